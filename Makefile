@@ -1,0 +1,56 @@
+# Pass-through variables:
+#   PYTEST_ARGS  more arguments for pytest, such as PYTEST_ARGS="-n 2 -k heap"
+#   DEMO_ARGS, BENCH_ARGS  arguments for the demo and the benchmarks
+#   JAX_VERSION  pins JAX, in an environment of its own
+#   VENV, PYTHON  where the environment goes, and the Python that makes it
+JAX_VERSION ?=
+VENV ?= .venv$(if $(JAX_VERSION),-jax$(JAX_VERSION))
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+BENCH_ARGS ?=
+export JAX_VERSION
+
+PY := $(VENV)/bin/python
+BACKEND := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda13 || echo cpu)
+# One stamp per backend, so that a driver installed later brings the CUDA libraries in.
+STAMP := $(VENV)/.ready-$(BACKEND)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-quick lint format bench doctor clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "  make %-11s %s\n", $$1, $$2 }'
+
+$(STAMP): pyproject.toml scripts/setup.sh
+	@bash scripts/setup.sh $(VENV) $(BACKEND)
+	@touch $@
+
+setup: $(STAMP) ## make the virtual environment (the other targets do it as needed)
+
+demo: $(STAMP) ## run the decode loop example
+	$(PY) examples/decode_loop.py $(DEMO_ARGS)
+
+test: $(STAMP) ## run every test; tests that need more GPUs than there are skip themselves
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-quick: $(STAMP) ## run the tests not marked slow
+	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+
+lint: $(STAMP) ## check style, format and types
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(VENV)/bin/pyrefly check --python-interpreter-path $(PY)
+
+format: $(STAMP) ## format and fix what ruff can fix
+	$(PY) -m ruff format
+	$(PY) -m ruff check --fix
+
+bench: $(STAMP) ## run the benchmarks (BENCH_ARGS)
+	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+doctor: $(STAMP) ## say what works on this machine
+	$(PY) -m jaxtaxfree doctor
+
+clean: ## remove environments, caches and build output
+	rm -rf .venv .venv-jax* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

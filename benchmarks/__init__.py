@@ -1,0 +1,1 @@
+"""Benchmarks of the fused operations against XLA: `python benchmarks/run.py --help`."""

@@ -1,0 +1,183 @@
+"""Clocks, ceilings and the guard against hangs."""
+
+import faulthandler
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.implementations import AXIS, chain
+
+
+@contextmanager
+def guard(step: str, timeout: float) -> Iterator[None]:
+    """Ends the process when the step takes longer: a kernel that waits for ever cannot be interrupted otherwise."""
+    message = f"\n{step}: no end after {timeout:g} s, giving up\n"
+    # The message needs the interpreter, which a thread that is stuck in C++ may hold; faulthandler needs nothing.
+    timer = threading.Timer(timeout, lambda: (sys.stderr.write(message), sys.stderr.flush()))
+    timer.daemon = True
+    timer.start()
+    faulthandler.dump_traceback_later(timeout + 1, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        timer.cancel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a sample is taken.
+
+    seconds: how long one sample lasts, about: as many launches as that takes.
+    idle: pause before the sample, which lets the clocks recover.
+    warm: launches of the same program before the clock starts, as a share of the sample, so that a sample does not
+        profit from a cooler predecessor.
+    """
+
+    name: str
+    seconds: float
+    idle: float = 0.0
+    warm: float = 0.0
+
+
+SUSTAINED = Mode(name="sustained", seconds=0.040, warm=0.25)
+BURST = Mode(name="burst", seconds=0.008, idle=0.1)
+MODES = (SUSTAINED, BURST)
+MIN_ROUNDS = 5
+
+
+@dataclass(kw_only=True)
+class Run:
+    """One executable on the devices, and what was measured of it.
+
+    queue: launches programs before earlier ones have ended. Not for virtual CPU devices, which share a thread pool that
+        two collective programs in flight can deadlock.
+    """
+
+    label: str
+    executable: Callable[..., Any] | jax.stages.Compiled
+    operands: tuple[Any, ...]
+    calls: int
+    queue: bool
+    samples: dict[str, list[float]] = field(default_factory=dict)
+    program_seconds: float = 0.0
+    last_result: Any = None
+
+    def launch(self, count: int = 1, *, operands: tuple[Any, ...] | None = None) -> float:
+        """Seconds from the first dispatch until the last program has ended, on an idle device."""
+        operands = operands or self.operands
+        result = None
+        start = time.perf_counter()
+        # Each dispatch but the first hides behind the programs already queued.
+        for _ in range(count):
+            result = self.executable(*operands)
+            if not self.queue:
+                jax.block_until_ready(result)
+        jax.block_until_ready(result)
+        seconds = time.perf_counter() - start
+        self.last_result = result
+        return seconds
+
+    def sample(self, mode: Mode) -> None:
+        """Appends the microseconds of one call: wall time over calls, nothing subtracted."""
+        count = min(64, max(1, round(mode.seconds / self.program_seconds)))
+        time.sleep(mode.idle)
+        if mode.warm:
+            self.launch(max(1, round(count * mode.warm)))
+        microseconds = self.launch(count) / (count * self.calls) * 1e6
+        self.samples.setdefault(mode.name, []).append(microseconds)
+
+
+def can_queue(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform != "cpu"
+
+
+def sample_rounds(runs: Mapping[str, Run], mode: Mode, seconds: float, timeout: float) -> dict[str, Exception]:
+    """Takes turns between the runs, for about so many seconds. Returns what failed, by name.
+
+    Turns, so that throttling meets all of them alike; another order in each round, so that nobody always follows the
+    one that leaves the devices coolest.
+    """
+    shuffle = random.Random(0).shuffle
+    failed: dict[str, Exception] = {}
+    order = list(runs)
+    end = time.perf_counter() + seconds
+    rounds = 0
+    while order and (rounds < MIN_ROUNDS or time.perf_counter() < end):
+        shuffle(order)
+        for name in order:
+            try:
+                with guard(f"{runs[name].label}, {mode.name}", timeout):
+                    runs[name].sample(mode)
+            except Exception as error:
+                failed[name] = error
+        order = [name for name in order if name not in failed]
+        rounds += 1
+    return failed
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return statistics.median(samples), fifths[0], fifths[-1]
+
+
+def measure_bandwidths(mesh: Mesh, nbytes: int, repetitions: int = 8) -> dict[str, float]:
+    """Bytes a second that one rank receives from its peers, by three plain ways to move `nbytes` between devices.
+
+    The best of all is the ceiling that floors are computed from: a low one would flatter the fused kernels.
+    """
+    world = mesh.devices.size
+    if world == 1:
+        return {}
+    steps = 8
+    make = jax.jit(
+        lambda key: jax.random.normal(key, (world, nbytes // 2), jnp.bfloat16),
+        out_shardings=NamedSharding(mesh, P(AXIS, None)),
+    )
+    arrays = [make(key) for key in jax.random.split(jax.random.key(1), steps)]
+
+    def best(function: Callable[..., Any], *args: Any) -> float:
+        run = Run(label="bandwidth", executable=function, operands=args, calls=1, queue=can_queue(mesh))
+        run.launch(2)
+        # Several at once, or the dispatch would count as part of the copy.
+        return min(run.launch(4) / 4 for _ in range(repetitions))
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(AXIS, None), out_specs=P(AXIS, None), check_vma=False)
+    def ring(x: jax.Array) -> jax.Array:
+        for _ in range(steps):
+            x = lax.ppermute(x, AXIS, [(i, (i + 1) % world) for i in range(world)])
+        return x
+
+    @jax.jit
+    @jax.shard_map(mesh=mesh, in_specs=P(AXIS, None), out_specs=P(AXIS), check_vma=False)
+    def gather(xs: list[jax.Array]) -> jax.Array:
+        outs = chain(lambda x, _: lax.all_gather(x, AXIS, axis=0, tiled=True), xs, [xs[0]])
+        return jnp.stack([out[-1, -1] for out in outs])
+
+    source, target = mesh.devices.flat[0], mesh.devices.flat[1]
+    parts = [next(s.data for s in x.addressable_shards if s.device == source) for x in arrays]
+
+    def copy(xs: list[jax.Array]) -> list[jax.Array]:
+        return [jax.device_put(x, target) for x in xs]
+
+    return {
+        "peer copy": steps * nbytes / best(copy, parts),
+        "ppermute ring": steps * nbytes / best(ring, arrays[0]),
+        "all_gather": steps * (world - 1) * nbytes / best(gather, arrays),
+    }

@@ -1,0 +1,248 @@
+"""Greedy decoding of a small language model, tensor parallel, with every gather fused into the matmul that needs it.
+
+    python examples/decode_loop.py
+    python examples/decode_loop.py --prompt 'The "with" statement ' --tokens 100
+
+Generates the same text twice, with XLA's own all-gather and matmul and with the chosen implementation of
+`jaxtaxfree.all_gather_matmul`, and checks that every token agrees. It takes four GPUs where there are four, and four
+virtual CPU devices where there is none. The model is in transformer.py; train.py made its weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import transformer
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from rich.console import Console
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+from transformer import Config
+
+WEIGHTS = Path(__file__).parent / "weights" / "pydoc.safetensors"
+WORLDS = (4, 2, 1)
+TIMED_RUNS = 3
+PROMPTS = (
+    'A "return" statement ',
+    "A function definition ",
+    "If the class defines a method named ",
+    'The "import" statement searches ',
+    "An exception is raised ",
+    "Dictionaries are ",
+    "The value of the expression ",
+    "When a class ",
+)
+
+
+class UsageError(Exception):
+    """A request that cannot be met, as one sentence for the user."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    tokens: np.ndarray  # [runs, B, n_tokens]
+    prefill_s: float
+    decode_s: float
+    kernel_calls: int
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Decode text with fused kernels and with plain XLA, and check that every token agrees."
+    )
+    parser.add_argument("--prompt", action="append", help="text to continue; repeat for more (default: eight prompts)")
+    parser.add_argument("--tokens", type=int, default=160, help="bytes to generate per prompt (default: %(default)s)")
+    parser.add_argument(
+        "--implementation",
+        choices=("auto", "fused", "xla", "simulate"),
+        default="auto",
+        help="of all_gather_matmul, compared with xla; auto is the fused kernel where it is supported, else xla",
+    )
+    parser.add_argument("--world", type=int, help="devices to use (default: the most of 4, 2 and 1 that there are)")
+    parser.add_argument("--batch", type=int, help="sequences to decode; prompts repeat to fill it")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of weights and activations; in bfloat16 rounding may flip tokens, so agreement is reported, not required",
+    )
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a file written by train.py")
+    return parser.parse_args()
+
+
+def choose_devices(world: int | None, cfg: Config) -> list[jax.Device]:
+    devices = jax.devices()
+    if world is None:
+        return devices[: next(w for w in WORLDS if w <= len(devices) and cfg.divides(w))]
+    if world < 1 or not cfg.divides(world):
+        raise UsageError(f"--world {world} does not divide the model's {cfg.n_kv_heads} key/value heads")
+    if world > len(devices):
+        raise UsageError(f"--world {world} needs {world} devices, and JAX finds {len(devices)} ({devices[0].platform})")
+    return devices[:world]
+
+
+def encode_prompts(prompts: list[str], batch: int, n_tokens: int, cfg: Config) -> tuple[np.ndarray, np.ndarray]:
+    """The prompts, repeated to fill the batch, as bytes [B, T] padded on the right, and their lengths [B]."""
+    encoded = [prompt.encode() for prompt in prompts]
+    for text in encoded:
+        if not text:
+            raise UsageError("a prompt needs at least one character")
+        if len(text) + n_tokens > cfg.context:
+            raise UsageError(
+                f"the prompt {text.decode()[:30]!r}... has {len(text)} bytes, which with --tokens {n_tokens} is more "
+                f"than the model's context of {cfg.context}"
+            )
+    lengths = np.array([len(encoded[i % len(encoded)]) for i in range(batch)], np.int32)
+    padded = np.zeros((batch, lengths.max()), np.int32)
+    for i, length in enumerate(lengths):
+        padded[i, :length] = np.frombuffer(encoded[i % len(encoded)], np.uint8)
+    return padded, lengths
+
+
+def count_calls(lowered: str, target: str) -> int:
+    """How often the program calls custom-call targets that begin with `target`; a shared function counts per call."""
+    name = r'@("[^"]+"|[\w.$-]+)'  # MLIR quotes a name with unusual characters.
+    functions = dict(re.findall(rf"func\.func (?:\w+ )?{name}(.*?\n  }})", lowered, re.DOTALL))
+
+    def count(function: str) -> int:
+        if function.strip('"').startswith(target):
+            return 1
+        return sum(count(callee) for callee in re.findall(rf"call {name}", functions.get(function, "")))
+
+    return count("main")
+
+
+def generate(
+    params: Any,
+    prompts: np.ndarray,
+    lengths: np.ndarray,
+    n_tokens: int,
+    cfg: Config,
+    mesh: Mesh,
+    implementation: str | None,
+) -> Result:
+    params_specs, cache_specs = transformer.param_specs(cfg), transformer.cache_specs(cfg)
+    cache_length = prompts.shape[1] + n_tokens
+
+    def prefill(params, prompts, lengths):
+        return transformer.prefill(params, prompts, lengths, cache_length, cfg, implementation=implementation)
+
+    def decode(params, cache, first, lengths):
+        return transformer.decode(params, cache, first, lengths, n_tokens, cfg, implementation=implementation)
+
+    def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        # A Triton kernel's result does not say over which mesh axes it varies, so that check is off.
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+    prefill = on_mesh(prefill, (params_specs, P("tp"), P()), (P("tp"), cache_specs))
+    decode = on_mesh(decode, (params_specs, cache_specs, P("tp"), P()), P("tp"))
+
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    params = jax.tree.map(put, params, params_specs)
+    prompts, lengths = put(prompts, P("tp")), put(lengths, P())
+
+    runs, prefill_s, decode_s = [], [], []
+    for _ in range(1 + TIMED_RUNS):  # The first compiles and warms up.
+        start = time.perf_counter()
+        first, cache = jax.block_until_ready(prefill(params, prompts, lengths))
+        middle = time.perf_counter()
+        tokens = jax.block_until_ready(decode(params, cache, first, lengths))
+        prefill_s.append(middle - start)
+        decode_s.append(time.perf_counter() - middle)
+        runs.append(np.asarray(tokens))
+    # The body of the decode loop is one step, and the loop is all there is in this program.
+    kernel_calls = count_calls(decode.lower(params, cache, first, lengths).as_text(), "triton_kernel_call")
+    return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), kernel_calls)
+
+
+def describe_difference(a: np.ndarray, b: np.ndarray, names: tuple[str, str]) -> str:
+    """The earliest position at which tokens [runs, B, n] differ, of the first prompt and run that differ there."""
+    position, prompt, run = min(index[::-1] for index in np.argwhere(a != b).tolist())
+    x, y = a[run, prompt, position], b[run, prompt, position]
+    return (
+        f"token {position} of prompt {prompt} is {bytes([x])!r} with {names[0]} and {bytes([y])!r} with {names[1]} "
+        f"in run {run} (all count from 0)"
+    )
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    if args.tokens < 1:
+        raise UsageError(f"--tokens {args.tokens} must be at least 1")
+    if not args.weights.is_file():
+        raise UsageError(f"there are no weights at {args.weights}; train them with: python examples/train.py")
+    params, cfg, _ = transformer.load(args.weights, jax.numpy.dtype(args.dtype))
+    devices = choose_devices(args.world, cfg)
+    world, platform = len(devices), devices[0].platform
+    if args.implementation == "fused" and platform != "gpu":
+        raise UsageError(f"--implementation fused needs CUDA GPUs, and JAX finds only {platform} devices")
+
+    prompts = args.prompt or list(PROMPTS)
+    batch = max(len(prompts), args.batch or 0)
+    batch += -batch % world  # The residual stream is sharded over sequences.
+    padded, lengths = encode_prompts(prompts, batch, args.tokens, cfg)
+
+    where = f"{world} virtual CPU devices" if platform == "cpu" else f"{world} x {devices[0].device_kind}"
+    console.print(f"{where}, {args.dtype}, {batch} sequences")
+    mesh = Mesh(np.array(devices), ("tp",))
+    reference = generate(params, padded, lengths, args.tokens, cfg, mesh, "xla")
+    implementation = None if args.implementation == "auto" else args.implementation
+    result = generate(params, padded, lengths, args.tokens, cfg, mesh, implementation)
+    chosen = args.implementation
+    if implementation is None:
+        chosen = "auto: fused" if result.kernel_calls else "auto: xla"
+
+    for prompt, tokens in zip(prompts, result.tokens[0, : len(prompts)], strict=True):
+        text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+        console.print(Rule(style="dim"), Text.assemble((prompt, "bold"), text))
+
+    table = Table("implementation", "prefill", "decode", "tokens/s", "fused kernel calls per decode step")
+    for name, timed in (("xla", reference), (chosen, result)):
+        per_step = timed.decode_s / max(1, args.tokens - 1)
+        table.add_row(
+            name,
+            f"{1e3 * timed.prefill_s:.1f} ms",
+            f"{1e3 * per_step:.2f} ms/step",
+            f"{batch / per_step:.0f}",
+            str(timed.kernel_calls),
+        )
+    console.print(table)
+
+    # All runs count, the warm-up too: a kernel that races with its neighbours need not fail every time.
+    a, b = np.broadcast_arrays(reference.tokens[:1], result.tokens)
+    if np.array_equal(a, b):
+        same = " Both runs used XLA's own gather and matmul." if chosen.endswith("xla") else ""
+        console.print(f"All {a[0].size} tokens agree, in each of {len(a)} runs.{same}")
+        return 0
+    difference = describe_difference(a, b, ("xla", chosen))
+    if args.dtype == "bfloat16":
+        console.print(f"{100 * np.mean(a == b):.1f} % of the tokens agree; the first that does not: {difference}.")
+        return 0
+    print(f"error: the tokens differ: {difference}", file=sys.stderr)
+    return 1
+
+
+def main() -> int:
+    args = parse_args()
+    # This has to come before the first look at any device, when nobody knows yet whether there are GPUs; it is safe
+    # because it leaves them alone: jax.devices() lists the CPUs only where it finds nothing better.
+    jax.config.update("jax_num_cpu_devices", max(WORLDS[0], args.world or 0))
+    try:
+        return run(args, Console(highlight=False))
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

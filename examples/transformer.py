@@ -1,0 +1,364 @@
+"""A byte-level decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+
+It comes in two forms that share their mathematics and their parameters. `forward` takes whole sequences on one
+device and is plain JAX; train.py uses it. `step` is the tensor-parallel form for prefill and decode, called inside
+`jax.shard_map` over one mesh axis; decode_loop.py uses it.
+
+In the tensor-parallel form the residual stream is sharded over tokens: each of the W ranks owns B / W of the
+sequences. Norms and residual additions are therefore local, and every block is
+
+    all_gather_matmul(norm(x), column-parallel weight)   all tokens, this rank's heads or columns
+    attention or SwiGLU                                  local to the rank
+    psum_scatter(y @ row-parallel weight)                this rank's tokens, summed over the ranks
+
+Letters of shapes, those of jax.nn where it has them:
+
+    B sequences, T new tokens, S cached tokens, N query heads, K key/value heads, G = N / K, H head size,
+    D model, F mlp, V vocabulary (the 256 bytes), L layers, W ranks
+
+Parameters. A plain P(None, "tp") or P("tp", None) has to hand each rank whole heads, so columns are ordered by owner
+and not by kind, which works for every W that divides K, F and V:
+
+    embed      [V, D]               replicated
+    w_qkv      [D, K * (G + 2) * H] columns; per key/value head: its G query heads, then its key, then its value
+    w_o        [N * H, D]           rows; heads in the order of w_qkv
+    w_gate_up  [D, F * 2]           columns; gate and up alternate: gate 0, up 0, gate 1, up 1, ...
+    w_down     [F, D]               rows
+    unembed    [D, V]               columns
+    *_norm     [D]                  replicated
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors
+import safetensors.numpy
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+
+Params = dict[str, Any]
+Cache = list[dict[str, jax.Array]]
+DecodeState = tuple[jax.Array, jax.Array, Cache, jax.Array]  # tokens done, last token, cache, all tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    d_model: int = 128
+    n_layers: int = 4
+    n_heads: int = 8
+    n_kv_heads: int = 4
+    head_dim: int = 16
+    d_mlp: int = 384
+    vocab: int = 256
+    context: int = 256
+    rope_theta: float = 10_000.0
+
+    @property
+    def group(self) -> int:
+        return self.n_heads // self.n_kv_heads
+
+    def divides(self, world: int) -> bool:
+        """Whether every sharded axis splits evenly over `world` ranks."""
+        return self.n_kv_heads % world == 0 and self.d_mlp % world == 0 and self.vocab % world == 0
+
+
+def init(key: jax.Array, cfg: Config) -> Params:
+    """Random parameters in float32."""
+    keys = iter(jax.random.split(key, 2 + 4 * cfg.n_layers))
+
+    def normal(rows: int, cols: int, scale: float = 1.0) -> jax.Array:
+        return scale / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
+
+    # The two matmuls of a layer that write to the residual stream start smaller, so that its size does not grow with L.
+    out = 1 / math.sqrt(2 * cfg.n_layers)
+    q_dim, d, f = cfg.n_heads * cfg.head_dim, cfg.d_model, cfg.d_mlp
+    return {
+        "embed": normal(cfg.vocab, d, scale=math.sqrt(cfg.vocab / d)),
+        "layers": [
+            {
+                "attn_norm": jnp.ones(d),
+                "w_qkv": normal(d, cfg.n_kv_heads * (cfg.group + 2) * cfg.head_dim),
+                "w_o": normal(q_dim, d, scale=out),
+                "mlp_norm": jnp.ones(d),
+                "w_gate_up": normal(d, 2 * f),
+                "w_down": normal(f, d, scale=out),
+            }
+            for _ in range(cfg.n_layers)
+        ],
+        "final_norm": jnp.ones(d),
+        "unembed": normal(d, cfg.vocab),
+    }
+
+
+def param_specs(cfg: Config, axis_name: str = "tp") -> Params:
+    """The PartitionSpec of each parameter, in the tree of `init`."""
+    layer = {
+        "attn_norm": P(),
+        "w_qkv": P(None, axis_name),
+        "w_o": P(axis_name, None),
+        "mlp_norm": P(),
+        "w_gate_up": P(None, axis_name),
+        "w_down": P(axis_name, None),
+    }
+    return {
+        "embed": P(),
+        "layers": [dict(layer) for _ in range(cfg.n_layers)],
+        "final_norm": P(),
+        "unembed": P(None, axis_name),
+    }
+
+
+def cache_specs(cfg: Config, axis_name: str = "tp") -> list[dict[str, P]]:
+    """The PartitionSpec of each array of the cache: all sequences, the rank's own key/value heads."""
+    return [{"k": P(None, None, axis_name), "v": P(None, None, axis_name)} for _ in range(cfg.n_layers)]
+
+
+# The mathematics that both forms share.
+
+
+def precision_of(x: jax.Array) -> lax.Precision | None:
+    """float32 means float32: by default a GPU rounds the operands of a float32 matmul to TF32, which flips tokens."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def matmul(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.matmul(x, w, precision=precision_of(x))
+
+
+def rms_norm(x: jax.Array, gain: jax.Array) -> jax.Array:
+    """x [..., D] -> [..., D]. The statistics are those of one token, so tokens may live on any rank."""
+    x32 = x.astype(jnp.float32)
+    scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)
+    return (x32 * scale).astype(x.dtype) * gain
+
+
+def rope(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotates x [B, T, heads, H] by its positions [B, T]."""
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = positions[:, :, None, None] * frequency  # [B, T, 1, H/2]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    a, b = x[..., :half].astype(jnp.float32), x[..., half:].astype(jnp.float32)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def split_qkv(qkv: jax.Array, positions: jax.Array, cfg: Config) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """qkv [B, T, K * (G + 2) * H] -> q [B, T, K, G, H], k and v [B, T, K, H]; K is all heads or one rank's."""
+    b, t, _ = qkv.shape
+    qkv = qkv.reshape(b, t, -1, cfg.group + 2, cfg.head_dim)
+    q, k, v = qkv[..., : cfg.group, :], qkv[..., cfg.group, :], qkv[..., cfg.group + 1, :]
+    q = rope(q.reshape(b, t, -1, cfg.head_dim), positions, cfg.rope_theta).reshape(q.shape)
+    return q, rope(k, positions, cfg.rope_theta), v
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+    """q [B, T, K, G, H], k and v [B, S, K, H], mask [B or 1, T, S] (True attends) -> [B, T, K * G * H]."""
+    precision = precision_of(q)
+    scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=precision, preferred_element_type=jnp.float32)
+    scores = jnp.where(mask[:, None, None], scores / math.sqrt(q.shape[-1]), jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+    out = jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=precision)
+    return out.reshape(*out.shape[:2], -1)
+
+
+def swiglu(gate_up: jax.Array) -> jax.Array:
+    """gate_up [..., F * 2], gate and up alternating -> [..., F]."""
+    pairs = gate_up.reshape(*gate_up.shape[:-1], -1, 2)
+    return jax.nn.silu(pairs[..., 0]) * pairs[..., 1]
+
+
+# Whole sequences on one device.
+
+
+def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
+    """tokens [B, T] -> logits [B, T, V] of the tokens that follow."""
+    b, t = tokens.shape
+    positions = jnp.broadcast_to(jnp.arange(t), (b, t))
+    causal = jnp.tril(jnp.ones((1, t, t), bool))
+    x = params["embed"][tokens]  # [B, T, D]
+    for layer in params["layers"]:
+        with jax.named_scope("attention"):
+            qkv = matmul(rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
+            q, k, v = split_qkv(qkv, positions, cfg)
+            # Queries in blocks: a block reads only the keys that it may attend to, which saves near half the work.
+            blocks = [(slice(i, i + 32), slice(0, i + 32)) for i in range(0, t, 32)]
+            y = [attend(q[:, new], k[:, seen], v[:, seen], causal[:, new, seen]) for new, seen in blocks]
+            x = x + matmul(jnp.concatenate(y, axis=1), layer["w_o"])
+        with jax.named_scope("mlp"):
+            gate_up = matmul(rms_norm(x, layer["mlp_norm"]), layer["w_gate_up"])
+            x = x + matmul(swiglu(gate_up), layer["w_down"])
+    with jax.named_scope("unembed"):
+        return matmul(rms_norm(x, params["final_norm"]), params["unembed"]).astype(jnp.float32)
+
+
+# Tensor parallel, inside shard_map: every function below runs once per rank, on that rank's shards.
+
+
+def init_cache(cfg: Config, batch: int, length: int, world: int, dtype: Any) -> Cache:
+    """One rank's cache: per layer, keys and values [B, S, K / W, H] of all sequences."""
+    shape = (batch, length, cfg.n_kv_heads // world, cfg.head_dim)
+    return [{"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)} for _ in range(cfg.n_layers)]
+
+
+def gather_matmul(x: jax.Array, w: jax.Array, axis_name: str, implementation: str | None, **kwargs: Any) -> jax.Array:
+    """x [tokens / W, D] of this rank, w [D, C / W] its columns -> [tokens, C / W]."""
+    return jtf.all_gather_matmul(x, w, axis_name, precision=precision_of(x), implementation=implementation, **kwargs)
+
+
+def scatter_matmul(y: jax.Array, w: jax.Array, axis_name: str) -> jax.Array:
+    """y [tokens, C / W], w [C / W, D] this rank's rows -> [tokens / W, D] of this rank, summed over the ranks."""
+    return lax.psum_scatter(matmul(y, w), axis_name, scatter_dimension=0, tiled=True)
+
+
+def step(
+    params: Params,
+    cache: Cache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    cfg: Config,
+    axis_name: str = "tp",
+    implementation: str | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Takes T new tokens of every sequence: the whole prompt in prefill, T = 1 in decode.
+
+    Args:
+      params: this rank's shards.
+      cache: this rank's heads of all sequences, [B, S, K / W, H].
+      tokens: this rank's sequences, [B / W, T].
+      positions: of all sequences, [B, T], the same on every rank; also the cache slots that are written.
+
+    Returns:
+      This rank's residual stream [B / W, T, D], and the cache.
+    """
+    b, t = positions.shape
+    sequences = jnp.arange(b)[:, None]
+    x = params["embed"][tokens].reshape(-1, cfg.d_model)  # [B/W * T, D]
+    new_cache = []
+    for layer, past in zip(params["layers"], cache, strict=True):
+        with jax.named_scope("attention"):
+            qkv = gather_matmul(rms_norm(x, layer["attn_norm"]), layer["w_qkv"], axis_name, implementation)
+            q, k, v = split_qkv(qkv.reshape(b, t, -1), positions, cfg)  # K is K/W here
+            k = past["k"].at[sequences, positions].set(k)
+            v = past["v"].at[sequences, positions].set(v)
+            new_cache.append({"k": k, "v": v})
+            # A slot past the position is either empty or the padding of a short prompt: never attended to, and
+            # overwritten by the token that gets that position.
+            mask = jnp.arange(k.shape[1]) <= positions[:, :, None]  # [B, T, S]
+            y = attend(q, k, v, mask).reshape(b * t, -1)
+            x = x + scatter_matmul(y, layer["w_o"], axis_name)
+        with jax.named_scope("mlp"):
+            # Gate and up in one matmul, so that x is gathered once.
+            gate_up = gather_matmul(rms_norm(x, layer["mlp_norm"]), layer["w_gate_up"], axis_name, implementation)
+            x = x + scatter_matmul(swiglu(gate_up), layer["w_down"], axis_name)
+    return x.reshape(-1, t, cfg.d_model), new_cache
+
+
+def logits_shard(params: Params, x: jax.Array, axis_name: str = "tp", implementation: str | None = None) -> jax.Array:
+    """x [B / W, D] -> float32 logits [B, V / W]: all sequences, this rank's part of the vocabulary."""
+    with jax.named_scope("unembed"):
+        x = rms_norm(x, params["final_norm"])
+        return gather_matmul(x, params["unembed"], axis_name, implementation, preferred_element_type=jnp.float32)
+
+
+def greedy(logits: jax.Array, axis_name: str = "tp") -> jax.Array:
+    """logits [B, V / W] -> the likeliest token of each of this rank's sequences, [B / W].
+
+    Of equal logits the smallest token wins, within a rank and between ranks (argmax takes the first, and ranks are
+    gathered in the order of the vocabulary), so the token is the one that an argmax over V would give.
+    """
+    with jax.named_scope("greedy"):
+        b, v = logits.shape
+        rank, world = lax.axis_index(axis_name), lax.axis_size(axis_name)
+        best = lax.all_gather(jnp.max(logits, axis=1), axis_name)  # [W, B]
+        token = lax.all_gather(jnp.argmax(logits, axis=1) + rank * v, axis_name)  # [W, B]
+        owner = jnp.argmax(best, axis=0)  # [B]
+        token = jnp.take_along_axis(token, owner[None], axis=0)[0].astype(jnp.int32)
+        return lax.dynamic_slice_in_dim(token, rank * (b // world), b // world)
+
+
+def prefill(
+    params: Params,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    cache_length: int,
+    cfg: Config,
+    axis_name: str = "tp",
+    implementation: str | None = None,
+) -> tuple[jax.Array, Cache]:
+    """Reads the prompts.
+
+    Args:
+      prompts: this rank's sequences, [B / W, T], padded on the right.
+      lengths: of all prompts, [B], the same on every rank.
+
+    Returns:
+      The first generated token of this rank's sequences [B / W], and the cache.
+    """
+    b, (b_local, t) = lengths.shape[0], prompts.shape
+    cache = init_cache(cfg, b, cache_length, lax.axis_size(axis_name), params["embed"].dtype)
+    positions = jnp.broadcast_to(jnp.arange(t), (b, t))
+    x, cache = step(params, cache, prompts, positions, cfg, axis_name, implementation)
+    last = lax.dynamic_slice_in_dim(lengths, lax.axis_index(axis_name) * b_local, b_local) - 1
+    x = x[jnp.arange(b_local), last]  # [B/W, D]
+    return greedy(logits_shard(params, x, axis_name, implementation), axis_name), cache
+
+
+def decode(
+    params: Params,
+    cache: Cache,
+    first: jax.Array,
+    lengths: jax.Array,
+    n_tokens: int,
+    cfg: Config,
+    axis_name: str = "tp",
+    implementation: str | None = None,
+) -> jax.Array:
+    """Greedy decoding after `prefill`: n_tokens of each of this rank's sequences, [B / W, n_tokens].
+
+    `first` [B / W] is the first of them; `lengths` [B] are the lengths of all prompts.
+    """
+
+    def one_token(state: DecodeState) -> DecodeState:
+        i, token, cache, out = state
+        x, cache = step(params, cache, token[:, None], (lengths + i)[:, None], cfg, axis_name, implementation)
+        token = greedy(logits_shard(params, x[:, 0], axis_name, implementation), axis_name)
+        return i + 1, token, cache, out.at[:, i + 1].set(token)
+
+    out = jnp.zeros((first.shape[0], n_tokens), jnp.int32).at[:, 0].set(first)
+    state = (jnp.int32(0), first, cache, out)
+    return lax.while_loop(lambda state: state[0] < n_tokens - 1, one_token, state)[3]
+
+
+# Storage.
+
+
+def save(path: Path, params: Params, cfg: Config, **metadata: str) -> None:
+    """Writes float16 weights; the metadata holds the config as JSON under "config", and what else is given."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flat = {
+        jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(value, np.float16)
+        for key, value in jax.tree_util.tree_leaves_with_path(params)
+    }
+    safetensors.numpy.save_file(flat, path, metadata={"config": json.dumps(dataclasses.asdict(cfg)), **metadata})
+
+
+def load(path: Path, dtype: Any = np.float32) -> tuple[Params, Config, dict[str, str]]:
+    """Reads what `save` wrote: the parameters as NumPy arrays of `dtype`, the config, and the metadata."""
+    with safetensors.safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+        cfg = Config(**json.loads(metadata["config"]))
+        shapes = jax.eval_shape(lambda: init(jax.random.key(0), cfg))
+        params = jax.tree_util.tree_map_with_path(
+            lambda key, _: file.get_tensor(jax.tree_util.keystr(key, simple=True, separator=".")).astype(dtype), shapes
+        )
+    return params, cfg, metadata

@@ -1,0 +1,231 @@
+"""The symmetric heap: memory at addresses that every rank of a team can compute, in which kernels exchange data and
+signals.
+ There is one heap in a process. It opens by itself when the first fused operation is lowered for GPUs, and grows as
+operations ask for regions, so nobody sizes it. It lives in the memory that JAX leaves free (a quarter, unless
+XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
+
+What a caller may want of it:
+
+* `set_timeout`: how long a rank waits for a peer;
+* `check` and `block_until_ready`: raise `PeerTimeoutError` if a rank has waited in vain;
+* `reset`: go on after such an error;
+* `close`: give the memory back.
+
+Environment variables: JAXTAXFREE_TIMEOUT (seconds that a kernel waits for a peer, 60), JAXTAXFREE_MEETING_TIMEOUT
+(seconds that a process waits for another one to build the same program, 300), JAXTAXFREE_HEAP_BASE (address of the
+heap).
+"""
+
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+
+from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
+from jaxtaxfree.heap.layout import Layout, Record, Region
+
+__all__ = [
+    "Heap",
+    "HeapError",
+    "HeapUnavailableError",
+    "Layout",
+    "PeerTimeoutError",
+    "Region",
+    "block_until_ready",
+    "check",
+    "close",
+    "region",
+    "reset",
+    "set_timeout",
+]
+
+_log = logging.getLogger("jaxtaxfree")
+_lock = threading.RLock()
+_heap: "Heap | None" = None
+_generation = 0
+_timeout = float(os.environ.get("JAXTAXFREE_TIMEOUT", "60"))
+_failure: str | None = None  # why the heap takes no more calls
+_delivered = False  # somebody has been told
+
+_WATCH_INTERVAL = 0.05  # seconds
+
+
+class Heap(Protocol):
+    """What an owner of symmetric memory offers: `heap.cuda` implements it, host memory or ROCm's Iris can."""
+
+    timeout: float
+
+    def region(self, name: str, devices: Sequence[Any], world: int, layout_: Layout) -> Region: ...
+
+    def records(self) -> list[tuple[Region, Any, Record]]: ...
+
+    def fail(self) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout) -> Region:
+    """The region of this name on these devices; opens the heap if need be.
+
+    Args:
+      name: what the region is for. Calls with equal names on equal devices share it.
+      devices: CUDA devices of the mesh, in an order that puts the devices of each team next to each other.
+      world: devices in a team.
+      layout: what each device's part holds.
+
+    Raises:
+      PeerTimeoutError: if a rank has waited in vain and the heap was not reset since.
+      HeapUnavailableError: if these devices cannot share memory.
+      HeapError: if memory runs out, or another process fails or does not come.
+    """
+    from jaxtaxfree.heap.cuda import Device
+
+    with _lock:
+        if _failure is not None:
+            raise PeerTimeoutError(f"The heap takes no calls until jaxtaxfree.heap.reset(): {_failure}")
+        heap = _open()
+    return heap.region(name, [Device.of(device) for device in devices], world, layout)
+
+
+def set_timeout(seconds: float) -> None:
+    """Sets how long a rank waits for a peer: the peers' compilation is part of it.
+
+    Holds for regions made later, and for all after the next `reset`.
+    """
+    global _timeout
+    if not seconds > 0:
+        raise ValueError(f"A timeout is a positive number of seconds, not {seconds!r}.")
+    with _lock:
+        _timeout = float(seconds)
+        if _heap is not None:
+            _heap.timeout = _timeout
+
+
+def check() -> None:
+    """Raises PeerTimeoutError if a rank of this process has waited in vain for a peer.
+
+    A program that never calls this is told all the same: the error is logged, and raised in the main thread.
+    """
+    global _delivered
+    with _lock:
+        _look()
+        if _failure is not None:
+            _delivered = True
+            raise PeerTimeoutError(_failure)
+
+
+def block_until_ready[T](x: T) -> T:
+    """Like `jax.block_until_ready`, and then raises PeerTimeoutError if a rank has waited in vain for a peer."""
+    result = jax.block_until_ready(x)
+    check()
+    return result
+
+
+def reset() -> None:
+    """Makes the heap usable again after a PeerTimeoutError.
+
+    All processes call it together, when no program runs on their devices.
+    """
+    global _failure, _delivered
+    with _lock:
+        if _heap is not None:
+            _heap.reset()
+        _failure, _delivered = None, False
+
+
+def close() -> None:
+    """Gives the heap's memory back; the next fused operation opens a new one. All processes call it together.
+
+    Clears JAX's caches, so that jitted functions are built anew. Programs compiled ahead of time
+    (`jit(f).lower(x).compile()`)
+    that were built before must not run any more: they fail with an illegal address.
+    """
+    global _heap, _failure, _delivered
+    with _lock:
+        if _heap is not None:
+            _heap.close()
+            jax.clear_caches()
+        _heap, _failure, _delivered = None, None, False
+
+
+def _open() -> "Heap":
+    global _heap, _generation
+    if _heap is None:
+        from jaxtaxfree.heap import exchange
+        from jaxtaxfree.heap.cuda import CudaHeap
+        from jaxtaxfree.heap.driver import Driver
+
+        try:
+            driver = Driver()
+        except Exception as error:  # cuda-bindings raises its own kinds
+            raise HeapUnavailableError(
+                "The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): "
+                f"{error}"
+            ) from error
+        if jax.process_count() == 1:
+            meeting = exchange.Alone()
+        else:
+            patience = float(os.environ.get("JAXTAXFREE_MEETING_TIMEOUT", "300"))
+            meeting = exchange.Processes(jax.process_index(), _generation, patience)
+        _heap = CudaHeap(driver, meeting, _timeout)
+        _generation += 1
+        threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
+    return _heap
+
+
+def _look() -> None:
+    """Reads the error records; the first one found makes the heap fail."""
+    global _failure
+    if _heap is None or _failure is not None or not _heap.records():
+        return
+    time.sleep(
+        0.01
+    )  # a record appears before its last word has left the device, and ranks give up at about the same time
+    _failure = " ".join(_describe(*found) for found in _heap.records())
+    _heap.fail()
+    _log.error("%s", _failure)
+
+
+def _describe(region: Region, device: Any, record: Record) -> str:
+    start = region.device_ids.index(device.id) // region.world * region.world
+    culprit = region.device_ids[start + record.peer]
+    return (
+        f"{region.name}: rank {record.rank} (device {device.id}) waited {_timeout:g} s for rank {record.peer} "
+        f"(device {culprit}), which did not arrive: program {record.program} saw {record.seen} of {record.expected} "
+        f"at signal {region.layout.signal_name(record.signal)} in call {record.epoch}. The result of the call is NaN."
+    )
+
+
+def _watch(heap: "Heap") -> None:
+    """Tells the main thread when a rank has given up, even if the program never asks."""
+    global _delivered
+    while _heap is heap:
+        time.sleep(_WATCH_INTERVAL)
+        with _lock:
+            if _heap is not heap:
+                return
+            _look()
+            if _failure is None or _delivered:
+                continue
+        time.sleep(_WATCH_INTERVAL)  # a caller of `check` gets there first
+        with _lock:
+            if _failure is not None and not _delivered:
+                _delivered = True
+                _raise_in_main_thread(_failure)
+
+
+def _raise_in_main_thread(message: str) -> None:
+    # Python raises a class in another thread, not an instance; this one makes its instance with the message.
+    def init(self: PeerTimeoutError) -> None:
+        PeerTimeoutError.__init__(self, message)
+
+    error = type("PeerTimeoutError", (PeerTimeoutError,), {"__init__": init, "__module__": PeerTimeoutError.__module__})
+    thread = threading.main_thread().ident
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), ctypes.py_object(error))

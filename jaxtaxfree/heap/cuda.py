@@ -1,0 +1,300 @@
+"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many on one host.
+ The heap reserves one range of addresses, the same in every process. A region is a window in that range, with one
+part of equal size for each device of the mesh in the mesh's order, so that a kernel finds any part by arithmetic.
+Each process takes the memory of its own devices, and maps it and that of its devices' peers into the window.
+"""
+
+import ctypes
+import dataclasses
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtaxfree.heap import layout
+from jaxtaxfree.heap.driver import Driver, DriverError
+from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
+from jaxtaxfree.heap.exchange import Alone, Processes
+from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
+
+# Where the range is asked for. Programs load their libraries near the top of the address space and themselves near
+# 0x55..., so these are free in an ordinary process.
+BASES = (0x7E00_0000_0000, 0x6000_0000_0000, 0x5000_0000_0000)
+RANGE_BYTES = 1 << 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the heap must know of a JAX device.
+
+    Attributes:
+      id: the same in every process.
+      process: index of the process that drives it.
+      ordinal: CUDA's number of it in that process.
+    """
+
+    id: int
+    process: int
+    ordinal: int
+
+    @classmethod
+    def of(cls, device: Any) -> "Device":
+        """Of a `jax.Device`."""
+        return cls(device.id, device.process_index, device.local_hardware_id or 0)
+
+
+class _Part:
+    """One device's part of a region, as this process sees it."""
+
+    def __init__(self, device: Device, position: int, address: int, size: int, handle: Any):
+        self.device = device
+        self.position = position
+        self.address = address
+        self.size = size
+        self.handle = handle
+        self.record_address = 0  # of this process's devices only
+
+
+class CudaHeap:
+    """A heap on the GPUs of this process and those of its peers on the same host.
+
+    Args:
+      driver: CUDA's, or a model of it.
+      exchange: how to meet the other processes of the job.
+      timeout: of a wait in a kernel, in seconds.
+
+    Raises:
+      HeapUnavailableError: if no range of addresses is free.
+    """
+
+    def __init__(self, driver: Driver, exchange: Alone, timeout: float):
+        self._driver = driver
+        self._exchange = exchange
+        self.timeout = timeout
+        self._lock = threading.RLock()
+        self._gates: dict[tuple, threading.Lock] = {}
+        self._regions: dict[tuple, Region] = {}
+        self._parts: dict[tuple, list[_Part]] = {}
+        self._resets = 0
+        self._base = self._reserve()
+
+    def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
+        """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
+
+        Args:
+          name: what the region is for. Calls with equal names share it, so they must run one after the other.
+          devices: of the mesh, in an order that puts the devices of each team next to each other.
+          world: devices in a team. Only devices of one team reach each other's parts.
+          layout_: what a part holds.
+
+        Raises:
+          HeapUnavailableError: if a device cannot reach another one of its team.
+          HeapError: if memory runs out, or another process fails or does not come.
+        """
+        ids = tuple(device.id for device in devices)
+        key = (name, ids, world)
+        # A gate for each region, not one for all: two threads may wait for other processes to make theirs.
+        with self._lock:
+            gate = self._gates.setdefault(key, threading.Lock())
+        with gate:
+            if key not in self._regions:
+                region, parts = self._make(key, name, devices, world, layout_)
+                with self._lock:
+                    self._regions[key], self._parts[key] = region, parts
+            return self._regions[key]
+
+    def records(self) -> list[tuple[Region, Device, Record]]:
+        """What ranks of this process have left behind when they gave up."""
+        found = []
+        with self._lock:
+            for key, parts in self._parts.items():
+                for part in parts:
+                    if part.record_address:
+                        record = Record.read(ctypes.string_at(part.record_address, RECORD_BYTES))
+                        if record is not None:
+                            found.append((self._regions[key], part.device, record))
+        return found
+
+    def fail(self) -> None:
+        """Makes every later call on this process's devices give NaN at once, and its peers time out."""
+        with self._lock:
+            for part in self._own_parts():
+                address = part.address + layout.device.HEADER_FAILED.value
+                self._driver.write(part.device.ordinal, address, (2).to_bytes(4, "little"))
+
+    def reset(self) -> None:
+        """Starts every region afresh. All processes call it together, when nothing runs on their devices."""
+        with self._lock:
+            members = sorted({part.device.process for parts in self._parts.values() for part in parts})
+            self._resets += 1
+            for ordinal in {part.device.ordinal for part in self._own_parts()}:
+                self._driver.synchronize(ordinal)
+            self._exchange.meet(f"reset/{self._resets}/idle", members)
+            for key, parts in self._parts.items():
+                for part in parts:
+                    if part.record_address:
+                        ctypes.memset(part.record_address, 0, RECORD_BYTES)
+                        self._clear(part, self._regions[key])
+            self._exchange.meet(f"reset/{self._resets}/done", members)
+
+    def close(self) -> None:
+        """Gives all memory and addresses back. Programs built on this heap must not run any more."""
+        with self._lock:
+            for part in self._own_parts():
+                self._driver.synchronize(part.device.ordinal)
+            for parts in self._parts.values():
+                self._unmap(parts)
+            self._parts.clear()
+            self._regions.clear()
+            self._driver.unreserve(self._base, RANGE_BYTES)
+            self._exchange.close()
+
+    def _own_parts(self) -> list[_Part]:
+        return [part for parts in self._parts.values() for part in parts if part.record_address]
+
+    def _reserve(self) -> int:
+        hints = BASES
+        if "JAXTAXFREE_HEAP_BASE" in os.environ:
+            hints = (int(os.environ["JAXTAXFREE_HEAP_BASE"], 0),)
+        for hint in hints:
+            try:
+                address = self._driver.reserve(RANGE_BYTES, hint)
+            except DriverError:
+                continue
+            if address == hint:
+                return address
+            self._driver.unreserve(address, RANGE_BYTES)
+        raise HeapUnavailableError(
+            f"The heap needs {RANGE_BYTES >> 30} GiB of free addresses at {' or '.join(map(hex, hints))}, and "
+            "something in this process has taken them. Set JAXTAXFREE_HEAP_BASE to a free address, the same for "
+            f"every process, and a multiple of {GRANULE >> 20} MiB."
+        )
+
+    def _make(
+        self, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
+    ) -> tuple[Region, list[_Part]]:
+        magic = layout.magic(*key)
+        processes = sorted({device.process for device in devices})
+        if isinstance(self._exchange, Processes):
+            self._exchange.check_host(processes)
+        size = layout_.nbytes
+        granules = size // GRANULE
+        start = self._exchange.next_window(f"{magic:x}", granules * len(devices), processes)
+        if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
+            raise HeapError(
+                f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
+                f"of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
+            )
+        region = Region(
+            name=name,
+            device_ids=key[1],
+            world=world,
+            layout=layout_,
+            origin=self._base // GRANULE + start,
+            stride=granules,
+            magic=magic,
+        )
+        teams = [range(first, first + world) for first in range(0, len(devices), world)]
+        teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
+        parts: list[_Part] = []
+        error = None
+        try:
+            for team in teams:
+                self._check_access([devices[i] for i in team])
+                parts += self._take(region, [(i, devices[i]) for i in team])
+        except (DriverError, HeapError) as failure:
+            error = failure
+        meeting = f"{magic:x}/{self._base:x}"
+        members = sorted({devices[i].process for team in teams for i in team})
+        try:
+            self._exchange.meet(meeting, members, None if error is None else str(error))
+            for team in teams:
+                parts += self._join(region, [(i, devices[i]) for i in team])
+        except BaseException as failure:
+            self._unmap(parts)
+            raise (error or failure) from failure
+        return region, parts
+
+    def _check_access(self, team: list[Device]) -> None:
+        mine = [device for device in team if device.process == self._exchange.process]
+        for device in mine:
+            if not self._driver.supports_virtual_memory(device.ordinal):
+                raise HeapUnavailableError(
+                    f"Device {device.id} cannot map memory at chosen addresses, which the heap needs."
+                )
+        for device in mine:
+            for peer in mine:
+                if device != peer and not self._driver.can_access_peer(device.ordinal, peer.ordinal):
+                    raise HeapUnavailableError(
+                        f"Device {device.id} cannot reach the memory of device {peer.id} (no NVLink or PCIe peer "
+                        "access between them). Put devices that can on the axis, or use implementation='xla'; "
+                        "`nvidia-smi topo -p2p r` shows which can."
+                    )
+
+    def _take(self, region: Region, team: list[tuple[int, Device]]) -> list[_Part]:
+        """Takes, maps and clears the memory of this process's own devices of a team."""
+        parts = []
+        size = region.stride * GRANULE
+        for position, device in team:
+            if device.process != self._exchange.process:
+                continue
+            try:
+                handle = self._driver.create(device.ordinal, size)
+            except DriverError as error:
+                self._unmap(parts)
+                if not error.out_of_memory:
+                    raise
+                free, total = self._driver.free_memory(device.ordinal)
+                raise HeapError(
+                    f"{region.name} needs {size >> 20} MiB of device {device.id} for the symmetric heap, but only "
+                    f"{free >> 20} of its {total >> 20} MiB are free. JAX takes 75 % of a device's memory when it "
+                    "starts: set XLA_PYTHON_CLIENT_MEM_FRACTION to less, or use implementation='xla' here."
+                ) from error
+            part = _Part(device, position, region.address(position), size, handle)
+            parts.append(part)
+            self._driver.map(part.address, size, handle)
+            self._driver.allow(part.address, size, [device.ordinal])
+            part.record_address = self._driver.allocate_host(device.ordinal, RECORD_BYTES)
+            self._clear(part, region)
+            if any(peer.process != device.process for _, peer in team):
+                self._exchange.offer(f"{region.magic:x}/{self._base:x}/{position}", self._driver.export(handle))
+        return parts
+
+    def _join(self, region: Region, team: list[tuple[int, Device]]) -> list[_Part]:
+        """Maps the memory of other processes' devices, and lets all own devices of the team reach the whole team's."""
+        ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
+        size = region.stride * GRANULE
+        parts = []
+        for position, device in team:
+            address = region.address(position)
+            if device.process != self._exchange.process:
+                descriptor = self._exchange.fetch(f"{region.magic:x}/{self._base:x}/{position}", device.process)
+                try:
+                    handle = self._driver.import_(descriptor)
+                finally:
+                    os.close(descriptor)
+                parts.append(_Part(device, position, address, size, handle))
+                self._driver.map(address, size, handle)
+            try:
+                self._driver.allow(address, size, ordinals)
+            except DriverError as error:
+                self._unmap(parts)
+                raise HeapUnavailableError(
+                    f"The devices of process {self._exchange.process} cannot reach the memory of device {device.id} "
+                    f"({error}). Put devices that can on the axis, or use implementation='xla'; `nvidia-smi topo "
+                    "-p2p r` shows which can."
+                ) from error
+        return parts
+
+    def _clear(self, part: _Part, region: Region) -> None:
+        """Puts a part in the state before the first call."""
+        self._driver.zero(part.device.ordinal, part.address, region.layout.control_bytes)
+        header = layout.header(region.magic, part.record_address, self.timeout)
+        self._driver.write(part.device.ordinal, part.address, header)
+
+    def _unmap(self, parts: list[_Part]) -> None:
+        for part in parts:
+            self._driver.unmap(part.address, part.size)
+            self._driver.release(part.handle)
+            if part.record_address:
+                self._driver.free_host(part.record_address)

@@ -1,0 +1,152 @@
+"""The CUDA driver's calls that the heap needs, as functions of plain integers.
+
+Tests put a model of a driver in its place.
+"""
+
+import ctypes
+from typing import Any
+
+
+class DriverError(RuntimeError):
+    """A call of the CUDA driver failed."""
+
+    def __init__(self, call: str, code: str):
+        super().__init__(f"{call} failed with {code}")
+        self.code = code
+
+    @property
+    def out_of_memory(self) -> bool:
+        return self.code == "CUDA_ERROR_OUT_OF_MEMORY"
+
+
+class Driver:
+    """CUDA's virtual memory management. Devices are ordinals, addresses and handles are integers.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management
+    """
+
+    def __init__(self) -> None:
+        from cuda.bindings import driver
+
+        self._cuda: Any = driver
+        self._streams: dict[int, Any] = {}
+        self._call("cuInit", 0)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        code, *values = getattr(self._cuda, name)(*args)
+        if int(code) != 0:
+            raise DriverError(name, getattr(code, "name", str(code)))
+        return values[0] if len(values) == 1 else tuple(values)
+
+    def _enter(self, ordinal: int) -> Any:
+        """Makes a device current in this thread; returns a stream of its own that waits for no other."""
+        if ordinal not in self._streams:
+            context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal))
+            self._call("cuCtxSetCurrent", context)
+            flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
+            self._streams[ordinal] = (context, self._call("cuStreamCreate", int(flags)))
+        context, stream = self._streams[ordinal]
+        self._call("cuCtxSetCurrent", context)
+        return stream
+
+    def _properties(self, ordinal: int) -> Any:
+        properties = self._cuda.CUmemAllocationProp()
+        properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        properties.location.id = ordinal
+        properties.requestedHandleTypes = self._handle_type
+        return properties
+
+    @property
+    def _handle_type(self) -> Any:
+        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+    def supports_virtual_memory(self, ordinal: int) -> bool:
+        """Whether a device can map memory at chosen addresses and share it with another process."""
+        attributes = self._cuda.CUdevice_attribute
+        device = self._call("cuDeviceGet", ordinal)
+        return all(
+            self._call("cuDeviceGetAttribute", attribute, device)
+            for attribute in (
+                attributes.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED,
+                attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+            )
+        )
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        """Whether kernels on `ordinal` can load and store in the memory of `peer`."""
+        devices = (self._call("cuDeviceGet", ordinal), self._call("cuDeviceGet", peer))
+        return bool(self._call("cuDeviceCanAccessPeer", *devices))
+
+    def free_memory(self, ordinal: int) -> tuple[int, int]:
+        """Bytes that are free on a device, and bytes that it has."""
+        self._enter(ordinal)
+        free, total = self._call("cuMemGetInfo")
+        return int(free), int(total)
+
+    def reserve(self, size: int, hint: int) -> int:
+        """Reserves addresses, at `hint` if they are free there; returns the address."""
+        return int(self._call("cuMemAddressReserve", size, 0, hint, 0))
+
+    def unreserve(self, address: int, size: int) -> None:
+        self._call("cuMemAddressFree", address, size)
+
+    def create(self, ordinal: int, size: int) -> Any:
+        """Takes memory of a device; returns a handle."""
+        self._enter(ordinal)
+        return self._call("cuMemCreate", size, self._properties(ordinal), 0)
+
+    def export(self, handle: Any) -> int:
+        """A file descriptor through which another process can import the memory."""
+        return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type, 0))
+
+    def import_(self, descriptor: int) -> Any:
+        """A handle of the memory that another process exported."""
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._handle_type)
+
+    def release(self, handle: Any) -> None:
+        """Gives memory back once it is mapped nowhere any more."""
+        self._call("cuMemRelease", handle)
+
+    def map(self, address: int, size: int, handle: Any) -> None:
+        self._call("cuMemMap", address, size, 0, handle, 0)
+
+    def unmap(self, address: int, size: int) -> None:
+        self._call("cuMemUnmap", address, size)
+
+    def allow(self, address: int, size: int, ordinals: list[int]) -> None:
+        """Lets kernels on these devices load and store in a mapped range."""
+        descriptions = []
+        for ordinal in ordinals:
+            description = self._cuda.CUmemAccessDesc()
+            description.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            description.location.id = ordinal
+            description.flags = self._cuda.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            descriptions.append(description)
+        self._call("cuMemSetAccess", address, size, descriptions, len(descriptions))
+
+    def zero(self, ordinal: int, address: int, size: int) -> None:
+        stream = self._enter(ordinal)
+        self._call("cuMemsetD8Async", address, 0, size, stream)
+        self._call("cuStreamSynchronize", stream)
+
+    def write(self, ordinal: int, address: int, data: bytes) -> None:
+        stream = self._enter(ordinal)
+        self._call("cuMemcpyHtoDAsync", address, data, len(data), stream)
+        self._call("cuStreamSynchronize", stream)
+
+    def synchronize(self, ordinal: int) -> None:
+        """Waits for everything that runs on a device."""
+        self._enter(ordinal)
+        self._call("cuCtxSynchronize")
+
+    def allocate_host(self, ordinal: int, size: int) -> int:
+        """Takes zeroed memory of the host that every device can write; its address is the same on host and device."""
+        self._enter(ordinal)
+        flags = self._cuda.CU_MEMHOSTALLOC_PORTABLE | self._cuda.CU_MEMHOSTALLOC_DEVICEMAP
+        address = int(self._call("cuMemHostAlloc", size, flags))
+        ctypes.memset(address, 0, size)
+        return address
+
+    def free_host(self, address: int) -> None:
+        self._call("cuMemFreeHost", address)

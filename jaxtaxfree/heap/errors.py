@@ -1,0 +1,13 @@
+"""What can go wrong with the heap."""
+
+
+class HeapError(RuntimeError):
+    """The symmetric heap cannot do what was asked, for example because the devices' memory is full."""
+
+
+class HeapUnavailableError(HeapError):
+    """There can be no symmetric heap here: a driver, a device or an address range does not allow it."""
+
+
+class PeerTimeoutError(HeapError):
+    """A rank waited for a peer that did not arrive in time. The result of the call is NaN."""

@@ -1,0 +1,143 @@
+"""What a region of the symmetric heap holds, and where. `jaxtaxfree.kernels.shmem` reads what this file writes."""
+
+import dataclasses
+import hashlib
+import math
+import struct
+
+from jaxtaxfree.kernels import shmem as device
+
+GRANULE = 1 << device.GRANULE_SHIFT.value  # bytes; CUDA maps memory in these
+LINE = 1 << device.LINE_SHIFT.value  # bytes
+RECORD_BYTES = 128
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The parts of a region, in this order: header, epochs, signals, scratch.
+
+    Attributes:
+      programs: programs of the kernel's grid; each has an epoch counter of 8 bytes.
+      signals: (name, number of counters of 4 bytes) of each array of signals.
+      scratch: (name, bytes) of each scratch. Each has two copies, for calls of odd and of even epoch.
+    """
+
+    programs: int
+    signals: tuple[tuple[str, int], ...] = ()
+    scratch: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def signal_line(self) -> int:
+        """The line at which signal 0 stands."""
+        return 1 + _lines(8 * self.programs)
+
+    @property
+    def signal_index(self) -> dict[str, int]:
+        """Index of the first counter of each array of signals."""
+        counts = [count for _, count in self.signals]
+        return {name: sum(counts[:i]) for i, (name, _) in enumerate(self.signals)}
+
+    @property
+    def control_bytes(self) -> int:
+        """Size of all that must be zero before the first call."""
+        return LINE * (self.signal_line + _lines(4 * sum(count for _, count in self.signals)))
+
+    @property
+    def scratch_lines(self) -> dict[str, tuple[int, int]]:
+        """(first line, lines of one copy) of each scratch."""
+        lines, at = {}, self.control_bytes // LINE
+        for name, size in self.scratch:
+            lines[name] = (at, _lines(size))
+            at += 2 * _lines(size)
+        return lines
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the region, a multiple of the granule."""
+        lines = self.control_bytes // LINE + sum(2 * _lines(size) for _, size in self.scratch)
+        return math.ceil(lines * LINE / GRANULE) * GRANULE
+
+    def signal_name(self, index: int) -> str:
+        """How the kernel's author calls a counter, such as `arrived[3]`."""
+        for name, first in reversed(self.signal_index.items()):
+            if index >= first:
+                return f"{name}[{index - first}]"
+        return f"signal {index}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Region:
+    """Memory of the same layout on every device of a team, at addresses that kernels compute.
+
+    Attributes:
+      name: what asked for it: operation, shapes, dtypes, configuration.
+      device_ids: of the devices in the order of the mesh, each team's devices next to each other.
+      world: devices in a team.
+      origin: address of the first device's part, in granules.
+      stride: from one device's part to the next one's, in granules.
+      magic: i32 at the start of each part, by which a kernel knows its region.
+    """
+
+    name: str
+    device_ids: tuple[int, ...]
+    world: int
+    layout: Layout
+    origin: int
+    stride: int
+    magic: int
+
+    def address(self, position: int) -> int:
+        """Address of the part of the device at `position` in the mesh."""
+        return (self.origin + position * self.stride) * GRANULE
+
+
+def magic(name: str, device_ids: tuple[int, ...], world: int) -> int:
+    """A number of 31 bits for a region, the same in every process."""
+    digest = hashlib.sha256(repr((name, device_ids, world)).encode()).digest()
+    return int.from_bytes(digest[:4], "little") & 0x7FFFFFFF
+
+
+def header(magic: int, record_address: int, timeout: float) -> bytes:
+    """The first bytes of a region.
+
+    Args:
+      magic: as in `Region`.
+      record_address: where the device writes its error record.
+      timeout: of a wait, in seconds.
+    """
+    bytes_ = bytearray(LINE)
+    struct.pack_into("<i", bytes_, device.HEADER_MAGIC.value, magic)
+    struct.pack_into("<q", bytes_, device.HEADER_RECORD.value, record_address)
+    struct.pack_into("<q", bytes_, device.HEADER_TIMEOUT.value, round(timeout * 1e9))
+    return bytes(bytes_)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """What a rank leaves behind when a wait of it has expired."""
+
+    magic: int
+    rank: int
+    peer: int
+    program: int
+    signal: int
+    expected: int
+    seen: int
+    epoch: int
+
+    @classmethod
+    def read(cls, memory: bytes) -> "Record | None":
+        """The record in these bytes, or None if the rank has not given up."""
+        words = struct.unpack_from(f"<{RECORD_BYTES // 4}i", memory)
+        if words[device.RECORD_STATE.value] == 0:
+            return None
+        return cls(
+            **{
+                field.name: words[getattr(device, f"RECORD_{field.name.upper()}").value]
+                for field in dataclasses.fields(cls)
+            }
+        )
+
+
+def _lines(size: int) -> int:
+    return math.ceil(size / LINE)

@@ -1,0 +1,324 @@
+"""`all_gather_matmul`: the column-parallel half of a tensor-parallel layer."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
+from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.teams import check_axes, vary, varying
+
+
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+    config: "Config | Mapping[str, int] | None" = None,
+) -> jax.Array:
+    """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
+
+    The ranks send their rows to each other while they multiply those that they have, so the gathered matrix makes no
+    trip through memory of its own and nobody waits for all. Call it inside `jax.shard_map`. The method is that of the
+    all-gather + GEMM of "Eliminating Multi-GPU Performance Taxes" (arXiv 2511.02168), with rows pushed by the
+    programs that a GPU starts first.
+
+    Args:
+      lhs: this rank's rows, [..., M, ..., K].
+      rhs: this rank's columns, [K, N]. The reference also takes what `jnp.matmul` takes.
+      axis_name: the mesh axis, or axes, over which `lhs` is sharded.
+      axis: the dimension of `lhs` that is sharded.
+      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+        says more.
+      preferred_element_type: dtype of the result. Sums are f32 in any case.
+      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
+        be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
+        DEBUG level why not.
+      config: how the kernel splits its work; None chooses by shape.
+
+    Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's.
+
+    Raises:
+      ValueError: if the operands do not fit together, or there is no such implementation.
+      NameError: if `axis_name` is not bound.
+      NotImplementedError: if implementation="fused" cannot run here, with all reasons.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    axes = check_axes(axis_name, "all_gather_matmul")
+    check_implementation(implementation)
+    params = {
+        "axes": axes,
+        "axis": _check_operands(lhs, rhs, axis),
+        "precision": jax.config.jax_default_matmul_precision if precision is None else precision,
+        "preferred_element_type": None if preferred_element_type is None else np.dtype(preferred_element_type),
+    }
+    reasons = _unsupported(lhs, rhs, **params)
+    if implementation == "fused" and reasons:
+        raise Unsupported("all_gather_matmul", reasons)
+    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2:
+        return reference(lhs, rhs, **params)
+    along = set(axes) | varying(lhs) | varying(rhs)
+    return all_gather_matmul_p.bind(
+        vary(lhs, along), vary(rhs, along), implementation=implementation, config=_check_config(config), **params
+    )
+
+
+def reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    config: Any = None,
+) -> jax.Array:
+    """What the operation means, in plain `lax`."""
+    del config
+    gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
+    return jnp.matmul(gathered, rhs, precision=precision, preferred_element_type=preferred_element_type)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel splits its work.
+
+    Attributes:
+      block_m, block_n, block_k: rows and columns of a tile, and the part of K that a step of its loop takes: powers of
+        2, at least 16.
+      num_warps, num_stages: warps of a program, and steps of the loop in flight.
+      pushers: programs that send.
+      chunk: elements that a pusher moves at a time, a power of 2.
+      units: parts in which a block of rows is sent, each with a signal; not if `small`.
+      group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
+      small: every tile has the rows of all ranks, so that `rhs` is read once.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    pushers: int = 16
+    chunk: int = 8192
+    units: int = 2
+    group_m: int = 8
+    small: bool = False
+
+
+def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int = 90) -> Config:
+    """A configuration by shape, from what was measured on H200.
+
+    Args:
+      m: rows of a rank's `lhs` [m, k].
+      n: columns of a rank's `rhs` [k, n].
+      world: number of ranks.
+      dtype: of the operands.
+      compute_capability: of the GPU, 90 for 9.0.
+    """
+    wide = np.dtype(dtype).itemsize // 2  # 1 for bf16 and f16, 2 for f32: shared memory holds half as much of K
+    rows = world * m
+    hopper = compute_capability in (90, 100, 103)  # 227 KiB of shared memory; others have 99 to 163
+    if rows <= 256:
+        block_m = min(128, max(16, 1 << (rows - 1).bit_length()))
+        block_k, stages = (128, 6) if block_m <= 32 else (64, 8)
+        if not hopper:
+            block_k, stages = 64, 3
+        return Config(
+            block_m=block_m,
+            block_n=64,
+            block_k=block_k // wide,
+            num_warps=4,
+            num_stages=stages,
+            pushers=20,
+            chunk=2048,
+            small=True,
+        )
+    if not hopper:
+        return Config(block_n=128, block_k=32 // wide, num_stages=3)
+    if m <= 512:
+        # Smaller tiles fill the GPU more evenly when there are few.
+        return Config(block_n=128, block_k=64 // wide, num_warps=4)
+    # With few columns the wire takes almost as long as the product, and wants more programs to feed it.
+    return Config(block_k=64 // wide, **({"pushers": 32, "units": 1} if n <= 2560 else {}))
+
+
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    config: Config | None,
+) -> jax.Array:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs, rhs, axes=axes, axis=axis, precision=precision, preferred_element_type=preferred_element_type
+    ):
+        raise Unsupported("all_gather_matmul", reasons)
+    world = math.prod(lax.axis_size(a) for a in axes)
+    rows = jnp.moveaxis(lhs, axis, 0)
+    m, k, n = math.prod(rows.shape[:-1]), rows.shape[-1], rhs.shape[-1]
+    out = _fused_2d(
+        rows.reshape(m, k),
+        rhs,
+        axes=axes,
+        world=world,
+        precision=_triton_precision(precision),
+        dtype=preferred_element_type or lhs.dtype,
+        config=config or default_config(m, n, world, lhs.dtype),
+    )
+    return jnp.moveaxis(out.reshape(world * rows.shape[0], *rows.shape[1:-1], n), 0, axis)
+
+
+def _fused_2d(
+    lhs: jax.Array, rhs: jax.Array, *, axes: tuple[str, ...], world: int, precision: str, dtype: Any, config: Config
+) -> jax.Array:
+    """lhs [m, k], rhs [k, n] -> [world * m, n]."""
+    (m, k), n = lhs.shape, rhs.shape[1]
+    size = lhs.dtype.itemsize
+    common = {
+        "axis_name": axes,
+        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
+        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), lhs.dtype)},
+        "name": "all_gather_matmul",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "cost_estimate": {"flops": 2 * world * m * n * k, "bytes_accessed": size * (world * m * (k + n) + k * n)},
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "PUSHERS": config.pushers,
+        "CHUNK": config.chunk,
+        "PRECISION": precision,
+    }
+    column_blocks = math.ceil(n / config.block_n)
+    if config.small:
+        return shmem_call(
+            all_gather_matmul_small_kernel,
+            lhs,
+            rhs,
+            grid=config.pushers + math.ceil(world * m / config.block_m) * column_blocks,
+            signals={"arrived": world},
+            **common,
+        )
+    row_blocks = math.ceil(m / config.block_m)
+    return shmem_call(
+        all_gather_matmul_kernel,
+        lhs,
+        rhs,
+        grid=config.pushers + world * row_blocks * column_blocks,
+        signals={"arrived": (world, row_blocks), "turn": config.pushers},
+        UNITS=config.units,
+        GROUP_M=config.group_m,
+        **common,
+    )
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
+    """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
+    if lhs.ndim == 0 or rhs.ndim == 0:
+        raise ValueError(f"all_gather_matmul takes no scalars: lhs has shape {lhs.shape}, rhs {rhs.shape}.")
+    if not -lhs.ndim <= axis < lhs.ndim:
+        raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs, which has shape {lhs.shape}.")
+    axis %= lhs.ndim
+    if axis != lhs.ndim - 1 and lhs.shape[-1] != rhs.shape[max(rhs.ndim - 2, 0)]:
+        raise ValueError(
+            "all_gather_matmul contracts the last dimension of lhs with the first of rhs, but lhs is "
+            f"{list(lhs.shape)} and rhs is {list(rhs.shape)}: {lhs.shape[-1]} is not "
+            f"{rhs.shape[max(rhs.ndim - 2, 0)]}."
+        )
+    return axis
+
+
+def _check_config(config: Config | Mapping[str, int] | None) -> Config | None:
+    if config is None or isinstance(config, Config):
+        return config
+    known = [field.name for field in dataclasses.fields(Config)]
+    if unknown := [key for key in config if key not in known]:
+        raise ValueError(f"all_gather_matmul has no setting {unknown[0]!r}: config takes {', '.join(known)}.")
+    return Config(**config)
+
+
+def _unsupported(
+    lhs: Any, rhs: Any, *, axes: tuple[str, ...], axis: int, precision: Any, preferred_element_type: Any
+) -> list[str]:
+    """All that keeps the kernel from taking these operands."""
+    del axes
+    reasons = []
+    supported = ("float32", "bfloat16", "float16")
+    if lhs.dtype != rhs.dtype:
+        reasons.append(f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}")
+    elif lhs.dtype.name not in supported:
+        reasons.append(f"it takes {', '.join(supported)}, not {lhs.dtype}")
+    if preferred_element_type is not None and preferred_element_type.name not in supported:
+        reasons.append(f"it gives {', '.join(supported)}, not {preferred_element_type}")
+    if rhs.ndim != 2 or lhs.ndim < 2:
+        reasons.append(f"it takes lhs of two or more dimensions and rhs of two, not {lhs.ndim} and {rhs.ndim}")
+    elif axis == lhs.ndim - 1:
+        reasons.append("it gathers rows, not the contracted dimension of lhs")
+    if 0 in lhs.shape or 0 in rhs.shape:
+        reasons.append(f"an operand is empty: {list(lhs.shape)}, {list(rhs.shape)}")
+    if _triton_precision(precision) is None:
+        reasons.append(f"it has no precision {precision}")
+    return reasons
+
+
+_TRITON_PRECISIONS = {
+    None: "tf32",
+    lax.Precision.DEFAULT: "tf32",
+    lax.Precision.HIGH: "tf32x3",
+    lax.Precision.HIGHEST: "ieee",
+    lax.DotAlgorithmPreset.TF32_TF32_F32: "tf32",
+    lax.DotAlgorithmPreset.TF32_TF32_F32_X3: "tf32x3",
+    lax.DotAlgorithmPreset.F32_F32_F32: "ieee",
+}
+
+
+def _triton_precision(precision: Any) -> str | None:
+    """Triton's name for the precision of f32 products; None if it has none."""
+    if isinstance(precision, str):
+        try:
+            precision = lax.Precision(precision)  # knows "highest", "float32", ...
+        except ValueError:
+            precision = getattr(lax.DotAlgorithmPreset, precision, precision)
+    if isinstance(precision, tuple) and precision[0] == precision[1]:
+        return _triton_precision(precision[0])
+    return _TRITON_PRECISIONS.get(precision)
+
+
+def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], **_: Any) -> str | None:
+    """Why XLA is known to be faster, if it is."""
+    del lhs, rhs
+    if math.prod(lax.axis_size(axis) for axis in axes) == 1:
+        return "there is one rank, so nothing to gather"
+    return None
+
+
+def _batch_lhs(
+    primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, *, axis: int, **params: Any
+) -> tuple[jax.Array, int]:
+    # One more leading dimension: the rows of all examples are gathered and multiplied at once.
+    return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, axis=axis + 1, **params), 0
+
+
+all_gather_matmul_p = bilinear(
+    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+)

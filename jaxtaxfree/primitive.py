@@ -1,0 +1,117 @@
+"""The one place that makes an operation a JAX primitive.
+
+A fused operation has two implementations of one meaning: a reference in plain `lax` and a kernel. Which one runs is
+decided when the program is lowered, so one traced program serves every platform, and the transformations need only
+the reference.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.core import NamedAxisEffect
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+
+_log = logging.getLogger("jaxtaxfree")
+
+IMPLEMENTATIONS = (None, "fused", "xla")
+
+
+class Unsupported(NotImplementedError):
+    """An implementation cannot run an operation here; the message says why in full."""
+
+    def __init__(self, operation: str, reasons: list[str]):
+        super().__init__(
+            f"The fused kernel of {operation} cannot run here: {'; '.join(reasons)}. implementation=None or 'xla' "
+            "uses XLA instead."
+        )
+
+
+def check_implementation(implementation: str | None) -> None:
+    """Raises ValueError unless the implementation is one."""
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(map(repr, IMPLEMENTATIONS))
+        raise ValueError(f"There is no implementation {implementation!r}: choose one of {known}.")
+
+
+def bilinear(
+    name: str,
+    *,
+    reference: Callable[..., jax.Array],
+    fused: Callable[..., jax.Array],
+    slower: Callable[..., str | None],
+    batch_lhs: Callable[..., tuple[jax.Array, int]],
+) -> Any:
+    """Defines a primitive of two operands that is linear in each and communicates along mesh axes.
+
+    Its operands must vary along the same axes, and it needs the parameters `axes` (tuple of axis names) and
+    `implementation`; others are the operation's own. The result has as many dimensions as `lhs`.
+
+    Args:
+      name: of the operation.
+      reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
+      fused: the same by `shmem_call`; raises NotImplementedError, when it is traced or lowered, where the kernel
+        cannot run.
+      slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None.
+      batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension).
+
+    Returns: the primitive.
+    """
+    primitive = jex_core.Primitive(name)
+
+    @primitive.def_effectful_abstract_eval
+    def _abstract_eval(lhs: Any, rhs: Any, *, axes: tuple[str, ...], implementation: str | None, **params: Any) -> Any:
+        del implementation
+        out = jax.eval_shape(lambda a, b: reference(a, b, axes=axes, **params), lhs, rhs)
+        return lhs.update(shape=out.shape, dtype=out.dtype, weak_type=False), {NamedAxisEffect(axis) for axis in axes}
+
+    @primitive.def_impl
+    def _impl(*_: Any, **__: Any) -> Any:
+        raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
+
+    def lower_reference(ctx: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
+        if implementation == "fused":
+            platforms = ", ".join(ctx.module_context.platforms)
+            raise Unsupported(name, [f"it is for NVIDIA GPUs, and the program is lowered for {platforms}"])
+        return mlir.lower_fun(reference, multiple_results=False)(ctx, lhs, rhs, **params)
+
+    def lower_fused(ctx: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
+        why = slower(*ctx.avals_in, **params) if implementation is None else None
+        if why is None:
+            try:
+                return mlir.lower_fun(fused, multiple_results=False)(ctx, lhs, rhs, **params)
+            except NotImplementedError as error:
+                if implementation == "fused":
+                    raise error if isinstance(error, Unsupported) else Unsupported(name, [str(error)]) from error
+                why = str(error)
+        _log.debug("%s%s uses XLA: %s", name, [f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in], why)
+        return mlir.lower_fun(reference, multiple_results=False)(ctx, lhs, rhs, **params)
+
+    mlir.register_lowering(primitive, lower_reference)
+    mlir.register_lowering(primitive, lower_fused, platform="cuda")
+
+    def transpose_lhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
+        del implementation
+        return jax.linear_transpose(lambda a: reference(a, rhs, **params), lhs.aval)(ct)[0]
+
+    def transpose_rhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
+        del implementation
+        return jax.linear_transpose(lambda b: reference(lhs, b, **params), rhs.aval)(ct)[0]
+
+    ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
+
+    def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        lhs, rhs = operands
+        if dims[1] is None and axis_data.name not in params["axes"]:
+            return batch_lhs(primitive, lhs, rhs, dims[0], **params)
+        if params.pop("implementation") == "fused":
+            raise Unsupported(name, ["jax.vmap maps over its right operand or its axis"])
+        mapped = jax.vmap(
+            lambda a, b: reference(a, b, **params), in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size
+        )
+        return mapped(lhs, rhs), 0
+
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive

@@ -1,0 +1,292 @@
+"""`shmem_call`: a Triton kernel with symmetric scratch and signals as a JAX operation."""
+
+import concurrent.futures
+import functools
+import hashlib
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+import numpy as np
+from jax import lax
+from jax._src.core import NamedAxisEffect, ShapedArray
+from jax.extend import core as jex_core
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxtaxfree import heap
+from jaxtaxfree.kernels import shmem as device
+from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
+
+
+def shmem_call(
+    kernel: Any,
+    *args: jax.Array,
+    axis_name: str | Sequence[str],
+    out_type: Any,
+    grid: int | tuple[int, ...],
+    scratch: Mapping[str, Any] | None = None,
+    signals: Mapping[str, int | tuple[int, ...]] | None = None,
+    name: str | None = None,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    cost_estimate: Mapping[str, int] | None = None,
+    **params: Any,
+) -> Any:
+    """Runs a Triton kernel on every rank of a mesh axis, with scratch memory and signals that the ranks share.
+
+    Call it inside `jax.shard_map`. All ranks launch the kernel on the same grid; in it they reach each other through
+    `jaxtaxfree.kernels.shmem`. The kernel's parameters are, in this order and under any names but the two given:
+
+    * one pointer for each array of `args`;
+    * `team`, which goes to `shmem.start`, and the names of `scratch` and `signals`, which go to `shmem.scratch` and
+      as first index to `shmem.signal` and `shmem.wait`; these may stand anywhere before the outputs;
+    * one pointer for each leaf of `out_type`;
+    * constants (`tl.constexpr`), given by `params`. `WORLD`, if there is one, is filled in: the number of ranks.
+
+    The kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`, in every program. A program may
+    wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. See
+    `examples/custom_kernel.py`.
+
+    Args:
+      kernel: a function decorated with `triton.jit`.
+      *args: this rank's operands.
+      axis_name: the mesh axis, or axes, along which the ranks work together. Ranks count as in
+        `lax.axis_index(axis_name)`.
+      out_type: pytree of objects with `shape` and `dtype`: this rank's results.
+      grid: number of programs, of one to three dimensions, the same on every rank.
+      scratch: for each name an object with `shape` and `dtype`. Every rank has that much memory for peers to write
+        into, twice: calls take turns, so a rank that is one call ahead disturbs nobody. It is not zeroed.
+      signals: for each name the number of counters, or their shape. They only grow.
+      name: of the operation in profiles and errors; the kernel's name if None.
+      num_warps, num_stages: for Triton.
+      cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
+      **params: the kernel's other parameters: Python scalars, dtypes, strings.
+
+    Returns: the results, as `out_type`. They vary along `axis_name`.
+
+    Raises:
+      TypeError: if the kernel's parameters and the arguments do not match.
+      NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
+      NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
+      jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
+    """
+    name = name or kernel.fn.__name__
+    axes = check_axes(axis_name, name)
+    world = math.prod(lax.axis_size(axis) for axis in axes)
+    scratch = {key: jax.ShapeDtypeStruct(s.shape, s.dtype) for key, s in (scratch or {}).items()}
+    signals = {key: (count if isinstance(count, int) else math.prod(count)) for key, count in (signals or {}).items()}
+    if "WORLD" in kernel.arg_names:
+        params.setdefault("WORLD", world)
+    out_leaves, out_tree = jax.tree.flatten(out_type)
+    out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
+    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    _check_parameters(kernel, name, len(args), len(out_types), {"team", *scratch, *signals, *params})
+
+    arrays = [jnp.asarray(arg) for arg in args]
+    along = set(axes).union(*map(varying, arrays))
+    with jax.named_scope(name):
+        outs = shmem_call_p.bind(
+            *(vary(array, along) for array in arrays),
+            kernel=kernel,
+            axes=axes,
+            out_types=out_types,
+            grid=grid,
+            scratch=tuple((key, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for key, s in scratch.items()),
+            signals=tuple(signals.items()),
+            name=name,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
+            params=tuple(sorted(params.items())),
+        )
+    return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
+
+
+def _check_parameters(kernel: Any, name: str, inputs: int, outputs: int, named: set[str]) -> None:
+    parameters = kernel.arg_names
+    reasons = []
+    if unknown := sorted(named - set(parameters)):
+        reasons.append(f"it has no parameter {', '.join(map(repr, unknown))}")
+    defaults = {parameter.name for parameter in kernel.params if parameter.has_default}
+    pointers = [parameter for parameter in parameters if parameter not in named and parameter not in defaults]
+    if len(pointers) != inputs + outputs:
+        reasons.append(
+            f"{inputs} operands and {outputs} results make {inputs + outputs} pointers, but it has {len(pointers)} "
+            f"parameters for them ({', '.join(pointers)})"
+        )
+    if reasons:
+        raise TypeError(f"The kernel of {name} does not fit its call: {'; '.join(reasons)}.")
+
+
+shmem_call_p = jex_core.Primitive("shmem_call")
+shmem_call_p.multiple_results = True
+
+
+@shmem_call_p.def_effectful_abstract_eval
+def _abstract_eval(*avals: Any, axes: tuple[str, ...], out_types: tuple, **_: Any) -> Any:
+    return [ShapedArray(out.shape, out.dtype) for out in out_types], {NamedAxisEffect(axis) for axis in axes}
+
+
+@shmem_call_p.def_impl
+def _impl(*args: Any, **params: Any) -> Any:
+    raise NotImplementedError("shmem_call runs inside jax.shard_map only.")
+
+
+def _refuse(what: str) -> Any:
+    def rule(*args: Any, **params: Any) -> Any:
+        raise NotImplementedError(
+            f"shmem_call has no rule for {what}: it cannot know what your kernel computes. Wrap the call in a "
+            "function with "
+            f"jax.custom_{'jvp or jax.custom_vjp' if what == 'differentiation' else 'batching.custom_vmap'}."
+        )
+
+    return rule
+
+
+ad.primitive_jvps[shmem_call_p] = _refuse("differentiation")
+batching.primitive_batchers[shmem_call_p] = _refuse("vmap")
+
+
+def _lower_elsewhere(ctx: Any, *args: Any, name: str, **params: Any) -> Any:
+    raise NotImplementedError(
+        f"{name} is a Triton kernel for NVIDIA GPUs, and this program is lowered for "
+        f"{', '.join(ctx.module_context.platforms)}."
+    )
+
+
+def _lower_for_cuda(ctx: Any, *args: Any, **params: Any) -> Any:
+    team = team_of(ctx, params["axes"])
+    call = functools.partial(_launch, team=team, region=_region(ctx, team, params), **params)
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(shmem_call_p, _lower_elsewhere)
+mlir.register_lowering(shmem_call_p, _lower_for_cuda, platform="cuda")
+
+
+def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
+    """The call's region of the heap; None if the program is not for this process's GPUs, and must not find a heap."""
+    layout = heap.Layout(programs=math.prod(params["grid"]), signals=params["signals"], scratch=params["scratch"])
+    exported = ctx.module_context.lowering_parameters.for_export
+    if exported or any(device.platform != "gpu" for device in team.devices):
+        return None
+    shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in)
+    # Calls share a region if they run the same kernel with the same constants on the same shapes.
+    name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
+    try:
+        region = heap.region(name, team.devices, team.world, layout)
+    except heap.HeapUnavailableError as error:
+        if jax.process_count() > 1:
+            raise  # this process alone must not decide for another implementation
+        raise NotImplementedError(str(error)) from error
+    operands = tuple((np.dtype(aval.dtype), len(aval.shape)) for aval in ctx.avals_in)
+    _load_modules(team, region, operands, tuple(params.items()))
+    return region
+
+
+def _digest(params: dict[str, Any]) -> str:
+    """Tells calls apart that may not share a region, the same in every process."""
+    identity = {**params, "kernel": params["kernel"].cache_key, "cost_estimate": None}
+    return hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:8]
+
+
+def _launch(
+    *args: jax.Array,
+    kernel: Any,
+    axes: tuple[str, ...],
+    out_types: tuple,
+    grid: tuple[int, ...],
+    scratch: tuple,
+    signals: tuple,
+    name: str,
+    num_warps: int,
+    num_stages: int,
+    cost_estimate: tuple | None,
+    params: tuple,
+    team: Team,
+    region: heap.Region | None,
+    position: Any = None,
+    programs: int | None = None,
+) -> Any:
+    """The launch of a kernel as a traceable function; with `programs`, of so many only, and with results of size 1."""
+    layout = heap.Layout(programs=math.prod(grid), signals=signals, scratch=scratch)
+    if programs is not None:
+        grid = (programs,)
+        out_types = tuple(jax.ShapeDtypeStruct((1,), out.dtype) for out in out_types)
+    if position is None:
+        position = team.position() if region else device.POSITION_NO_HEAP.value
+    origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
+    return jax_triton.triton_call(
+        *args,
+        kernel=kernel,
+        out_type=out_types,
+        grid=grid,
+        name=name,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        compute_capability=_compute_capability(team),
+        backend_options={"enable_fp_fusion": True},
+        cost_estimate=dict(cost_estimate) if cost_estimate else None,
+        has_side_effect=True,  # the peers count on it
+        team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
+        **layout.scratch_lines,
+        **layout.signal_index,
+        **dict(params),
+    )
+
+
+def _compute_capability(team: Team) -> int:
+    """Of the team's GPUs; of JAXTAXFREE_COMPUTE_CAPABILITY (90 by default) where the program is only built."""
+    if team.devices[0].platform != "gpu":
+        return int(os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90"))
+    return int(team.devices[0].compute_capability.replace(".", ""))
+
+
+_load_p = jex_core.Primitive("shmem_load")
+_load_p.multiple_results = True
+
+
+@_load_p.def_abstract_eval
+def _load_abstract_eval(*_: Any, out_types: tuple, **__: Any) -> Any:
+    return [ShapedArray((1,), out.dtype) for out in out_types]
+
+
+def _lower_load(ctx: Any, *args: Any, **params: Any) -> Any:
+    launch = functools.partial(_launch, position=device.POSITION_LOAD_ONLY.value, programs=1, **params)
+    return mlir.lower_fun(launch, multiple_results=True)(ctx, *args)
+
+
+mlir.register_lowering(_load_p, _lower_load, platform="cuda")
+
+
+@functools.cache
+def _load_modules(team: Team, region: heap.Region, operands: tuple, params: tuple) -> None:
+    """Loads the kernel's module on every local device, by a launch that leaves at once.
+
+    Otherwise the first call loads it on one device while the kernel already waits on another one, and the driver may
+    let the
+    loading wait for the kernel: a deadlock.
+    """
+    devices = [device for device in team.devices if device.process_index == jax.process_index()]
+    mesh = Mesh(np.array(devices), ("device",))
+    load = jax.jit(
+        jax.shard_map(
+            functools.partial(_load_p.bind, team=team, region=region, **dict(params)),
+            mesh=mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+
+    def run() -> None:
+        jax.block_until_ready(load(*(np.zeros((1,) * rank, dtype) for dtype, rank in operands)))
+
+    # In a thread of its own, because this one is in the middle of lowering another program.
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(run).result()

@@ -1,0 +1,91 @@
+"""Which devices work together: the axes of a mesh as a team of ranks."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.core import get_axis_env
+from jax._src.sharding_impls import SPMDAxisContext
+from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Team:
+    """The teams that an axis splits a mesh into: one for each index along the other axes.
+
+    Attributes:
+      axes: the axes along which ranks work together, the last one counting fastest.
+      others: the other axes of the mesh.
+      world: ranks in a team.
+      devices: of the whole mesh, the members of each team next to each other in the order of their ranks.
+    """
+
+    axes: tuple[str, ...]
+    others: tuple[str, ...]
+    world: int
+    devices: tuple[Any, ...]
+
+    def position(self) -> jax.Array:
+        """Index of this device in `devices`, i32[]. Inside `shard_map`."""
+        position = jnp.int32(0)
+        for axis in (*self.others, *self.axes):
+            position = position * lax.axis_size(axis) + lax.axis_index(axis)
+        return position
+
+
+def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...]:
+    """The axes as a tuple.
+
+    Raises:
+      NameError: if one is not bound.
+    """
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    unbound = [axis for axis in axes if not get_axis_env().axis_exists(axis)]
+    if unbound or not axes:
+        raise NameError(
+            f"{operation} needs a mesh axis to work along, and {unbound[0] if unbound else axis_name!r} is none: "
+            "call it inside jax.shard_map over a mesh that has the axis."
+        )
+    return axes
+
+
+def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """`x` as a value that may differ along these axes, as far as it does not yet. Nothing happens at run time."""
+    missing = tuple(axis for axis in axes if axis not in varying(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def varying(x: jax.Array) -> frozenset[str]:
+    """The mesh axes along which `x` may differ, where `shard_map` keeps account of them (`check_vma=True`)."""
+    return jax.typeof(x).mat.varying
+
+
+def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
+    """The team of these axes where a program is lowered.
+
+    Raises:
+      NotImplementedError: if the mesh does not say which devices the program will run on, or not all of its axes are
+      manual.
+    """
+    context = ctx.module_context.axis_context
+    mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
+    if not isinstance(mesh, Mesh):
+        raise NotImplementedError(
+            "the mesh is abstract: pass a concrete one to jax.shard_map, or set it with jax.set_mesh"
+        )
+    automatic = [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
+    if automatic:
+        raise NotImplementedError(
+            f"jax.shard_map leaves the mesh axes {automatic} to the compiler, and a kernel cannot be split by it: "
+            "make all axes manual"
+        )
+    others = tuple(axis for axis in mesh.axis_names if axis not in axes and axis in context.manual_axes)
+    hidden = tuple(axis for axis in mesh.axis_names if axis not in context.manual_axes)
+    order = [mesh.axis_names.index(axis) for axis in (*hidden, *others, *axes)]
+    devices = tuple(np.transpose(mesh.devices, order).flat)
+    return Team(axes, others, math.prod(mesh.shape[axis] for axis in axes), devices)

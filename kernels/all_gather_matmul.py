@@ -1,0 +1,104 @@
+"""All-gather and matrix product in one kernel, for shards of at least a tile of rows.
+ The first `PUSHERS` programs send this rank's rows to its peers; each later program computes one tile of the product.
+A tile needs the rows of one rank only. Tiles of this rank's own rows come first and wait for nothing; the others
+follow in the order rank + 1, rank + 2, ..., and each waits for its block of rows alone, so the rows of one rank
+travel while those of another are multiplied.
+ Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
+run.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels import matmul, shmem, tiles
+
+
+@triton.jit
+def all_gather_matmul_kernel(
+    lhs_ptr,  # [M, K], this rank's rows
+    rhs_ptr,  # [K, N]
+    team,
+    gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
+    arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
+    turn,  # signals [PUSHERS]: one at the end of each step of the push
+    out_ptr,  # [WORLD * M, N]
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PUSHERS: tl.constexpr,
+    UNITS: tl.constexpr,  # parts in which a block of rows is pushed
+    CHUNK: tl.constexpr,  # elements that a pusher moves at a time
+    PRECISION: tl.constexpr,
+):
+    me = shmem.start(team)
+    inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
+    if tl.program_id(0) < PUSHERS:
+        push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, PUSHERS, UNITS, CHUNK)
+    else:
+        row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
+        column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
+        tile = tl.program_id(0) - PUSHERS
+        step = tile // (row_blocks * column_blocks)
+        row_block, column_block = tiles.grouped(tile % (row_blocks * column_blocks), row_blocks, column_blocks, GROUP_M)
+        source = (me.rank + step) % WORLD
+
+        ready = me.ready
+        rows_of = lhs_ptr.to(tl.int64)
+        if step > 0:
+            ready = shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)
+            rows_of = (inbox + source.to(tl.int64) * M * K).to(tl.int64)
+        # One product for both cases: with two, each would take shared memory for a pipeline of its own.
+        lhs = tl.multiple_of(rows_of.to(lhs_ptr.dtype), 16) + (row_block * BLOCK_M).to(tl.int64) * K
+        rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
+        column = column_block * BLOCK_N
+        product = matmul.multiply(lhs, rhs_ptr, rows, column, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        product = tl.where(ready, product, float("nan"))
+        out = out_ptr + (source * M + row_block * BLOCK_M).to(tl.int64) * N
+        matmul.store_tile(out, product, rows, column, N, BLOCK_M, BLOCK_N)
+    shmem.finish(me)
+
+
+@triton.jit
+def push(
+    me,
+    lhs_ptr,
+    inbox,
+    arrived,
+    turn,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PUSHERS: tl.constexpr,
+    UNITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Sends this rank's rows to every peer, a block of rows at a time; first to the peer that needs them first."""
+    pusher = tl.program_id(0)
+    row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
+    unit_size: tl.constexpr = tl.cdiv(tl.cdiv(BLOCK_M * K, UNITS), CHUNK) * CHUNK
+    for step in range(1, WORLD):
+        peer = (me.rank + WORLD - step) % WORLD
+        if step > 1:
+            # In step with the peers, each link carries one stream at a time; out of step it reaches little over half
+            # its speed.
+            shmem.wait(me, turn + pusher, (me.epoch - 1) * (WORLD - 1) + step - 1, (me.rank + step - 1) % WORLD)
+        for unit in range(pusher, row_blocks * UNITS, PUSHERS):
+            row_block = unit // UNITS
+            first = (row_block * BLOCK_M).to(tl.int64) * K
+            size = tl.minimum(M - row_block * BLOCK_M, BLOCK_M) * K
+            if M * K % 16 == 0:
+                size = tl.multiple_of(size, 16)
+            begin = unit % UNITS * unit_size
+            source = lhs_ptr + first
+            dest = inbox + (me.rank.to(tl.int64) * M * K + first)
+            for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
+                element = at + tl.arange(0, CHUNK)
+                shmem.put(me, dest + element, source + element, peer, element < size)
+            shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)
+        shmem.signal(me, turn + pusher, peer)

@@ -1,0 +1,65 @@
+"""All-gather and matrix product in one kernel, for the few rows of a decode step.
+
+With few rows the product takes as long as reading `rhs`, so `rhs` must be read once: every tile has the rows of all
+ranks. The first `PUSHERS` programs write this rank's rows into everybody's scratch, its own included; each later
+program waits for all ranks and computes one tile.
+ Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
+run.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels import matmul, shmem, tiles
+
+
+@triton.jit
+def all_gather_matmul_small_kernel(
+    lhs_ptr,  # [M, K], this rank's rows
+    rhs_ptr,  # [K, N]
+    team,
+    gathered,  # scratch [WORLD, M, K]
+    arrived,  # signals [WORLD]: PUSHERS from each rank
+    out_ptr,  # [WORLD * M, N]
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PUSHERS: tl.constexpr,
+    CHUNK: tl.constexpr,  # elements that a pusher moves at a time
+    PRECISION: tl.constexpr,
+):
+    me = shmem.start(team)
+    inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
+    if tl.program_id(0) < PUSHERS:
+        push(me, lhs_ptr, inbox, arrived, M * K, WORLD, PUSHERS, CHUNK)
+    else:
+        all_rows: tl.constexpr = WORLD * M
+        row_blocks: tl.constexpr = tl.cdiv(all_rows, BLOCK_M)
+        row_block, column_block = tiles.grouped(tl.program_id(0) - PUSHERS, row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M=64)
+        row = row_block * BLOCK_M
+        column = column_block * BLOCK_N
+        rows = tl.minimum(all_rows - row, BLOCK_M)
+        ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)
+        lhs = inbox + row.to(tl.int64) * K
+        product = matmul.multiply(lhs, rhs_ptr, rows, column, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+        product = tl.where(ready, product, float("nan"))
+        matmul.store_tile(out_ptr + row.to(tl.int64) * N, product, rows, column, N, BLOCK_M, BLOCK_N)
+    shmem.finish(me)
+
+
+@triton.jit
+def push(
+    me, lhs_ptr, inbox, arrived, size: tl.constexpr, WORLD: tl.constexpr, PUSHERS: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Writes this rank's rows into the scratch of every rank: one load for all of them, and one release."""
+    mine = inbox + me.rank.to(tl.int64) * size
+    for at in range(tl.program_id(0) * CHUNK, size, PUSHERS * CHUNK):
+        element = at + tl.arange(0, CHUNK)
+        value = tl.load(lhs_ptr + element, mask=element < size)
+        for i in tl.static_range(1, WORLD + 1):
+            shmem.store(me, mine + element, value, (me.rank + i) % WORLD, element < size)
+    shmem.signal_all(me, arrived + me.rank, WORLD)

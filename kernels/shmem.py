@@ -1,0 +1,371 @@
+"""The device API: what a Triton kernel calls to reach its peers' memory.
+ The words are OpenSHMEM's and Iris's. A kernel launched by `shmem_call` begins with `start` and ends with `finish`.
+In between it finds its symmetric scratch (`scratch`), turns an address of its own into a peer's (`remote`), moves
+data (`load`, `store`, `get`, `put`), raises counters on peers (`signal`) and waits for its own (`wait`).
+ How the memory lies (`jaxtaxfree.heap` lays it out, this file reads it): every rank of a team has one region of the
+same size. The region at `position` of the mesh begins at `origin + position * stride`, or at `table[position]` where
+another allocator owns the memory. A region holds a header, one epoch counter for each program, the signals, and two
+copies of the scratch.
+
+What the functions do for the kernel's author:
+
+* Counters only grow and are never reset: in its n-th call (`Rank.epoch` is n) a kernel waits for n times the signals
+  of one call. Comparisons wrap around, so a counter may overflow.
+* `signal` is a release at system scope behind a block barrier: everything the program stored before it is published.
+* `wait` is an acquire at system scope followed by a block barrier, and it is bounded in time. If it gives up it
+  leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
+  and signals do nothing.
+
+This is the one file of the project that holds inline assembly.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from triton.language.core import builtin
+
+# Scalars of a launch are 32 bits wide, so addresses of regions travel in granules of 2 MiB (in which the heap maps
+# memory anyway) and offsets within a region in lines of 128 bytes.
+GRANULE_SHIFT = tl.constexpr(21)
+LINE_SHIFT = tl.constexpr(7)
+
+# Header of a region: byte offsets within its first line.
+HEADER_MAGIC = tl.constexpr(0)  # i32: says which region this is
+HEADER_FAILED = tl.constexpr(4)  # i32: not 0 once this rank has given up; the host clears it
+HEADER_RECORD = tl.constexpr(8)  # i64: address of the error record, in memory that the host reads
+HEADER_TIMEOUT = tl.constexpr(16)  # i64: the longest that one wait may last, in nanoseconds
+
+# Error record: indices of its 4-byte words. STATE is written last.
+RECORD_STATE = tl.constexpr(0)
+RECORD_MAGIC = tl.constexpr(1)
+RECORD_RANK = tl.constexpr(2)
+RECORD_PEER = tl.constexpr(3)
+RECORD_PROGRAM = tl.constexpr(4)
+RECORD_SIGNAL = tl.constexpr(5)
+RECORD_EXPECTED = tl.constexpr(6)
+RECORD_SEEN = tl.constexpr(7)
+RECORD_EPOCH = tl.constexpr(8)
+
+# Positions of launches that have no place in a team.
+POSITION_LOAD_ONLY = tl.constexpr(-1)  # the launch is there to load the module: leave at once
+POSITION_NO_HEAP = tl.constexpr(-2)  # the program was built where there was no heap: trap
+
+
+class Rank(NamedTuple):
+    """A program's place in its team, as `start` returns it and every other function takes it."""
+
+    rank: tl.tensor  # i32: 0 <= rank < world
+    world: tl.tensor  # i32: ranks in the team
+    epoch: tl.tensor  # i64: 1 in the first call on this region, one more in each later call
+    ready: tl.tensor  # i1: false if this rank gave up in an earlier call
+    position: tl.tensor  # i32: place in the mesh; the team's rank 0 stands at position - rank
+    base: tl.tensor  # i64: address of this rank's region
+    stride: tl.tensor  # i64: bytes between neighbouring regions; with a table of bases, the table
+    epochs: tl.tensor  # i64: address of this program's epoch counter
+    signals: tl.tensor  # i64: address of signal 0
+
+
+@builtin
+def _backend(_semantic=None):
+    """What the kernel is compiled for, as a constant: "cuda", "hip" or "interpreter"."""
+    return tl.constexpr(_semantic.builder.options.backend_name)
+
+
+@triton.jit
+def start(team):
+    """Opens a call. The first statement of every kernel.
+
+    Args:
+      team: the kernel's parameter `team`, filled in by `shmem_call`: a tuple (position, origin, stride, world, magic,
+        signal_line). `origin` and `stride` are in granules; or `origin` is a pointer to a table of i64 bases.
+
+    Returns: the program's `Rank`.
+    """
+    position_ptr, origin, stride, world, magic, signal_line = team
+    position = tl.load(position_ptr)
+    _leave_if_not_placed(position)
+    if origin.dtype.is_ptr():
+        base = tl.load(origin + position)
+        step = origin
+    else:
+        step = stride.to(tl.int64) << GRANULE_SHIFT
+        base = (origin.to(tl.int64) << GRANULE_SHIFT) + position.to(tl.int64) * step
+    epochs = base + (1 << LINE_SHIFT) + _program().to(tl.int64) * 8
+    found = tl.load((base + HEADER_MAGIC).to(tl.pointer_type(tl.int32)))
+    failed = tl.load((base + HEADER_FAILED).to(tl.pointer_type(tl.int32)))
+    epoch = tl.load(epochs.to(tl.pointer_type(tl.int64))) + 1
+    _trap_if(found != magic)
+    signals = base + (signal_line.to(tl.int64) << LINE_SHIFT)
+    return Rank(position % world, world, epoch, failed == 0, position, base, step, epochs, signals)
+
+
+@triton.jit
+def finish(me):
+    """Closes the call: the next one on this region sees the next epoch. The last statement of every kernel."""
+    tl.store(me.epochs.to(tl.pointer_type(tl.int64)), me.epoch)
+
+
+@triton.jit
+def scratch(me, region, dtype: tl.constexpr):
+    """This rank's copy of a scratch for this call: a pointer to `dtype`, aligned to 128 bytes.
+
+    There are two copies, used in turn: a peer that is one call ahead writes into the other one.
+
+    Args:
+      region: the kernel's parameter of the scratch's name, filled in by `shmem_call`: a tuple (line, lines a copy).
+    """
+    line, lines = region
+    offset = (line.to(tl.int64) + (me.epoch & 1) * lines) << LINE_SHIFT
+    return tl.multiple_of((me.base + offset).to(tl.pointer_type(dtype)), 16)
+
+
+@triton.jit
+def _region_of(me, peer):
+    """Address of a peer's region."""
+    if me.stride.dtype.is_ptr():
+        base = tl.load(me.stride + (me.position - me.rank + peer))
+    else:
+        base = me.base + (peer - me.rank).to(tl.int64) * me.stride
+    return base
+
+
+@triton.jit
+def remote(me, ptr, peer):
+    """The address at which `peer` keeps what this rank keeps at `ptr` (OpenSHMEM's `shmem_ptr`).
+
+    Args:
+      ptr: scalar pointer or tensor of pointers into this rank's scratch.
+      peer: i32 rank.
+    """
+    # Whole elements, in a multiple of 16, so that the compiler still sees how the pointers are aligned and keeps
+    # 16-byte accesses.
+    size: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
+    return ptr + tl.multiple_of((_region_of(me, peer) - me.base) // size, 16)
+
+
+@triton.jit
+def load(me, ptr, peer, mask=None):
+    """Loads what `peer` keeps at `ptr`. A load over the wire takes twice as long as a store: prefer to push."""
+    return tl.load(remote(me, ptr, peer), mask=mask)
+
+
+@triton.jit
+def store(me, ptr, value, peer, mask=True):
+    """Stores `value` where `peer` keeps `ptr`. Visible to the peer once it has seen a later `signal`."""
+    tl.store(remote(me, ptr, peer), value, mask=mask & me.ready)
+
+
+@triton.jit
+def get(me, dest, source, peer, mask=None):
+    """Copies what `peer` keeps at `source` to the local pointers `dest`."""
+    tl.store(dest, load(me, source, peer, mask), mask=mask)
+
+
+@triton.jit
+def put(me, dest, source, peer, mask=True):
+    """Copies from the local pointers `source` to where `peer` keeps `dest`.
+
+    Visible to the peer once it has seen a later `signal`.
+    """
+    store(me, dest, tl.load(source, mask=mask), peer, mask)
+
+
+@triton.jit
+def signal(me, index, peer):
+    """Adds 1 to the peer's signal `index` and publishes to it all that this program has stored so far.
+
+    One release after one block barrier: about 1 us idle, 3 us while the memory is busy. Cheap once a chunk, dear in
+    an inner loop.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(_signal_of(me, index, peer), 1, mask=me.ready, sem="release", scope="sys")
+
+
+@triton.jit
+def signal_all(me, index, WORLD: tl.constexpr):
+    """Adds 1 to signal `index` of every rank, this one included, at the price of a single `signal`."""
+    tl.debug_barrier()
+    peers = tl.arange(0, triton.next_power_of_2(WORLD))
+    # One atomic of a few lanes: the fence of a release is paid once for all of them.
+    tl.atomic_add(_signal_of(me, index, peers), 1, mask=(peers < WORLD) & me.ready, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(me, index, count, peer):
+    """Waits until this rank's signal `index` has reached `count`; what the signallers published is then visible here.
+
+    Wait only for programs that are running or must start before this one, and not inside a pipelined `tl.dot` loop,
+    which would turn the pipelining off.
+
+    Args:
+      index: i32, which signal.
+      count: signals since the first call: in call n, n times what one call sends (`me.epoch * signals_a_call`).
+      peer: i32, who is to blame if nothing comes.
+
+    Returns: i1, false if the signal did not come within the heap's timeout; then store NaN. The host raises the error.
+    """
+    arrived = _poll(me, index, 1, count.to(tl.int32)) & me.ready
+    if not arrived:
+        _report(me, index, count.to(tl.int32), peer)
+    return arrived
+
+
+@triton.jit
+def wait_all(me, index, count):
+    """Waits for one signal of each rank: `index + r` must reach `count` for every rank r. Otherwise like `wait`."""
+    arrived = _poll(me, index, me.world, count.to(tl.int32)) & me.ready
+    if not arrived:
+        for peer in range(me.world):
+            _report(me, index + peer, count.to(tl.int32), peer)
+    return arrived
+
+
+@triton.jit
+def _signal_of(me, index, peer):
+    """Where `peer` keeps signal `index`."""
+    address = _region_of(me, peer) + (me.signals - me.base) + index * 4
+    return address.to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def _poll(me, index, counters, count):
+    """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out."""
+    BACKEND: tl.constexpr = _backend()
+    address = me.signals + index * 4
+    if BACKEND == "cuda":
+        # A thread for each signal polls; the barrier that lets the others go tells them how it ended.
+        arrived = tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p, q;
+            .reg .b32 v;
+            .reg .b64 signal, now, end;
+            mov.u32 v, %tid.x;
+            setp.ge.u32 p, v, $2;
+            @p bra DONE;
+            mad.wide.u32 signal, v, 4, $1;
+            ld.acquire.sys.global.b32 v, [signal];
+            sub.s32 v, v, $3;
+            setp.ge.s32 p, v, 0;
+            @p bra DONE;
+            ld.volatile.global.b64 end, [$4 + 16];
+            mov.u64 now, %globaltimer;
+            add.u64 end, end, now;
+            AGAIN:
+            ld.acquire.sys.global.b32 v, [signal];
+            sub.s32 v, v, $3;
+            setp.ge.s32 p, v, 0;
+            @p bra DONE;
+            ld.volatile.global.b32 v, [$4 + 4];
+            setp.ne.s32 q, v, 0;
+            @q bra DONE;
+            mov.u64 now, %globaltimer;
+            setp.lt.u64 q, now, end;
+            @q bra AGAIN;
+            DONE:
+            bar.warp.sync 0xffffffff;
+            barrier.red.and.pred q, 0, p;
+            selp.b32 $0, 1, 0, q;
+            }
+            """,
+            "=r,l,r,r,l",
+            [address, counters, count, me.base],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        # Without a clock that all threads of a block agree on, the bound counts polls, each of about a microsecond.
+        signals = address.to(tl.pointer_type(tl.int32))
+        failed = (me.base + HEADER_FAILED).to(tl.pointer_type(tl.int32))
+        polls = tl.load((me.base + HEADER_TIMEOUT).to(tl.pointer_type(tl.int64))) // 1000
+        missing = count * 0
+        for i in range(counters):
+            missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
+            while (missing > 0) & (polls > 0):
+                if tl.atomic_add(failed, 0, sem="relaxed", scope="gpu") != 0:
+                    polls = polls * 0
+                missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
+                polls -= 1
+        tl.debug_barrier()
+        arrived = (missing <= 0).to(tl.int32)
+    return arrived != 0
+
+
+@triton.jit
+def _report(me, index, count, peer):
+    """Marks this rank as failed if signal `index` is missing; the first program to do so writes the error record."""
+    seen = tl.load(_signal_of(me, index, me.rank), volatile=True)
+    failed = (me.base + HEADER_FAILED).to(tl.pointer_type(tl.int32))
+    if seen - count < 0:
+        if tl.atomic_cas(failed, 0, 1, sem="acq_rel", scope="sys") == 0:
+            record = tl.load((me.base + HEADER_RECORD).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+            tl.store(record + RECORD_MAGIC, tl.load((me.base + HEADER_MAGIC).to(tl.pointer_type(tl.int32))))
+            tl.store(record + RECORD_RANK, me.rank)
+            tl.store(record + RECORD_PEER, peer)
+            tl.store(record + RECORD_PROGRAM, _program())
+            tl.store(record + RECORD_SIGNAL, index)
+            tl.store(record + RECORD_EXPECTED, count)
+            tl.store(record + RECORD_SEEN, seen)
+            tl.store(record + RECORD_EPOCH, me.epoch.to(tl.int32))
+            tl.debug_barrier()
+            tl.atomic_xchg(failed, 2, sem="release", scope="sys")
+            tl.store(record + RECORD_STATE, 1)
+
+
+@triton.jit
+def _program():
+    """The linear id of this program."""
+    return tl.program_id(0) + tl.num_programs(0) * (tl.program_id(1) + tl.num_programs(1) * tl.program_id(2))
+
+
+@triton.jit
+def fence_proxy():
+    """Orders a TMA load after the `wait` before it.
+
+    Peers wrote the data by ordinary stores, and TMA reads by another path.
+    """
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        tl.inline_asm_elementwise(
+            "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _leave_if_not_placed(position):
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        tl.inline_asm_elementwise(
+            """
+            {
+            .reg .pred p;
+            setp.eq.s32 p, $1, -1;
+            @p exit;
+            setp.lt.s32 p, $1, 0;
+            @p trap;
+            mov.b32 $0, $1;
+            }
+            """,
+            "=r,r",
+            [position],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def _trap_if(condition):
+    """Stops a program whose region is not there, rather than let it write into memory that now is somebody else's."""
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; @p trap; mov.b32 $0, $1; }",
+            "=r,r",
+            [condition.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

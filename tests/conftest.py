@@ -1,0 +1,68 @@
+"""Devices for the tests: eight virtual CPU devices always, the GPUs beside them where there are any."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import hypothesis
+import jax
+import numpy as np
+import pytest
+
+CPU_DEVICES = 8
+
+type MeshFactory = Callable[[int | Sequence[int], str | Sequence[str]], jax.sharding.Mesh]
+
+# Before anything starts a JAX backend.
+jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
+# JAX_PLATFORMS=cuda would leave the CPU tests without devices.
+if (platforms := jax.config.jax_platforms) and "cpu" not in platforms.split(","):
+    jax.config.update("jax_platforms", f"{platforms},cpu")
+
+hypothesis.settings.register_profile("jaxtaxfree", derandomize=True, deadline=None, max_examples=25)
+hypothesis.settings.load_profile("jaxtaxfree")
+
+
+@functools.cache
+def cuda_devices() -> tuple[jax.Device, ...]:
+    try:
+        return tuple(jax.devices("cuda"))
+    except RuntimeError:  # JAX's answer where the platform is not there
+        return ()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    # Skipped from this one place, tests fold into one counted line per reason in pytest's summary.
+    if (marker := item.get_closest_marker("gpu")) is not None:
+        _need_gpus(marker.args[0] if marker.args else 1)
+
+
+def _need_gpus(needed: int) -> None:
+    found = len(cuda_devices())
+    if found < needed:
+        pytest.skip(f"needs {needed} GPU{'s' if needed != 1 else ''}, found {found}")
+
+
+def _mesh(devices: Sequence[jax.Device], shape: int | Sequence[int], names: str | Sequence[str]) -> jax.sharding.Mesh:
+    shape = (shape,) if isinstance(shape, int) else tuple(shape)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    return jax.sharding.Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), names)
+
+
+@pytest.fixture
+def cpu_mesh() -> MeshFactory:
+    """`cpu_mesh(shape, names)` makes a mesh of virtual CPU devices, at most eight."""
+    return lambda shape, names: _mesh(jax.devices("cpu"), shape, names)
+
+
+@pytest.fixture
+def gpu_mesh() -> MeshFactory:
+    """`gpu_mesh(shape, names)` makes a mesh of GPUs, and skips the test where there are too few."""
+
+    def make(shape: int | Sequence[int], names: str | Sequence[str]) -> jax.sharding.Mesh:
+        _need_gpus(math.prod((shape,) if isinstance(shape, int) else shape))
+        return _mesh(cuda_devices(), shape, names)
+
+    return make

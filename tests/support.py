@@ -1,0 +1,202 @@
+"""What several test files share: the registered kernels, and how to compile them where there is no GPU."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import triton
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax_triton import triton_lib
+from triton.backends.compiler import GPUTarget
+
+from benchmarks.shapes import ALL_GATHER_MATMUL, MatmulShape
+from jaxtaxfree import all_gather_matmul
+from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
+from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
+from jaxtaxfree.ops.all_gather_matmul import default_config
+
+TRITON_CALL = "triton_kernel_call_ffi"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel and the calls by which the tests compile it.
+
+    Attributes:
+      name: in the names of tests.
+      function: what `triton.jit` made. The calls below must launch it and no other one.
+      operation: of two operands, an axis name, and the keywords `implementation` and `config`.
+      in_specs, out_specs: of the operands and the result on a mesh with the axis "tp".
+      default_config: (m, k, n of a rank, world, dtype) -> what the operation chooses.
+      benchmarks: the shapes that the benchmarks run, in global sizes.
+      aligned: a shape whose sizes are multiples of all blocks.
+      odd: a shape that nothing divides.
+      waits: places in its source that wait for peers.
+      dot: the instruction of its products for bf16 on sm_90.
+      amd: what of the configuration differs on gfx942, which has a third of the shared memory.
+    """
+
+    name: str
+    function: triton.JITFunction
+    operation: Callable[..., jax.Array]
+    in_specs: tuple[P, P]
+    out_specs: P
+    default_config: Callable[..., Any]
+    benchmarks: tuple[MatmulShape, ...]
+    aligned: MatmulShape
+    odd: MatmulShape
+    waits: int
+    dot: str
+    amd: dict[str, int]
+
+
+# A kernel that is added here gets every test of test_compiled.py.
+_ALL_GATHER_MATMUL: dict[str, Any] = dict(
+    operation=all_gather_matmul,
+    in_specs=(P("tp"), P(None, "tp")),
+    out_specs=P(None, "tp"),
+    default_config=default_config,
+)
+KERNELS = (
+    Kernel(
+        name="all_gather_matmul",
+        function=all_gather_matmul_kernel,
+        **_ALL_GATHER_MATMUL,
+        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m > 256),
+        aligned=MatmulShape(name="aligned", m=2048, k=1024, n=4096),
+        odd=MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
+        waits=2,
+        dot="wgmma.mma_async",
+        amd=dict(block_n=128, block_k=32, num_stages=2),
+    ),
+    Kernel(
+        name="all_gather_matmul_small",
+        function=all_gather_matmul_small_kernel,
+        **_ALL_GATHER_MATMUL,
+        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m <= 256),
+        aligned=MatmulShape(name="aligned", m=16, k=1024, n=4096),
+        odd=MatmulShape(name="odd", m=60, k=129, n=4 * 37),
+        waits=1,
+        dot="mma.sync",
+        amd=dict(num_stages=2),
+    ),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What a call compiled to.
+
+    Attributes:
+      ptx: the code.
+      shared: bytes of shared memory of a block.
+      source: the arguments of `triton.compiler.ASTSource`: function, signature, constants, attributes.
+      options: warps and stages.
+    """
+
+    ptx: str
+    shared: int
+    source: tuple
+    options: dict[str, int]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return self.source[2]
+
+
+def mesh_of(world: int, axis_name: str = "tp") -> Mesh:
+    return Mesh(np.array(jax.devices("cpu")[:world]), (axis_name,))
+
+
+def lower_for_cuda(function: Callable, *operands: Any, platforms: tuple[str, ...] = ("cuda",)) -> str:
+    """The program of a function of `operands` (arrays or their shapes) for platforms that need not be there."""
+    return jax.jit(function).trace(*operands).lower(lowering_platforms=platforms).as_text()
+
+
+def sharded(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+
+@functools.cache
+def compile_for_cuda(
+    kernel: Kernel,
+    shape: MatmulShape,
+    dtype: str = "bfloat16",
+    *,
+    world: int = 4,
+    compute_capability: int = 90,
+    precision: str | None = None,
+    amd: bool = False,
+) -> Compiled:
+    """Compiles a kernel as the operation's lowering does, for a GPU that need not be there.
+
+    Args:
+      kernel, shape, dtype, world: the call.
+      compute_capability: 90 for sm_90.
+      precision: as in `jnp.matmul`.
+      amd: take the configuration for gfx942.
+    """
+    mesh = mesh_of(world)
+    config = None
+    if amd:
+        config = default_config(shape.m // world, shape.k, shape.n // world, world, dtype)
+        config = dataclasses.replace(config, **kernel.amd)
+
+    def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return kernel.operation(lhs, rhs, "tp", implementation="fused", config=config, precision=precision)
+
+    operands = (
+        sharded(mesh, kernel.in_specs[0], (shape.m, shape.k), dtype),
+        sharded(mesh, kernel.in_specs[1], (shape.k, shape.n), dtype),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        sources, binaries = _watch_jax_triton(patch)
+        patch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(compute_capability))
+        # jax-triton would not compile again what it has compiled for another test.
+        patch.setattr(kernel.function, "_jT_kernel_cache", {}, raising=False)
+        program = jax.shard_map(call, mesh=mesh, in_specs=kernel.in_specs, out_specs=kernel.out_specs)
+        lower_for_cuda(program, *operands)
+    (source,), ((binary, options),) = sources, binaries
+    assert source[0] is kernel.function, f"{shape} does not launch {kernel.name}"
+    return Compiled(
+        binary.binary,
+        binary.shared_mem_bytes,
+        source,
+        dict(num_warps=options.num_warps, num_stages=options.num_stages),
+    )
+
+
+def compile_for_amd(kernel: Kernel, architecture: str = "gfx942") -> Any:
+    """Compiles a kernel for an AMD GPU, with the signature that its operation gives it."""
+    call = compile_for_cuda(kernel, kernel.aligned, amd=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+        return triton.compile(
+            triton.compiler.ASTSource(*call.source), target=GPUTarget("hip", architecture, 64), options=call.options
+        )
+
+
+def _watch_jax_triton(patch: pytest.MonkeyPatch) -> tuple[list[tuple], list[tuple[Any, Any]]]:
+    """The sources that jax-triton compiles from now on, and (result, options) of each."""
+    sources: list[tuple] = []
+    binaries: list[tuple[Any, Any]] = []
+    to_ptx = triton_lib.compile_ttir_to_ptx_inplace
+
+    class Source(triton_lib.tc.ASTSource):
+        def __init__(self, *arguments: Any):
+            sources.append(arguments)
+            super().__init__(*arguments)
+
+    def compile_to_ptx(ttir: Any, backend: Any, options: Any, *rest: Any) -> Any:
+        result = to_ptx(ttir, backend, options, *rest)
+        binaries.append((result, options))
+        return result
+
+    patch.setattr(triton_lib.tc, "ASTSource", Source)
+    patch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", compile_to_ptx)
+    return sources, binaries

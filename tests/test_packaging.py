@@ -1,0 +1,151 @@
+"""The package list, the wheel, the versions, and which module may import which."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+
+import pytest
+
+import jaxtaxfree
+
+ROOT = pathlib.Path(__file__).parents[1]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def sources() -> list[pathlib.Path]:
+    """Every module of the package, relative to the repository."""
+    return sorted(
+        path.relative_to(ROOT) for folder in ("jaxtaxfree", "kernels") for path in (ROOT / folder).rglob("*.py")
+    )
+
+
+def installed(path: pathlib.Path) -> pathlib.Path:
+    """Where a module lies once installed: kernels/ becomes jaxtaxfree/kernels/."""
+    return pathlib.Path("jaxtaxfree") / path if path.parts[0] == "kernels" else path
+
+
+def test_package_list_is_complete() -> None:
+    folders = {installed(path).parent for path in sources()}
+    with_init = {installed(path).parent for path in sources() if path.name == "__init__.py"}
+    assert folders == with_init, "a folder of modules has no __init__.py"
+    assert sorted(PYPROJECT["tool"]["setuptools"]["packages"]) == sorted(".".join(f.parts) for f in with_init)
+
+
+def test_wheel_holds_every_module(tmp_path: pathlib.Path) -> None:
+    # Built from a copy: setuptools leaves build/ behind, and would pack what an earlier build left there.
+    tree = tmp_path / "tree"
+    for folder in ("jaxtaxfree", "kernels"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    built = subprocess.run([*command, "--wheel-dir", tmp_path, tree], capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {pathlib.Path(name) for name in zipfile.ZipFile(wheel).namelist()}
+    packed = {name for name in names if ".dist-info" not in name.parts[0]}
+    expected = {installed(path) for path in sources()} | {pathlib.Path("jaxtaxfree/py.typed")}
+    assert pathlib.Path("jaxtaxfree/kernels/__init__.py") in expected
+    assert packed == expected
+
+
+def test_kernels_is_no_top_level_package() -> None:
+    with pytest.raises(ImportError, match=r"import `jaxtaxfree\.kernels` instead"):
+        importlib.import_module("kernels")
+
+
+def test_versions_agree() -> None:
+    changelog = re.findall(r"^## \[(.+?)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert jaxtaxfree.__version__ == PYPROJECT["project"]["version"] == changelog[0]
+
+
+def imports(path: pathlib.Path, tree: ast.AST) -> Iterator[str]:
+    """Full names of what a module imports: `from a import b` gives a.b, whether b is a module or not."""
+    package = installed(path).parent.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (base, node.module)))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def mentions(tree: ast.AST, word: str) -> bool:
+    """Whether a name in the code (not in its comments or strings) contains the word."""
+    return any(
+        word in name
+        for node in ast.walk(tree)
+        for name in (getattr(node, "id", None), getattr(node, "attr", None), getattr(node, "name", None))
+        if isinstance(name, str)
+    )
+
+
+WATCHED = ("triton", "typing", "__future__", "jax_triton", "cuda.bindings", "jaxtaxfree.heap", "jaxtaxfree.kernels")
+
+
+def violations(path: pathlib.Path, source: str) -> list[str]:
+    """Imports run one way: ops, then shmem, then kernels; the heap beside them, reached through shmem."""
+    tree, found = ast.parse(source), []
+    in_kernels, in_heap, in_ops = map(path.is_relative_to, ("kernels", "jaxtaxfree/heap", "jaxtaxfree/ops"))
+    for name in imports(path, tree):
+        module = next((module for module in WATCHED if f"{name}.".startswith(f"{module}.")), None)
+        # typing: Triton takes a group of arguments as a NamedTuple.
+        if in_kernels and module not in ("triton", "jaxtaxfree.kernels", "typing", "__future__"):
+            found.append(f"{path} imports {name}: kernels import Triton and each other only")
+        elif module == "jax_triton" and path != pathlib.Path("jaxtaxfree/shmem.py"):
+            found.append(f"{path} imports {name}: only jaxtaxfree/shmem.py may")
+        elif module == "cuda.bindings" and not in_heap and path != pathlib.Path("jaxtaxfree/doctor.py"):
+            found.append(f"{path} imports {name}: only jaxtaxfree/heap/ and the doctor may")
+        elif module == "jaxtaxfree.heap" and in_ops:
+            found.append(f"{path} imports {name}: ops reach the heap through jaxtaxfree.shmem")
+    if mentions(tree, "inline_asm") and path != pathlib.Path("kernels/shmem.py"):
+        found.append(f"{path} holds inline assembly: only kernels/shmem.py may")
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=str)
+def test_imports_run_one_way(path: pathlib.Path) -> None:
+    assert not violations(path, (ROOT / path).read_text())
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kernels/tiles.py", "import numpy"),
+        ("kernels/tiles.py", "from jaxtaxfree import heap"),
+        ("kernels/tiles.py", "from .. import shmem"),
+        ("kernels/tiles.py", "tl.inline_asm_elementwise('', '', [], 0, False, 1)"),
+        ("jaxtaxfree/ops/all_gather_matmul.py", "import jax_triton as jt"),
+        ("jaxtaxfree/ops/all_gather_matmul.py", "from jaxtaxfree import heap"),
+        ("jaxtaxfree/ops/all_gather_matmul.py", "from ..heap import symmetric"),
+        ("jaxtaxfree/ops/all_gather_matmul.py", "def f():\n    from cuda.bindings import driver"),
+        ("jaxtaxfree/shmem.py", "from cuda import bindings"),
+    ],
+)
+def test_wrong_imports_are_found(path: str, source: str) -> None:
+    assert len(violations(pathlib.Path(path), source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kernels/tiles.py", "import triton.language as tl\nfrom . import shmem\nfrom .shmem import put"),
+        ("kernels/shmem.py", "tl.inline_asm_elementwise('', '', [], 0, False, 1)"),
+        ("jaxtaxfree/shmem.py", "import jax_triton\nfrom jaxtaxfree import heap, kernels"),
+        ("jaxtaxfree/heap/memory.py", "from cuda.bindings import driver"),
+        ("jaxtaxfree/ops/all_gather_matmul.py", "from jaxtaxfree.shmem import shmem_call\n# no inline_asm"),
+    ],
+)
+def test_right_imports_pass(path: str, source: str) -> None:
+    assert not violations(pathlib.Path(path), source)
