@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Sequence
 
 import hypothesis
@@ -15,7 +16,8 @@ CPU_DEVICES = 8
 
 type MeshFactory = Callable[[int | Sequence[int], str | Sequence[str]], jax.sharding.Mesh]
 
-# Before anything starts a JAX backend.
+# Before anything starts a JAX backend. Some tests start processes of their own, which want memory as well.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
 jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 # JAX_PLATFORMS=cuda would leave the CPU tests without devices.
 if (platforms := jax.config.jax_platforms) and "cpu" not in platforms.split(","):
