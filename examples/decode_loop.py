@@ -30,6 +30,8 @@ from rich.table import Table
 from rich.text import Text
 from transformer import Config
 
+import jaxtaxfree as jtf
+
 WEIGHTS = Path(__file__).parent / "weights" / "pydoc.safetensors"
 WORLDS = (4, 2, 1)
 TIMED_RUNS = 3
@@ -141,12 +143,11 @@ def generate(
     def decode(params, cache, first, lengths):
         return transformer.decode(params, cache, first, lengths, n_tokens, cfg, implementation=implementation)
 
-    def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        # A Triton kernel's result does not say over which mesh axes it varies, so that check is off.
-        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+    def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Any:
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
-    prefill = on_mesh(prefill, (params_specs, P("tp"), P()), (P("tp"), cache_specs))
-    decode = on_mesh(decode, (params_specs, cache_specs, P("tp"), P()), P("tp"))
+    run_prefill = on_mesh(prefill, (params_specs, P("tp"), P()), (P("tp"), cache_specs))
+    run_decode = on_mesh(decode, (params_specs, cache_specs, P("tp"), P()), P("tp"))
 
     put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
     params = jax.tree.map(put, params, params_specs)
@@ -155,14 +156,14 @@ def generate(
     runs, prefill_s, decode_s = [], [], []
     for _ in range(1 + TIMED_RUNS):  # The first compiles and warms up.
         start = time.perf_counter()
-        first, cache = jax.block_until_ready(prefill(params, prompts, lengths))
+        first, cache = jtf.block_until_ready(run_prefill(params, prompts, lengths))
         middle = time.perf_counter()
-        tokens = jax.block_until_ready(decode(params, cache, first, lengths))
+        tokens = jtf.block_until_ready(run_decode(params, cache, first, lengths))
         prefill_s.append(middle - start)
         decode_s.append(time.perf_counter() - middle)
         runs.append(np.asarray(tokens))
     # The body of the decode loop is one step, and the loop is all there is in this program.
-    kernel_calls = count_calls(decode.lower(params, cache, first, lengths).as_text(), "triton_kernel_call")
+    kernel_calls = count_calls(run_decode.lower(params, cache, first, lengths).as_text(), "triton_kernel_call")
     return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), kernel_calls)
 
 

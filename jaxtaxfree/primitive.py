@@ -5,6 +5,7 @@ decided when the program is lowered, so one traced program serves every platform
 the reference.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -13,6 +14,8 @@ import jax
 from jax._src.core import NamedAxisEffect
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+
+from jaxtaxfree.teams import team_of
 
 _log = logging.getLogger("jaxtaxfree")
 
@@ -52,8 +55,8 @@ def bilinear(
     Args:
       name: of the operation.
       reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
-      fused: the same by `shmem_call`; raises NotImplementedError, when it is traced or lowered, where the kernel
-        cannot run.
+      fused: the same by `shmem_call`, for a `compute_capability` (90 for 9.0); raises NotImplementedError, when it is
+        traced or lowered, where the kernel cannot run.
       slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None.
       batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension).
 
@@ -81,7 +84,9 @@ def bilinear(
         why = slower(*ctx.avals_in, **params) if implementation is None else None
         if why is None:
             try:
-                return mlir.lower_fun(fused, multiple_results=False)(ctx, lhs, rhs, **params)
+                target = team_of(ctx, params["axes"]).compute_capability
+                kernel = functools.partial(fused, compute_capability=target)
+                return mlir.lower_fun(kernel, multiple_results=False)(ctx, lhs, rhs, **params)
             except NotImplementedError as error:
                 if implementation == "fused":
                     raise error if isinstance(error, Unsupported) else Unsupported(name, [str(error)]) from error

@@ -4,7 +4,6 @@ import concurrent.futures
 import functools
 import hashlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -173,7 +172,7 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     """The call's region of the heap; None if the program is not for this process's GPUs, and must not find a heap."""
     layout = heap.Layout(programs=math.prod(params["grid"]), signals=params["signals"], scratch=params["scratch"])
     exported = ctx.module_context.lowering_parameters.for_export
-    if exported or any(device.platform != "gpu" for device in team.devices):
+    if exported or not team.on_gpus:
         return None
     shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in)
     # Calls share a region if they run the same kernel with the same constants on the same shapes.
@@ -193,6 +192,13 @@ def _digest(params: dict[str, Any]) -> str:
     """Tells calls apart that may not share a region, the same in every process."""
     identity = {**params, "kernel": params["kernel"].cache_key, "cost_estimate": None}
     return hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:8]
+
+
+_COMPILER_OPTIONS = {
+    "enable_fp_fusion": True,
+    # PTX of CUDA 12.9. By default Triton writes for the newest assembler that it brings, which older drivers refuse.
+    "ptx_version": 88,
+}
 
 
 def _launch(
@@ -229,8 +235,8 @@ def _launch(
         name=name,
         num_warps=num_warps,
         num_stages=num_stages,
-        compute_capability=_compute_capability(team),
-        backend_options={"enable_fp_fusion": True},
+        compute_capability=team.compute_capability,
+        backend_options=_COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
         has_side_effect=True,  # the peers count on it
         team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
@@ -238,13 +244,6 @@ def _launch(
         **layout.signal_index,
         **dict(params),
     )
-
-
-def _compute_capability(team: Team) -> int:
-    """Of the team's GPUs; of JAXTAXFREE_COMPUTE_CAPABILITY (90 by default) where the program is only built."""
-    if team.devices[0].platform != "gpu":
-        return int(os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90"))
-    return int(team.devices[0].compute_capability.replace(".", ""))
 
 
 _load_p = jex_core.Primitive("shmem_load")

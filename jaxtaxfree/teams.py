@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,6 +31,18 @@ class Team:
     world: int
     devices: tuple[Any, ...]
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the program will run on GPUs; otherwise it is only built for them."""
+        return all(device.platform == "gpu" for device in self.devices)
+
+    @property
+    def compute_capability(self) -> int:
+        """Of the GPUs, 90 for 9.0; what JAXTAXFREE_COMPUTE_CAPABILITY says (or 90) where the program is only built."""
+        if not self.on_gpus:
+            return int(os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90"))
+        return int(self.devices[0].compute_capability.replace(".", ""))
+
     def position(self) -> jax.Array:
         """Index of this device in `devices`, i32[]. Inside `shard_map`."""
         position = jnp.int32(0)
@@ -56,7 +69,8 @@ def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """`x` as a value that may differ along these axes, as far as it does not yet. Nothing happens at run time."""
-    missing = tuple(axis for axis in axes if axis not in varying(x))
+    manual = jax.sharding.get_abstract_mesh().manual_axes  # an axis of jax.vmap is none of them
+    missing = tuple(axis for axis in axes if axis in manual and axis not in varying(x))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 

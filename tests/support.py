@@ -18,12 +18,12 @@ from benchmarks.shapes import ALL_GATHER_MATMUL, MatmulShape
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
-from jaxtaxfree.ops.all_gather_matmul import default_config
+from jaxtaxfree.ops.all_gather_matmul import Config, default_config
 
 TRITON_CALL = "triton_kernel_call_ffi"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, to be a key of a cache
 class Kernel:
     """A kernel and the calls by which the tests compile it.
 
@@ -32,7 +32,7 @@ class Kernel:
       function: what `triton.jit` made. The calls below must launch it and no other one.
       operation: of two operands, an axis name, and the keywords `implementation` and `config`.
       in_specs, out_specs: of the operands and the result on a mesh with the axis "tp".
-      default_config: (m, k, n of a rank, world, dtype) -> what the operation chooses.
+      default_config: (shape, world, dtype, compute capability) -> what the operation is to choose.
       benchmarks: the shapes that the benchmarks run, in global sizes.
       aligned: a shape whose sizes are multiples of all blocks.
       odd: a shape that nothing divides.
@@ -55,35 +55,39 @@ class Kernel:
     amd: dict[str, int]
 
 
+def _all_gather_matmul_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Config:
+    return default_config(shape.m // world, shape.n // world, world, dtype, compute_capability)
+
+
 # A kernel that is added here gets every test of test_compiled.py.
-_ALL_GATHER_MATMUL: dict[str, Any] = dict(
-    operation=all_gather_matmul,
-    in_specs=(P("tp"), P(None, "tp")),
-    out_specs=P(None, "tp"),
-    default_config=default_config,
-)
+_ALL_GATHER_MATMUL: dict[str, Any] = {
+    "operation": all_gather_matmul,
+    "in_specs": (P("tp"), P(None, "tp")),
+    "out_specs": P(None, "tp"),
+    "default_config": _all_gather_matmul_config,
+}
 KERNELS = (
     Kernel(
         name="all_gather_matmul",
         function=all_gather_matmul_kernel,
         **_ALL_GATHER_MATMUL,
         benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m > 256),
-        aligned=MatmulShape(name="aligned", m=2048, k=1024, n=4096),
+        aligned=MatmulShape(name="aligned", m=4096, k=1024, n=16384),
         odd=MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
         waits=2,
         dot="wgmma.mma_async",
-        amd=dict(block_n=128, block_k=32, num_stages=2),
+        amd={"block_n": 128, "block_k": 32, "num_stages": 2},
     ),
     Kernel(
         name="all_gather_matmul_small",
         function=all_gather_matmul_small_kernel,
         **_ALL_GATHER_MATMUL,
         benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m <= 256),
-        aligned=MatmulShape(name="aligned", m=16, k=1024, n=4096),
+        aligned=MatmulShape(name="aligned", m=16, k=1024, n=16384),
         odd=MatmulShape(name="odd", m=60, k=129, n=4 * 37),
         waits=1,
         dot="mma.sync",
-        amd=dict(num_stages=2),
+        amd={"num_stages": 2},
     ),
 )
 
@@ -144,8 +148,7 @@ def compile_for_cuda(
     mesh = mesh_of(world)
     config = None
     if amd:
-        config = default_config(shape.m // world, shape.k, shape.n // world, world, dtype)
-        config = dataclasses.replace(config, **kernel.amd)
+        config = dataclasses.replace(kernel.default_config(shape, world, dtype), **kernel.amd)
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return kernel.operation(lhs, rhs, "tp", implementation="fused", config=config, precision=precision)
@@ -167,7 +170,7 @@ def compile_for_cuda(
         binary.binary,
         binary.shared_mem_bytes,
         source,
-        dict(num_warps=options.num_warps, num_stages=options.num_stages),
+        {"num_warps": options.num_warps, "num_stages": options.num_stages},
     )
 
 

@@ -74,7 +74,7 @@ def test_programs_of_two_threads(mesh):
 
 
 def give_up(device: jax.Device) -> None:
-    """Makes a rank take no part any more, as if a wait of it had expired: to its peers it is one that does not arrive."""
+    """Makes a rank take no part any more, as if a wait of it had expired: its peers find that it does not arrive."""
     opened = heap._heap
     for part in opened._own_parts():
         if part.device.id == device.id:

@@ -4,11 +4,12 @@ part of equal size for each device of the mesh in the mesh's order, so that a ke
 Each process takes the memory of its own devices, and maps it and that of its devices' peers into the window.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxtaxfree.heap import layout
@@ -44,15 +45,15 @@ class Device:
 
 
 class _Part:
-    """One device's part of a region, as this process sees it."""
+    """One device's part of a region, as this process sees it. `close` undoes what was done to get it."""
 
-    def __init__(self, device: Device, position: int, address: int, size: int, handle: Any):
+    def __init__(self, device: Device, address: int):
         self.device = device
-        self.position = position
         self.address = address
-        self.size = size
-        self.handle = handle
         self.record_address = 0  # of this process's devices only
+        self._undo = contextlib.ExitStack()
+        self.undo = self._undo.callback
+        self.close = self._undo.close
 
 
 class CudaHeap:
@@ -75,6 +76,7 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
+        self._attempts: dict[tuple, int] = {}
         self._resets = 0
         self._base = self._reserve()
 
@@ -143,7 +145,8 @@ class CudaHeap:
             for part in self._own_parts():
                 self._driver.synchronize(part.device.ordinal)
             for parts in self._parts.values():
-                self._unmap(parts)
+                for part in parts:
+                    part.close()
             self._parts.clear()
             self._regions.clear()
             self._driver.unreserve(self._base, RANGE_BYTES)
@@ -174,12 +177,15 @@ class CudaHeap:
         self, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
     ) -> tuple[Region, list[_Part]]:
         magic = layout.magic(*key)
+        # What a failed attempt told the other processes must not be taken for this one's.
+        attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
+        meeting = f"{magic:x}/{self._base:x}/{attempt}"
         processes = sorted({device.process for device in devices})
         if isinstance(self._exchange, Processes):
             self._exchange.check_host(processes)
         size = layout_.nbytes
         granules = size // GRANULE
-        start = self._exchange.next_window(f"{magic:x}", granules * len(devices), processes)
+        start = self._exchange.next_window(f"{magic:x}/{attempt}", granules * len(devices), processes)
         if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
             raise HeapError(
                 f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
@@ -196,24 +202,40 @@ class CudaHeap:
         )
         teams = [range(first, first + world) for first in range(0, len(devices), world)]
         teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
-        parts: list[_Part] = []
-        error = None
-        try:
-            for team in teams:
-                self._check_access([devices[i] for i in team])
-                parts += self._take(region, [(i, devices[i]) for i in team])
-        except (DriverError, HeapError) as failure:
-            error = failure
-        meeting = f"{magic:x}/{self._base:x}"
         members = sorted({devices[i].process for team in teams for i in team})
+        placed = [[(i, devices[i]) for i in team] for team in teams]
+        parts: list[_Part] = []
         try:
-            self._exchange.meet(meeting, members, None if error is None else str(error))
-            for team in teams:
-                parts += self._join(region, [(i, devices[i]) for i in team])
-        except BaseException as failure:
-            self._unmap(parts)
-            raise (error or failure) from failure
+            with self._together(f"{meeting}/taken", members):
+                for team in placed:
+                    self._check_access([device for _, device in team])
+                    self._take(region, team, meeting, parts)
+            with self._together(f"{meeting}/joined", members):
+                for team in placed:
+                    self._join(region, team, meeting, parts)
+        except BaseException:
+            for part in parts:
+                part.close()
+            raise
+        finally:
+            self._exchange.withdraw(meeting)
         return region, parts
+
+    @contextlib.contextmanager
+    def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
+        """Runs a step in all processes; if it fails in one, all raise."""
+        error: HeapError | None = None
+        try:
+            yield
+        except HeapError as failure:
+            error = failure
+        except DriverError as failure:
+            error = HeapError(str(failure))
+            error.__cause__ = failure
+        try:
+            self._exchange.meet(step, members, None if error is None else str(error))
+        except HeapError as failure:
+            raise (error or failure) from failure
 
     def _check_access(self, team: list[Device]) -> None:
         mine = [device for device in team if device.process == self._exchange.process]
@@ -231,9 +253,8 @@ class CudaHeap:
                         "`nvidia-smi topo -p2p r` shows which can."
                     )
 
-    def _take(self, region: Region, team: list[tuple[int, Device]]) -> list[_Part]:
+    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
         """Takes, maps and clears the memory of this process's own devices of a team."""
-        parts = []
         size = region.stride * GRANULE
         for position, device in team:
             if device.process != self._exchange.process:
@@ -241,7 +262,6 @@ class CudaHeap:
             try:
                 handle = self._driver.create(device.ordinal, size)
             except DriverError as error:
-                self._unmap(parts)
                 if not error.out_of_memory:
                     raise
                 free, total = self._driver.free_memory(device.ordinal)
@@ -250,51 +270,45 @@ class CudaHeap:
                     f"{free >> 20} of its {total >> 20} MiB are free. JAX takes 75 % of a device's memory when it "
                     "starts: set XLA_PYTHON_CLIENT_MEM_FRACTION to less, or use implementation='xla' here."
                 ) from error
-            part = _Part(device, position, region.address(position), size, handle)
-            parts.append(part)
-            self._driver.map(part.address, size, handle)
+            part = self._map(region, position, device, handle, parts)
             self._driver.allow(part.address, size, [device.ordinal])
             part.record_address = self._driver.allocate_host(device.ordinal, RECORD_BYTES)
+            part.undo(self._driver.free_host, part.record_address)
             self._clear(part, region)
             if any(peer.process != device.process for _, peer in team):
-                self._exchange.offer(f"{region.magic:x}/{self._base:x}/{position}", self._driver.export(handle))
-        return parts
+                self._exchange.offer(meeting, position, self._driver.export(handle))
 
-    def _join(self, region: Region, team: list[tuple[int, Device]]) -> list[_Part]:
-        """Maps the memory of other processes' devices, and lets all own devices of the team reach the whole team's."""
+    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
+        """Maps other processes' devices, and lets all own devices of the team reach the whole team's memory."""
         ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
-        size = region.stride * GRANULE
-        parts = []
         for position, device in team:
-            address = region.address(position)
             if device.process != self._exchange.process:
-                descriptor = self._exchange.fetch(f"{region.magic:x}/{self._base:x}/{position}", device.process)
+                descriptor = self._exchange.fetch(meeting, position, device.process)
                 try:
                     handle = self._driver.import_(descriptor)
                 finally:
                     os.close(descriptor)
-                parts.append(_Part(device, position, address, size, handle))
-                self._driver.map(address, size, handle)
+                self._map(region, position, device, handle, parts)
             try:
-                self._driver.allow(address, size, ordinals)
+                self._driver.allow(region.address(position), region.stride * GRANULE, ordinals)
             except DriverError as error:
-                self._unmap(parts)
                 raise HeapUnavailableError(
                     f"The devices of process {self._exchange.process} cannot reach the memory of device {device.id} "
                     f"({error}). Put devices that can on the axis, or use implementation='xla'; `nvidia-smi topo "
                     "-p2p r` shows which can."
                 ) from error
-        return parts
+
+    def _map(self, region: Region, position: int, device: Device, handle: Any, parts: list[_Part]) -> _Part:
+        """Maps memory where the region has it."""
+        part = _Part(device, region.address(position))
+        parts.append(part)
+        part.undo(self._driver.release, handle)
+        self._driver.map(part.address, region.stride * GRANULE, handle)
+        part.undo(self._driver.unmap, part.address, region.stride * GRANULE)
+        return part
 
     def _clear(self, part: _Part, region: Region) -> None:
         """Puts a part in the state before the first call."""
         self._driver.zero(part.device.ordinal, part.address, region.layout.control_bytes)
         header = layout.header(region.magic, part.record_address, self.timeout)
         self._driver.write(part.device.ordinal, part.address, header)
-
-    def _unmap(self, parts: list[_Part]) -> None:
-        for part in parts:
-            self._driver.unmap(part.address, part.size)
-            self._driver.release(part.handle)
-            if part.record_address:
-                self._driver.free_host(part.record_address)

@@ -33,12 +33,15 @@ class Alone:
             self._windows += size
             return self._windows - size
 
-    def offer(self, name: str, descriptor: int) -> None:
-        """Lets members fetch a file descriptor under a name."""
+    def offer(self, meeting: str, position: int, descriptor: int) -> None:
+        """Lets the members of a meeting fetch a file descriptor. It is closed when it is withdrawn."""
         raise AssertionError("a process that is alone shares nothing")
 
-    def fetch(self, name: str, owner: int) -> int:
-        """The file descriptor that process `owner` offers under a name."""
+    def withdraw(self, meeting: str) -> None:
+        """Ends the offers of a meeting."""
+
+    def fetch(self, meeting: str, position: int, owner: int) -> int:
+        """The file descriptor that process `owner` offers for a position."""
         raise AssertionError("a process that is alone imports nothing")
 
     def meet(self, name: str, members: Sequence[int], error: str | None = None) -> None:
@@ -85,10 +88,15 @@ class Processes(Alone):
             self._set(f"window/{name}", str(end - size))
         return int(self._get(f"window/{name}", min(members), name))
 
-    def offer(self, name: str, descriptor: int) -> None:
-        self._descriptors[name] = descriptor
+    def offer(self, meeting: str, position: int, descriptor: int) -> None:
+        self._descriptors[f"{meeting}/{position}"] = descriptor
 
-    def fetch(self, name: str, owner: int) -> int:
+    def withdraw(self, meeting: str) -> None:
+        for name in [name for name in self._descriptors if name.startswith(f"{meeting}/")]:
+            os.close(self._descriptors.pop(name))
+
+    def fetch(self, meeting: str, position: int, owner: int) -> int:
+        name = f"{meeting}/{position}"
         _, _, path = self._get(f"socket/{owner}", owner, name).partition(" ")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(self._timeout)
@@ -123,6 +131,8 @@ class Processes(Alone):
             )
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
         self._listener.close()
         pathlib.Path(self._folder, "handles").unlink(missing_ok=True)
         with contextlib.suppress(OSError):

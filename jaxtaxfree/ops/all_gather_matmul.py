@@ -26,7 +26,7 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: Any = None,
     implementation: str | None = None,
-    config: "Config | Mapping[str, int] | None" = None,
+    config: "Config | Mapping[str, Any] | None" = None,
 ) -> jax.Array:
     """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
 
@@ -64,6 +64,7 @@ def all_gather_matmul(
         "precision": jax.config.jax_default_matmul_precision if precision is None else precision,
         "preferred_element_type": None if preferred_element_type is None else np.dtype(preferred_element_type),
     }
+    config = _check_config(config)
     reasons = _unsupported(lhs, rhs, **params)
     if implementation == "fused" and reasons:
         raise Unsupported("all_gather_matmul", reasons)
@@ -71,7 +72,7 @@ def all_gather_matmul(
         return reference(lhs, rhs, **params)
     along = set(axes) | varying(lhs) | varying(rhs)
     return all_gather_matmul_p.bind(
-        vary(lhs, along), vary(rhs, along), implementation=implementation, config=_check_config(config), **params
+        vary(lhs, along), vary(rhs, along), implementation=implementation, config=config, **params
     )
 
 
@@ -118,7 +119,7 @@ class Config:
     small: bool = False
 
 
-def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int = 90) -> Config:
+def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
     """A configuration by shape, from what was measured on H200.
 
     Args:
@@ -152,7 +153,8 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
         # Smaller tiles fill the GPU more evenly when there are few.
         return Config(block_n=128, block_k=64 // wide, num_warps=4)
     # With few columns the wire takes almost as long as the product, and wants more programs to feed it.
-    return Config(block_k=64 // wide, **({"pushers": 32, "units": 1} if n <= 2560 else {}))
+    pushers, units = (32, 1) if n <= 2560 else (16, 2)
+    return Config(block_k=64 // wide, pushers=pushers, units=units)
 
 
 def fused(
@@ -164,12 +166,15 @@ def fused(
     precision: Any,
     preferred_element_type: Any,
     config: Config | None,
+    compute_capability: int,
 ) -> jax.Array:
     """The operation by one kernel."""
     if reasons := _unsupported(
         lhs, rhs, axes=axes, axis=axis, precision=precision, preferred_element_type=preferred_element_type
     ):
         raise Unsupported("all_gather_matmul", reasons)
+    precision = _triton_precision(precision)
+    assert precision is not None  # _unsupported has seen to it
     world = math.prod(lax.axis_size(a) for a in axes)
     rows = jnp.moveaxis(lhs, axis, 0)
     m, k, n = math.prod(rows.shape[:-1]), rows.shape[-1], rhs.shape[-1]
@@ -178,9 +183,9 @@ def fused(
         rhs,
         axes=axes,
         world=world,
-        precision=_triton_precision(precision),
+        precision=precision,
         dtype=preferred_element_type or lhs.dtype,
-        config=config or default_config(m, n, world, lhs.dtype),
+        config=config or default_config(m, n, world, lhs.dtype, compute_capability),
     )
     return jnp.moveaxis(out.reshape(world * rows.shape[0], *rows.shape[1:-1], n), 0, axis)
 
@@ -248,7 +253,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
     return axis
 
 
-def _check_config(config: Config | Mapping[str, int] | None) -> Config | None:
+def _check_config(config: Config | Mapping[str, Any] | None) -> Config | None:
     if config is None or isinstance(config, Config):
         return config
     known = [field.name for field in dataclasses.fields(Config)]

@@ -1,0 +1,914 @@
+"""The symmetric heap on a model of a CUDA driver, its layout, and how processes meet. No GPU needed."""
+
+import contextlib
+import ctypes
+import itertools
+import json
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import pytest
+from jax._src import distributed
+
+from jaxtaxfree import heap
+from jaxtaxfree.heap import HeapError, HeapUnavailableError, Layout, PeerTimeoutError, cuda, exchange, layout
+from jaxtaxfree.heap.cuda import BASES, RANGE_BYTES, CudaHeap, Device
+from jaxtaxfree.heap.driver import DriverError
+from jaxtaxfree.heap.layout import GRANULE, LINE, RECORD_BYTES, Record, Region
+from jaxtaxfree.kernels import shmem
+
+MIB = 1 << 20
+LAYOUT = Layout(programs=4, signals=(("arrived", 6), ("turn", 2)), scratch=(("inbox", 3 * MIB),))
+SIZE = LAYOUT.nbytes
+TIMEOUT = 2.5
+
+
+class DriverModel:
+    """What `jaxtaxfree.heap.driver.Driver` does, on dictionaries; it refuses what CUDA refuses.
+
+    Args:
+      devices: number of devices.
+      memory: bytes of each.
+      store: memory that other models can import, by handle; shared by the models of one host.
+      first: what the devices' memory is called in `store`: models of one store have different ones.
+    """
+
+    def __init__(self, devices: int = 4, memory: int = 64 * MIB, store: dict[int, Any] | None = None, first: int = 1):
+        self.memory = memory
+        self.store = {} if store is None else store
+        self.unreachable: set[tuple[int, int]] = set()
+        self.without_virtual_memory: set[int] = set()
+        self.taken: set[int] = set()  # addresses that something else in the process has reserved
+        self.failures: dict[str, tuple[int, str]] = {}  # call -> (how many still succeed, code)
+        self.reserved: dict[int, int] = {}
+        self.owned: dict[int, int] = {}  # handle -> ordinal
+        self.imported: set[int] = set()
+        self.mapped: dict[int, int] = {}  # address -> handle
+        self.access: dict[int, set[int]] = {}  # address -> ordinals
+        self.host: dict[int, Any] = {}
+        self.exported: list[int] = []  # descriptors
+        self.synchronized: list[int] = []
+        self._handles = itertools.count(first * 1000 + 1)
+
+    def fail(self, call: str, after: int = 0, code: str = "CUDA_ERROR_UNKNOWN") -> None:
+        self.failures[call] = (after, code)
+
+    def _called(self, call: str) -> None:
+        if call in self.failures:
+            left, code = self.failures[call]
+            if left == 0:
+                raise DriverError(call, code)
+            self.failures[call] = (left - 1, code)
+
+    @property
+    def leaked(self) -> dict[str, Any]:
+        held = {"owned": self.owned, "imported": self.imported, "mapped": self.mapped, "host": self.host}
+        return {what: things for what, things in held.items() if things}
+
+    def supports_virtual_memory(self, ordinal: int) -> bool:
+        return ordinal not in self.without_virtual_memory
+
+    def can_access_peer(self, ordinal: int, peer: int) -> bool:
+        return (ordinal, peer) not in self.unreachable
+
+    def free_memory(self, ordinal: int) -> tuple[int, int]:
+        used = sum(len(self.store[handle]) for handle, owner in list(self.owned.items()) if owner == ordinal)
+        return self.memory - used, self.memory
+
+    def reserve(self, size: int, hint: int) -> int:
+        self._called("reserve")
+        address = hint if hint not in self.taken and hint % GRANULE == 0 else 0x1_0000_0000
+        assert address not in self.reserved
+        self.reserved[address] = size
+        return address
+
+    def unreserve(self, address: int, size: int) -> None:
+        assert self.reserved.pop(address) == size
+        assert not any(address <= mapped < address + size for mapped in self.mapped)
+
+    def create(self, ordinal: int, size: int) -> int:
+        self._called("create")
+        if size > self.free_memory(ordinal)[0]:
+            raise DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
+        handle = next(self._handles)
+        self.store[handle] = bytearray(b"\xff" * size)
+        self.owned[handle] = ordinal
+        return handle
+
+    def export(self, handle: int) -> int:
+        self._called("export")
+        descriptor = os.memfd_create("memory")
+        os.pwrite(descriptor, str(handle).encode(), 0)
+        self.exported.append(descriptor)
+        return descriptor
+
+    def import_(self, descriptor: int) -> int:
+        self._called("import_")
+        handle = int(os.pread(descriptor, 20, 0))
+        self.imported.add(handle)
+        return handle
+
+    def release(self, handle: int) -> None:
+        assert handle not in list(self.mapped.values()), "released while it is mapped"
+        if handle in self.imported:
+            self.imported.remove(handle)
+        else:
+            del self.owned[handle]  # the memory lives on while another process has it
+
+    def map(self, address: int, size: int, handle: int) -> None:
+        self._called("map")
+        assert address % GRANULE == size % GRANULE == 0
+        assert len(self.store[handle]) == size
+        assert any(start <= address and address + size <= start + length for start, length in self.reserved.items())
+        assert not any(other < address + size and address < other + self._size(other) for other in self.mapped)
+        self.mapped[address] = handle
+
+    def unmap(self, address: int, size: int) -> None:
+        assert self._size(address) == size
+        del self.mapped[address]
+        self.access.pop(address, None)
+
+    def allow(self, address: int, size: int, ordinals: list[int]) -> None:
+        self._called("allow")
+        assert self._size(address) == size
+        owner = self.owned.get(self.mapped[address])
+        if owner is not None and any((ordinal, owner) in self.unreachable for ordinal in ordinals):
+            raise DriverError("cuMemSetAccess", "CUDA_ERROR_INVALID_DEVICE")
+        self.access.setdefault(address, set()).update(ordinals)
+
+    def zero(self, ordinal: int, address: int, size: int) -> None:
+        self._called("zero")
+        self._store(ordinal, address, bytes(size))
+
+    def write(self, ordinal: int, address: int, data: bytes) -> None:
+        self._called("write")
+        self._store(ordinal, address, data)
+
+    def read(self, address: int, size: int) -> bytes:
+        start = self._start(address)
+        return bytes(self.store[self.mapped[start]][address - start : address - start + size])
+
+    def synchronize(self, ordinal: int) -> None:
+        self._called("synchronize")
+        self.synchronized.append(ordinal)
+
+    def allocate_host(self, ordinal: int, size: int) -> int:
+        self._called("allocate_host")
+        memory = ctypes.create_string_buffer(size)
+        self.host[ctypes.addressof(memory)] = memory
+        return ctypes.addressof(memory)
+
+    def free_host(self, address: int) -> None:
+        del self.host[address]
+
+    def _size(self, address: int) -> int:
+        return len(self.store[self.mapped[address]])
+
+    def _start(self, address: int) -> int:
+        return next(start for start in self.mapped if start <= address < start + self._size(start))
+
+    def _store(self, ordinal: int, address: int, data: bytes) -> None:
+        start = self._start(address)
+        assert ordinal in self.access[start], f"device {ordinal} may not write at {address:x}"
+        assert address - start + len(data) <= self._size(start)
+        self.store[self.mapped[start]][address - start : address - start + len(data)] = data
+
+
+def test_model_has_the_drivers_methods() -> None:
+    from jaxtaxfree.heap.driver import Driver
+
+    wanted = {name for name in vars(Driver) if not name.startswith("_")}
+    assert wanted <= set(vars(DriverModel))
+
+
+def devices(count: int, first: int = 0) -> list[Device]:
+    """Devices of one process, whose numbers are not those of CUDA."""
+    return [Device(id=10 + i, process=0, ordinal=i) for i in range(first, first + count)]
+
+
+@pytest.fixture
+def driver() -> DriverModel:
+    return DriverModel()
+
+
+@pytest.fixture
+def alone(driver: DriverModel) -> CudaHeap:
+    return CudaHeap(driver, exchange.Alone(), TIMEOUT)
+
+
+def test_equal_keys_share_a_region(alone: CudaHeap, driver: DriverModel) -> None:
+    region = alone.region("a", devices(4), 4, LAYOUT)
+    assert alone.region("a", devices(4), 4, LAYOUT) is region
+    assert len(driver.mapped) == 4
+
+
+def test_other_keys_have_windows_of_their_own(alone: CudaHeap, driver: DriverModel) -> None:
+    regions = [
+        alone.region("a", devices(4), 4, LAYOUT),
+        alone.region("b", devices(4), 4, LAYOUT),
+        alone.region("a", devices(4)[::-1], 4, LAYOUT),
+        alone.region("a", devices(4), 2, LAYOUT),
+        alone.region("a", devices(2), 2, Layout(programs=1)),
+    ]
+    assert len({region.magic for region in regions}) == len(regions)
+    parts = [region.address(i) for region in regions for i in range(len(region.device_ids))]
+    assert sorted(driver.mapped) == sorted(parts)  # the model refuses parts that overlap
+    assert all(BASES[0] <= part < BASES[0] + RANGE_BYTES for part in parts)
+
+
+def test_threads_that_ask_together_share_a_region(alone: CudaHeap, driver: DriverModel) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        regions = list(pool.map(lambda i: alone.region("ab"[i % 2], devices(4), 4, LAYOUT), range(16)))
+    assert len(set(map(id, regions))) == 2
+    assert len(driver.mapped) == 8
+
+
+def test_parts_lie_in_the_order_of_the_mesh(alone: CudaHeap, driver: DriverModel) -> None:
+    order = [devices(4)[i] for i in (2, 0, 3, 1)]
+    region = alone.region("a", order, 4, LAYOUT)
+    assert region.device_ids == (12, 10, 13, 11)
+    assert region.stride * GRANULE == SIZE
+    for position, device in enumerate(order):
+        assert driver.owned[driver.mapped[region.address(position)]] == device.ordinal
+        assert region.address(position) == region.address(0) + position * SIZE
+
+
+def test_parts_begin_with_a_header_and_zeros(alone: CudaHeap, driver: DriverModel) -> None:
+    region = alone.region("a", devices(4), 4, LAYOUT)
+    records = set()
+    for position in range(4):
+        memory = driver.read(region.address(position), SIZE)
+        magic, failed, record, timeout = struct.unpack_from("<iiqq", memory)
+        assert (magic, failed, timeout) == (region.magic, 0, round(TIMEOUT * 1e9))
+        assert len(driver.host[record]) >= RECORD_BYTES
+        records.add(record)
+        assert not any(memory[24 : LAYOUT.control_bytes])
+        assert set(memory[LAYOUT.control_bytes :]) == {0xFF}  # nobody spends time on the scratch
+    assert len(records) == 4
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+def test_devices_reach_their_own_team(alone: CudaHeap, driver: DriverModel, world: int) -> None:
+    order = [devices(4)[i] for i in (3, 1, 2, 0)]
+    region = alone.region("a", order, world, LAYOUT)
+    for position in range(4):
+        first = position // world * world
+        team = {device.ordinal for device in order[first : first + world]}
+        assert driver.access[region.address(position)] == team
+
+
+def test_out_of_memory(alone: CudaHeap, driver: DriverModel) -> None:
+    big = Layout(programs=1, scratch=(("inbox", 20 * MIB),))
+    alone.region("first", devices(4), 4, LAYOUT)
+    before = dict(driver.mapped), dict(driver.owned), dict(driver.host)
+    driver.create(2, 30 * MIB)
+    before[1].update(driver.owned)
+    free = driver.free_memory(2)[0] >> 20
+    with pytest.raises(HeapError) as found:
+        alone.region("matmul", devices(4), 4, big)
+    message = str(found.value)
+    assert message.startswith(f"matmul needs {big.nbytes >> 20} MiB of device 12 for the symmetric heap")
+    assert f"only {free} of its 64 MiB are free" in message
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" in message and "implementation='xla'" in message
+    assert not isinstance(found.value, HeapUnavailableError)
+    assert (driver.mapped, driver.owned, driver.host) == before
+
+
+def test_out_of_memory_in_the_second_team(alone: CudaHeap, driver: DriverModel) -> None:
+    driver.fail("create", after=3, code="CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(HeapError, match="of device 13"):
+        alone.region("a", devices(4), 2, Layout(programs=1))
+    assert driver.leaked == {}
+
+
+def test_memory_can_be_asked_for_again(alone: CudaHeap, driver: DriverModel) -> None:
+    driver.fail("create", after=2, code="CUDA_ERROR_OUT_OF_MEMORY")
+    with pytest.raises(HeapError):
+        alone.region("a", devices(4), 4, LAYOUT)
+    driver.failures.clear()
+    alone.region("a", devices(4), 4, LAYOUT)
+    assert len(driver.mapped) == 4
+
+
+@pytest.mark.parametrize("call", ("create", "map", "allow", "allocate_host", "zero", "write"))
+@pytest.mark.parametrize("after", (0, 1, 3))
+def test_failing_calls_leak_nothing(alone: CudaHeap, driver: DriverModel, call: str, after: int) -> None:
+    driver.fail(call, after)
+    with pytest.raises((HeapError, DriverError), match="CUDA_ERROR_UNKNOWN"):
+        alone.region("a", devices(4), 4, LAYOUT)
+    assert driver.leaked == {}
+
+
+@pytest.mark.parametrize("call", ("create", "map", "allow", "allocate_host", "zero", "write"))
+def test_failing_calls_are_errors_of_the_heap(alone: CudaHeap, driver: DriverModel, call: str) -> None:
+    # As `heap.region` documents; callers tell them from bugs by their class.
+    driver.fail(call)
+    with pytest.raises(HeapError, match="CUDA_ERROR_UNKNOWN"):
+        alone.region("a", devices(4), 4, LAYOUT)
+
+
+def test_no_peer_access(alone: CudaHeap, driver: DriverModel) -> None:
+    driver.unreachable = {(3, 2)}
+    with pytest.raises(HeapUnavailableError, match=r"Device 13 cannot reach the memory of device 12 .*NVLink"):
+        alone.region("a", devices(4), 4, LAYOUT)
+    assert driver.leaked == {}
+    driver.unreachable = {(0, 2), (2, 0), (1, 3), (3, 1)}
+    alone.region("a", devices(4), 2, LAYOUT)  # only a team's devices must reach each other
+
+
+def test_refused_access(alone: CudaHeap, driver: DriverModel) -> None:
+    driver.fail("allow", after=4 + 2, code="CUDA_ERROR_INVALID_DEVICE")  # the first four are for each device itself
+    with pytest.raises(HeapUnavailableError, match=r"cannot reach the memory of device 12.*CUDA_ERROR_INVALID"):
+        alone.region("a", devices(4), 4, LAYOUT)
+    assert driver.leaked == {}
+
+
+def test_no_virtual_memory(alone: CudaHeap, driver: DriverModel) -> None:
+    driver.without_virtual_memory = {1}
+    with pytest.raises(HeapUnavailableError, match="Device 11 cannot map memory at chosen addresses"):
+        alone.region("a", devices(4), 4, LAYOUT)
+    assert driver.leaked == {}
+
+
+def test_next_base_where_the_first_is_taken(driver: DriverModel) -> None:
+    driver.taken = {BASES[0]}
+    region = CudaHeap(driver, exchange.Alone(), TIMEOUT).region("a", devices(2), 2, LAYOUT)
+    assert BASES[1] <= region.address(0) < BASES[1] + RANGE_BYTES
+    assert list(driver.reserved) == [BASES[1]]  # what was offered elsewhere is given back
+
+
+@pytest.mark.parametrize("how", ("elsewhere", "fails"))
+def test_no_free_addresses(driver: DriverModel, how: str) -> None:
+    driver.taken = set(BASES)
+    if how == "fails":
+        driver.fail("reserve")
+    with pytest.raises(HeapUnavailableError) as found:
+        CudaHeap(driver, exchange.Alone(), TIMEOUT)
+    for part in (*map(hex, BASES), "1024 GiB of free addresses", "JAXTAXFREE_HEAP_BASE", "multiple of 2 MiB"):
+        assert part in str(found.value)
+    assert driver.reserved == {}
+
+
+def test_base_of_the_user(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "0x400000000000")
+    region = CudaHeap(driver, exchange.Alone(), TIMEOUT).region("a", devices(2), 2, LAYOUT)
+    assert region.address(0) == 0x4000_0000_0000
+    for refused in ("0x300000000000", "0x300000000001"):
+        driver.taken = {0x3000_0000_0000}
+        monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", refused)
+        with pytest.raises(HeapUnavailableError, match=refused):
+            CudaHeap(driver, exchange.Alone(), TIMEOUT)
+
+
+def test_used_up_addresses(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "RANGE_BYTES", 7 * SIZE)
+    alone = CudaHeap(driver, exchange.Alone(), TIMEOUT)
+    alone.region("a", devices(4), 4, LAYOUT)
+    with pytest.raises(HeapError, match=rf"used up; b needs {SIZE >> 20} MiB on each of 4 devices.*heap\.close\(\)"):
+        alone.region("b", devices(4), 4, LAYOUT)
+    assert len(driver.mapped) == 4
+
+
+def test_close_gives_everything_back(alone: CudaHeap, driver: DriverModel) -> None:
+    alone.region("a", devices(4), 4, LAYOUT)
+    alone.region("b", devices(4), 2, LAYOUT)
+    alone.close()
+    assert driver.leaked == {}
+    assert driver.reserved == {}
+    assert set(driver.synchronized) == {0, 1, 2, 3}  # before anything is taken from a kernel that runs
+
+
+def plant(driver: DriverModel, region: Region, position: int, **words: int) -> None:
+    """Writes the record that the kernel of a rank writes when it gives up."""
+    memory = driver.read(region.address(position), LINE)
+    (address,) = struct.unpack_from("<q", memory, shmem.HEADER_RECORD.value)
+    record = (ctypes.c_int32 * (RECORD_BYTES // 4)).from_address(address)
+    for name, value in {"magic": region.magic, **words}.items():
+        record[getattr(shmem, f"RECORD_{name.upper()}").value] = value
+    record[shmem.RECORD_STATE.value] = 1
+
+
+GAVE_UP = {"rank": 1, "peer": 0, "program": 7, "signal": 6, "expected": 40, "seen": 39, "epoch": 20}
+
+
+def test_records_are_found(alone: CudaHeap, driver: DriverModel) -> None:
+    alone.region("a", devices(4), 4, LAYOUT)
+    region = alone.region("b", devices(4), 2, LAYOUT)
+    assert alone.records() == []
+    plant(driver, region, 3, **GAVE_UP)
+    assert alone.records() == [(region, devices(4)[3], Record(magic=region.magic, **GAVE_UP))]
+
+
+def failed_flag(driver: DriverModel, region: Region, position: int) -> int:
+    return struct.unpack_from("<i", driver.read(region.address(position), LINE), shmem.HEADER_FAILED.value)[0]
+
+
+def test_fail_and_reset(alone: CudaHeap, driver: DriverModel) -> None:
+    regions = [alone.region(name, devices(4), 2, LAYOUT) for name in "ab"]
+    plant(driver, regions[1], 3, **GAVE_UP)
+    driver.write(2, regions[0].address(2) + LINE, b"\1" * 64)  # epochs of some calls
+    alone.fail()
+    assert all(failed_flag(driver, region, i) for region in regions for i in range(4))
+    alone.timeout = 9.0
+    alone.reset()
+    assert set(driver.synchronized) == {0, 1, 2, 3}
+    assert alone.records() == []
+    for region in regions:
+        for i in range(4):
+            memory = driver.read(region.address(i), LAYOUT.control_bytes)
+            magic, failed, _, timeout = struct.unpack_from("<iiqq", memory)
+            assert (magic, failed, timeout) == (region.magic, 0, 9_000_000_000)
+            assert not any(memory[24:])
+
+
+def jax_devices(count: int) -> list[Any]:
+    return [SimpleNamespace(id=10 + i, process_index=0, local_hardware_id=i) for i in range(count)]
+
+
+@pytest.fixture
+def opened(alone: CudaHeap, monkeypatch: pytest.MonkeyPatch) -> CudaHeap:
+    """`alone` as the process's heap, as if no test had used it before."""
+    monkeypatch.setattr(heap, "_heap", alone)
+    monkeypatch.setattr(heap, "_failure", None)
+    monkeypatch.setattr(heap, "_delivered", False)
+    monkeypatch.setattr(heap, "_timeout", TIMEOUT)
+    return alone
+
+
+MESSAGE = (
+    "b: rank 1 (device 13) waited 2.5 s for rank 0 (device 12), which did not arrive: program 7 saw 39 of 40 at signal "
+    "turn[0] in call 20. The result of the call is NaN."
+)
+
+
+def give_up(driver: DriverModel) -> None:
+    plant(driver, heap.region("b", jax_devices(4), 2, LAYOUT), 3, **GAVE_UP)
+
+
+def test_check_names_who_was_missing(opened: CudaHeap, driver: DriverModel, caplog: pytest.LogCaptureFixture) -> None:
+    heap.check()
+    give_up(driver)
+    with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+        heap.check()
+    assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [("jaxtaxfree", "ERROR", MESSAGE)]
+    with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+        heap.block_until_ready(jnp.zeros(()))
+
+
+def test_check_names_every_rank_that_gave_up(opened: CudaHeap, driver: DriverModel) -> None:
+    give_up(driver)
+    plant(driver, heap.region("a", jax_devices(4), 4, LAYOUT), 0, **GAVE_UP | {"rank": 0, "peer": 2, "signal": 5})
+    with pytest.raises(PeerTimeoutError) as found:
+        heap.check()
+    assert MESSAGE in str(found.value)
+    assert "a: rank 0 (device 10) waited 2.5 s for rank 2 (device 12)" in str(found.value)
+    assert "arrived[5]" in str(found.value)
+
+
+def test_no_regions_until_reset(opened: CudaHeap, driver: DriverModel) -> None:
+    region = heap.region("b", jax_devices(4), 2, LAYOUT)
+    give_up(driver)
+    with pytest.raises(PeerTimeoutError):
+        heap.check()
+    assert failed_flag(driver, region, 0)
+    for name in "bc":
+        with pytest.raises(PeerTimeoutError, match=r"takes no calls until jaxtaxfree\.heap\.reset\(\): b: rank 1"):
+            heap.region(name, jax_devices(4), 2, LAYOUT)
+    heap.reset()
+    heap.check()
+    assert heap.region("b", jax_devices(4), 2, LAYOUT) is region
+    assert not failed_flag(driver, region, 0)
+
+
+def test_set_timeout(opened: CudaHeap, driver: DriverModel) -> None:
+    for wrong in (0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match="positive number of seconds"):
+            heap.set_timeout(wrong)
+    heap.set_timeout(7)
+    region = heap.region("a", jax_devices(2), 2, LAYOUT)
+    memory = driver.read(region.address(0), LINE)
+    assert struct.unpack_from("<q", memory, shmem.HEADER_TIMEOUT.value) == (7_000_000_000,)
+
+
+def test_close(opened: CudaHeap, driver: DriverModel) -> None:
+    heap.region("a", jax_devices(4), 4, LAYOUT)
+    heap.close()
+    assert driver.leaked == {}
+    assert heap._heap is None
+    heap.close()
+    heap.check()
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jaxtaxfree.heap import driver
+
+    class Absent:
+        def __init__(self) -> None:
+            raise RuntimeError("no libcuda.so")
+
+    monkeypatch.setattr(heap, "_heap", None)
+    monkeypatch.setattr(heap, "_failure", None)
+    monkeypatch.setattr(driver, "Driver", Absent)
+    with pytest.raises(HeapUnavailableError, match=r"needs an NVIDIA driver.*pip install.*no libcuda\.so"):
+        heap.region("a", jax_devices(2), 2, LAYOUT)
+
+
+@contextlib.contextmanager
+def watched(opened: CudaHeap) -> Iterator[None]:
+    thread = threading.Thread(target=heap._watch, args=(opened,), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        heap._heap = None
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def sleep(seconds: float) -> None:
+    # Python raises another thread's exception between two instructions, so not within one long sleep.
+    for _ in range(round(seconds / 0.01)):
+        time.sleep(0.01)
+
+
+def test_watcher_raises_in_the_main_thread(opened: CudaHeap, driver: DriverModel) -> None:
+    assert threading.current_thread() is threading.main_thread()
+    with watched(opened):
+        sleep(0.3)
+        give_up(driver)
+        with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+            sleep(10)
+        sleep(0.3)  # once is enough
+        with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+            heap.check()
+
+
+def test_watcher_leaves_alone_who_has_asked(opened: CudaHeap, driver: DriverModel) -> None:
+    with watched(opened):
+        give_up(driver)
+        with pytest.raises(PeerTimeoutError):
+            heap.check()
+        sleep(0.4)
+        heap.reset()
+        give_up(driver)  # after a reset a new failure counts anew
+        with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+            sleep(10)
+
+
+counts = st.lists(st.integers(1, 500), max_size=4)
+
+
+@hypothesis.given(programs=st.integers(1, 5000), signals=counts, scratch=st.lists(st.integers(1, 5 * MIB), max_size=4))
+def test_layout(programs: int, signals: list[int], scratch: list[int]) -> None:
+    layout_ = Layout(
+        programs=programs,
+        signals=tuple((f"signal{i}", count) for i, count in enumerate(signals)),
+        scratch=tuple((f"scratch{i}", size) for i, size in enumerate(scratch)),
+    )
+    spans = [("header", 0, LINE), ("epochs", LINE, LINE + 8 * programs)]
+    for name, count in layout_.signals:
+        start = layout_.signal_line * LINE + 4 * layout_.signal_index[name]
+        spans.append((name, start, start + 4 * count))
+    copies = []
+    for name, size in layout_.scratch:
+        line, lines = layout_.scratch_lines[name]
+        copies += [(name, (line + copy * lines) * LINE, (line + copy * lines) * LINE + size) for copy in range(2)]
+    for (_, _, end), (_, start, _) in zip(spans + copies, (spans + copies)[1:]):
+        assert end <= start
+    assert all(start % LINE == 0 for _, start, _ in copies)
+    assert spans[-1][2] <= layout_.control_bytes <= (copies[0][1] if copies else layout_.nbytes)
+    assert (spans + copies)[-1][2] <= layout_.nbytes
+    assert layout_.nbytes % GRANULE == 0
+    for name, count in layout_.signals:
+        first = layout_.signal_index[name]
+        assert layout_.signal_name(first) == f"{name}[0]"
+        assert layout_.signal_name(first + count - 1) == f"{name}[{count - 1}]"
+
+
+def test_layout_is_no_larger_than_it_must_be() -> None:
+    assert Layout(programs=1).nbytes == GRANULE
+    assert Layout(programs=1, scratch=(("a", GRANULE // 2),)).nbytes == 2 * GRANULE
+
+
+def test_constants_agree_with_the_kernels() -> None:
+    assert 1 << shmem.GRANULE_SHIFT.value == GRANULE
+    assert 1 << shmem.LINE_SHIFT.value == LINE
+    names = [name for name in vars(shmem) if name.startswith("RECORD_")]
+    indices = [getattr(shmem, name).value for name in names]
+    assert sorted(indices) == list(range(len(indices)))
+    assert 4 * len(indices) <= RECORD_BYTES
+    assert {name.removeprefix("RECORD_").lower() for name in names} == {*Record.__dataclass_fields__, "state"}
+    header = layout.header(0x1234567, 0x7F00_0000_1000, 1.5)
+    assert len(header) == LINE
+    at = lambda form, offset: struct.unpack_from(form, header, offset.value)[0]  # noqa: E731
+    assert at("<i", shmem.HEADER_MAGIC) == 0x1234567
+    assert at("<i", shmem.HEADER_FAILED) == 0
+    assert at("<q", shmem.HEADER_RECORD) == 0x7F00_0000_1000
+    assert at("<q", shmem.HEADER_TIMEOUT) == 1_500_000_000
+
+
+@hypothesis.given(
+    key=st.tuples(st.text(max_size=9), st.lists(st.integers(0, 99), max_size=3).map(tuple), st.integers(1, 9)),
+    other=st.tuples(st.text(max_size=9), st.lists(st.integers(0, 99), max_size=3).map(tuple), st.integers(1, 9)),
+)
+def test_magic_fits_a_scalar_of_a_launch(key: tuple, other: tuple) -> None:
+    assert 0 <= layout.magic(*key) < 1 << 31
+    assert (layout.magic(*key) == layout.magic(*other)) == (key == other)
+
+
+def test_record_that_is_not_there() -> None:
+    assert Record.read(bytes(RECORD_BYTES)) is None
+
+
+# Heaps of two processes, in threads: a store and a host are all that they share.
+
+
+class Store:
+    """The key-value store of `jax.distributed`, which takes a key only once."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, str] = {}
+        self._changed = threading.Condition()
+
+    def key_value_set(self, key: str, value: str) -> None:
+        with self._changed:
+            if key in self._values:
+                raise RuntimeError(f"ALREADY_EXISTS: {key}")
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_ms / 1000):
+                raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self._values[key]
+
+    def key_value_increment(self, key: str, by: int) -> int:
+        with self._changed:
+            self._values[key] = str(int(self._values.get(key, 0)) + by)
+            return int(self._values[key])
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaHeap]]:
+    """Two processes of two devices each."""
+    monkeypatch.setattr(distributed.global_state, "client", Store())
+    memory: dict[int, Any] = {}
+    heaps = [
+        CudaHeap(DriverModel(2, store=memory, first=i + 1), exchange.Processes(i, 0, 2.0), TIMEOUT) for i in range(2)
+    ]
+    yield heaps
+    for each in heaps:
+        with contextlib.suppress(OSError):  # of those that the test has closed
+            each._exchange.close()
+
+
+FOUR = [Device(id=i, process=i // 2, ordinal=i % 2) for i in range(4)]
+
+
+def together(heaps: list[CudaHeap], call: Callable[[CudaHeap], Any]) -> list[Any]:
+    """What a call returns or raises in each process."""
+
+    def guarded(each: CudaHeap) -> Any:
+        try:
+            return call(each)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(heaps)) as pool:
+        return list(pool.map(guarded, heaps))
+
+
+def test_processes_share_a_region(pair: list[CudaHeap]) -> None:
+    mine, yours = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert isinstance(mine, Region)
+    assert mine == yours
+    for each in pair:
+        driver = each._driver
+        assert sorted(driver.mapped) == [mine.address(i) for i in range(4)]
+        assert set(map(frozenset, driver.access.values())) == {frozenset({0, 1})}
+        assert (len(driver.owned), len(driver.imported), len(driver.host)) == (2, 2, 2)
+    pair[0]._driver.write(1, mine.address(3) + LINE, b"hello")
+    assert pair[1]._driver.read(mine.address(3) + LINE, 5) == b"hello"
+    assert all(result is None for result in together(pair, lambda each: each.reset()))
+    assert pair[1]._driver.read(mine.address(3) + LINE, 5) == bytes(5)
+    together(pair, lambda each: each.close())
+    assert [each._driver.leaked for each in pair] == [{}, {}]
+
+
+def is_open(descriptor: int) -> bool:
+    try:
+        return "memory" in os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return False
+
+
+def test_close_gives_shared_memory_back(pair: list[CudaHeap]) -> None:
+    # An open descriptor of memory keeps the memory from being given back, whoever has unmapped it.
+    together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    shared = [descriptor for each in pair for descriptor in each._driver.exported]
+    assert len(shared) == 4
+    together(pair, lambda each: each.close())
+    assert not any(map(is_open, shared))
+
+
+def test_failure_gives_shared_memory_back(pair: list[CudaHeap]) -> None:
+    pair[1]._driver.fail("create", after=1, code="CUDA_ERROR_OUT_OF_MEMORY")
+    together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    shared = [descriptor for each in pair for descriptor in each._driver.exported]
+    assert shared
+    assert not any(map(is_open, shared))
+
+
+def test_close_ends_the_thread_that_hands_out_memory(pair: list[CudaHeap]) -> None:
+    def handing_out() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name == "jaxtaxfree-handles"]
+
+    mine = handing_out()[-2:]
+    together(pair, lambda each: each.close())
+    for thread in mine:
+        thread.join(2)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_teams_within_a_process_share_nothing(pair: list[CudaHeap]) -> None:
+    mine, yours = together(pair, lambda each: each.region("a", FOUR, 2, LAYOUT))
+    assert mine == yours
+    assert sorted(pair[1]._driver.mapped) == [mine.address(2), mine.address(3)]
+    assert not pair[1]._driver.imported
+
+
+def test_failure_of_one_process_is_that_of_all(pair: list[CudaHeap]) -> None:
+    pair[1]._driver.fail("create", after=1, code="CUDA_ERROR_OUT_OF_MEMORY")
+    for result in together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT)):
+        assert isinstance(result, HeapError)
+        assert "of device 3 for the symmetric heap" in str(result)
+    assert [each._driver.leaked for each in pair] == [{}, {}]
+
+
+def test_processes_ask_again_after_a_failure(pair: list[CudaHeap]) -> None:
+    pair[1]._driver.fail("create", after=1, code="CUDA_ERROR_OUT_OF_MEMORY")
+    together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    pair[1]._driver.failures.clear()
+    results = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert [type(result) for result in results] == [Region, Region], results
+
+
+@pytest.mark.parametrize("call", ("import_", "map", "allow", "export"))
+def test_processes_leak_nothing(pair: list[CudaHeap], call: str) -> None:
+    pair[1]._driver.fail(call, after={"import_": 1, "map": 3, "allow": 3, "export": 1}[call])
+    results = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert "CUDA_ERROR_UNKNOWN" in str(results[1])
+    assert pair[1]._driver.leaked == {}
+
+
+def test_process_that_does_not_come(pair: list[CudaHeap]) -> None:
+    pair[0]._exchange._timeout = 0.2
+    with pytest.raises(
+        HeapError, match=r"Process 0 waited 0\.2 s for process 1 to set up .*JAXTAXFREE_MEETING_TIMEOUT"
+    ):
+        pair[0].region("a", FOUR, 4, LAYOUT)
+    assert pair[0]._driver.leaked == {}
+
+
+def test_process_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distributed.global_state, "client", None)
+    with pytest.raises(HeapUnavailableError, match=r"call jax\.distributed\.initialize\(\) first"):
+        exchange.Processes(0, 0, 1.0)
+
+
+SCRIPT = """
+import json, os, sys
+import jax
+rank, world, port = map(int, sys.argv[1:4])
+jax.distributed.initialize(f"127.0.0.1:{port}", world, rank)
+from jaxtaxfree.heap import HeapError, exchange
+
+def error_of(call, *args):
+    try:
+        return call(*args)
+    except HeapError as error:
+        return f"{type(error).__name__}: {error}"
+
+found = {}
+everyone = list(range(world))
+meeting = exchange.Processes(rank, 0, 60.0)
+found["windows"] = [meeting.next_window(name, size, everyone) for name, size in (("a", 3), ("b", 5), ("c", 1))]
+found["pair"] = meeting.next_window("pair", 2, [1, 2]) if rank else None
+found["hosts"] = error_of(meeting.check_host, everyone)
+
+descriptor = os.memfd_create("memory")
+os.pwrite(descriptor, f"of {rank}".encode(), 0)
+meeting.offer("memory", 0, descriptor)
+meeting.meet("offered", everyone)
+found["read"] = [os.pread(meeting.fetch("memory", 0, peer), 9, 0).decode() for peer in everyone if peer != rank]
+meeting.meet("read", everyone)
+found["not shared"] = error_of(meeting.fetch, "nothing", 0, (rank + 1) % world)
+os.pwrite(meeting.fetch("memory", 0, (rank + 1) % world), f"by {rank}".encode(), 0)
+meeting.meet("written", everyone)
+found["written"] = os.pread(descriptor, 9, 0).decode()
+
+found["error"] = error_of(meeting.meet, "failing", everyone, "device 1 is full" if rank == 1 else None)
+found["after"] = error_of(meeting.meet, "fine", everyone)
+try:
+    meeting._store.key_value_set(f"twice/{rank}", "")
+    meeting._store.key_value_set(f"twice/{rank}", "")
+except Exception as error:
+    found["twice"] = str(error)
+impatient = exchange.Processes(rank, 1, 0.5)
+found["missing"] = error_of(impatient.meet, "rare", everyone) if rank != 2 else None
+
+exchange._host = lambda: "host-of-" + ("a" if rank == 0 else "b")
+spread = exchange.Processes(rank, 2, 60.0)
+found["spread"] = error_of(spread.check_host, everyone)
+meeting.meet("end", everyone)
+for each in (meeting, impatient, spread):
+    each.close()
+found["folder left"] = os.path.exists(meeting._folder)
+print("FOUND " + json.dumps(found), flush=True)
+"""
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def processes() -> list[dict[str, Any]]:
+    """What each of three processes found."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", textwrap.dedent(SCRIPT)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(WORLD), str(port)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert all("FOUND " in output for output in outputs), "\n".join(outputs)
+    return [json.loads(output.partition("FOUND ")[2].splitlines()[0]) for output in outputs]
+
+
+def test_real_processes_agree_on_windows(processes: list[dict[str, Any]]) -> None:
+    assert [found["windows"] for found in processes] == [[0, 3, 8]] * WORLD
+    assert [found["pair"] for found in processes] == [None, 9, 9]
+    assert [found["hosts"] for found in processes] == [None] * WORLD
+
+
+def test_real_processes_pass_descriptors(processes: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(processes):
+        assert found["read"] == [f"of {peer}" for peer in range(WORLD) if peer != rank]
+        assert found["written"] == f"by {(rank - 1) % WORLD}"
+        peer = (rank + 1) % WORLD
+        assert found["not shared"] == f"HeapError: Process {peer} does not share 'nothing/0' with process {rank}."
+        assert found["folder left"] is False
+
+
+def test_real_processes_raise_each_others_errors(processes: list[dict[str, Any]]) -> None:
+    assert [found["error"] for found in processes] == ["HeapError: device 1 is full"] * WORLD
+    assert [found["after"] for found in processes] == [None] * WORLD
+
+
+def test_real_store_takes_a_key_once(processes: list[dict[str, Any]]) -> None:
+    # As the model of it does, so that what is tested with the model holds.
+    assert all("ALREADY_EXISTS" in found["twice"] for found in processes)
+
+
+def test_real_process_is_missed(processes: list[dict[str, Any]]) -> None:
+    for rank in (0, 1):
+        message = processes[rank]["missing"]
+        assert message.startswith(f"HeapError: Process {rank} waited 0.5 s for process 2 to set up rare.")
+        assert "is process 2 alive?" in message and "JAXTAXFREE_MEETING_TIMEOUT" in message
+
+
+def test_real_processes_on_two_hosts(processes: list[dict[str, Any]]) -> None:
+    first, *others = (found["spread"] for found in processes)
+    assert first.startswith(
+        "HeapUnavailableError: The mesh spans hosts: process 0 is on another host than processes 1, 2"
+    )
+    for rank, message in enumerate(others, 1):
+        assert f"process {rank} is on another host than process 0." in message
+        assert "implementation='xla'" in message

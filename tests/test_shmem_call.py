@@ -1,0 +1,251 @@
+"""`shmem_call`: what it refuses, what its results are, and what it lowers to. No GPU needed."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree import shmem_call
+from jaxtaxfree.kernels import shmem
+from tests.conftest import MeshFactory
+from tests.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
+
+SIZE = 64
+
+
+@triton.jit
+def rotate_kernel(
+    x_ptr,
+    team,
+    inbox,
+    arrived,
+    out_ptr,
+    SIZE: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Gives each rank what the rank before it has."""
+    me = shmem.start(team)
+    element = tl.arange(0, SIZE)
+    here = shmem.scratch(me, inbox, x_ptr.dtype.element_ty)
+    after = (me.rank + 1) % WORLD
+    shmem.put(me, here + element, x_ptr + element, after)
+    shmem.signal(me, arrived, after)
+    shmem.wait(me, arrived, me.epoch, (me.rank + WORLD - 1) % WORLD)
+    tl.store(out_ptr + element, tl.load(here + element))
+    shmem.finish(me)
+
+
+@triton.jit
+def twice_kernel(x_ptr, team, out_ptr, other_ptr, SIZE: tl.constexpr):
+    """Two results."""
+    me = shmem.start(team)
+    element = tl.arange(0, SIZE)
+    tl.store(out_ptr + element, tl.load(x_ptr + element))
+    tl.store(other_ptr + element, tl.load(x_ptr + element) * 2)
+    shmem.finish(me)
+
+
+def rotate(x: jax.Array, axis_name: Any = "tp", **changed: Any) -> jax.Array:
+    arguments: dict[str, Any] = {
+        "axis_name": axis_name,
+        "out_type": jax.ShapeDtypeStruct((SIZE,), jnp.float32),
+        "grid": 1,
+        "scratch": {"inbox": jax.ShapeDtypeStruct((SIZE,), jnp.float32)},
+        "signals": {"arrived": 1},
+        "SIZE": SIZE,
+    }
+    return shmem_call(rotate_kernel, x, **arguments | changed)
+
+
+def on_mesh(mesh: Mesh, function: Callable, **keywords: Any) -> Callable:
+    return jax.shard_map(function, mesh=mesh, **{"in_specs": P("tp"), "out_specs": P("tp")} | keywords)
+
+
+def operand(mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return sharded(mesh, P("tp"), (SIZE * mesh.shape["tp"],), "float32")
+
+
+def fails(error: type[Exception], *parts: str) -> Any:
+    """Expects an error whose message has these parts."""
+    return pytest.raises(error, check=lambda e: all(part in str(e) for part in parts) or pytest.fail(f"says: {e}"))
+
+
+@pytest.fixture
+def mesh() -> Mesh:
+    return mesh_of(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "parts"),
+    (
+        ({"signals": {"come": 1}}, ("no parameter 'come'", "(x_ptr, arrived, out_ptr)")),
+        ({"BLOCK": 1, "STEP": 2}, ("no parameter 'BLOCK', 'STEP'",)),
+        ({"scratch": {}}, ("1 operands and 1 results make 2 pointers, but it has 3 parameters for them", "inbox")),
+        (
+            {"out_type": (jax.ShapeDtypeStruct((1,), jnp.int32),) * 2},
+            ("1 operands and 2 results make 3 pointers, but it has 2 parameters for them (x_ptr, out_ptr)",),
+        ),
+        ({"signals": {"come": 1}, "scratch": {}}, ("no parameter 'come'", "(x_ptr, inbox, arrived, out_ptr)")),
+    ),
+)
+def test_kernel_and_arguments_do_not_match(mesh: Mesh, changed: dict[str, Any], parts: tuple[str, ...]) -> None:
+    with fails(TypeError, "The kernel of rotate_kernel does not fit its call", *parts):
+        jax.eval_shape(on_mesh(mesh, lambda x: rotate(x, **changed)), operand(mesh))
+
+
+def test_too_many_operands(mesh: Mesh) -> None:
+    call = lambda x: shmem_call(  # noqa: E731
+        twice_kernel,
+        x,
+        x,
+        x,
+        axis_name="tp",
+        out_type=jax.ShapeDtypeStruct((SIZE,), x.dtype),
+        grid=1,
+        SIZE=SIZE,
+        name="two",
+    )
+    with fails(TypeError, "The kernel of two", "3 operands and 1 results make 4 pointers", "has 3 parameters"):
+        jax.eval_shape(on_mesh(mesh, call), operand(mesh))
+
+
+@pytest.mark.parametrize("axis_name", ("model", ("tp", "model"), ()))
+def test_axis_that_is_not_bound(mesh: Mesh, axis_name: Any) -> None:
+    with fails(NameError, "rotate_kernel needs a mesh axis", "'model'" if axis_name else "()", "jax.shard_map"):
+        jax.eval_shape(on_mesh(mesh, lambda x: rotate(x, axis_name)), operand(mesh))
+
+
+def test_outside_shard_map() -> None:
+    with fails(NameError, "my_rotation needs a mesh axis", "'tp'", "call it inside jax.shard_map"):
+        rotate(np.zeros(SIZE, np.float32), name="my_rotation")
+
+
+@pytest.mark.parametrize(
+    "transform",
+    (
+        lambda f, x: jax.jvp(f, (x,), (x,)),
+        lambda f, x: jax.grad(lambda y: f(y).sum())(x),
+        lambda f, x: jax.linearize(f, x)[0],
+    ),
+    ids=("jvp", "grad", "linearize"),
+)
+def test_no_derivative(mesh: Mesh, transform: Callable) -> None:
+    with fails(NotImplementedError, "no rule for differentiation", "jax.custom_jvp or jax.custom_vjp"):
+        jax.eval_shape(lambda x: transform(on_mesh(mesh, rotate), x), operand(mesh))
+
+
+def test_no_vmap(mesh: Mesh) -> None:
+    batch = sharded(mesh, P(None, "tp"), (3, 4 * SIZE), "float32")
+    program = jax.shard_map(jax.vmap(rotate), mesh=mesh, in_specs=P(None, "tp"), out_specs=P(None, "tp"))
+    with fails(NotImplementedError, "no rule for vmap", "jax.custom_batching.custom_vmap"):
+        jax.eval_shape(program, batch)
+
+
+def test_derivative_of_the_author(mesh: Mesh) -> None:
+    # As the error advises.
+    def back(_: None, ct: jax.Array) -> tuple[jax.Array]:
+        return (lax.ppermute(ct, "tp", [((i + 1) % 4, i) for i in range(4)]),)
+
+    function = jax.custom_vjp(lambda x: rotate(x))
+    function.defvjp(lambda x: (rotate(x), None), back)
+    text = lower_for_cuda(jax.grad(lambda x: (on_mesh(mesh, function)(x) ** 2).sum()), operand(mesh))
+    assert text.count(TRITON_CALL) == 1
+    assert "collective_permute" in text
+
+
+def test_results_vary_along_the_axis(mesh: Mesh) -> None:
+    seen = []
+
+    def program(x: jax.Array) -> jax.Array:
+        out = rotate(x)
+        seen.append(jax.typeof(out).mat.varying)
+        return out
+
+    out = jax.eval_shape(on_mesh(mesh, program), operand(mesh))
+    assert (out.shape, out.dtype) == ((4 * SIZE,), jnp.float32)
+    assert seen == [frozenset({"tp"})]
+    with fails(ValueError, "out_specs", "'tp'"):
+        jax.eval_shape(on_mesh(mesh, rotate, out_specs=P()), operand(mesh))
+    assert jax.eval_shape(on_mesh(mesh, rotate, out_specs=P(), check_vma=False), operand(mesh)).shape == (SIZE,)
+
+
+def test_results_vary_along_the_operands_axes(cpu_mesh: MeshFactory) -> None:
+    seen = []
+
+    def program(x: jax.Array) -> jax.Array:
+        seen.append(jax.typeof(rotate(x)).mat.varying)
+        seen.append(jax.typeof(rotate(jnp.zeros(SIZE))).mat.varying)
+        return x
+
+    mesh = cpu_mesh((2, 4), ("dp", "tp"))
+    both = P(("dp", "tp"))
+    jax.eval_shape(
+        jax.shard_map(program, mesh=mesh, in_specs=both, out_specs=both), sharded(mesh, both, (8 * SIZE,), "float32")
+    )
+    assert seen == [{"dp", "tp"}, {"tp"}]
+
+
+def test_results_are_a_pytree(mesh: Mesh) -> None:
+    one = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+    call = functools.partial(
+        shmem_call, twice_kernel, axis_name="tp", out_type={"a": one, "b": [one]}, grid=(1, 1), SIZE=SIZE
+    )
+    out = jax.eval_shape(on_mesh(mesh, call), operand(mesh))
+    assert jax.tree.map(lambda leaf: leaf.shape, out) == {"a": (4 * SIZE,), "b": [(4 * SIZE,)]}
+    text = lower_for_cuda(on_mesh(mesh, call), operand(mesh))
+    assert text.count(TRITON_CALL) == 1
+    assert "has_side_effect = true" in text
+
+
+def test_on_cpus(mesh: Mesh) -> None:
+    with fails(NotImplementedError, "rotate_kernel is a Triton kernel for NVIDIA GPUs", "lowered for cpu"):
+        jax.jit(on_mesh(mesh, rotate))(np.zeros(4 * SIZE, np.float32))
+
+
+def test_for_two_platforms(mesh: Mesh) -> None:
+    with fails(NotImplementedError, "rotate_kernel is a Triton kernel for NVIDIA GPUs", "cpu"):
+        lower_for_cuda(on_mesh(mesh, rotate), operand(mesh), platforms=("cuda", "cpu"))
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+def test_calls_are_not_merged(mesh: Mesh, check_vma: bool) -> None:
+    text = lower_for_cuda(on_mesh(mesh, lambda x: rotate(rotate(x)), check_vma=check_vma), operand(mesh))
+    assert text.count(TRITON_CALL) == 2
+    text = lower_for_cuda(on_mesh(mesh, lambda x: rotate(x) + rotate(x), check_vma=check_vma), operand(mesh))
+    assert text.count(TRITON_CALL) == 2
+
+
+def test_named_in_the_program(mesh: Mesh) -> None:
+    program = jax.jit(on_mesh(mesh, lambda x: rotate(x, name="my_rotation")))
+    lowered = program.trace(operand(mesh)).lower(lowering_platforms=("cuda",))
+    assert "my_rotation" in lowered.as_text(debug_info=True)
+
+
+def test_partly_manual_mesh(cpu_mesh: MeshFactory) -> None:
+    mesh = cpu_mesh((2, 4), ("dp", "tp"))
+    with fails(NotImplementedError, "['dp']", "make all axes manual"):
+        lower_for_cuda(on_mesh(mesh, rotate, axis_names={"tp"}), operand(mesh))
+
+
+def test_abstract_mesh() -> None:
+    mesh = mesh_of(4)
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh), fails(NotImplementedError, "mesh is abstract"):
+        lower_for_cuda(
+            jax.shard_map(rotate, in_specs=P("tp"), out_specs=P("tp")), jax.ShapeDtypeStruct((4 * SIZE,), jnp.float32)
+        )
+
+
+def test_nothing_is_logged(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
+        lower_for_cuda(on_mesh(mesh, rotate), operand(mesh))
+    assert [record for record in caplog.records if record.name == "jaxtaxfree"] == []
