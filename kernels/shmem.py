@@ -72,6 +72,13 @@ def _backend(_semantic=None):
     return tl.constexpr(_semantic.builder.options.backend_name)
 
 
+@builtin
+def _has_tma(_semantic=None):
+    """Whether the kernel is compiled for a GPU with TMA, as a constant."""
+    options = _semantic.builder.options
+    return tl.constexpr(options.backend_name == "cuda" and int(options.arch.removeprefix("sm")) >= 90)
+
+
 @triton.jit
 def start(team):
     """Opens a call. The first statement of every kernel.
@@ -326,8 +333,8 @@ def fence_proxy():
 
     Peers wrote the data by ordinary stores, and TMA reads by another path.
     """
-    BACKEND: tl.constexpr = _backend()
-    if BACKEND == "cuda":
+    HAS_TMA: tl.constexpr = _has_tma()
+    if HAS_TMA:
         tl.inline_asm_elementwise(
             "fence.proxy.async.global; mov.b32 $0, $1;", "=r,r", [0], dtype=tl.int32, is_pure=False, pack=1
         )

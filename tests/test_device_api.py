@@ -1,0 +1,80 @@
+"""The device API compiles for every target, on a heap of base and stride and on a table of bases."""
+
+import re
+
+import pytest
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from jaxtaxfree.kernels import shmem
+
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
+# The type of `origin` in the tuple `team`: granules of the built-in heap, or a table as Iris has it.
+HEAPS = {"base and stride": "i32", "table": "*i64"}
+
+
+@triton.jit
+def everything(x_ptr, team, inbox, arrived, out_ptr, SIZE: tl.constexpr, WORLD: tl.constexpr):
+    me = shmem.start(team)
+    box = shmem.scratch(me, inbox, x_ptr.dtype.element_ty)
+    element = tl.arange(0, SIZE)
+    peer = (me.rank + 1) % me.world
+    shmem.put(me, box + element, x_ptr + element, peer)
+    shmem.store(me, box + SIZE + element, tl.load(x_ptr + element), peer)
+    shmem.signal(me, arrived, peer)
+    shmem.signal_all(me, arrived + 1 + me.rank, WORLD)
+    ready = shmem.wait(me, arrived, me.epoch, peer) & shmem.wait_all(me, arrived + 1, me.epoch)
+    shmem.fence_proxy()
+    shmem.get(me, out_ptr + element, box + element, peer)
+    value = shmem.load(me, box + SIZE + element, peer)
+    tl.store(out_ptr + SIZE + element, tl.where(ready, value, float("nan")))
+    shmem.finish(me)
+
+
+def compile_everything(heap: str, target: tuple) -> dict[str, str]:
+    signature = {
+        "x_ptr": "*bf16",
+        "team": ("*i32", HEAPS[heap], "i32", "i32", "i32", "i32"),
+        "inbox": ("i32", "i32"),
+        "arrived": "i32",
+        "out_ptr": "*bf16",
+        "SIZE": "constexpr",
+        "WORLD": "constexpr",
+    }
+    aligned = [["tt.divisibility", 16]]
+    source = ASTSource(everything, signature, {"SIZE": 4096, "WORLD": 4}, {(0,): aligned, (4,): aligned})
+    return triton.compile(source, target=GPUTarget(*target), options={"enable_fp_fusion": True}).asm
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_compiles(heap, target):
+    asm = compile_everything(heap, target)
+    assert asm["ptx"] if target[0] == "cuda" else asm["amdgcn"]
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_remote_accesses_are_16_bytes_wide(heap):
+    """Four programs' worth of 16-byte accesses for each of put, store, get and load; nothing narrower for data."""
+    ptx = compile_everything(heap, ("cuda", 90, 32))["ptx"]
+    per_access = 4096 * 2 // (128 * 16)
+    assert len(re.findall(r"\bst\.global\.v4\.b32", ptx)) == 4 * per_access
+    assert len(re.findall(r"\bld\.global\.v4\.b32", ptx)) >= 3 * per_access
+    assert not re.search(r"\b(ld|st)\.global\.(v[24]\.)?b(8|16)\b", ptx)
+
+
+@pytest.mark.parametrize("heap", HEAPS)
+def test_signals_and_waits_are_of_system_scope(heap):
+    ptx = compile_everything(heap, ("cuda", 90, 32))["ptx"]
+    assert len(re.findall(r"\bld\.acquire\.sys\.global\.b32", ptx)) == 4  # a first look and a loop for each wait
+    assert len(re.findall(r"\bred\.global\.sys\.release\.add", ptx)) == 2
+    assert "fence.proxy.async" in ptx
+
+
+def test_on_amd_waits_and_signals_are_of_system_scope():
+    """There a release at system scope writes the cache back (sc0 sc1), and an acquire makes it invalid."""
+    asm = compile_everything("table", ("hip", "gfx942", 64))["amdgcn"]
+    assert "buffer_wbl2 sc0 sc1" in asm
+    assert "buffer_inv sc0 sc1" in asm
