@@ -1,5 +1,6 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
+from jaxtaxfree import heap
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.shmem import shmem_call
@@ -12,5 +13,6 @@ __all__ = [
     "PeerTimeoutError",
     "all_gather_matmul",
     "block_until_ready",
+    "heap",
     "shmem_call",
 ]

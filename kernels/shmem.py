@@ -76,7 +76,7 @@ def _backend(_semantic=None):
 def _has_tma(_semantic=None):
     """Whether the kernel is compiled for a GPU with TMA, as a constant."""
     options = _semantic.builder.options
-    return tl.constexpr(options.backend_name == "cuda" and int(options.arch.removeprefix("sm")) >= 90)
+    return tl.constexpr(options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90)
 
 
 @triton.jit
