@@ -383,6 +383,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", type=parse_config, metavar="KEY=VALUE,...", help="for the fused implementation")
     parser.add_argument("--seconds-per-shape", type=float, default=10.0, metavar="S", help="measuring; default: 10")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a step, then exit; default: 120")
+    parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
     return parser.parse_args(argv)
 
@@ -398,7 +399,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if world > available:
         raise SystemExit(f"--world {world}: there are only {available} devices")
     on_gpu = jax.default_backend() == "gpu"
-    common = environment()
+    common = environment() | ({"commit": args.commit} if args.commit else {})
     mesh = make_mesh(jax.devices()[:world])
     # Without the plain product there would be no floor.
     names = args.implementations if args.check else [*args.implementations, "gemm"]

@@ -23,18 +23,20 @@ def table(path: Path) -> str:
     for shape in shapes:
         sustained, burst = (_medians(rows, shape, mode) for mode in ("sustained", "burst"))
         floor = next(row["floor_us"] for row in rows if _is(row, shape, "sustained"))
-        lines.append(
-            f"| {', '.join(map(str, shape))} | {_best_xla(sustained):.0f} | {sustained['fused']:.0f} | "
-            f"{_best_xla(sustained) / sustained['fused']:.2f} / {_best_xla(burst) / burst['fused']:.2f} | {floor:.0f} | "
-            f"{floor / sustained['fused']:.2f} |"
-        )
-    first = rows[0]
+        speed_up, in_burst = (_best_xla(times) / times["fused"] for times in (sustained, burst))
+        cells = [
+            ", ".join(map(str, shape)),
+            f"{_best_xla(sustained):.0f}",
+            f"{sustained['fused']:.0f}",
+            f"{speed_up:.2f} / {in_burst:.2f}",
+            f"{floor:.0f}",
+            f"{floor / sustained['fused']:.2f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    run = rows[0]
     where = path.resolve().relative_to(ROOT)
-    lines += [
-        "",
-        f"{first['world']} x {first['gpu']}, {first['dtype']}, JAX {first['jax']}, Triton {first['triton']}, {first['date']}, "
-        f"commit {first['commit']}: [`{where}`]({where}).",
-    ]
+    versions = f"{run['dtype']}, JAX {run['jax']}, Triton {run['triton']}, {run['date']}, commit {run['commit']}"
+    lines += ["", f"{run['world']} x {run['gpu']}, {versions}: [`{where}`]({where})."]
     return "\n".join(lines)
 
 
