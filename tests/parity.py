@@ -148,6 +148,25 @@ def check_repetition(mesh: Mesh, m: int, k: int, n: int, times: int) -> None:
     assert int(jax.jit(program)(rhs, *lhs)) == 0
 
 
+def check_independent_calls(mesh: Mesh) -> None:
+    """Calls that share a region and depend on nothing of each other, also when XLA replays them as a CUDA graph."""
+    lhs = [operands(m, 512, 512, jnp.float32, mesh, key=key)[0] for m in (64, 1024) for key in range(4)]
+    rhs = operands(64, 512, 512, jnp.float32, mesh, key=9)[1]
+
+    def run(implementation: str) -> Callable:
+        def local(rhs: jax.Array, *lhs: jax.Array) -> list[jax.Array]:
+            call = functools.partial(jtf.all_gather_matmul, precision="highest", implementation=implementation)
+            return [call(x, rhs, "tp") for x in lhs]
+
+        specs = (P(None, "tp"), *[P("tp")] * len(lhs))
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, "tp"), check_vma=False))
+
+    expected, program = run("xla")(rhs, *lhs), run("fused")
+    for _ in range(5):
+        for result, want in zip(program(rhs, *lhs), expected, strict=True):
+            assert error(result, want) < TOLERANCE["float32"]
+
+
 def check_mixture(mesh: Mesh) -> None:
     """Two shapes and an XLA collective take turns in a loop of one program."""
     a, b = operands(256, 512, 512, jnp.float32, mesh)
@@ -232,6 +251,7 @@ def check_all(devices: Sequence[jax.Device], repetitions: int = 1000) -> None:
     check_meshes(devices)
     check_gradients(mesh)
     check_mixture(mesh)
+    check_independent_calls(mesh)
     check_repetition(mesh, 16, 1024, 2048, repetitions)
     check_repetition(mesh, 1024, 1024, 2048, repetitions)
     check_listed_shapes(mesh)

@@ -30,6 +30,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
         parity.check_random_shapes,
         parity.check_gather_is_exact,
         parity.check_mixture,
+        parity.check_independent_calls,
         parity.check_gradients,
         parity.check_listed_shapes,
     ],
