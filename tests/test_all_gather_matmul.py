@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.shapes import ALL_GATHER_MATMUL, MatmulShape
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops.all_gather_matmul import Config
 from tests.conftest import MeshFactory
@@ -602,3 +603,31 @@ def test_one_rank_has_nothing_to_gather(caplog: pytest.LogCaptureFixture) -> Non
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         assert TRITON_CALL not in lower_for_cuda(column_parallel(mesh), *shapes(mesh))
     assert "one rank" in caplog.text
+
+
+@pytest.mark.parametrize("shape", ALL_GATHER_MATMUL, ids=lambda shape: shape.name)
+def test_the_shapes_of_the_benchmarks_are_fused_by_default(mesh: Mesh, shape: MatmulShape) -> None:
+    assert_fused(lower_for_cuda(column_parallel(mesh), *shapes(mesh, "bfloat16", shape.m, shape.k, shape.n)))
+
+
+@pytest.mark.parametrize(
+    "m, k, n, dtype, precision, why",
+    (
+        (512, 512, 512, "bfloat16", None, "512 rows"),
+        (4096, 512, 512, "float32", None, "TF32 products of many rows"),
+        (64, 1024, 4096, "float32", "highest", "more than TF32 precision"),
+    ),
+)
+def test_xla_is_taken_where_it_was_measured_faster(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture, m: int, k: int, n: int, dtype: str, precision: str | None, why: str
+) -> None:
+    operands = shapes(mesh, dtype, m, k, n)
+    with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
+        assert_not_fused(lower_for_cuda(column_parallel(mesh, precision=precision), *operands))
+    assert why in caplog.text
+    assert_fused(lower_for_cuda(column_parallel(mesh, precision=precision, implementation="fused"), *operands))
+
+
+def test_small_exact_products_are_fused(mesh: Mesh) -> None:
+    """As in a decode step of the demo: the launches weigh more than the arithmetic."""
+    assert_fused(lower_for_cuda(column_parallel(mesh, precision="highest"), *shapes(mesh, "float32", 8, 128, 768)))
