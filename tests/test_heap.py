@@ -514,7 +514,6 @@ def test_close(opened: CudaHeap, driver: DriverModel) -> None:
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jaxtaxfree.heap import driver
 
     class Absent:
         def __init__(self) -> None:
@@ -522,7 +521,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(heap, "_heap", None)
     monkeypatch.setattr(heap, "_failure", None)
-    monkeypatch.setattr(driver, "Driver", Absent)
+    monkeypatch.setattr(heap, "Driver", Absent)
     with pytest.raises(HeapUnavailableError, match=r"needs an NVIDIA driver.*pip install.*no libcuda\.so"):
         heap.region("a", jax_devices(2), 2, LAYOUT)
 

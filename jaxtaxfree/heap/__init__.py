@@ -26,6 +26,9 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxtaxfree.heap import exchange
+from jaxtaxfree.heap.cuda import CudaHeap, Device
+from jaxtaxfree.heap.driver import Driver
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
 from jaxtaxfree.heap.layout import Layout, Record, Region
 
@@ -85,8 +88,6 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
       HeapUnavailableError: if these devices cannot share memory.
       HeapError: if memory runs out, or another process fails or does not come.
     """
-    from jaxtaxfree.heap.cuda import Device
-
     with _lock:
         if _failure is not None:
             raise PeerTimeoutError(f"The heap takes no calls until jaxtaxfree.heap.reset(): {_failure}")
@@ -143,9 +144,8 @@ def reset() -> None:
 def close() -> None:
     """Gives the heap's memory back; the next fused operation opens a new one. All processes call it together.
 
-    Clears JAX's caches, so that jitted functions are built anew. Programs compiled ahead of time
-    (`jit(f).lower(x).compile()`)
-    that were built before must not run any more: they fail with an illegal address.
+    Clears JAX's caches, so that jitted functions are built anew. Programs that were compiled ahead of time
+    (`jit(f).lower(x).compile()`) must not run any more: they fail with an illegal address.
     """
     global _heap, _failure, _delivered
     with _lock:
@@ -158,10 +158,6 @@ def close() -> None:
 def _open() -> "Heap":
     global _heap, _generation
     if _heap is None:
-        from jaxtaxfree.heap import exchange
-        from jaxtaxfree.heap.cuda import CudaHeap
-        from jaxtaxfree.heap.driver import Driver
-
         try:
             driver = Driver()
         except Exception as error:  # cuda-bindings raises its own kinds
@@ -185,9 +181,8 @@ def _look() -> None:
     global _failure
     if _heap is None or _failure is not None or not _heap.records():
         return
-    time.sleep(
-        0.01
-    )  # a record appears before its last word has left the device, and ranks give up at about the same time
+    # Ranks give up at about the same time, and a record may appear before all of it has left the device.
+    time.sleep(0.01)
     _failure = " ".join(_describe(*found) for found in _heap.records())
     _heap.fail()
     _log.error("%s", _failure)
