@@ -19,7 +19,7 @@ from jaxtaxfree.teams import team_of
 
 _log = logging.getLogger("jaxtaxfree")
 
-IMPLEMENTATIONS = (None, "fused", "xla")
+IMPLEMENTATIONS = (None, "fused", "xla", "simulate")
 
 
 class Unsupported(NotImplementedError):
@@ -55,8 +55,8 @@ def bilinear(
     Args:
       name: of the operation.
       reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
-      fused: the same by `shmem_call`, for a `compute_capability` (90 for 9.0); raises NotImplementedError, when it is
-        traced or lowered, where the kernel cannot run.
+      fused: the same by `shmem_call`, to which it passes its keyword `implementation`, for a `compute_capability` (90
+        for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
       slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None.
       batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension).
 
@@ -75,20 +75,25 @@ def bilinear(
         raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
 
     def lower_reference(ctx: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
+        if implementation == "simulate":
+            return lower_kernel(ctx, lhs, rhs, implementation=implementation, **params)
         if implementation == "fused":
             platforms = ", ".join(ctx.module_context.platforms)
             raise Unsupported(name, [f"it is for NVIDIA GPUs, and the program is lowered for {platforms}"])
         return mlir.lower_fun(reference, multiple_results=False)(ctx, lhs, rhs, **params)
 
+    def lower_kernel(ctx: Any, lhs: Any, rhs: Any, **params: Any) -> Any:
+        target = team_of(ctx, params["axes"]).compute_capability
+        kernel = functools.partial(fused, compute_capability=target)
+        return mlir.lower_fun(kernel, multiple_results=False)(ctx, lhs, rhs, **params)
+
     def lower_fused(ctx: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> Any:
         why = slower(*ctx.avals_in, **params) if implementation is None else None
         if why is None:
             try:
-                target = team_of(ctx, params["axes"]).compute_capability
-                kernel = functools.partial(fused, compute_capability=target)
-                return mlir.lower_fun(kernel, multiple_results=False)(ctx, lhs, rhs, **params)
+                return lower_kernel(ctx, lhs, rhs, implementation=implementation, **params)
             except NotImplementedError as error:
-                if implementation == "fused":
+                if implementation is not None:
                     raise error if isinstance(error, Unsupported) else Unsupported(name, [str(error)]) from error
                 why = str(error)
         _log.debug("%s%s uses XLA: %s", name, [f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in], why)
@@ -111,7 +116,7 @@ def bilinear(
         lhs, rhs = operands
         if dims[1] is None and axis_data.name not in params["axes"]:
             return batch_lhs(primitive, lhs, rhs, dims[0], **params)
-        if params.pop("implementation") == "fused":
+        if params.pop("implementation") in ("fused", "simulate"):
             raise Unsupported(name, ["jax.vmap maps over its right operand or its axis"])
         mapped = jax.vmap(
             lambda a, b: reference(a, b, **params), in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size

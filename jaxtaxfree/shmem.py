@@ -34,6 +34,7 @@ def shmem_call(
     num_warps: int = 4,
     num_stages: int = 3,
     cost_estimate: Mapping[str, int] | None = None,
+    implementation: str | None = None,
     **params: Any,
 ) -> Any:
     """Runs a Triton kernel on every rank of a mesh axis, with scratch memory and signals that the ranks share.
@@ -64,17 +65,22 @@ def shmem_call(
       name: of the operation in profiles and errors; the kernel's name if None.
       num_warps, num_stages: for Triton.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
+      implementation: "simulate" runs the kernel for all ranks on the CPU, and raises what a GPU would hide; see
+        `jaxtaxfree.simulator`. None and "fused" run it on GPUs.
       **params: the kernel's other parameters: Python scalars, dtypes, strings.
 
     Returns: the results, as `out_type`. They vary along `axis_name`.
 
     Raises:
+      ValueError: if there is no such implementation.
       TypeError: if the kernel's parameters and the arguments do not match.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
       NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
     name = name or kernel.fn.__name__
+    if implementation not in (None, "fused", "simulate"):
+        raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
     axes = check_axes(axis_name, name)
     world = math.prod(lax.axis_size(axis) for axis in axes)
     scratch = {key: jax.ShapeDtypeStruct(s.shape, s.dtype) for key, s in (scratch or {}).items()}
@@ -102,6 +108,7 @@ def shmem_call(
             num_stages=num_stages,
             cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
             params=tuple(sorted(params.items())),
+            simulate=implementation == "simulate",
         )
     return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
 
@@ -151,14 +158,28 @@ ad.primitive_jvps[shmem_call_p] = _refuse("differentiation")
 batching.primitive_batchers[shmem_call_p] = _refuse("vmap")
 
 
-def _lower_elsewhere(ctx: Any, *args: Any, name: str, **params: Any) -> Any:
+def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: Any) -> Any:
+    if simulate:
+        return _lower_simulated(ctx, *args, name=name, **params)
     raise NotImplementedError(
         f"{name} is a Triton kernel for NVIDIA GPUs, and this program is lowered for "
         f"{', '.join(ctx.module_context.platforms)}."
     )
 
 
-def _lower_for_cuda(ctx: Any, *args: Any, **params: Any) -> Any:
+def _lower_simulated(ctx: Any, *args: Any, num_warps: int, num_stages: int, cost_estimate: Any, **params: Any) -> Any:
+    from jaxtaxfree.simulator import callback  # not for those who do not simulate
+
+    del num_warps, num_stages, cost_estimate  # of compiled code
+    call = functools.partial(
+        callback.simulate, team=team_of(ctx, params["axes"]), identity=callback.identity(params), **params
+    )
+    return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
+
+
+def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, **params: Any) -> Any:
+    if simulate:
+        return _lower_simulated(ctx, *args, **params)
     team = team_of(ctx, params["axes"])
     call = functools.partial(_launch, team=team, region=_region(ctx, team, params), **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

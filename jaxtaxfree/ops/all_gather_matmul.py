@@ -45,7 +45,7 @@ def all_gather_matmul(
       preferred_element_type: dtype of the result. Sums are f32 in any case.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
-        DEBUG level why not.
+        DEBUG level why not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's.
@@ -53,7 +53,7 @@ def all_gather_matmul(
     Raises:
       ValueError: if the operands do not fit together, or there is no such implementation.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: if implementation="fused" cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "all_gather_matmul")
@@ -66,7 +66,7 @@ def all_gather_matmul(
     }
     config = _check_config(config)
     reasons = _unsupported(lhs, rhs, **params)
-    if implementation == "fused" and reasons:
+    if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2:
         return reference(lhs, rhs, **params)
@@ -167,6 +167,7 @@ def fused(
     preferred_element_type: Any,
     config: Config | None,
     compute_capability: int,
+    implementation: str | None = None,
 ) -> jax.Array:
     """The operation by one kernel."""
     if reasons := _unsupported(
@@ -186,12 +187,21 @@ def fused(
         precision=precision,
         dtype=preferred_element_type or lhs.dtype,
         config=config or default_config(m, n, world, lhs.dtype, compute_capability),
+        implementation=implementation,
     )
     return jnp.moveaxis(out.reshape(world * rows.shape[0], *rows.shape[1:-1], n), 0, axis)
 
 
 def _fused_2d(
-    lhs: jax.Array, rhs: jax.Array, *, axes: tuple[str, ...], world: int, precision: str, dtype: Any, config: Config
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    world: int,
+    precision: str,
+    dtype: Any,
+    config: Config,
+    implementation: str | None,
 ) -> jax.Array:
     """lhs [m, k], rhs [k, n] -> [world * m, n]."""
     (m, k), n = lhs.shape, rhs.shape[1]
@@ -213,6 +223,7 @@ def _fused_2d(
         "PUSHERS": config.pushers,
         "CHUNK": config.chunk,
         "PRECISION": precision,
+        "implementation": implementation,
     }
     column_blocks = math.ceil(n / config.block_n)
     if config.small:

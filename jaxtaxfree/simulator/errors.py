@@ -1,0 +1,48 @@
+"""What the simulator finds."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxtaxfree.simulator.trace import Trace
+
+
+class SimulationError(RuntimeError):
+    """A kernel broke a rule of the memory model or of the protocol. The message names both sides.
+
+    Attributes:
+      trace: what everybody did until then.
+    """
+
+    trace: "Trace | None" = None
+
+
+class DataRaceError(SimulationError):
+    """Two programs touch the same memory, at least one of them writes, and nothing orders the two."""
+
+
+class UninitializedReadError(SimulationError):
+    """A program read symmetric scratch that nobody has written in this call, or an output that nobody has written."""
+
+
+class OutOfBoundsError(SimulationError):
+    """A program accessed memory outside of its operands, its outputs and the parts of the regions."""
+
+
+class DeadlockError(SimulationError):
+    """No program can go on: each waits for a signal that nobody is left to raise."""
+
+
+class WaitOrderError(SimulationError):
+    """A program waits for one of a higher id, which on a GPU may not start before the waiting one has ended."""
+
+
+class WaitTimeoutError(SimulationError):
+    """A program waited, or ran, for more steps than the simulation allows; on a GPU the wait would have timed out."""
+
+
+class SignalCountError(SimulationError):
+    """A signal was lowered, or raised more or less often than the waits for it count on."""
+
+
+class EpochMismatchError(SimulationError):
+    """A program left its epoch counter at another number than that of the call."""

@@ -1,0 +1,78 @@
+"""Who did what where: what one access to memory leaves behind for a later report."""
+
+import dataclasses
+import os
+import sys
+from types import CodeType
+
+# A global name that marks the functions which the simulator has rewritten.
+MARKER = "__simulated__"
+
+DEVICE_API = "jaxtaxfree.kernels.shmem"
+
+type Stack = tuple[tuple[CodeType, int, str], ...]
+
+
+def stack() -> Stack:
+    """The lines of the kernel that are running, innermost first: (code, line, module)."""
+    lines = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get(MARKER)
+        if module is not None:
+            lines.append((frame.f_code, frame.f_lineno, module))
+        frame = frame.f_back
+    return tuple(lines)
+
+
+def where(lines: Stack) -> str:
+    """The kernel's line, and the line of the device API that it reached, such as `push.py:31 (put, shmem.py:203)`."""
+    own = [line for line in lines if not line[2].startswith("triton.")]
+    if not own:
+        return "an unknown line"
+    kernel = next((line for line in own if line[2] != DEVICE_API), own[0])
+    place = _line(kernel)
+    if own[0] is not kernel:
+        place += f" ({own[0][0].co_name}, {_file(own[0][0])}:{own[0][1]})"
+    if own[-1] is not kernel:
+        place += f", called from {_line(own[-1])}"
+    return place
+
+
+def _line(line: tuple[CodeType, int, str]) -> str:
+    return f"{_file(line[0])}:{line[1]} in {line[0].co_name}"
+
+
+def _file(code: CodeType) -> str:
+    """The path as short as it stays clear: the file and its folder."""
+    return os.sep.join(code.co_filename.split(os.sep)[-2:])
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Event:
+    """An access.
+
+    Attributes:
+      verb: "load", "store" or "atomic".
+      rank, program, call: who.
+      thread: index of the program among those of all ranks.
+      clock: the program's own time.
+      step: the simulation's time.
+      lines: where in the source.
+    """
+
+    verb: str
+    rank: int
+    program: int
+    call: int
+    thread: int
+    clock: int
+    step: int
+    lines: Stack
+
+    def __str__(self) -> str:
+        return f"the {self.verb} of {who(self.rank, self.program, self.call)} at {where(self.lines)}"
+
+
+def who(rank: int, program: int, call: int) -> str:
+    return f"rank {rank}, program {program} in call {call}"

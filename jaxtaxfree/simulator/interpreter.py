@@ -1,0 +1,399 @@
+"""Triton's interpreter, made to run many programs by turns: kernels rewritten once, and a builder that asks a machine.
+
+Triton's own interpreter turns a kernel into Python that computes on NumPy arrays. It decides so when the kernel is
+decorated; here the kernels are compiled ones, so their functions, and those that they call, are rewritten again, with
+globals of their own: the kernels' modules stay as they are.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+from triton._C.libtriton import ir
+from triton.runtime import interpreter as triton_interpreter
+from triton.runtime.interpreter import TensorHandle
+from triton.runtime.jit import JITFunction
+
+from jaxtaxfree.simulator import arithmetic
+from jaxtaxfree.simulator.events import MARKER
+
+# Triton's language is one for the whole process, and its interpreter rebinds it.
+lock = threading.RLock()
+
+_SEMANTICS = {
+    ir.MEM_SEMANTIC.RELAXED: "relaxed",
+    ir.MEM_SEMANTIC.ACQUIRE: "acquire",
+    ir.MEM_SEMANTIC.RELEASE: "release",
+    ir.MEM_SEMANTIC.ACQUIRE_RELEASE: "acq_rel",
+}
+_SCOPES = {ir.MEM_SYNC_SCOPE.CTA: "cta", ir.MEM_SYNC_SCOPE.GPU: "gpu", ir.MEM_SYNC_SCOPE.SYSTEM: "sys"}
+_BF16 = np.dtype(jnp.bfloat16)
+_LOOKING = (ir.ATOMIC_OP.ADD, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # operations that leave a word as it is, given 0
+
+
+class Machine(Protocol):
+    """What the builder needs of a simulation. Addresses are arrays of the lanes that are not masked out."""
+
+    grid: tuple[int, int, int]
+
+    @property
+    def program_index(self) -> tuple[int, int, int]:
+        """Place in the grid of the program that runs."""
+        ...
+
+    def load(self, addresses: np.ndarray, size: int, volatile: bool) -> None:
+        """Before a load."""
+
+    def store(self, addresses: np.ndarray, size: int) -> None:
+        """Before a store."""
+
+    def atomic(
+        self, addresses: np.ndarray, size: int, semantics: str, scope: str, looks: bool, act: Callable[[], Any]
+    ) -> Any:
+        """Around an atomic; `looks` if it leaves the words as they are: a program that polls sleeps there."""
+
+    def barrier(self) -> None:
+        """At a block barrier."""
+
+    def product(self) -> None:
+        """At a `tl.dot`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options(triton_interpreter.InterpreterOptions):
+    # The counters of the device API may wrap around, and the checks of every sum would take most of the time.
+    sanitize_overflow: bool = False
+
+
+class Builder(triton_interpreter.InterpreterBuilder):
+    """Triton's builder, with every access to memory reported to a machine."""
+
+    def __init__(self, machine: Machine):
+        super().__init__()
+        self.options = _Options()
+        self._machine = machine
+
+    def create_get_program_id(self, axis: int) -> TensorHandle:
+        return TensorHandle(np.array([self._machine.program_index[axis]], np.int32), tl.int32)
+
+    def create_get_num_programs(self, axis: int) -> TensorHandle:
+        return TensorHandle(np.array([self._machine.grid[axis]], np.int32), tl.int32)
+
+    def create_load(self, ptr: TensorHandle, cache_policy: Any, is_volatile: bool) -> TensorHandle:
+        self._machine.load(ptr.data.reshape(-1), _size(ptr), is_volatile)
+        mask = TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
+        return super().create_masked_load(ptr, mask, None, cache_policy, is_volatile)
+
+    def create_masked_load(
+        self, ptrs: TensorHandle, mask: TensorHandle, other: Any, cache_policy: Any, is_volatile: bool
+    ) -> TensorHandle:
+        addresses = _lanes(ptrs, mask)
+        if addresses.size:
+            self._machine.load(addresses, _size(ptrs), is_volatile)
+        return super().create_masked_load(ptrs, mask, other, cache_policy, is_volatile)
+
+    def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, policy: Any) -> None:
+        addresses = _lanes(ptrs, mask)
+        if addresses.size:
+            self._machine.store(addresses, _size(ptrs))
+        super().create_masked_store(ptrs, value, mask, policy)
+
+    def create_atomic_rmw(
+        self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
+    ) -> TensorHandle:
+        def act() -> TensorHandle:
+            return super(Builder, self).create_atomic_rmw(operation, ptr, value, mask, sem, scope)
+
+        addresses = _lanes(ptr, mask)
+        if not addresses.size:
+            return act()
+        looks = operation in _LOOKING and not value.data.any()
+        return self._machine.atomic(addresses, _size(ptr), _SEMANTICS[sem], _SCOPES[scope], looks, act)
+
+    def create_atomic_cas(
+        self, ptr: TensorHandle, compare: TensorHandle, value: TensorHandle, sem: Any, scope: Any
+    ) -> TensorHandle:
+        def act() -> TensorHandle:
+            return super(Builder, self).create_atomic_cas(ptr, compare, value, sem, scope)
+
+        return self._machine.atomic(ptr.data.reshape(-1), _size(ptr), _SEMANTICS[sem], _SCOPES[scope], False, act)
+
+    def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: Any, scope: Any) -> TensorHandle:
+        def act() -> TensorHandle:
+            return super(Builder, self).create_masked_load(ptr, mask, None, None, True)
+
+        addresses = _lanes(ptr, mask)
+        if not addresses.size:
+            return act()
+        return self._machine.atomic(addresses, _size(ptr), _SEMANTICS[sem], _SCOPES[scope], True, act)
+
+    def create_atomic_store(self, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any):
+        addresses = _lanes(ptr, mask)
+        if addresses.size:
+            self._machine.atomic(
+                addresses,
+                _size(ptr),
+                _SEMANTICS[sem],
+                _SCOPES[scope],
+                False,
+                lambda: super(Builder, self).create_masked_store(ptr, value, mask, None),
+            )
+
+    def create_atomic_poll(
+        self, ptr: TensorHandle, expected: TensorHandle, timeout_ns: Any, sem: Any, scope: Any
+    ) -> TensorHandle:
+        # Without a bound in time: the simulation ends when nobody can go on.
+        wanted = np.broadcast_to(expected.data, ptr.data.shape)
+        for lane in np.ndindex(ptr.data.shape):
+            one = TensorHandle(np.array([ptr.data[lane]]), ptr.dtype)
+            mask = TensorHandle(np.ones(1, bool), tl.int1)
+            while self.create_atomic_load(one, mask, sem, scope).data[0] != wanted[lane]:
+                pass
+        return TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
+
+    def create_barrier(self) -> None:
+        self._machine.barrier()
+
+    def create_dot(self, a: TensorHandle, b: TensorHandle, d: TensorHandle, precision: Any, imprecise: Any):
+        self._machine.product()
+        if _is_bf16(a):
+            product = np.matmul(_widen(a.data), _widen(b.data), dtype=np.float32)
+            return TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+        return super().create_dot(a, b, d, precision, imprecise)
+
+    # Triton keeps bf16 as 16-bit integers, and neither rounds to nearest nor computes with them.
+
+    def cast_impl(self, src: TensorHandle, dst_type: Any) -> TensorHandle:
+        after = dst_type.scalar
+        if _is_bf16(src):
+            src = TensorHandle(_widen(src.data), tl.float32)
+        if after == tl.bfloat16:
+            return TensorHandle(_narrow(src.data), after)
+        return super().cast_impl(src, dst_type)
+
+    create_si_to_fp = create_ui_to_fp = create_fp_to_si = create_fp_to_ui = cast_impl
+    create_fp_ext = create_fp_trunc = cast_impl
+
+    def create_int_cast(self, src: TensorHandle, dst_type: Any, is_signed: bool) -> TensorHandle:
+        return TensorHandle(src.data.astype(triton_interpreter._get_np_dtype(dst_type)), dst_type.scalar)
+
+    def binary_op(self, lhs: TensorHandle, rhs: TensorHandle, op: Callable) -> TensorHandle:
+        if _is_bf16(lhs):
+            out = op(_widen(lhs.data), _widen(rhs.data))
+            return TensorHandle(out, tl.int1) if out.dtype == bool else TensorHandle(_narrow(out), tl.bfloat16)
+        out = super().binary_op(lhs, rhs, op)
+        # Triton leaves the type of what was compared on the result, and makes integers of it in a later splat.
+        return TensorHandle(out.data, tl.int1) if out.data.dtype == bool else out
+
+    def unary_op(self, arg: TensorHandle, op: Callable) -> TensorHandle:
+        if _is_bf16(arg):
+            return TensorHandle(_narrow(op(_widen(arg.data))), tl.bfloat16)
+        return super().unary_op(arg, op)
+
+
+def _size(ptrs: TensorHandle) -> int:
+    return max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
+
+
+def _lanes(ptrs: TensorHandle, mask: TensorHandle) -> np.ndarray:
+    if mask.data.all():
+        return ptrs.data.reshape(-1)
+    return ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+
+
+def _is_bf16(handle: TensorHandle) -> bool:
+    return handle.dtype.scalar == tl.bfloat16
+
+
+def _widen(data: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(data).view(_BF16).astype(np.float32)
+
+
+def _narrow(data: np.ndarray) -> np.ndarray:
+    return np.asarray(data).astype(_BF16).view(np.uint16)
+
+
+class Function:
+    """A `triton.jit` function as Python.
+
+    Attributes:
+      fn: what Triton's reductions call.
+    """
+
+    def __init__(self, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None):
+        self._kernel = kernel
+        self._hook = hook
+        self.__name__ = kernel.fn.__name__
+
+    @functools.cached_property
+    def fn(self) -> Callable:
+        function = _Rewriter(self._kernel).rewrite_ast()
+        return self._hook(function) if self._hook else function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+class _Rewriter(triton_interpreter.FunctionRewriter):
+    """Rewrites a function as Triton's interpreter does, but into globals of its own."""
+
+    def __init__(self, kernel: JITFunction):
+        super().__init__(kernel.fn)
+        self._kernel = kernel
+
+    def _get_jit_fn_file_line(self) -> tuple[str, int]:
+        return self._kernel.file_name, self._kernel.def_file_line_number
+
+    def _compile_and_exec(self, transformed_ast: Any) -> Callable:
+        module = self.fn.__globals__
+        names = {
+            MARKER: module.get("__name__", ""),
+            "interpreter_semantic": triton_interpreter.interpreter_semantic,
+            "_InterpreterComparison": triton_interpreter._InterpreterComparison,
+        }
+        space = _Globals(module, names)
+        exec(compile(transformed_ast, self.filename, "exec"), space)
+        return space[self.fn.__name__]
+
+
+class _Globals(dict):
+    """A copy of a module's globals in which what only a compiler can call is interpreted."""
+
+    def __init__(self, module: dict[str, Any], names: dict[str, Any]):
+        super().__init__({name: convert(value) for name, value in module.items()} | names)
+
+
+class _Module:
+    """A module whose functions are interpreted."""
+
+    def __init__(self, module: types.ModuleType):
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        value = convert(getattr(self._module, name))
+        setattr(self, name, value)
+        return value
+
+
+_functions: dict[int, Function] = {}  # by the id of the kernel, which they keep alive
+_hooks: dict[tuple[str, str], Callable[[Callable], Callable]] = {}
+
+
+def hook(module: str, name: str) -> Callable:
+    """Registers a decorator for a function of a kernel module, applied when the function is interpreted."""
+
+    def register(decorator: Callable[[Callable], Callable]) -> Callable:
+        _hooks[module, name] = decorator
+        return decorator
+
+    return register
+
+
+def convert(value: Any) -> Any:
+    """What stands for a value of a kernel's globals while it is interpreted."""
+    if isinstance(value, JITFunction):
+        # By identity: Triton compares functions by their source, and takes long to.
+        if id(value) not in _functions:
+            _functions[id(value)] = Function(value, _hooks.get((value.fn.__module__, value.fn.__name__)))
+        return _functions[id(value)]
+    if isinstance(value, types.ModuleType):
+        if value.__name__.startswith("triton.language"):
+            return value  # rebound in place, by `interpreting`
+        return _module(value)
+    if isinstance(value, tl.constexpr):
+        return value.value  # of a global, which in Python is just a number
+    if tl.core.is_builtin(value):
+        return lambda *args, **kwargs: value(*args, **kwargs, _semantic=triton_interpreter.interpreter_semantic)
+    return value
+
+
+@functools.cache
+def _module(module: types.ModuleType) -> _Module:
+    return _Module(module)
+
+
+@contextlib.contextmanager
+def interpreting(builder: Builder) -> Iterator[None]:
+    """Binds Triton's language to a builder. One thread at a time."""
+    with lock:
+        semantic = triton_interpreter.interpreter_semantic
+        before = semantic.builder
+        scope = _bind()
+        semantic.builder = builder
+        try:
+            # Addresses and counters wrap around as they do on a GPU.
+            with np.errstate(all="ignore"):
+                yield
+        finally:
+            semantic.builder = before
+            scope.restore()
+
+
+def _bind() -> Any:
+    def visible() -> None:
+        """Stands for a kernel that sees both modules of the language."""
+
+    visible = types.FunctionType(visible.__code__, {"tl": tl, "core": tl.core})
+    slow, triton_interpreter._patch_attr = triton_interpreter._patch_attr, _bind_builtin
+    try:
+        scope = triton_interpreter._patch_lang(visible)
+    finally:
+        triton_interpreter._patch_attr = slow
+    # What Triton itself has written in Triton.
+    for module in (tl, tl.standard, tl.math):
+        for name, member in inspect.getmembers(module, lambda member: isinstance(member, JITFunction)):
+            scope.set_attr(module, name, convert(member))
+    for name, member in inspect.getmembers(tl.tensor, lambda member: isinstance(member, JITFunction)):
+        scope.set_attr(tl.tensor, name, _method(convert(member)))
+    arithmetic.bind(scope)
+    return scope
+
+
+def _bind_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Like Triton's `_patch_attr`, without the layer that checks whether a compiler calls."""
+    del builder
+    builtin = getattr(member, "__wrapped__", member)
+    semantic = triton_interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return builtin(*args, **kwargs)
+
+    scope.set_attr(owner, name, call)
+
+
+def _method(function: Function) -> Callable:
+    return lambda self, *args, **kwargs: function(self, *args, **kwargs)
+
+
+_POINTEES = {"bool": tl.int1, "float8_e4m3fn": tl.float8e4nv, "float8_e5m2": tl.float8e5}
+
+
+def pointer(address: int, dtype: np.dtype) -> Any:
+    """A kernel's argument that points to an array."""
+    pointee = _POINTEES.get(dtype.name) or getattr(tl, dtype.name, None)
+    if pointee is None:
+        raise TypeError(f"Triton has no type for arrays of {dtype}.")
+    type_ = tl.pointer_type(pointee)
+    return tl.tensor(TensorHandle(np.array([address], np.uint64), type_), type_)
+
+
+def argument(value: Any) -> Any:
+    """A kernel's argument that is not constexpr."""
+    if isinstance(value, tuple):
+        return tuple(argument(item) for item in value)
+    return triton_interpreter._implicit_cvt(value)
+
+
+def constants(kernel: triton.JITFunction) -> set[str]:
+    """Names of the parameters that are constexpr."""
+    return {parameter.name for parameter in kernel.params if parameter.is_constexpr}

@@ -1,0 +1,483 @@
+"""What happens at each memory operation: who runs next, whether the access is right, and what the trace shows of it."""
+
+import ctypes
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator.clocks import Clocks, Counter
+from jaxtaxfree.simulator.errors import (
+    DeadlockError,
+    EpochMismatchError,
+    OutOfBoundsError,
+    SignalCountError,
+    SimulationError,
+    WaitOrderError,
+    WaitTimeoutError,
+)
+from jaxtaxfree.simulator.events import DEVICE_API, Event, Stack, stack, where, who
+from jaxtaxfree.simulator.memory import Heap, Part, Space
+from jaxtaxfree.simulator.scheduler import Program, Scheduler
+from jaxtaxfree.simulator.trace import Span, Trace
+
+if TYPE_CHECKING:
+    from jaxtaxfree.simulator.session import Settings
+
+_WAITS_SHOWN = 24  # in a report
+_POKES = 16  # polls of its own that a program may repeat in vain while nothing else happens
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Wait:
+    """A program in `shmem.wait` or `shmem.wait_all`: for which signals, how many, since when, and who is to come."""
+
+    addresses: list[int]
+    expected: int
+    begin: int
+    peer: int | None
+    lines: Stack
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Work:
+    """What a program has done since its last wait or publish."""
+
+    begin: int
+    label: str = ""
+    kind: str = "work"
+
+
+class Machine:
+    """Runs the memory operations of one simulation. Implements `interpreter.Machine`.
+
+    Attributes:
+      running: the machine of the simulation that runs, for the hooks in the device API.
+      scheduler: to be set before it runs.
+    """
+
+    running: "Machine | None" = None
+    scheduler: Scheduler
+
+    def __init__(
+        self,
+        name: str,
+        space: Space,
+        heap: Heap,
+        clocks: Clocks,
+        grid: tuple[int, int, int],
+        settings: "Settings",
+        trace: Trace,
+    ):
+        self.grid = grid
+        self._name, self._space, self._heap, self._clocks = name, space, heap, clocks
+        self._settings, self._trace = settings, trace
+        self._waits: dict[Program, _Wait] = {}
+        self._peer: dict[Program, int | None] = {}
+        self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
+        self._work: dict[Program, _Work] = {}
+        self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
+        self._pokes = 0
+        self._deadlock: str | None = None  # seen, and got round by a slot more than there are
+        self._look_out = settings.patience // 4
+
+    @property
+    def _program(self) -> Program:
+        program = self.scheduler.current
+        assert program is not None
+        return program
+
+    @property
+    def program_index(self) -> tuple[int, int, int]:
+        return self._program.index
+
+    # The life of a program.
+
+    def begin(self, program: Program) -> None:
+        self._clocks.start(program.rank, program.thread)
+        self._work[program] = _Work(self.scheduler.step)
+
+    def end(self, program: Program) -> None:
+        self._end_work(program)
+        del self._work[program]
+        epochs = [int(epochs[program.program]) for epochs in self._heap.epochs]
+        if epochs[program.rank] != program.call:
+            raise self._error(
+                EpochMismatchError,
+                f"{_who(program)} ended and left its epoch counter at "
+                f"{epochs[program.rank]}, not {program.call}: the next call would disagree with the other programs. "
+                "Every program ends with shmem.finish(me), once. The counters of this program on the ranks from 0 on: "
+                f"{epochs}.",
+            )
+        self._clocks.end(program.rank, program.thread)
+
+    def end_call(self, rank: int, call: int) -> None:
+        del call
+        # Waits are counted anew in the next call.
+        threads = range(rank * self._programs, (rank + 1) * self._programs)
+        self._waited = {key: count for key, count in self._waited.items() if key[0] not in threads}
+
+    @property
+    def _programs(self) -> int:
+        return self._heap.layout.programs
+
+    def finish(self) -> None:
+        """After the last call: what can only be said of whole calls."""
+        if self._deadlock is not None:
+            raise self._error(DeadlockError, self._deadlock)
+        calls = {state.call for state in self.scheduler.ranks}
+        for address, counter in self._clocks.counters.items():
+            if counter.a_call is None:
+                continue
+            for call in range(max(1, min(calls) - 2), min(calls) + 1):
+                if counter.made.get(call, 0) != counter.a_call:
+                    raise self._error(SignalCountError, self._miscounted(address, counter, call))
+
+    # Accesses.
+
+    def load(self, addresses: np.ndarray, size: int, volatile: bool) -> None:
+        parts = self._parts("load", addresses, size)
+        if len(parts) == 1 and parts[0][0].kind in ("operand", "control"):
+            # Nobody writes there, so when it happens makes no difference.
+            self.scheduler.step += 1
+            return
+        if volatile:
+            self.look(addresses)
+        else:
+            self._pause()
+            self._program.seen.clear()
+        event = self._event("atomic" if volatile else "load")
+        for part, of in parts:
+            if part.kind != "operand":
+                self._check(self._clocks.observe if volatile else self._clocks.read, part, of, size, event)
+
+    def store(self, addresses: np.ndarray, size: int) -> None:
+        parts = self._parts("store", addresses, size)
+        self._pause()
+        program = self._program
+        program.seen.clear()
+        self._pokes = 0
+        event = self._event("store")
+        for part, of in parts:
+            if part.kind in ("operand", "control"):
+                raise self._error(OutOfBoundsError, f"{event} writes into the {part.title}, which is not for it.")
+            if part.kind == "signals":
+                raise self._error(
+                    SignalCountError,
+                    f"{event} overwrites signal {part.element(int(of[0]), 4)}. Signals only grow: an epoch's count is "
+                    "told from the next one's by its size.",
+                )
+            self._check(self._clocks.write, part, of, size, event)
+            for address in self._polled.intersection(of.tolist()) if self._polled else ():
+                self._changed(address)
+            if part.kind == "scratch" and part.rank != program.rank:
+                work = self._work[program]
+                work.kind, work.label = "push", f"{part.name} to rank {part.rank}"
+
+    def look(self, addresses: np.ndarray) -> None:
+        self._pause()
+        program, counters = self._program, self._clocks.counters
+        seen, looked = program.seen, addresses.tolist()
+        if all(address in seen for address in looked) and all(
+            counters[address].version == version for address, version in seen.items()
+        ):
+            # It has looked at all this before, and did nothing but look: it would do the same again.
+            known = program in self._waits
+            if not known:
+                self._waits[program] = _Wait(looked, 0, self.scheduler.step, None, stack())
+            self.scheduler.park(tuple(seen))
+            if not known:
+                del self._waits[program]
+            seen.clear()
+        for address in looked:
+            if address not in counters:
+                counters[address] = Counter()
+            seen[address] = counters[address].version
+            self._polled.add(address)
+
+    def atomic(
+        self, addresses: np.ndarray, size: int, semantics: str, scope: str, looks: bool, act: Callable[[], Any]
+    ) -> Any:
+        parts = self._parts("atomic", addresses, size)
+        if looks:
+            self.look(addresses)
+        else:
+            self._pause()
+            self._program.seen.clear()
+        program, clocks = self._program, self._clocks
+        event = self._event("atomic")
+        before = {address: ctypes.string_at(address, size) for address in addresses.tolist()}
+        for part, _ in parts:
+            if part.kind == "operand":
+                raise self._error(OutOfBoundsError, f"{event} writes into the {part.title}, which is not for it.")
+        result = act()
+        for part, of in parts:
+            for address in of.tolist():
+                counter = clocks.counters.setdefault(address, Counter())
+                changed = ctypes.string_at(address, size) != before[address]
+                if semantics in ("acquire", "acq_rel"):
+                    clocks.acquire(counter, program.rank, program.thread, scope)
+                check = clocks.write if changed else clocks.observe
+                self._check(check, part, np.array([address], np.uint64), size, event)
+                if semantics in ("release", "acq_rel"):
+                    clocks.release(counter, program.rank, program.thread, scope)
+                if changed:
+                    self._changed(address)
+                    if part.kind == "signals":
+                        self._raised(part, address, counter, before[address], event)
+        return result
+
+    def barrier(self) -> None:
+        self._clocks.barrier(self._program.thread)
+
+    def product(self) -> None:
+        self._work[self._program].kind = "multiply"
+
+    def _pause(self) -> None:
+        scheduler = self.scheduler
+        if scheduler.step >= self._look_out:
+            self._check_patience()
+        scheduler.pause()
+
+    def _parts(self, verb: str, addresses: np.ndarray, size: int) -> list[tuple[Part, np.ndarray]]:
+        try:
+            parts = self._space.split(addresses, size)
+        except LookupError as error:
+            raise self._error(OutOfBoundsError, f"{self._event(verb)} {error.args[0]}.") from None
+        for part, _ in parts:
+            # Such an array is gone as soon as its rank's call has ended.
+            if part.kind in ("operand", "output") and part.rank != self._program.rank:
+                raise self._error(
+                    OutOfBoundsError,
+                    f"{self._event(verb)} reaches the {part.title}: peers share only scratch and signals.",
+                )
+        return parts
+
+    def _event(self, verb: str) -> Event:
+        program = self._program
+        return self._clocks.event(
+            verb, program.rank, program.program, program.call, program.thread, self.scheduler.step, stack()
+        )
+
+    def _check(self, check: Callable, part: Part, addresses: np.ndarray, size: int, event: Event) -> None:
+        try:
+            check(part, addresses, size, event)
+        except SimulationError as error:
+            raise self._error(type(error), str(error)) from None
+
+    def _changed(self, address: int) -> None:
+        self._pokes = 0
+        self._clocks.counters[address].version += 1
+        self.scheduler.changed(address)
+
+    # Signals.
+
+    def _raised(self, part: Part, address: int, counter: Counter, before: bytes, event: Event) -> None:
+        old = int.from_bytes(before, "little", signed=True)
+        new = int.from_bytes(ctypes.string_at(address, 4), "little", signed=True)
+        by = (new - old + (1 << 31)) % (1 << 32) - (1 << 31)
+        if by < 0:
+            raise self._error(
+                SignalCountError,
+                f"{event} lowers signal {part.element(address, 4)} from {old} to {new}. Signals only grow.",
+            )
+        counter.raised.extend([(event.thread, event.call)] * min(by, 1024))
+        counter.made[event.call] = counter.made.get(event.call, 0) + by
+        counter.made.pop(event.call - 8, None)
+        self._publish(f"{part.name}[{(address - part.start) // 4}] of rank {part.rank}")
+        if counter.a_call is not None and counter.made[event.call] > counter.a_call:
+            raise self._error(
+                SignalCountError, f"{event} is one too many: {self._miscounted(address, counter, event.call)}"
+            )
+
+    def _miscounted(self, address: int, counter: Counter, call: int) -> str:
+        raisers = {self._clocks.name(thread, of) for thread, of in counter.raised if of == call}
+        return (
+            f"Signal {self._signal(address)} was raised {counter.made.get(call, 0)} times in call {call}, but the "
+            f"counts that the waits for it ask for grow by {counter.a_call} a call. It was raised by "
+            f"{'; '.join(sorted(raisers)) or 'nobody'}."
+        )
+
+    def blame(self, peer: int | None) -> None:
+        """The next wait of the current program is for this rank."""
+        self._peer[self._program] = peer
+
+    def begin_wait(self, addresses: list[int], expected: int) -> None:
+        program = self._program
+        program.seen.clear()
+        lines = stack()
+        self._end_work(program)
+        wait = _Wait(addresses, expected, self.scheduler.step, self._peer.pop(program, None), lines)
+        self._waits[program] = wait
+        for address in addresses:
+            self._parts("atomic", np.array([address], np.uint64), 4)
+            counter = self._clocks.counters.setdefault(address, Counter())
+            key = (program.thread, address)
+            self._waited[key] = self._waited.get(key, 0) + 1
+            place = (program.thread, self._waited[key])
+            call, count = counter.expected.get(place, (0, 0))
+            counter.expected[place] = (program.call, expected)
+            if call == program.call - 1 and call > 0:
+                counter.a_call = expected - count
+                for made_in, made in counter.made.items():
+                    if made > counter.a_call:
+                        raise self._error(SignalCountError, self._miscounted(address, counter, made_in))
+
+    def end_wait(self) -> None:
+        program = self._program
+        program.seen.clear()
+        wait = self._waits.pop(program)
+        label = ", ".join(self._signal(address) for address in wait.addresses[:3])
+        self._span("wait", wait.begin, label)
+        self._work[program] = _Work(self.scheduler.step)
+        if self._settings.tickets:
+            return
+        for address in wait.addresses:
+            for thread, call in self._clocks.counters[address].raised[max(0, wait.expected - 1024) : wait.expected]:
+                if call == program.call and thread % self._programs > program.program:
+                    raise self._error(
+                        WaitOrderError,
+                        f"{_who(program)} waits at {where(wait.lines)} for signal "
+                        f"{self._signal(address)}, which {self._clocks.name(thread, call)} raises: a program of a "
+                        "higher id. A GPU starts programs in the order of their ids, so the higher one may get no "
+                        "place before the lower one has ended.",
+                    )
+
+    def _signal(self, address: int) -> str:
+        part = self._space.at(address)
+        return part.element(address, 4) if part else f"at {address:#x}"
+
+    # Nobody moves, or not for long enough.
+
+    def stuck(self, can_lend: bool) -> bool:
+        """Called when no program can run.
+
+        Args:
+          can_lend: a rank has programs that only need a slot.
+
+        Returns: whether to lend them one. Otherwise somebody can run again.
+        """
+        # Who polls in a way of its own may stop doing so by itself.
+        polls = [program for program, wait in self._waits.items() if not wait.expected]
+        if polls and self._pokes < _POKES:
+            self._pokes += 1
+            for program in polls:
+                self.scheduler.wake(program)
+            return False
+        if self._deadlock is None:
+            self._deadlock = self._describe_waits(can_lend)
+        if not can_lend or self._settings.tickets:
+            raise self._error(DeadlockError, self._deadlock)
+        return True
+
+    def _describe_waits(self, unstarted: bool) -> str:
+        lines = ["Deadlock: no program can go on."]
+        waits = sorted(self._waits.items(), key=lambda item: item[0].thread)
+        for program, wait in waits[:_WAITS_SHOWN]:
+            for address in wait.addresses:
+                seen = int.from_bytes(ctypes.string_at(address, 4), "little", signed=True)
+                if wait.expected and seen >= wait.expected:
+                    continue
+                lines.append(f"  {_who(program)} waits at {where(wait.lines)}:")
+                expected = f"expects {wait.expected} and sees {seen}" if wait.expected else f"sees {seen}"
+                lines.append(f"    signal {self._signal(address)}: {expected}; {self._culprit(wait, address)}.")
+        if len(waits) > _WAITS_SHOWN:
+            lines.append(f"  and {len(waits) - _WAITS_SHOWN} more")
+        if unstarted:
+            lines.append(
+                f"  Further programs need a slot, and those that wait have all {self._settings.slots} of a rank."
+            )
+        return "\n".join(lines)
+
+    def _culprit(self, wait: _Wait, address: int) -> str:
+        peer = wait.peer
+        part = self._space.at(address)
+        if peer is None and len(wait.addresses) > 1:
+            peer = wait.addresses.index(address)
+        raisers = sorted({thread for thread, _ in self._clocks.counters[address].raised}) if part else []
+        so_far = ", ".join(f"program {t % self._programs} of rank {t // self._programs}" for t in raisers[:6])
+        text = f"raised so far by {so_far}" if so_far else "nobody has raised it so far"
+        if peer is None or not 0 <= peer < len(self.scheduler.ranks):
+            return text
+        state = self.scheduler.ranks[peer]
+        ended = state.next - state.live
+        progress = f"has ended {ended} of {self._programs} programs of call {state.call}"
+        return f"rank {peer} should raise it, and {progress}; {text}"
+
+    def _check_patience(self) -> None:
+        patience = self._settings.patience
+        self._look_out = self.scheduler.step + patience // 4
+        for program, wait in self._waits.items():
+            waited = self.scheduler.step - wait.begin
+            if waited > patience:
+                raise self._error(
+                    WaitTimeoutError,
+                    f"{_who(program)} has waited at {where(wait.lines)} for signal {self._signal(wait.addresses[0])} "
+                    f"while others took {waited} steps. On a GPU the wait might have expired; here it may last "
+                    f"{patience} steps (the setting patience).",
+                )
+        for program in self.scheduler.live:
+            if program.steps > patience:
+                raise self._error(
+                    WaitTimeoutError,
+                    f"{_who(program)} has not ended after {program.steps} steps: does it poll for ever?",
+                )
+
+    # Reports.
+
+    def _error(self, kind: type[SimulationError], message: str) -> SimulationError:
+        settings = self._settings
+        message = message[:1].upper() + message[1:]
+        return kind(
+            f"{self._name}: {message}\n(seed={settings.seed}, policy={settings.policy!r}, slots={settings.slots})"
+        )
+
+    def _span(self, kind: str, begin: int, label: str) -> None:
+        program = self._program
+        self._trace.spans.append(
+            Span(kind, program.rank, program.program, program.call, begin, self.scheduler.step, label)
+        )
+
+    def _end_work(self, program: Program) -> None:
+        work = self._work[program]
+        if self.scheduler.step > work.begin:
+            self._span(work.kind, work.begin, work.label)
+        self._work[program] = _Work(self.scheduler.step)
+
+    def _publish(self, label: str) -> None:
+        self._end_work(self._program)
+        self._span("publish", self.scheduler.step, label)
+
+
+def _who(program: Program) -> str:
+    return who(program.rank, program.program, program.call)
+
+
+def _integer(value: Any) -> int:
+    return int(value.handle.data.reshape(-1)[0]) if hasattr(value, "handle") else int(value)
+
+
+@interpreter.hook(DEVICE_API, "wait")
+def _wait(function: Callable) -> Callable:
+    def wait(me: Any, index: Any, count: Any, peer: Any) -> Any:
+        if Machine.running is not None:
+            Machine.running.blame(_integer(peer))
+        return function(me, index, count, peer)
+
+    return wait
+
+
+@interpreter.hook(DEVICE_API, "_poll")
+def _poll(function: Callable) -> Callable:
+    def poll(me: Any, index: Any, counters: Any, count: Any) -> Any:
+        machine = Machine.running
+        assert machine is not None
+        first = _integer(me.signals) + 4 * _integer(index)
+        machine.begin_wait([first + 4 * i for i in range(_integer(counters))], _integer(count))
+        arrived = function(me, index, counters, count)
+        machine.end_wait()
+        return arrived
+
+    return poll

@@ -1,0 +1,286 @@
+"""A simulation: the ranks of one team and their region, through as many calls as one likes."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from triton.runtime.jit import JITFunction
+
+from jaxtaxfree.heap.layout import Layout, header
+from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator.clocks import Clocks
+from jaxtaxfree.simulator.errors import SimulationError
+from jaxtaxfree.simulator.events import who
+from jaxtaxfree.simulator.machine import Machine
+from jaxtaxfree.simulator.memory import POISON, Heap, Part, Space
+from jaxtaxfree.simulator.scheduler import POLICIES, Program, Scheduler
+from jaxtaxfree.simulator.trace import Trace
+
+_MAGIC = 0x51D1A
+_NO_TIMEOUT = 1e9  # seconds: a wait ends by its signal, or the simulation does
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a simulation chooses among the interleavings.
+
+    Attributes:
+      seed: of all choices.
+      policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
+      slots: programs of a rank that run at a time; None for all.
+      patience: steps after which a wait has lasted too long.
+      tickets: the kernel's programs claim their work when they run, so they may wait for programs of a higher id.
+    """
+
+    seed: int = 0
+    policy: str = "random"
+    slots: int | None = None
+    patience: int = 1_000_000
+    tickets: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"There is no policy {self.policy!r}: choose one of {', '.join(map(repr, POLICIES))}.")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"A rank needs at least one slot, not {self.slots}.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A kernel and all that is the same in each of its calls.
+
+    Attributes:
+      kernel: what `triton.jit` made.
+      name: of the operation.
+      world: number of ranks.
+      grid: programs, in one to three dimensions.
+      out_types: shape and dtype of each result.
+      layout: of the region.
+      params: the kernel's other parameters.
+      shapes: of the scratch and the signals, where they are known.
+    """
+
+    kernel: JITFunction
+    name: str
+    world: int
+    grid: tuple[int, ...]
+    out_types: tuple[Any, ...]
+    layout: Layout
+    params: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+class Session:
+    """Ranks with a region that lasts from call to call, as on the GPUs."""
+
+    def __init__(self, launch: Launch):
+        self.launch = launch
+        self.calls = 0  # that have been run
+        programs = math.prod(launch.grid)
+        self.space = Space()
+        self.clocks = Clocks(launch.world, programs)
+        self.heap = Heap(self.space, launch.world, launch.layout, dict(launch.shapes), header(_MAGIC, 0, _NO_TIMEOUT))
+        self.broken: SimulationError | None = None
+
+    def run(
+        self, operands: Sequence[Sequence[Sequence[np.ndarray]]], settings: Settings
+    ) -> tuple[list[list[list[np.ndarray]]], Trace]:
+        """Runs calls, each rank one after the other and the ranks as they come.
+
+        Args:
+          operands: for each call, for each rank, its operands.
+
+        Returns: for each call, for each rank, its results; and what everybody did.
+
+        Raises:
+          SimulationError: the kernel breaks a rule. The session takes no calls after that.
+        """
+        with interpreter.lock:
+            return self._run(operands, settings)
+
+    def _run(
+        self, operands: Sequence[Sequence[Sequence[np.ndarray]]], settings: Settings
+    ) -> tuple[list[list[list[np.ndarray]]], Trace]:
+        if self.broken is not None:
+            raise self.broken
+        launch, first = self.launch, self.calls + 1
+        trace = Trace(launch.name)
+        programs = math.prod(launch.grid)
+        x, y, z = (*launch.grid, 1, 1)[:3]
+        machine = Machine(launch.name, self.space, self.heap, self.clocks, (x, y, z), settings, trace)
+        function = interpreter.convert(launch.kernel)
+        arguments: dict[tuple[int, int], dict[str, Any]] = {}
+        arrays: dict[tuple[int, int], list[Part]] = {}
+        results: list[list[list[np.ndarray]]] = [[[] for _ in range(launch.world)] for _ in operands]
+
+        def begin_call(rank: int, call: int) -> None:
+            parts, outs, bound = self._bind(rank, operands[call - first][rank])
+            arguments[rank, call], arrays[rank, call] = bound, parts
+            results[call - first][rank] = outs
+
+        def end_call(rank: int, call: int) -> None:
+            # Nobody may touch an array of a call that has ended.
+            for part in arrays.pop((rank, call)):
+                self.space.remove(part)
+            del arguments[rank, call]
+            self.clocks.end_call(rank)
+            machine.end_call(rank, call)
+
+        def body(program: Program) -> None:
+            machine.begin(program)
+            try:
+                function(**arguments[program.rank, program.call])
+            except SimulationError:
+                raise
+            except Exception as error:
+                error.add_note(f"in {who(program.rank, program.program, program.call)} of {launch.name}")
+                raise
+            machine.end(program)
+
+        machine.scheduler = Scheduler(
+            world=launch.world,
+            programs=programs,
+            first_call=first,
+            last_call=self.calls + len(operands),
+            slots=settings.slots,
+            policy=settings.policy,
+            seed=settings.seed,
+            index=lambda i: (i % x, i // x % y, i // (x * y)),
+            body=body,
+            begin_call=begin_call,
+            end_call=end_call,
+            stuck=machine.stuck,
+        )
+        Machine.running = machine
+        try:
+            with interpreter.interpreting(interpreter.Builder(machine)):
+                machine.scheduler.run()
+            machine.finish()
+        except SimulationError as error:
+            self.broken = error
+            error.trace = trace
+            raise
+        finally:
+            Machine.running = None
+            trace.steps = machine.scheduler.step
+        self.calls += len(operands)
+        self.clocks.forget(self.heap.parts)
+        return results, trace
+
+    def _bind(self, rank: int, operands: Sequence[np.ndarray]) -> tuple[list[Part], list[np.ndarray], dict[str, Any]]:
+        """The arrays of a call of a rank, its results, and the arguments of its programs."""
+        launch, layout = self.launch, self.launch.layout
+        heap, kernel = self.heap, launch.kernel
+        named = {
+            **layout.scratch_lines,
+            **layout.signal_index,
+            **launch.params,
+        }
+        constants = interpreter.constants(kernel)
+        bound = {
+            name: interpreter.convert(value) if name in constants else interpreter.argument(value)
+            for name, value in named.items()
+        }
+        parts, outs = [], []
+        part, _ = self.space.array("team", "operand", rank, np.array([rank], np.int32))
+        parts.append(part)
+        bound["team"] = (
+            interpreter.pointer(part.start, np.dtype(np.int32)),
+            *map(interpreter.argument, (heap.origin, heap.stride, launch.world, _MAGIC, layout.signal_line)),
+        )
+        defaults = {parameter.name for parameter in kernel.params if parameter.has_default}
+        pointers = [name for name in kernel.arg_names if name not in bound and name not in defaults]
+        values = [("operand", np.asarray(operand)) for operand in operands]
+        for out in launch.out_types:
+            poison = np.full(math.prod(out.shape) * np.dtype(out.dtype).itemsize, POISON, np.uint8)
+            values.append(("output", poison.view(out.dtype).reshape(out.shape)))
+        if len(pointers) != len(values):
+            raise TypeError(
+                f"The kernel of {launch.name} has {len(pointers)} parameters for arrays ({', '.join(pointers)}), and "
+                f"the call has {len(operands)} operands and {len(launch.out_types)} results."
+            )
+        for name, (kind, value) in zip(pointers, values):
+            part, copy = self.space.array(name, kind, rank, value)
+            parts.append(part)
+            bound[name] = interpreter.pointer(part.start, value.dtype)
+            if kind == "output":
+                outs.append(copy)
+        return parts, outs, bound
+
+
+def run(
+    kernel: JITFunction,
+    *arrays: Sequence[np.ndarray],
+    world: int,
+    grid: int | tuple[int, ...],
+    out_type: Any,
+    scratch: Mapping[str, Any] | None = None,
+    signals: Mapping[str, int | tuple[int, ...]] | None = None,
+    calls: int = 3,
+    seed: int = 0,
+    policy: str = "random",
+    slots: int | None = None,
+    patience: int = 1_000_000,
+    tickets: bool = False,
+    name: str | None = None,
+    num_warps: int | None = None,
+    num_stages: int | None = None,
+    cost_estimate: Mapping[str, int] | None = None,
+    **params: Any,
+) -> tuple[list[Any], Trace]:
+    """Runs a Triton kernel for all ranks on the CPU, and raises what a GPU would hide.
+
+    Takes what `shmem_call` takes, and NumPy arrays:
+
+        outs, trace = run(kernel, [x_of_rank_0, x_of_rank_1], world=2, grid=4, out_type=..., signals={"arrived": 2})
+
+    Args:
+      kernel: a function decorated with `triton.jit`.
+      *arrays: operands: for each one a sequence with an array for each rank.
+      world: number of ranks.
+      grid, out_type, scratch, signals, name, **params: as for `shmem_call`. `out_type` is one object with `shape` and
+        `dtype`, or a sequence of them.
+      calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
+        show their faults.
+      seed, policy, slots, patience, tickets: as in `Settings`.
+      num_warps, num_stages, cost_estimate: taken and ignored, as they mean nothing here.
+
+    Returns: (for each rank its result in the last call, or its results if `out_type` is a sequence; the trace).
+
+    Raises:
+      SimulationError: one of its kinds, with the source lines of both sides.
+    """
+    del num_warps, num_stages, cost_estimate
+    single = hasattr(out_type, "shape")
+    out_types = (out_type,) if single else tuple(out_type)
+    scratch, signals = dict(scratch or {}), dict(signals or {})
+    for array in arrays:
+        if len(array) != world:
+            raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
+    params = dict(params)
+    if "WORLD" in kernel.arg_names:
+        params.setdefault("WORLD", world)
+    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    launch = Launch(
+        kernel=kernel,
+        name=name or kernel.fn.__name__,
+        world=world,
+        grid=grid,
+        out_types=out_types,
+        layout=Layout(
+            programs=math.prod(grid),
+            signals=tuple((key, n if isinstance(n, int) else math.prod(n)) for key, n in signals.items()),
+            scratch=tuple((key, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for key, s in scratch.items()),
+        ),
+        params=params,
+        shapes={
+            **{key: tuple(s.shape) for key, s in scratch.items()},
+            **{key: n for key, n in signals.items() if isinstance(n, tuple)},
+        },
+    )
+    operands = [[array[rank] for array in arrays] for rank in range(world)]
+    settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets)
+    results, trace = Session(launch).run([operands] * calls, settings)
+    return [outs[0] if single else outs for outs in results[-1]], trace

@@ -1,0 +1,197 @@
+"""The kernels that the simulator runs in the tests: how to call each with small shapes, and what must come out."""
+
+import dataclasses
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtaxfree import simulator
+from jaxtaxfree.kernels import all_gather_matmul, all_gather_matmul_small
+from jaxtaxfree.simulator.scheduler import POLICIES
+
+ROOT = Path(__file__).parents[1]
+WORLDS = (2, 3, 4, 8)
+DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+SLOTS = (1, 2, None)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a kernel by all ranks.
+
+    Attributes:
+      arrays: for each operand the array of each rank.
+      keywords: of `simulator.run`.
+      expected: the result of each rank, exact.
+    """
+
+    arrays: Sequence[Sequence[np.ndarray]]
+    keywords: dict[str, Any]
+    expected: Sequence[np.ndarray]
+
+    def run(self, kernel: Any, **settings: Any) -> simulator.Trace:
+        """Simulates the call and compares its results."""
+        outs, trace = simulator.run(kernel, *self.arrays, **{**self.keywords, **settings})
+        for rank, (out, expected) in enumerate(zip(outs, self.expected)):
+            np.testing.assert_array_equal(out, expected, err_msg=f"result of rank {rank}")
+        return trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Simulated:
+    """A kernel.
+
+    Attributes:
+      name: in the names of tests.
+      module: the kernel's file.
+      function: the kernel's name in it.
+      call: (world, dtype, shape) -> Call.
+      shapes: to choose from, by world size.
+    """
+
+    name: str
+    module: ModuleType
+    function: str
+    call: Callable[[int, np.dtype, Any], Call]
+    shapes: Callable[[int], Sequence[Any]]
+
+    @property
+    def kernel(self) -> Any:
+        return getattr(self.module, self.function)
+
+    def case(self, seed: int, world: int) -> tuple[Call, dict[str, Any]]:
+        """The call and the settings of a seed. Seeds next to each other differ in everything."""
+        shapes = self.shapes(world)
+        choices = list(itertools.product(shapes, DTYPES, SLOTS, POLICIES))
+        shape, dtype, slots, policy = choices[seed * 7 % len(choices)]
+        return self.call(world, dtype, shape), {"seed": seed, "slots": slots, "policy": policy}
+
+
+def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Small integers: every order of adding up their products gives the same, even in bf16."""
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
+
+
+def _matmul_operands(world: int, dtype: np.dtype, m: int, n: int, k: int) -> tuple[list, list, list]:
+    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    gathered = np.concatenate(lhs).astype(np.float32)
+    return lhs, rhs, [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+
+
+def _all_gather_matmul(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, units, chunk = shape
+    lhs, rhs, expected = _matmul_operands(world, dtype, m, n, k)
+    block = 16
+    row_blocks = math.ceil(m / block)
+    keywords = {
+        "world": world,
+        "grid": pushers + world * row_blocks * math.ceil(n / block),
+        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
+        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
+        "signals": {"arrived": (world, row_blocks), "turn": pushers},
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": block,
+        "BLOCK_N": block,
+        "BLOCK_K": 32,
+        "GROUP_M": 2,
+        "PUSHERS": pushers,
+        "UNITS": units,
+        "CHUNK": chunk,
+        "PRECISION": "ieee",
+    }
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+
+
+def _all_gather_matmul_small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, chunk = shape
+    lhs, rhs, expected = _matmul_operands(world, dtype, m, n, k)
+    block = 16
+    keywords = {
+        "world": world,
+        "grid": pushers + math.ceil(world * m / block) * math.ceil(n / block),
+        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
+        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
+        "signals": {"arrived": world},
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": block,
+        "BLOCK_N": block,
+        "BLOCK_K": 32,
+        "PUSHERS": pushers,
+        "CHUNK": chunk,
+        "PRECISION": "ieee",
+    }
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+
+
+def _custom_kernel(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    size, block = shape
+    x = [integers(rank, (size,), dtype) for rank in range(world)]
+    everybodys = jax.ShapeDtypeStruct((world, size), dtype)
+    grid = math.ceil(size / block)
+    keywords = {
+        "world": world,
+        "grid": grid,
+        "out_type": everybodys,
+        "scratch": {"inbox": everybodys},
+        "signals": {"arrived": (world, grid)},
+        "SIZE": size,
+        "BLOCK": block,
+    }
+    return Call(arrays=(x,), keywords=keywords, expected=[np.stack(x)] * world)
+
+
+def load(path: Path, name: str, **names: Any) -> ModuleType:
+    """The module in a file, as if its name were `name`, with these other globals."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(names)
+    return module
+
+
+# A kernel that is added here gets every test of test_simulator_kernels.py.
+KERNELS = (
+    Simulated(
+        name="all_gather_matmul",
+        module=all_gather_matmul,
+        function="all_gather_matmul_kernel",
+        call=_all_gather_matmul,
+        # M, N, K, PUSHERS, UNITS, CHUNK
+        shapes=lambda world: (
+            ((17, 9, 21, 2, 2, 128), (5, 19, 9, 1, 1, 32), (16, 16, 32, 3, 1, 256))
+            if world <= 4
+            else ((5, 9, 21, 2, 1, 64), (16, 16, 16, 1, 2, 128))
+        ),
+    ),
+    Simulated(
+        name="all_gather_matmul_small",
+        module=all_gather_matmul_small,
+        function="all_gather_matmul_small_kernel",
+        call=_all_gather_matmul_small,
+        # M, N, K, PUSHERS, CHUNK
+        shapes=lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+    ),
+    Simulated(
+        name="custom_kernel",
+        module=load(ROOT / "examples" / "custom_kernel.py", "custom_kernel"),
+        function="all_gather_kernel",
+        call=_custom_kernel,
+        # SIZE, BLOCK
+        shapes=lambda world: ((37, 16), (8, 8), (70, 32)),
+    ),
+)

@@ -1,0 +1,447 @@
+"""The simulator itself: what it runs, what it finds, and what it says of it."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import triton
+import triton.language as tl
+
+from jaxtaxfree import simulator
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.simulator.scheduler import POLICIES
+from tests.simulator_kernels import KERNELS, ROOT
+
+F32 = np.dtype(np.float32)
+BF16 = jax.numpy.bfloat16.dtype
+
+
+def shape_of(*shape: int, dtype: Any = F32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@triton.jit
+def exchange_kernel(x_ptr, team, inbox, arrived, out_ptr, BLOCK: tl.constexpr, FAULT: tl.constexpr):
+    """Two ranks swap a block; with a fault by name."""
+    me = shmem.start(team)
+    element = tl.arange(0, BLOCK)
+    peer = 1 - me.rank
+    mine = shmem.scratch(me, inbox, x_ptr.dtype.element_ty)
+    if FAULT != "silent":
+        shmem.put(me, mine + element, x_ptr + element, peer)
+        shmem.signal(me, arrived, peer)
+    if FAULT == "late store":
+        shmem.put(me, mine + element, x_ptr + element, peer)
+    ready = shmem.wait(me, arrived, me.epoch, peer)
+    value = tl.load(mine + element)
+    tl.store(out_ptr + element, tl.where(ready, value, float("nan")))
+    if FAULT == "operand":
+        tl.store(x_ptr + element, value)
+    if FAULT == "own output":
+        tl.store(out_ptr + element, tl.load(out_ptr + BLOCK + element) + value)
+    if FAULT == "spin":
+        while tl.load(out_ptr) == tl.load(out_ptr):
+            pass
+    shmem.finish(me)
+
+
+def exchange(fault: str = "", size: int = 8, dtype: Any = F32, **settings: Any) -> tuple[list, list, simulator.Trace]:
+    x = [(np.arange(size) + 100 * rank).astype(dtype) for rank in range(2)]
+    out_size = 2 * size if fault == "own output" else size
+    outs, trace = simulator.run(
+        exchange_kernel,
+        x,
+        world=2,
+        grid=1,
+        out_type=shape_of(out_size, dtype=dtype),
+        scratch={"inbox": shape_of(size, dtype=dtype)},
+        signals={"arrived": 1},
+        BLOCK=size,
+        FAULT=fault,
+        **settings,
+    )
+    return x, outs, trace
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, np.dtype(np.float16)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_runs_a_kernel(policy: str, dtype: Any) -> None:
+    x, outs, _ = exchange(policy=policy, dtype=dtype)
+    np.testing.assert_array_equal(outs, x[::-1])
+
+
+def test_a_store_after_the_barrier_is_not_published() -> None:
+    with pytest.raises(simulator.DataRaceError) as found:
+        for seed in range(20):
+            exchange("late store", seed=seed)
+    message = str(found.value)
+    assert "inbox[" in message
+    assert message.count("test_simulator.py:") == 2  # both sides
+    assert re.search(r"rank \d, program 0 in call \d", message)
+    assert found.value.trace is not None
+    assert found.value.trace.spans
+
+
+def test_a_deadlock_says_who_waits_for_whom() -> None:
+    with pytest.raises(simulator.DeadlockError) as found:
+        exchange("silent")
+    for rank in range(2):
+        assert f"rank {rank}, program 0 in call 1 waits at" in str(found.value)
+        assert f"signal arrived[0] of rank {rank}: expects 1 and sees 0; rank {1 - rank} should raise it" in str(
+            found.value
+        )
+
+
+def test_operands_are_read_only() -> None:
+    with pytest.raises(simulator.OutOfBoundsError, match=r"writes into the operand x_ptr of rank \d"):
+        exchange("operand")
+
+
+def test_outputs_begin_unwritten() -> None:
+    with pytest.raises(simulator.UninitializedReadError, match=r"out_ptr\[8\].*nobody has ever written"):
+        exchange("own output")
+
+
+def test_patience_ends() -> None:
+    with pytest.raises(simulator.WaitTimeoutError, match=r"has not ended after \d+ steps"):
+        exchange("spin", patience=1000)
+
+
+@triton.jit
+def ring_kernel(team, token, out_ptr, ROUNDS: tl.constexpr):
+    """Rank 1 waits for rank 0 while rank 0's other program still works."""
+    me = shmem.start(team)
+    if tl.program_id(0) == 0:
+        if me.rank == 0:
+            for _ in range(ROUNDS):
+                tl.store(out_ptr, tl.load(out_ptr, mask=tl.program_id(0) > 0, other=0.0) + 1.0)
+            shmem.signal(me, token, 1)
+        else:
+            shmem.wait(me, token, me.epoch, 0)
+            tl.store(out_ptr, 1.0)
+    shmem.finish(me)
+
+
+def test_a_wait_that_lasts_too_long() -> None:
+    call = {"world": 2, "grid": 1, "out_type": shape_of(1), "signals": {"token": 1}, "calls": 1}
+    simulator.run(ring_kernel, **call, ROUNDS=200)
+    with pytest.raises(
+        simulator.WaitTimeoutError, match=r"Rank 1, program 0 in call 1 has waited at .* signal token\[0\]"
+    ):
+        simulator.run(ring_kernel, **call, ROUNDS=200, patience=100)
+
+
+@triton.jit
+def ticket_kernel(team, done, out_ptr):
+    """Program 0 waits for program 1."""
+    me = shmem.start(team)
+    if tl.program_id(0) == 0:
+        shmem.wait(me, done, me.epoch, me.rank)
+    else:
+        shmem.signal(me, done, me.rank)
+    tl.store(out_ptr + tl.program_id(0), 1.0)
+    shmem.finish(me)
+
+
+def test_a_wait_for_a_higher_id_may_be_declared() -> None:
+    call = {"world": 2, "grid": 2, "out_type": shape_of(2), "signals": {"done": 1}}
+    with pytest.raises(simulator.WaitOrderError, match="program 1 in call 1 raises: a program of a higher id"):
+        simulator.run(ticket_kernel, **call)
+    with pytest.raises(simulator.WaitOrderError):
+        simulator.run(ticket_kernel, **call, slots=1)
+    simulator.run(ticket_kernel, **call, tickets=True)
+    with pytest.raises(simulator.DeadlockError, match="Further programs need a slot"):
+        simulator.run(ticket_kernel, **call, tickets=True, slots=1)
+
+
+@triton.jit
+def epoch_kernel(team, out_ptr):
+    me = shmem.start(team)
+    tl.store(out_ptr, 1.0)
+    shmem.finish(me)
+    if me.rank == 1:
+        shmem.finish(me._replace(epoch=me.epoch + 1))
+
+
+def test_an_epoch_of_its_own() -> None:
+    with pytest.raises(simulator.EpochMismatchError, match=r"rank|Rank 1, program 0 in call 1"):
+        simulator.run(epoch_kernel, world=2, grid=1, out_type=shape_of(1))
+
+
+@triton.jit
+def mixed_kernel(x_ptr, out_ptr, team, BLOCK: tl.constexpr):
+    """Much of the language: reductions, casts, three dimensions of a grid."""
+    me = shmem.start(team)
+    row = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
+    x = tl.load(x_ptr + row * BLOCK + tl.arange(0, BLOCK)).to(tl.float32)
+    total = tl.sum(x, axis=0) + tl.max(x, 0) - tl.cdiv(BLOCK, 3)
+    tl.store(out_ptr + row, total.to(x_ptr.dtype.element_ty))
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+def test_the_language(dtype: Any) -> None:
+    x = np.random.default_rng(0).integers(-4, 5, (6, 8)).astype(dtype)
+    outs, _ = simulator.run(mixed_kernel, [x] * 2, world=2, grid=(2, 3), out_type=shape_of(6, dtype=dtype), BLOCK=8)
+    wide = x.astype(np.float32)
+    np.testing.assert_array_equal(outs[0], (wide.sum(1) + wide.max(1) - 3).astype(dtype))
+
+
+@triton.jit
+def arithmetic_kernel(x_ptr, y_ptr, team, out_ptr, BLOCK: tl.constexpr, WIDE: tl.constexpr):
+    me = shmem.start(team)
+    i = tl.arange(0, BLOCK)
+    x, y = tl.load(x_ptr + i), tl.load(y_ptr + i)
+    if WIDE:
+        x = x.to(tl.int64)
+    tl.store(out_ptr + i, x + y)
+    tl.store(out_ptr + BLOCK + i, x - y)
+    tl.store(out_ptr + 2 * BLOCK + i, x * y)
+    tl.store(out_ptr + 3 * BLOCK + i, x // y)
+    tl.store(out_ptr + 4 * BLOCK + i, x % y)
+    tl.store(out_ptr + 5 * BLOCK + i, x & y)
+    tl.store(out_ptr + 6 * BLOCK + i, x << 3)
+    tl.store(out_ptr + 7 * BLOCK + i, 7 - x * 3 + (-2))
+    tl.store(out_ptr + 8 * BLOCK + i, ((x < y) & (x >= -3)) + 2 * (x == 4))
+    # Scalars, and blocks of two dimensions.
+    first = tl.load(x_ptr) + tl.load(y_ptr)
+    tl.store(out_ptr + 9 * BLOCK + i[:, None] * BLOCK + i[None, :], (x[:, None] - y[None, :]) * first)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_integers_are_those_of_c(wide: bool) -> None:
+    rng = np.random.default_rng(0)
+    x = np.append(rng.integers(-50, 50, 15), np.iinfo(np.int32).max).astype(np.int32)
+    y = np.append(rng.integers(1, 9, 8), rng.integers(-9, 0, 8)).astype(np.int32)
+    type_ = np.int64 if wide else np.int32
+    outs, _ = simulator.run(
+        arithmetic_kernel, [x], [y], world=1, grid=1, out_type=shape_of(25, 16, dtype=type_), BLOCK=16, WIDE=wide
+    )
+    a, b = x.astype(type_), y.astype(type_)
+    quotient = np.trunc(a / b).astype(type_)
+    compared = ((a < b) & (a >= -3)) + 2 * (a == 4)
+    rows = [a + b, a - b, a * b, quotient, a - quotient * b, a & b, a << 3, 7 - a * 3 - 2, compared]
+    rows.extend((a[:, None] - b[None, :]) * type_(x[0] + y[0]))
+    np.testing.assert_array_equal(outs[0], np.stack(rows))
+
+
+def test_the_same_seed_is_the_same_run() -> None:
+    kernel = KERNELS[0]
+    call, settings = kernel.case(1, 3)
+    settings["policy"] = "random"
+    first, again = (call.run(kernel.kernel, **settings) for _ in range(2))
+    assert first.spans == again.spans
+    assert any(call.run(kernel.kernel, **{**settings, "seed": seed}).spans != first.spans for seed in range(2, 6))
+
+
+def test_slots_limit_the_programs_that_run() -> None:
+    kernel = KERNELS[0]
+    call, settings = kernel.case(1, 2)
+    for slots in (1, 2):
+        trace = call.run(kernel.kernel, **{**settings, "slots": slots})
+        assert max(trace.lanes().values()) + 1 <= slots
+
+
+def test_one_rank_runs_ahead() -> None:
+    """The policies differ: ahead, a rank is in its second call while another one is in its first."""
+    kernel = next(kernel for kernel in KERNELS if kernel.name == "all_gather_matmul")
+    call, _ = kernel.case(0, 4)
+    overlaps = 0
+    for seed in range(5):
+        spans = call.run(kernel.kernel, policy="straggler", seed=seed, slots=2).spans
+        begin = min(span.begin for span in spans if span.call == 2)
+        overlaps += any(span.call == 1 and span.end > begin for span in spans)
+    assert overlaps
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"policy": "fair"}, "no policy 'fair'"), ({"slots": 0}, "at least one slot")],
+)
+def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exchange(**settings)
+
+
+def test_wrong_operands() -> None:
+    with pytest.raises(ValueError, match="one for each rank"):
+        simulator.run(exchange_kernel, [np.zeros(8, F32)], world=2, grid=1, out_type=shape_of(8))
+    with pytest.raises(TypeError, match="1 operands and 2 results"):
+        simulator.run(mixed_kernel, [np.zeros(8, F32)] * 2, world=2, grid=1, out_type=[shape_of(8)] * 2, BLOCK=8)
+
+
+def test_the_kernels_stay_as_they_are() -> None:
+    before = dict(vars(shmem)), tl.load, tl.tensor.__add__
+    exchange()
+    with pytest.raises(simulator.DeadlockError):
+        exchange("silent")
+    assert (dict(vars(shmem)), tl.load, tl.tensor.__add__) == before
+
+
+DOCUMENTATION = (ROOT / "docs" / "simulator.md").read_text()
+BLOCKS = re.findall(r"```(\w*)\n(.*?)```", DOCUMENTATION, re.DOTALL)
+
+
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **edits: str) -> Any:
+    """The test that the documentation shows, of the example with these edits."""
+    text = (ROOT / "examples" / "custom_kernel.py").read_text()
+    for old, new in edits.items():
+        assert old in text
+        text = text.replace(old, new)
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "custom_kernel.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / "examples")
+    monkeypatch.delitem(sys.modules, "custom_kernel", raising=False)
+    (source,) = (body for language, body in BLOCKS if language == "python" and "def test_all_gather" in body)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    monkeypatch.delitem(sys.modules, "custom_kernel")
+    return names["test_all_gather"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_documented_test_passes(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    documented(tmp_path, monkeypatch)(0, 2, policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "error"), [("random", simulator.DataRaceError), ("straggler", simulator.UninitializedReadError)]
+)
+def test_the_documented_bug_is_found(
+    policy: str, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = """    for i in range(WORLD):
+        shmem.store(me, inbox_ptr + me.rank * SIZE + element, value, (me.rank + i) % WORLD, mask)
+"""
+    signals = """    for i in range(WORLD):
+        shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
+"""
+    (bug,) = (
+        body for language, body in BLOCKS if language == "python" and body.startswith("    for i in range(WORLD)")
+    )
+    with pytest.raises(error) as found:
+        documented(tmp_path, monkeypatch, **{stores + signals: bug})(0, None, policy)
+    (shown,) = (body for _, body in BLOCKS if body.startswith(error.__name__))
+    # Lines of the device API may move.
+    shown, message = (
+        re.sub(r":\d+", "", " ".join(text.split())) for text in (shown, f"{error.__name__}: {found.value}")
+    )
+    assert shown == message
+
+
+def test_chrome_trace(tmp_path: Path) -> None:
+    _, _, trace = exchange()
+    trace.save_chrome(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event.get("cat") for event in events} >= {"wait", "publish", "push"}
+    assert any(event["name"] == "wait arrived[0] of rank 1" for event in events)
+    assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    kernel = KERNELS[0]
+    call, settings = kernel.case(3, 3)
+    call.run(kernel.kernel, **settings).save_png(tmp_path / "trace.png")
+    assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
+
+
+@triton.jit
+def often_kernel(team, flag, out_ptr, LOOKS: tl.constexpr):
+    """Waits twice for the same signal, and looks at it some more times."""
+    me = shmem.start(team)
+    shmem.signal(me, flag, 1 - me.rank)
+    shmem.wait(me, flag, me.epoch, 1 - me.rank)
+    shmem.wait(me, flag, me.epoch, 1 - me.rank)
+    for _ in range(LOOKS):
+        tl.atomic_add(shmem._signal_of(me, flag, me.rank), 0, sem="acquire", scope="sys")
+    tl.store(out_ptr, 1.0)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_looking_again_is_no_deadlock(policy: str) -> None:
+    simulator.run(
+        often_kernel, world=2, grid=1, out_type=shape_of(1), signals={"flag": 1}, policy=policy, slots=1, LOOKS=10
+    )
+
+
+@triton.jit
+def lonely_kernel(team, flag, out_ptr):
+    """Polls, in a way of its own, what nobody writes."""
+    me = shmem.start(team)
+    while tl.atomic_add(shmem._signal_of(me, flag, me.rank), 0, sem="acquire", scope="sys") < 1:
+        pass
+    tl.store(out_ptr, 1.0)
+    shmem.finish(me)
+
+
+def test_a_poll_in_vain_is_a_deadlock() -> None:
+    with pytest.raises(
+        simulator.DeadlockError, match=r"test_simulator.py:\d+ in lonely_kernel(.|\n)*flag\[0\].* sees 0"
+    ):
+        simulator.run(lonely_kernel, world=2, grid=1, out_type=shape_of(1), signals={"flag": 1})
+
+
+@triton.jit
+def peek_kernel(x_ptr, team, inbox, address, out_ptr):
+    """Sends the address of an operand to the peer, which reads there."""
+    me = shmem.start(team)
+    mine = shmem.scratch(me, inbox, tl.int64)
+    shmem.store(me, mine, x_ptr.to(tl.int64), 1 - me.rank)
+    shmem.signal(me, address, 1 - me.rank)
+    shmem.wait(me, address, me.epoch, 1 - me.rank)
+    tl.store(out_ptr, tl.load(tl.load(mine).to(tl.pointer_type(tl.float32))))
+    shmem.finish(me)
+
+
+def test_the_operands_of_a_peer_are_out_of_bounds() -> None:
+    with pytest.raises(simulator.OutOfBoundsError, match=r"reaches the operand x_ptr of rank \d: peers share only"):
+        simulator.run(
+            peek_kernel,
+            [np.zeros(4, F32)] * 2,
+            world=2,
+            grid=1,
+            out_type=shape_of(1),
+            scratch={"inbox": shape_of(1, dtype=np.int64)},
+            signals={"address": 1},
+        )
+
+
+@triton.jit
+def volatile_kernel(x_ptr, team, flags, out_ptr, BLOCK: tl.constexpr):
+    """Signals of its own: ranks swap blocks of flags, by relaxed atomics, and poll them by volatile loads."""
+    me = shmem.start(team)
+    element = tl.arange(0, BLOCK)
+    mine = shmem.scratch(me, flags, tl.int32)
+    tl.atomic_xchg(shmem.remote(me, mine, 1 - me.rank) + element, tl.load(x_ptr + element), sem="relaxed", scope="sys")
+    value = tl.load(mine + element, volatile=True)
+    while tl.min(value, axis=0) < 0:  # scratch begins with -1 in each word
+        value = tl.load(mine + element, volatile=True)
+    tl.store(out_ptr + element, value)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_poll_by_volatile_loads_sleeps(policy: str) -> None:
+    x = [np.arange(4, dtype=np.int32) + 10 * rank for rank in range(2)]
+    outs, _ = simulator.run(
+        volatile_kernel,
+        x,
+        world=2,
+        grid=1,
+        out_type=shape_of(4, dtype=np.int32),
+        scratch={"flags": shape_of(4, dtype=np.int32)},
+        calls=2,
+        policy=policy,
+        patience=200,
+        BLOCK=4,
+    )
+    np.testing.assert_array_equal(outs, x[::-1])

@@ -1,0 +1,26 @@
+"""Every kernel of `simulator_kernels` under every policy, with few and many slots: right, and without an alarm."""
+
+import pytest
+
+from tests.simulator_kernels import KERNELS, WORLDS, Simulated
+
+SEEDS = 200
+PORTION = 50  # seeds of a test, so that several processes share the work
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(0, SEEDS, PORTION))
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
+    for seed in range(first, first + PORTION):
+        call, settings = kernel.case(seed, world)
+        call.run(kernel.kernel, **settings)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
+    for seed in range(3):
+        call, settings = kernel.case(seed, world)
+        call.run(kernel.kernel, **settings)

@@ -1,0 +1,325 @@
+"""Faults planted into the real kernels: the simulator must find each, by the right detector, within 50 seeds."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.simulator import (
+    DataRaceError,
+    DeadlockError,
+    EpochMismatchError,
+    OutOfBoundsError,
+    SignalCountError,
+    SimulationError,
+    UninitializedReadError,
+    WaitOrderError,
+)
+from tests.simulator_kernels import KERNELS, Simulated, load
+
+SEEDS = 50
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+
+# What is read too early was written by nobody yet, or is being written.
+TOO_EARLY = (DataRaceError, UninitializedReadError)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+      name: in the names of tests.
+      kernel: in which kernel's calls it shows.
+      api: the fault is in the device API, not in the kernel.
+      edits: (text, what to put in its place); each text occurs once, or as often as a third item says.
+      errors: of which kind the finding must be.
+      shape: of the call; None for all shapes of the kernel.
+      world: number of ranks.
+    """
+
+    name: str
+    kernel: str
+    edits: tuple[tuple, ...]
+    errors: tuple[type[SimulationError], ...]
+    api: bool = False
+    shape: tuple[int, ...] | None = None
+    world: int = 3
+
+
+SIGNAL = 'tl.atomic_add(_signal_of(me, index, peer), 1, mask=me.ready, sem="release", scope="sys")'
+PUSH_LOOP = """            for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
+                element = at + tl.arange(0, CHUNK)
+                shmem.put(me, dest + element, source + element, peer, element < size)
+"""
+PUSH_SIGNAL = "            shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)\n"
+TILE_WAIT = "shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)"
+CUSTOM_STORES = """    for i in range(WORLD):
+        shmem.store(me, inbox_ptr + me.rank * SIZE + element, value, (me.rank + i) % WORLD, mask)
+"""
+CUSTOM_SIGNALS = """    for i in range(WORLD):
+        shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
+"""
+
+MUTANTS = (
+    Mutant(
+        name="no barrier before the publish",
+        kernel="all_gather_matmul",
+        api=True,
+        edits=((f"    tl.debug_barrier()\n    {SIGNAL}", f"    {SIGNAL}"),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="no barrier before the publish to all",
+        kernel="all_gather_matmul_small",
+        api=True,
+        edits=(("    tl.debug_barrier()\n    peers = tl.arange", "    peers = tl.arange"),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="publish before the last store",
+        kernel="all_gather_matmul",
+        edits=((PUSH_LOOP + PUSH_SIGNAL, PUSH_SIGNAL + PUSH_LOOP),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="publish before the stores",
+        kernel="custom_kernel",
+        edits=((CUSTOM_STORES + CUSTOM_SIGNALS, CUSTOM_SIGNALS + CUSTOM_STORES),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="GPU scope",
+        kernel="all_gather_matmul",
+        api=True,
+        edits=((SIGNAL, SIGNAL.replace('"sys"', '"gpu"')),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="relaxed publish",
+        kernel="all_gather_matmul",
+        api=True,
+        edits=((SIGNAL, SIGNAL.replace('"release"', '"relaxed"')),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="relaxed wait",
+        kernel="all_gather_matmul_small",
+        api=True,
+        edits=(('0, sem="acquire", scope="sys")', '0, sem="relaxed", scope="sys")', 2),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="no wait",
+        kernel="all_gather_matmul",
+        edits=((TILE_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait in the custom kernel",
+        kernel="custom_kernel",
+        edits=(("shmem.wait(me, arrived + source * tl.num_programs(0) + block, me.epoch, source)", "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        # Of three ranks, whose numbers add up to three: the one that is neither this rank nor the source.
+        name="wait for another peer",
+        kernel="all_gather_matmul",
+        edits=((TILE_WAIT, TILE_WAIT.replace("source * row_blocks", "(WORLD - me.rank - source) * row_blocks")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="count of the previous epoch",
+        kernel="all_gather_matmul",
+        edits=((TILE_WAIT, TILE_WAIT.replace("me.epoch * UNITS", "(me.epoch - 1) * UNITS")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="count of the previous epoch for all",
+        kernel="all_gather_matmul_small",
+        edits=(("me.epoch * PUSHERS", "(me.epoch - 1) * PUSHERS"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="single buffering",
+        kernel="all_gather_matmul",
+        api=True,
+        edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="single buffering in the custom kernel",
+        kernel="custom_kernel",
+        api=True,
+        edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="reset of a signal by a store",
+        kernel="all_gather_matmul_small",
+        edits=(
+            (
+                "        lhs = inbox + row.to(tl.int64) * K\n",
+                "        lhs = inbox + row.to(tl.int64) * K\n"
+                "        tl.store(shmem._signal_of(me, arrived, me.rank), 0)\n",
+            ),
+        ),
+        errors=(SignalCountError,),
+    ),
+    Mutant(
+        name="reset of a signal by an exchange",
+        kernel="custom_kernel",
+        edits=(
+            (
+                "    shmem.finish(me)",
+                '    tl.atomic_xchg(shmem._signal_of(me, arrived, me.rank), 0, sem="relaxed", scope="sys")\n'
+                "    shmem.finish(me)",
+            ),
+        ),
+        errors=(SignalCountError,),
+    ),
+    Mutant(
+        name="read one tile too far",
+        kernel="all_gather_matmul",
+        edits=(
+            (
+                "rows_of = (inbox + source.to(tl.int64) * M * K).to(tl.int64)",
+                "rows_of = (inbox + (source.to(tl.int64) * M + BLOCK_M) * K).to(tl.int64)",
+            ),
+        ),
+        errors=(*TOO_EARLY, OutOfBoundsError),
+    ),
+    Mutant(
+        name="push one block too far",
+        kernel="custom_kernel",
+        edits=(("inbox_ptr + me.rank * SIZE + element, value", "inbox_ptr + me.rank * SIZE + BLOCK + element, value"),),
+        errors=(*TOO_EARLY, OutOfBoundsError),
+    ),
+    Mutant(
+        name="pushers last in the grid",
+        kernel="all_gather_matmul",
+        edits=(
+            ("if tl.program_id(0) < PUSHERS:", "if tl.program_id(0) >= tl.num_programs(0) - PUSHERS:"),
+            ("tile = tl.program_id(0) - PUSHERS", "tile = tl.program_id(0)"),
+            ("pusher = tl.program_id(0)\n", "pusher = tl.program_id(0) - (tl.num_programs(0) - PUSHERS)\n"),
+        ),
+        errors=(WaitOrderError,),
+    ),
+    Mutant(
+        name="wait for a higher id",
+        kernel="custom_kernel",
+        edits=(
+            (
+                "    for source in range(WORLD):\n",
+                "    for source in range(WORLD):\n"
+                "        above = tl.minimum(block + 1, tl.num_programs(0) - 1)\n"
+                "        shmem.wait(me, arrived + source * tl.num_programs(0) + above, me.epoch, source)\n",
+            ),
+        ),
+        errors=(WaitOrderError,),
+    ),
+    Mutant(
+        name="store past the end",
+        kernel="all_gather_matmul",
+        edits=(
+            (
+                "dest = inbox + (me.rank.to(tl.int64) * M * K + first)",
+                "dest = inbox + (me.rank.to(tl.int64) * 0 + WORLD * M * K + first)",
+            ),
+        ),
+        errors=(OutOfBoundsError,),
+    ),
+    Mutant(
+        name="no mask",
+        kernel="all_gather_matmul_small",
+        edits=(("mask=element < size)", "mask=element >= 0)"),),
+        errors=(OutOfBoundsError,),
+        shape=(3, 21, 19, 2, 32),
+    ),
+    Mutant(
+        name="signal once too often",
+        kernel="all_gather_matmul",
+        edits=((PUSH_SIGNAL, PUSH_SIGNAL + PUSH_SIGNAL),),
+        errors=(SignalCountError,),
+        shape=(5, 19, 9, 1, 1, 32),
+    ),
+    Mutant(
+        name="signal once too seldom",
+        kernel="all_gather_matmul",
+        edits=(
+            (PUSH_SIGNAL, PUSH_SIGNAL.replace("            shmem", "            if unit > 0:\n                shmem")),
+        ),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="no rows for this rank itself",
+        kernel="all_gather_matmul_small",
+        edits=(("tl.static_range(1, WORLD + 1)", "tl.static_range(1, WORLD)"),),
+        errors=(UninitializedReadError,),
+    ),
+    Mutant(
+        name="no finish in the pushers",
+        kernel="all_gather_matmul",
+        edits=(
+            (
+                "BLOCK_M, BLOCK_N)\n    shmem.finish(me)\n",
+                "BLOCK_M, BLOCK_N)\n        shmem.finish(me)\n",
+            ),
+        ),
+        errors=(EpochMismatchError,),
+    ),
+)
+
+
+def edit(module: ModuleType, edits: tuple[tuple, ...], folder: Path) -> Path:
+    """A copy of a module's file with other text in it."""
+    text = inspect.getsource(module)
+    for old, new, *times in edits:
+        assert text.count(old) == (times[0] if times else 1), f"{module.__name__} has changed: {old!r}"
+        text = text.replace(old, new)
+    path = folder / Path(module.__file__ or "").name
+    path.write_text(text)
+    return path
+
+
+def kernel_of(mutant: Mutant, folder: Path) -> Any:
+    kernel = KERNEL[mutant.kernel]
+    source = kernel.module
+    if mutant.api:
+        api = load(edit(shmem, mutant.edits, folder), shmem.__name__)
+        module = load(Path(source.__file__ or ""), source.__name__, shmem=api)
+    else:
+        module = load(edit(source, mutant.edits, folder), source.__name__)
+    return getattr(module, kernel.function)
+
+
+def find(kernel: Simulated, mutant: Mutant, function: Any) -> tuple[int, SimulationError] | None:
+    for seed in range(SEEDS):
+        call, settings = kernel.case(seed, mutant.world)
+        if mutant.shape is not None:
+            call = kernel.call(mutant.world, call.arrays[0][0].dtype, mutant.shape)
+        try:
+            call.run(function, **settings)
+        except SimulationError as error:
+            return seed, error
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    found = find(KERNEL[mutant.kernel], mutant, kernel_of(mutant, tmp_path))
+    assert found is not None, f"not found in {SEEDS} seeds"
+    seed, error = found
+    print(f"seed {seed}: {type(error).__name__}: {error}")
+    assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
+    assert mutant.kernel.removesuffix("_small") in str(error) or "all_gather_kernel" in str(error)
+    assert f"seed={seed}" in str(error)
+
+
+def test_there_are_enough_faults() -> None:
+    assert len(MUTANTS) >= 12
+    assert {mutant.kernel for mutant in MUTANTS} == set(KERNEL)
