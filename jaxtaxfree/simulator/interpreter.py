@@ -116,7 +116,8 @@ class Builder(triton_interpreter.InterpreterBuilder):
         addresses = _lanes(ptr, mask)
         if not addresses.size:
             return act()
-        looks = operation in _LOOKING and not value.data.any()
+        # Who only looks does not release.
+        looks = operation in _LOOKING and not value.data.any() and sem != ir.MEM_SEMANTIC.RELEASE
         return self._machine.atomic(addresses, _size(ptr), _SEMANTICS[sem], _SCOPES[scope], looks, act)
 
     def create_atomic_cas(
