@@ -289,8 +289,7 @@ def _load_modules(team: Team, region: heap.Region, operands: tuple, params: tupl
     """Loads the kernel's module on every local device, by a launch that leaves at once.
 
     Otherwise the first call loads it on one device while the kernel already waits on another one, and the driver may
-    let the
-    loading wait for the kernel: a deadlock.
+    let the loading wait for the kernel: a deadlock.
     """
     devices = [device for device in team.devices if device.process_index == jax.process_index()]
     mesh = Mesh(np.array(devices), ("device",))

@@ -1,9 +1,11 @@
 """All-gather and matrix product in one kernel, for shards of at least a tile of rows.
- The first `PUSHERS` programs send this rank's rows to its peers; each later program computes one tile of the product.
+
+The first `PUSHERS` programs send this rank's rows to its peers; each later program computes one tile of the product.
 A tile needs the rows of one rank only. Tiles of this rank's own rows come first and wait for nothing; the others
 follow in the order rank + 1, rank + 2, ..., and each waits for its block of rows alone, so the rows of one rank
 travel while those of another are multiplied.
- Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
+
+Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
 run.
 """
 

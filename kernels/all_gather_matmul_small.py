@@ -3,7 +3,8 @@
 With few rows the product takes as long as reading `rhs`, so `rhs` must be read once: every tile has the rows of all
 ranks. The first `PUSHERS` programs write this rank's rows into everybody's scratch, its own included; each later
 program waits for all ranks and computes one tile.
- Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
+
+Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
 run.
 """
 

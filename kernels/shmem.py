@@ -1,8 +1,10 @@
 """The device API: what a Triton kernel calls to reach its peers' memory.
- The words are OpenSHMEM's and Iris's. A kernel launched by `shmem_call` begins with `start` and ends with `finish`.
+
+The words are OpenSHMEM's and Iris's. A kernel launched by `shmem_call` begins with `start` and ends with `finish`.
 In between it finds its symmetric scratch (`scratch`), turns an address of its own into a peer's (`remote`), moves
 data (`load`, `store`, `get`, `put`), raises counters on peers (`signal`) and waits for its own (`wait`).
- How the memory lies (`jaxtaxfree.heap` lays it out, this file reads it): every rank of a team has one region of the
+
+How the memory lies (`jaxtaxfree.heap` lays it out, this file reads it): every rank of a team has one region of the
 same size. The region at `position` of the mesh begins at `origin + position * stride`, or at `table[position]` where
 another allocator owns the memory. A region holds a header, one epoch counter for each program, the signals, and two
 copies of the scratch.

@@ -1,6 +1,6 @@
-"""The symmetric heap: memory at addresses that every rank of a team can compute, in which kernels exchange data and
-signals.
- There is one heap in a process. It opens by itself when the first fused operation is lowered for GPUs, and grows as
+"""The symmetric heap: memory in which kernels exchange data and signals, at addresses that every rank can compute.
+
+There is one heap in a process. It opens by itself when the first fused operation is lowered for GPUs, and grows as
 operations ask for regions, so nobody sizes it. It lives in the memory that JAX leaves free (a quarter, unless
 XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
 

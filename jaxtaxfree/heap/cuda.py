@@ -1,5 +1,6 @@
 """The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many on one host.
- The heap reserves one range of addresses, the same in every process. A region is a window in that range, with one
+
+The heap reserves one range of addresses, the same in every process. A region is a window in that range, with one
 part of equal size for each device of the mesh in the mesh's order, so that a kernel finds any part by arithmetic.
 Each process takes the memory of its own devices, and maps it and that of its devices' peers into the window.
 """

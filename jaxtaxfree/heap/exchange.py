@@ -1,5 +1,6 @@
 """How the processes of a job meet: names and numbers through JAX's key-value store, memory handles over Unix sockets.
- A file descriptor cannot travel through a key-value store, so each process listens at a socket in a folder of its own
+
+A file descriptor cannot travel through a key-value store, so each process listens at a socket in a folder of its own
 and hands out the descriptors of the memory that it shares. `Alone` takes the place of all this in a job of one
 process.
 """
