@@ -16,7 +16,7 @@ BACKEND := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda13 || 
 STAMP := $(VENV)/.ready-$(BACKEND)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick lint format bench doctor clean
+.PHONY: help setup demo test test-quick soak lint format bench doctor clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -31,10 +31,13 @@ demo: $(STAMP) ## run the decode loop example
 	$(PY) examples/decode_loop.py $(DEMO_ARGS)
 
 test: $(STAMP) ## run every test; tests that need more GPUs than there are skip themselves
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not soak" $(PYTEST_ARGS)
 
 test-quick: $(STAMP) ## run the tests not marked slow
-	$(PY) -m pytest -m "not slow" $(PYTEST_ARGS)
+	$(PY) -m pytest -m "not slow and not soak" $(PYTEST_ARGS)
+
+soak: $(STAMP) ## run the tests that take many minutes and repeat what shorter ones do
+	$(PY) -m pytest -m soak $(PYTEST_ARGS)
 
 lint: $(STAMP) ## check style, format and types
 	$(PY) -m ruff check

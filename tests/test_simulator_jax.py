@@ -1,6 +1,7 @@
 """implementation="simulate" inside JAX programs on virtual CPU devices."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,9 +60,10 @@ def test_the_configuration_that_gpus_take(cpu_mesh: MeshFactory) -> None:
     np.testing.assert_array_equal(program(mesh, gather_matmul)(lhs, rhs), product(lhs, rhs))
 
 
+@pytest.mark.parametrize("seeds", [12, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
-def test_while_loop(cpu_mesh: MeshFactory, world: int, dtype: Any) -> None:
+def test_while_loop(cpu_mesh: MeshFactory, world: int, dtype: Any, seeds: int) -> None:
     mesh = cpu_mesh(world, "tp")
     lhs, rhs = operands(mesh, 4, 16, 4, dtype)
 
@@ -73,17 +75,18 @@ def test_while_loop(cpu_mesh: MeshFactory, world: int, dtype: Any) -> None:
             )  # [world * 4, 16]
             return i + 1, (y.reshape(-1)[: x.size].reshape(x.shape) + x) % 3
 
-        return lax.while_loop(lambda state: state[0] < 4, step, (jnp.int32(0), lhs))[1]
+        return lax.while_loop(lambda state: state[0] < 3, step, (jnp.int32(0), lhs))[1]
 
-    def run(implementation: str) -> jax.Array:
-        f = program(mesh, functools.partial(steps, implementation=implementation), out_specs=P("tp", None))
-        return jax.block_until_ready(f(lhs, rhs))
-
-    expected = run("xla")
-    for seed, policy in enumerate(POLICIES):
-        with simulator.simulating(seed=seed, policy=policy, slots=2) as recording:
-            np.testing.assert_array_equal(run("simulate"), expected)
-        assert len(recording.traces) == 4
+    xla, simulated = (
+        program(mesh, functools.partial(steps, implementation=name), out_specs=P("tp", None))
+        for name in ("xla", "simulate")
+    )
+    expected = jax.block_until_ready(xla(lhs, rhs))
+    choices = itertools.product(POLICIES, (1, 2, None))
+    for seed, (policy, slots) in zip(range(seeds), itertools.cycle(choices), strict=False):
+        with simulator.simulating(seed=seed, policy=policy, slots=slots) as recording:
+            np.testing.assert_array_equal(jax.block_until_ready(simulated(lhs, rhs)), expected)
+        assert len(recording.traces) == 3
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
