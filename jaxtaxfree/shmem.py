@@ -83,8 +83,7 @@ def shmem_call(
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
     axes = check_axes(axis_name, name)
     world = math.prod(lax.axis_size(axis) for axis in axes)
-    scratch = {key: jax.ShapeDtypeStruct(s.shape, s.dtype) for key, s in (scratch or {}).items()}
-    signals = {key: (count if isinstance(count, int) else math.prod(count)) for key, count in (signals or {}).items()}
+    scratch, signals = scratch or {}, signals or {}
     if "WORLD" in kernel.arg_names:
         params.setdefault("WORLD", world)
     out_leaves, out_tree = jax.tree.flatten(out_type)
@@ -101,8 +100,7 @@ def shmem_call(
             axes=axes,
             out_types=out_types,
             grid=grid,
-            scratch=tuple((key, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for key, s in scratch.items()),
-            signals=tuple(signals.items()),
+            layout=heap.Layout.of(grid, scratch, signals),
             name=name,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -167,13 +165,14 @@ def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: 
     )
 
 
-def _lower_simulated(ctx: Any, *args: Any, num_warps: int, num_stages: int, cost_estimate: Any, **params: Any) -> Any:
-    from jaxtaxfree.simulator import callback  # not for those who do not simulate
+def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
+    from jaxtaxfree.simulator import callback, interpreter  # not for those who do not simulate
 
-    del num_warps, num_stages, cost_estimate  # of compiled code
-    call = functools.partial(
-        callback.simulate, team=team_of(ctx, params["axes"]), identity=callback.identity(params), **params
-    )
+    with interpreter.lock:  # a kernel cannot be hashed while Triton's language is bound to a simulation
+        identity = _digest(params)
+    for of_compiled_code in ("num_warps", "num_stages", "cost_estimate"):
+        del params[of_compiled_code]
+    call = functools.partial(callback.simulate, team=team_of(ctx, params["axes"]), identity=identity, **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
 
@@ -191,7 +190,6 @@ mlir.register_lowering(shmem_call_p, _lower_for_cuda, platform="cuda")
 
 def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     """The call's region of the heap; None if the program is not for this process's GPUs, and must not find a heap."""
-    layout = heap.Layout(programs=math.prod(params["grid"]), signals=params["signals"], scratch=params["scratch"])
     exported = ctx.module_context.lowering_parameters.for_export
     if exported or not team.on_gpus:
         return None
@@ -199,7 +197,7 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     # Calls share a region if they run the same kernel with the same constants on the same shapes.
     name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
     try:
-        region = heap.region(name, team.devices, team.world, layout)
+        region = heap.region(name, team.devices, team.world, params["layout"])
     except heap.HeapUnavailableError as error:
         if jax.process_count() > 1:
             raise  # this process alone must not decide for another implementation
@@ -228,8 +226,7 @@ def _launch(
     axes: tuple[str, ...],
     out_types: tuple,
     grid: tuple[int, ...],
-    scratch: tuple,
-    signals: tuple,
+    layout: heap.Layout,
     name: str,
     num_warps: int,
     num_stages: int,
@@ -241,7 +238,6 @@ def _launch(
     programs: int | None = None,
 ) -> Any:
     """The launch of a kernel as a traceable function; with `programs`, of so many only, and with results of size 1."""
-    layout = heap.Layout(programs=math.prod(grid), signals=signals, scratch=scratch)
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct((1,), out.dtype) for out in out_types)

@@ -48,12 +48,10 @@ def operands(m: int, k: int, n: int, dtype, mesh: Mesh, key: int = 0) -> tuple[j
     return normal(key, (m, k), dtype, mesh, P("tp")), normal(key + 1, (k, n), dtype, mesh, P(None, "tp"))
 
 
-def gather_matmul(mesh: Mesh, axes="tp", check_vma: bool = True, **kwargs) -> Callable:
+def gather_matmul(mesh: Mesh, **kwargs) -> Callable:
     """all_gather_matmul on global arrays."""
-    call = functools.partial(jtf.all_gather_matmul, axis_name=axes, **kwargs)
-    return jax.jit(
-        jax.shard_map(call, mesh=mesh, in_specs=(P(axes), P(None, axes)), out_specs=P(None, axes), check_vma=check_vma)
-    )
+    call = functools.partial(jtf.all_gather_matmul, axis_name="tp", **kwargs)
+    return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=(P("tp"), P(None, "tp")), out_specs=P(None, "tp")))
 
 
 @jax.jit
@@ -242,16 +240,22 @@ def check_gradients(mesh: Mesh) -> None:
         assert error(found, want) < 1e-4
 
 
+CHECKS = (
+    check_odd_shapes,
+    check_random_shapes,
+    check_gather_is_exact,
+    check_mixture,
+    check_independent_calls,
+    check_gradients,
+    check_listed_shapes,
+)
+
+
 def check_all(devices: Sequence[jax.Device], repetitions: int = 1000) -> None:
     """Everything above, on a mesh of one axis unless it says otherwise."""
     mesh = mesh_of(devices, (len(devices),), ("tp",))
-    check_odd_shapes(mesh)
-    check_gather_is_exact(mesh)
-    check_random_shapes(mesh)
+    for check in CHECKS:
+        check(mesh)
     check_meshes(devices)
-    check_gradients(mesh)
-    check_mixture(mesh)
-    check_independent_calls(mesh)
     check_repetition(mesh, 16, 1024, 2048, repetitions)
     check_repetition(mesh, 1024, 1024, 2048, repetitions)
-    check_listed_shapes(mesh)

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import all_gather_matmul, all_gather_matmul_small
+from jaxtaxfree.ops.all_gather_matmul import Config, launch
 from jaxtaxfree.simulator.scheduler import POLICIES
 
 ROOT = Path(__file__).parents[1]
@@ -80,60 +81,34 @@ def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
 
 
-def _matmul_operands(world: int, dtype: np.dtype, m: int, n: int, k: int) -> tuple[list, list, list]:
+def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **config: Any) -> Call:
+    """As the operation launches it, with tiles of 16 x 16."""
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs).astype(np.float32)
-    return lhs, rhs, [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    _, keywords = launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=dtype,
+        out_dtype=dtype,
+        precision="ieee",
+        config=Config(block_m=16, block_n=16, block_k=32, group_m=2, **config),
+    )
+    del keywords["name"]  # reports name the kernel, because both belong to one operation
+    return Call(arrays=(lhs, rhs), keywords={"world": world, **keywords}, expected=expected)
 
 
-def _all_gather_matmul(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, units, chunk = shape
-    lhs, rhs, expected = _matmul_operands(world, dtype, m, n, k)
-    block = 16
-    row_blocks = math.ceil(m / block)
-    keywords = {
-        "world": world,
-        "grid": pushers + world * row_blocks * math.ceil(n / block),
-        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
-        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
-        "signals": {"arrived": (world, row_blocks), "turn": pushers},
-        "M": m,
-        "N": n,
-        "K": k,
-        "BLOCK_M": block,
-        "BLOCK_N": block,
-        "BLOCK_K": 32,
-        "GROUP_M": 2,
-        "PUSHERS": pushers,
-        "UNITS": units,
-        "CHUNK": chunk,
-        "PRECISION": "ieee",
-    }
-    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, units=units, chunk=chunk)
 
 
-def _all_gather_matmul_small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk = shape
-    lhs, rhs, expected = _matmul_operands(world, dtype, m, n, k)
-    block = 16
-    keywords = {
-        "world": world,
-        "grid": pushers + math.ceil(world * m / block) * math.ceil(n / block),
-        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
-        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
-        "signals": {"arrived": world},
-        "M": m,
-        "N": n,
-        "K": k,
-        "BLOCK_M": block,
-        "BLOCK_N": block,
-        "BLOCK_K": 32,
-        "PUSHERS": pushers,
-        "CHUNK": chunk,
-        "PRECISION": "ieee",
-    }
-    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True)
 
 
 def _custom_kernel(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -170,7 +145,7 @@ KERNELS = (
         name="all_gather_matmul",
         module=all_gather_matmul,
         function="all_gather_matmul_kernel",
-        call=_all_gather_matmul,
+        call=_large,
         # M, N, K, PUSHERS, UNITS, CHUNK
         shapes=lambda world: (
             ((17, 9, 21, 2, 2, 128), (5, 19, 9, 1, 1, 32), (16, 16, 32, 3, 1, 256))
@@ -182,7 +157,7 @@ KERNELS = (
         name="all_gather_matmul_small",
         module=all_gather_matmul_small,
         function="all_gather_matmul_small_kernel",
-        call=_all_gather_matmul_small,
+        call=_small,
         # M, N, K, PUSHERS, CHUNK
         shapes=lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
     ),

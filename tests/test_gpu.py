@@ -23,18 +23,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
     return parity.mesh_of(jax.devices("cuda")[: request.param], (request.param,), ("tp",))
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
-        parity.check_odd_shapes,
-        parity.check_random_shapes,
-        parity.check_gather_is_exact,
-        parity.check_mixture,
-        parity.check_independent_calls,
-        parity.check_gradients,
-        parity.check_listed_shapes,
-    ],
-)
+@pytest.mark.parametrize("check", parity.CHECKS)
 def test_parity(check, mesh):
     check(mesh)
 

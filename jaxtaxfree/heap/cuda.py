@@ -16,7 +16,7 @@ from typing import Any
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
-from jaxtaxfree.heap.exchange import Alone, Processes
+from jaxtaxfree.heap.exchange import Alone
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 
 # Where the range is asked for. Programs load their libraries near the top of the address space and themselves near
@@ -182,8 +182,7 @@ class CudaHeap:
         attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
         meeting = f"{magic:x}/{self._base:x}/{attempt}"
         processes = sorted({device.process for device in devices})
-        if isinstance(self._exchange, Processes):
-            self._exchange.check_host(processes)
+        self._exchange.check_host(processes)
         size = layout_.nbytes
         granules = size // GRANULE
         start = self._exchange.next_window(f"{magic:x}/{attempt}", granules * len(devices), processes)

@@ -27,6 +27,9 @@ class Alone:
         self._windows = 0
         self._lock = threading.Lock()
 
+    def check_host(self, members: Sequence[int]) -> None:
+        """Raises unless all members run on this host."""
+
     def next_window(self, name: str, size: int, members: Sequence[int]) -> int:
         """The start of a window of `size` units that no region has used yet, the same for all members."""
         del name, members
@@ -121,7 +124,6 @@ class Processes(Alone):
             raise HeapError(next(filter(None, reports)))
 
     def check_host(self, members: Sequence[int]) -> None:
-        """Raises unless all members run on this host."""
         hosts = {member: self._get(f"socket/{member}", member, "its address").partition(" ")[0] for member in members}
         elsewhere = sorted(member for member, host in hosts.items() if host != _host())
         if elsewhere:

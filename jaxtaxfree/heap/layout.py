@@ -4,6 +4,10 @@ import dataclasses
 import hashlib
 import math
 import struct
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from jaxtaxfree.kernels import shmem as device
 
@@ -25,6 +29,17 @@ class Layout:
     programs: int
     signals: tuple[tuple[str, int], ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def of(
+        cls, grid: tuple[int, ...], scratch: Mapping[str, Any], signals: Mapping[str, int | tuple[int, ...]]
+    ) -> "Layout":
+        """For a kernel on a grid, with scratch and signals as `shmem_call` takes them."""
+        return cls(
+            programs=math.prod(grid),
+            signals=tuple((name, n if isinstance(n, int) else math.prod(n)) for name, n in signals.items()),
+            scratch=tuple((name, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for name, s in scratch.items()),
+        )
 
     @property
     def signal_line(self) -> int:

@@ -205,11 +205,20 @@ def _fused_2d(
 ) -> jax.Array:
     """lhs [m, k], rhs [k, n] -> [world * m, n]."""
     (m, k), n = lhs.shape, rhs.shape[1]
-    size = lhs.dtype.itemsize
-    common = {
-        "axis_name": axes,
-        "out_type": jax.ShapeDtypeStruct((world * m, n), dtype),
-        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), lhs.dtype)},
+    kernel, keywords = launch(
+        m, k, n, world=world, dtype=lhs.dtype, out_dtype=dtype, precision=precision, config=config
+    )
+    return shmem_call(kernel, lhs, rhs, axis_name=axes, implementation=implementation, **keywords)
+
+
+def launch(
+    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any, precision: str, config: Config
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel for a rank's lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
+    size = np.dtype(dtype).itemsize
+    keywords = {
+        "out_type": jax.ShapeDtypeStruct((world * m, n), out_dtype),
+        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
         "name": "all_gather_matmul",
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -223,29 +232,18 @@ def _fused_2d(
         "PUSHERS": config.pushers,
         "CHUNK": config.chunk,
         "PRECISION": precision,
-        "implementation": implementation,
     }
     column_blocks = math.ceil(n / config.block_n)
     if config.small:
-        return shmem_call(
-            all_gather_matmul_small_kernel,
-            lhs,
-            rhs,
-            grid=config.pushers + math.ceil(world * m / config.block_m) * column_blocks,
-            signals={"arrived": world},
-            **common,
-        )
+        grid = config.pushers + math.ceil(world * m / config.block_m) * column_blocks
+        return all_gather_matmul_small_kernel, keywords | {"grid": grid, "signals": {"arrived": world}}
     row_blocks = math.ceil(m / config.block_m)
-    return shmem_call(
-        all_gather_matmul_kernel,
-        lhs,
-        rhs,
-        grid=config.pushers + world * row_blocks * column_blocks,
-        signals={"arrived": (world, row_blocks), "turn": config.pushers},
-        UNITS=config.units,
-        GROUP_M=config.group_m,
-        **common,
-    )
+    return all_gather_matmul_kernel, keywords | {
+        "grid": config.pushers + world * row_blocks * column_blocks,
+        "signals": {"arrived": (world, row_blocks), "turn": config.pushers},
+        "UNITS": config.units,
+        "GROUP_M": config.group_m,
+    }
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:

@@ -7,7 +7,6 @@ operands of all, and can simulate its whole team: the first that comes does, and
 import contextlib
 import dataclasses
 import hashlib
-import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxtaxfree.heap.layout import Layout
-from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.session import Launch, Session, Settings
 from jaxtaxfree.simulator.trace import Trace
 from jaxtaxfree.teams import Team
@@ -75,8 +73,7 @@ def simulate(
     axes: tuple[str, ...],
     out_types: tuple,
     grid: tuple[int, ...],
-    scratch: tuple,
-    signals: tuple,
+    layout: Layout,
     name: str,
     params: tuple,
     identity: str,
@@ -88,7 +85,7 @@ def simulate(
       *operands: of this rank.
       identity: tells calls apart that may not share a region.
       team: the ranks.
-      kernel, axes, out_types, grid, scratch, signals, name, params: parameters of the primitive.
+      kernel, axes, out_types, grid, layout, name, params: parameters of the primitive.
     """
     launch = Launch(
         kernel=kernel,
@@ -96,7 +93,7 @@ def simulate(
         world=team.world,
         grid=grid,
         out_types=out_types,
-        layout=Layout(programs=math.prod(grid), signals=signals, scratch=scratch),
+        layout=layout,
         params=dict(params),
     )
     shapes = tuple((operand.shape, operand.dtype.name) for operand in operands)
@@ -112,13 +109,6 @@ def simulate(
     everybodys = [lax.all_gather(operand, axes) for operand in operands]
     position = jnp.asarray(team.position(), jnp.int32)
     return io_callback(call, out_types, position, *everybodys)
-
-
-def identity(params: dict[str, Any]) -> str:
-    """What tells calls apart that may not share a region, from the parameters of the primitive."""
-    with interpreter.lock:  # a kernel cannot be hashed while Triton's language is bound to a simulation
-        source = params["kernel"].cache_key
-    return repr(sorted({**params, "kernel": source}.items()))
 
 
 class _Meeting:

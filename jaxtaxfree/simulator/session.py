@@ -269,11 +269,7 @@ def run(
         world=world,
         grid=grid,
         out_types=out_types,
-        layout=Layout(
-            programs=math.prod(grid),
-            signals=tuple((key, n if isinstance(n, int) else math.prod(n)) for key, n in signals.items()),
-            scratch=tuple((key, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for key, s in scratch.items()),
-        ),
+        layout=Layout.of(grid, scratch, signals),
         params=params,
         shapes={
             **{key: tuple(s.shape) for key, s in scratch.items()},
