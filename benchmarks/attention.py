@@ -30,13 +30,13 @@ import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
     DTYPE,
-    NCCL_SYMMETRIC,
     ONE,
     Config,
     Implementation,
     Operands,
     Operation,
-    config_name,
+    by_flags,
+    fused,
     normal,
 )
 from benchmarks.shapes import (
@@ -149,16 +149,13 @@ class DecodeAttention(Operation):
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         # Nothing in a chain of dependent calls is there to hide latency behind, so NCCL's buffers are the only choice.
+        flag_sets = ("default", "nccl_symmetric")
         implementations = (
-            _all(name="xla/default", call=_xla),
-            _all(name="xla/nccl_symmetric", call=_xla, options=NCCL_SYMMETRIC),
+            *by_flags(_all, "xla", _xla, flag_sets),
             _all(name="xla_unmasked", call=_unmasked),
             _own(name="local", call=lambda query, cache: _local(query, cache)[0]),
-            _all(name="local+gather/default", call=_local_then_gather),
-            _all(name="local+gather/nccl_symmetric", call=_local_then_gather, options=NCCL_SYMMETRIC),
-            # Last, so that everything else has been compiled and checked should it break the device.
-            _all(name="fused", call=_fused),
-            *(_all(name=config_name(config), call=partial(_fused, config=config), config=config) for config in configs),
+            *by_flags(_all, "local+gather", _local_then_gather, flag_sets),
+            *fused(_all, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 

@@ -12,6 +12,7 @@ H200, but a cache that does not evict strictly by age would still hold some of a
 import abc
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,13 +24,12 @@ import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
     DTYPE,
-    LATENCY_HIDING,
-    NCCL_SYMMETRIC,
     Config,
     Implementation,
     Operands,
     Operation,
-    config_name,
+    by_flags,
+    fused,
     normal,
 )
 from benchmarks.shapes import (
@@ -53,7 +53,7 @@ def _gather(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return lax.all_gather(lhs, AXIS, axis=0, tiled=True)
 
 
-def _gather_then_matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def gather_then_matmul(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     # Spelled out rather than called through jaxtaxfree: a baseline and a reference must not depend on what they judge.
     return jnp.matmul(_gather(lhs, rhs), rhs)
 
@@ -67,17 +67,27 @@ def _identity(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 _sharded = partial(Implementation, in_specs=(P(AXIS, None), P(None, AXIS)), out_spec=P(None, AXIS))
 _gathered = partial(Implementation, in_specs=(P(None, None), P(None, AXIS)), out_spec=P(None, AXIS), takes="gathered")
 
-REFERENCE = _sharded(name="xla/default", call=_gather_then_matmul)
+REFERENCE = _sharded(name="xla/default", call=gather_then_matmul)
 # What an all-gather must return, without communication. Every rank has all rows, so "columns" are W copies.
 GATHERED = _gathered(name="gathered", call=_identity)
 
 
-class _Matmul(Operation):
-    """What both have in common."""
+class MatmulOperation(Operation):
+    """What operations with products of `MatmulShape` have in common.
+
+    Attributes:
+      shared_out: sizes that the ranks divide among themselves.
+    """
 
     sizes = ("m", "k", "n")
     parts = ("gemm", "collective")
     ceiling = "GB/s received by a rank"
+    shared_out: ClassVar[tuple[str, ...]] = ("m", "n")
+
+    def check_shape(self, shape: MatmulShape, world: int) -> None:
+        if any(getattr(shape, size) % world for size in self.shared_out):
+            sizes = " and ".join(self.shared_out)
+            raise ValueError(f"{shape}: {sizes} must be multiples of the {world} devices; choose others, or --world")
 
     def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
         return max(shape.flops(world) / 800e12, 2 * shape.k * shape.n / world / 4.8e12)
@@ -106,38 +116,26 @@ class _Matmul(Operation):
         return next(listed, MatmulShape(name=f"{m}x{k}x{n}", m=m, k=k, n=n))
 
 
-class AllGatherMatmul(_Matmul):
+class AllGatherMatmul(MatmulOperation):
     name = "all_gather_matmul"
     shapes = ALL_GATHER_MATMUL
     tiny_shapes = ALL_GATHER_MATMUL_TINY
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
-            REFERENCE,
-            _sharded(name="xla/latency_hiding", call=_gather_then_matmul, options=LATENCY_HIDING),
-            _sharded(name="xla/nccl_symmetric", call=_gather_then_matmul, options=NCCL_SYMMETRIC),
-            _sharded(name="xla/both", call=_gather_then_matmul, options=LATENCY_HIDING | NCCL_SYMMETRIC),
+            *by_flags(_sharded, "xla", gather_then_matmul),
             # XLA's own collective matmul: the threshold of 0 MiB lets it decompose every product.
             _sharded(
                 name="xla_auto", call=jnp.matmul, options={"xla_gpu_threshold_for_windowed_einsum_mib": 0}, auto=True
             ),
             _gathered(name="gemm", call=jnp.matmul),
             _sharded(name="collective", call=_gather),
-            # Last, so that everything else has been compiled and checked should it break the device.
-            _sharded(name="fused", call=_fused),
-            *(
-                _sharded(name=config_name(config), call=partial(_fused, config=config), config=config)
-                for config in configs
-            ),
+            *fused(_sharded, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         return GATHERED if implementation.name == "collective" else REFERENCE
-
-    def check_shape(self, shape: MatmulShape, world: int) -> None:
-        if shape.m % world or shape.n % world:
-            raise ValueError(f"{shape}: m and n must be multiples of the {world} devices; choose others, or --world")
 
     def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
@@ -163,7 +161,7 @@ def _scatter(partial_sum: jax.Array, rhs: jax.Array) -> jax.Array:
     return lax.psum_scatter(partial_sum, AXIS, scatter_dimension=0, tiled=True)
 
 
-def _matmul_then_scatter(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def matmul_then_scatter(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return _scatter(jnp.matmul(lhs, rhs), rhs)
 
 
@@ -179,42 +177,32 @@ _row_parallel = partial(Implementation, in_specs=(P(None, AXIS), P(AXIS, None)),
 # Partial sums [M, N] of all ranks one below the other.
 _partial = partial(Implementation, in_specs=(P(AXIS, None), P(AXIS, None)), out_spec=P(AXIS, None), takes="partial")
 
-SCATTER_REFERENCE = _row_parallel(name="xla/default", call=_matmul_then_scatter)
+SCATTER_REFERENCE = _row_parallel(name="xla/default", call=matmul_then_scatter)
 # What a reduce-scatter must return, and what the product of one rank.
 SCATTERED = _partial(name="scattered", call=_own_rows_of_sum)
 PRODUCT = _row_parallel(name="product", call=partial(jnp.matmul, preferred_element_type=jnp.float32))
 
 
-class MatmulReduceScatter(_Matmul):
+class MatmulReduceScatter(MatmulOperation):
     name = "matmul_reduce_scatter"
     shapes = MATMUL_REDUCE_SCATTER
     tiny_shapes = MATMUL_REDUCE_SCATTER_TINY
+    shared_out = ("m", "k")
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
-            SCATTER_REFERENCE,
-            _row_parallel(name="xla/latency_hiding", call=_matmul_then_scatter, options=LATENCY_HIDING),
-            _row_parallel(name="xla/nccl_symmetric", call=_matmul_then_scatter, options=NCCL_SYMMETRIC),
-            _row_parallel(name="xla/both", call=_matmul_then_scatter, options=LATENCY_HIDING | NCCL_SYMMETRIC),
+            *by_flags(_row_parallel, "xla", matmul_then_scatter),
             _row_parallel(
                 name="xla_auto", call=jnp.matmul, options={"xla_gpu_threshold_for_windowed_einsum_mib": 0}, auto=True
             ),
             _row_parallel(name="gemm", call=jnp.matmul),
             _partial(name="collective", call=_scatter),
-            _row_parallel(name="fused", call=_fused_scatter),
-            *(
-                _row_parallel(name=config_name(config), call=partial(_fused_scatter, config=config), config=config)
-                for config in configs
-            ),
+            *fused(_row_parallel, _fused_scatter, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         return {"collective": SCATTERED, "gemm": PRODUCT}.get(implementation.name, SCATTER_REFERENCE)
-
-    def check_shape(self, shape: MatmulShape, world: int) -> None:
-        if shape.m % world or shape.k % world:
-            raise ValueError(f"{shape}: m and k must be multiples of the {world} devices; choose others, or --world")
 
     def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
         rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))

@@ -5,7 +5,7 @@ already and sums of a rank alone (`gemm`), and the bytes that a rank at least re
 scatter forward, and the same backward) over the best bandwidth that a plain copy between devices reached.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -16,20 +16,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from benchmarks.matmuls import MatmulOperation, gather_then_matmul, matmul_then_scatter
 from benchmarks.operation import (
     AXIS,
     DTYPE,
-    LATENCY_HIDING,
-    NCCL_SYMMETRIC,
     Config,
     Implementation,
     Operands,
-    Operation,
-    config_name,
+    by_flags,
+    fused,
     normal,
 )
 from benchmarks.shapes import MLP_GRADIENTS, MLP_GRADIENTS_TINY, MatmulShape
-from benchmarks.timing import measure_bandwidths
 
 Weights = tuple[jax.Array, jax.Array, jax.Array]  # up [K, N / world], down [N / world, K], cotangent [M / world, K]
 
@@ -47,14 +45,6 @@ def _gradients(gather_matmul: Any, matmul_scatter: Any, x: jax.Array, weights: W
     return x_bar + (out[0, 0] + up_bar[0, 0] + down_bar[0, 0]).astype(x_bar.dtype)
 
 
-def _plain_gather(x: jax.Array, w: jax.Array) -> jax.Array:
-    return jnp.matmul(lax.all_gather(x, AXIS, axis=0, tiled=True), w)
-
-
-def _plain_scatter(y: jax.Array, w: jax.Array) -> jax.Array:
-    return lax.psum_scatter(jnp.matmul(y, w), AXIS, scatter_dimension=0, tiled=True)
-
-
 def _gathered_gemms(x: jax.Array, weights: Weights) -> jax.Array:
     up, down, ct = weights
     return _gradients(jnp.matmul, jnp.matmul, x, (up, down, jnp.tile(ct, (x.shape[0] // ct.shape[0], 1))))
@@ -70,28 +60,23 @@ def _fused(x: jax.Array, weights: Weights, *, config: Config | None = None) -> j
     )
 
 
-_xla = partial(_gradients, _plain_gather, _plain_scatter)
+_xla = partial(_gradients, gather_then_matmul, matmul_then_scatter)
 _weights = (P(None, AXIS), P(AXIS, None), P(AXIS, None))
 _sharded = partial(Implementation, in_specs=(P(AXIS, None), _weights), out_spec=P(AXIS, None))
 
 REFERENCE = _sharded(name="xla/default", call=_xla)
 
 
-class MlpGradients(Operation):
+class MlpGradients(MatmulOperation):
     name = "mlp_gradients"
     shapes = MLP_GRADIENTS
     tiny_shapes = MLP_GRADIENTS_TINY
-    sizes = ("m", "k", "n")
     parts = ("gemm",)
-    ceiling = "GB/s received by a rank"
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         """A configuration is for both operations, but not for the kernels of their gradients."""
         implementations = (
-            REFERENCE,
-            _sharded(name="xla/latency_hiding", call=_xla, options=LATENCY_HIDING),
-            _sharded(name="xla/nccl_symmetric", call=_xla, options=NCCL_SYMMETRIC),
-            _sharded(name="xla/both", call=_xla, options=LATENCY_HIDING | NCCL_SYMMETRIC),
+            *by_flags(_sharded, "xla", _xla),
             Implementation(
                 name="gemm",
                 call=_gathered_gemms,
@@ -99,21 +84,13 @@ class MlpGradients(Operation):
                 out_spec=P(AXIS, None),
                 takes="gathered",
             ),
-            _sharded(name="fused", call=_fused),
-            *(
-                _sharded(name=config_name(config), call=partial(_fused, config=config), config=config)
-                for config in configs
-            ),
+            *fused(_sharded, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         # Nothing else gives what the products of a rank alone give.
         return implementation if implementation.name == "gemm" else REFERENCE
-
-    def check_shape(self, shape: MatmulShape, world: int) -> None:
-        if shape.m % world or shape.n % world:
-            raise ValueError(f"{shape}: m and n must be multiples of the {world} devices; choose others, or --world")
 
     def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
@@ -131,21 +108,5 @@ class MlpGradients(Operation):
     def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
         return 6 * shape.flops(world) / 800e12
 
-    def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:
-        return measure_bandwidths(mesh, (256 if on_gpu else 1) * 2**20)
-
-    def floor_us(self, shape: MatmulShape, world: int, medians: Mapping[str, float], bandwidth: float) -> float | None:
-        """All of the products, or all of the wire, whichever is longer."""
-        wire = 4 * shape.wire_bytes(world, jnp.dtype(DTYPE).itemsize) / bandwidth * 1e6
-        return max(medians["gemm"], wire) if "gemm" in medians else None
-
-    def needed_for_floor(self) -> tuple[str, ...]:
-        return ("gemm",)
-
-    def parse_shape(self, text: str) -> MatmulShape:
-        try:
-            m, k, n = (int(size) for size in text.split(","))
-        except ValueError:
-            raise ValueError(f"{text!r} is not M,K,N") from None
-        listed = (shape for shape in self.shapes if self.sizes_of(shape) == (m, k, n))
-        return next(listed, MatmulShape(name=f"{m}x{k}x{n}", m=m, k=k, n=n))
+    def wire_bytes(self, shape: MatmulShape, world: int) -> int:
+        return 4 * shape.wire_bytes(world, jnp.dtype(DTYPE).itemsize)

@@ -34,6 +34,12 @@ DTYPE = jnp.bfloat16
 
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 NCCL_SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+FLAG_SETS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "latency_hiding": LATENCY_HIDING,
+    "nccl_symmetric": NCCL_SYMMETRIC,
+    "both": LATENCY_HIDING | NCCL_SYMMETRIC,
+}
 
 Config = dict[str, Any]
 Call = Callable[[Any, Any], jax.Array]
@@ -168,6 +174,26 @@ class Operation(abc.ABC):
 def config_name(config: Config) -> str:
     """The name of the fused implementation with this configuration."""
     return f"fused[{','.join(f'{key}={value}' for key, value in config.items())}]"
+
+
+def by_flags(
+    make: Callable[..., Implementation], name: str, call: Call, flag_sets: Sequence[str] = tuple(FLAG_SETS)
+) -> tuple[Implementation, ...]:
+    """One and the same call under several sets of XLA flags: "name/flag set"."""
+    return tuple(make(name=f"{name}/{each}", call=call, options=FLAG_SETS[each]) for each in flag_sets)
+
+
+def fused(
+    make: Callable[..., Implementation], call: Callable[..., Any], configs: Sequence[Config]
+) -> tuple[Implementation, ...]:
+    """The fused kernel as it chooses by shape, and with each of the configurations; `call` takes `config`.
+
+    They come last in an operation, so that everything else has been compiled and checked should they break the device.
+    """
+    return (
+        make(name="fused", call=call),
+        *(make(name=config_name(config), call=partial(call, config=config), config=config) for config in configs),
+    )
 
 
 def is_ours(name: str) -> bool:

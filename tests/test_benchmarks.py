@@ -23,7 +23,7 @@ import jaxtaxfree as jtf
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import matmuls, operation, run, timing  # noqa: E402
+from benchmarks import operation, run, timing  # noqa: E402
 from benchmarks.attention import DecodeAttention  # noqa: E402
 from benchmarks.operation import Operands, Operation  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
@@ -258,7 +258,7 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
         raise NotImplementedError("k must be a multiple of 512,\n not 256")
 
     monkeypatch.setattr("jaxtaxfree.all_gather_matmul", refuse)
-    monkeypatch.setitem(matmuls.LATENCY_HIDING, "xla_there_is_no_such_flag", True)
+    monkeypatch.setitem(operation.LATENCY_HIDING, "xla_there_is_no_such_flag", True)
     rows = bench(MATMUL, mesh, "fused", "xla/latency_hiding", "gemm")
     assert rows["fused", "check"]["checked"] == "refused: k must be a multiple of 512, not 256"
     assert rows["xla/latency_hiding", "check"]["checked"].startswith("failed: ")
