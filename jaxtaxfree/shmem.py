@@ -29,7 +29,7 @@ def shmem_call(
     grid: int | tuple[int, ...],
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
-    messages: Mapping[str, int | tuple[int, ...]] | None = None,
+    messages: Mapping[str, Any] | None = None,
     name: str | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -63,8 +63,10 @@ def shmem_call(
       scratch: for each name an object with `shape` and `dtype`. Every rank has that much memory for peers to write
         into, twice: calls take turns, so a rank that is one call ahead disturbs nobody. It is not zeroed.
       signals: for each name the number of counters, or their shape. They only grow.
-      messages: for each name the number of f32 values, or their shape, that `shmem.send` and `shmem.receive` exchange.
-        Every call must send each of them, and every rank must wait for something of every other one.
+      messages: for each name the number of f32 values, or their shape, that `shmem.send` and `shmem.receive` exchange,
+        each in every call; or an object with `shape` and dtype int32, of which `shmem.send_words` and
+        `shmem.receive_words` exchange as many as they like. In every call each rank must wait for something of each
+        other one.
       name: of the operation in profiles and errors; the kernel's name if None.
       num_warps, num_stages: for Triton.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
@@ -75,7 +77,7 @@ def shmem_call(
     Returns: the results, as `out_type`. They vary along `axis_name`.
 
     Raises:
-      ValueError: if there is no such implementation.
+      ValueError: if there is no such implementation, or messages are of another dtype.
       TypeError: if the kernel's parameters and the arguments do not match.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
       NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.

@@ -3,7 +3,8 @@
 The words are OpenSHMEM's and Iris's. A kernel launched by `shmem_call` begins with `start` and ends with `finish`.
 In between it finds its symmetric scratch (`scratch`), turns an address of its own into a peer's (`remote`), moves
 data (`load`, `store`, `get`, `put`), raises counters on peers (`signal`) and waits for its own (`wait`). What is small
-and urgent travels as messages (`send`, `receive`): words that say by themselves whether they have arrived.
+and urgent travels as messages (`send`, `receive`; `send_words`, `receive_words`): words that say by themselves whether
+they have arrived.
 
 How the memory lies (`jaxtaxfree.heap` lays it out, this file reads it): every rank of a team has one region of the
 same size. The region at `position` of the mesh begins at `origin + position * stride`, or at `table[position]` where
@@ -253,7 +254,8 @@ def wait_all(me, index, count):
 
 @triton.jit
 def messages(me, region):
-    """This rank's copy of an array of messages for this call: a pointer to i32, for `send` and `receive` alone.
+    """This rank's copy of an array of messages for this call: a pointer to i32, for those functions alone that send and
+    receive. An array of dtype int32 is for `send_words` and `receive_words`, another one for `send` and `receive`.
 
     Args:
       region: the kernel's parameter of the array's name, filled in by `shmem_call`.
@@ -303,10 +305,11 @@ def receive(me, source, peer, mask=None, patient=True):
     Returns: (f32 values, i1: false if they did not come within the heap's timeout; then store NaN).
     """
     tl.static_assert(source.numel <= 16384, "shmem.receive takes at most 16384 messages at a time")
+    timeout = _timeout(me)
     words = _look(source, mask)
     missing = tl.sum(_late(me, words, mask))
     if missing > 0:
-        end = _patience(me, patient)
+        end = _patience(me, timeout, patient)
         polls = end * 0
         going = end > 0
         while (missing > 0) & going:
@@ -315,7 +318,7 @@ def receive(me, source, peer, mask=None, patient=True):
             missing, going = _count(tl.sum(_late(me, words, mask) + late_all))
             polls += 1
         if missing > 0:
-            _report_words(me, words, source, peer, mask)
+            _report_words(me, _late(me, words, mask), source, peer, mask)
     return _value(words), (missing == 0) & me.ready
 
 
@@ -328,7 +331,7 @@ def receive_both(me, source, other, peer, other_peer, mask, other_mask, patient=
     others = _look(other, other_mask)
     missing = tl.sum(_late(me, words, mask)) + tl.sum(_late(me, others, other_mask))
     if missing > 0:
-        end = _patience(me, patient)
+        end = _patience(me, _timeout(me), patient)
         polls = end * 0
         going = end > 0
         while (missing > 0) & going:
@@ -339,7 +342,7 @@ def receive_both(me, source, other, peer, other_peer, mask, other_mask, patient=
             missing, going = _count(late)
             polls += 1
         if missing > 0:
-            _report_words(me, words, source, peer, mask)
+            _report_words(me, _late(me, words, mask), source, peer, mask)
             late = _late(me, others, other_mask)
             missing_others = tl.sum(late)
             if missing_others > 0:
@@ -347,6 +350,58 @@ def receive_both(me, source, other, peer, other_peer, mask, other_mask, patient=
                 place = tl.min(((other.to(tl.int64) - me.base) // 4).to(tl.int32))
                 _report(me, -1 - place, missing_others, 0, tl.max(tl.where(late != 0, other_peer, 0)))
     return _value(words), _value(others), (missing == 0) & me.ready
+
+
+@triton.jit
+def send_words(me, dest, words, peer, mask=True):
+    """Sends words of 32 bits to where `peer` keeps the messages `dest`, without a fence and without a signal.
+
+    A word that is not 0 has arrived, and `receive_words` makes it 0 again. So all bits are payload, but one pattern has
+    to stand for "not yet": words travel inverted, and -1 arrives as 0x7FFFFFFF. Both are NaN as an f32 and as a pair of
+    f16 or bf16; integers that may be -1 do not travel like this. The method is that of TensorRT-LLM's Lamport kernels.
+
+    A word is sent at most once in each call, by whatever rank. Who sends one must have heard of the rank that received
+    the last one there since then, as by a message of the next call.
+
+    Args:
+      dest: pointers of `messages` of dtype int32, 4 next to each other at a time for 16-byte stores.
+      words: i32.
+      peer: i32 rank, this one included.
+    """
+    words = ~tl.where(words == -1, 0x7FFFFFFF, words)
+    tl.atomic_store(remote(me, dest, peer), words, mask=mask & me.ready, sem="relaxed", scope="sys")
+
+
+@triton.jit
+def receive_words(me, source, peer, mask=None):
+    """Waits until the words at `source` have arrived, and makes room for those of the next call but one.
+
+    Args:
+      source: a block of at most 16384 pointers of this rank's `messages` of dtype int32.
+      peer: i32, who sends them: a block that broadcasts to `source`, or a scalar.
+      mask: which of them to wait for.
+
+    Returns: (i32 words, i1: false if they did not come within the heap's timeout; then store NaN).
+    """
+    tl.static_assert(source.numel <= 16384, "shmem.receive_words takes at most 16384 words at a time")
+    timeout = _timeout(me)
+    words = _look(source, mask)
+    missing = tl.sum(_absent(words, mask))
+    if missing > 0:
+        end = _patience(me, timeout, True)
+        polls = end * 0
+        going = end > 0
+        while (missing > 0) & going:
+            late_all = _too_late(me, end, polls)
+            words = _look(source, mask)
+            missing, going = _count(tl.sum(_absent(words, mask) + late_all))
+            polls += 1
+        if missing > 0:
+            _report_words(me, _absent(words, mask), source, peer, mask)
+    # The sum over the block lies in between: no thread still looks.
+    came = missing == 0
+    tl.store(source, tl.zeros_like(words), mask=came if mask is None else mask & came)
+    return ~words, came & me.ready
 
 
 @triton.jit
@@ -449,9 +504,17 @@ def _late(me, words, mask):
 
 
 @triton.jit
-def _report_words(me, words, source, peer, mask):
-    """Reports the first of some messages that are missing, if any are."""
-    late = _late(me, words, mask)
+def _absent(words, mask):
+    """1 for each word that has not arrived."""
+    absent = (words == 0).to(tl.int32)
+    if mask is not None:
+        absent = tl.where(mask, absent, 0)
+    return absent
+
+
+@triton.jit
+def _report_words(me, late, source, peer, mask):
+    """Reports the first of some messages that are missing, if any are: those where `late` is 1."""
     missing = tl.sum(late)
     if missing > 0:
         place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32)
@@ -464,10 +527,15 @@ def _report_words(me, words, source, peer, mask):
 
 
 @triton.jit
-def _patience(me, patient):
+def _timeout(me):
+    """Nanoseconds that a wait may last. Loaded along with the first look, not after it."""
+    return tl.load((me.base + HEADER_TIMEOUT).to(tl.pointer_type(tl.int64)))
+
+
+@triton.jit
+def _patience(me, timeout, patient):
     """How long a `receive` may last: a point in time on CUDA, a number of polls elsewhere. Not positive: no longer."""
     BACKEND: tl.constexpr = _backend()
-    timeout = tl.load((me.base + HEADER_TIMEOUT).to(tl.pointer_type(tl.int64)))
     if BACKEND == "cuda":
         end = _now() + timeout
     else:
@@ -527,11 +595,11 @@ def _poll(me, index, counters, count):
             setp.ge.u32 p, v, $2;
             @p bra DONE;
             mad.wide.u32 signal, v, 4, $1;
+            ld.volatile.global.b64 end, [$4 + 16];
             ld.acquire.sys.global.b32 v, [signal];
             sub.s32 v, v, $3;
             setp.ge.s32 p, v, 0;
             @p bra DONE;
-            ld.volatile.global.b64 end, [$4 + 16];
             mov.u64 now, %globaltimer;
             add.u64 end, end, now;
             AGAIN:
@@ -561,7 +629,7 @@ def _poll(me, index, counters, count):
         # Without a clock that all threads of a block agree on, the bound counts polls, each of about a microsecond.
         signals = address.to(tl.pointer_type(tl.int32))
         failed = (me.base + HEADER_FAILED).to(tl.pointer_type(tl.int32))
-        polls = tl.load((me.base + HEADER_TIMEOUT).to(tl.pointer_type(tl.int64))) // 1000
+        polls = _timeout(me) // 1000
         missing = count * 0
         for i in range(counters):
             missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")

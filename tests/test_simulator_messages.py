@@ -352,3 +352,112 @@ def test_messages_last_from_call_to_call_in_jax(cpu_mesh: MeshFactory) -> None:
             out = jax.block_until_ready(f(jax.device_put(x, NamedSharding(mesh, P("x")))))
         np.testing.assert_array_equal(np.asarray(out).reshape(expected.shape), expected)
         assert len(recording.traces) == 5
+
+
+@triton.jit
+def words_kernel(x_ptr, team, box, out_ptr, WORLD: tl.constexpr, WORDS: tl.constexpr, FAULT: tl.constexpr):
+    """Each program sends its words to all ranks, but every third only in odd calls; with a fault by name."""
+    me = shmem.start(team)
+    first = tl.program_id(0) * WORLD * WORDS
+    word = tl.arange(0, WORDS)
+    mask = (word % 3 != 2) | (me.epoch % 4 < 2)
+    value = tl.load(x_ptr + tl.program_id(0) * WORDS + word)
+    words = shmem.messages(me, box) + first
+    for i in range(WORLD):
+        peer = (me.rank + i) % WORLD
+        if FAULT != "one way" or peer == 0:
+            shmem.send_words(me, words + me.rank * WORDS + word, value, peer, mask)
+    if FAULT == "twice":
+        shmem.send_words(me, words + me.rank * WORDS + word, value, me.rank, word < 1)
+    if FAULT == "store":
+        tl.store(words + word, 0)
+    source = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+    there = (source < WORLD) & mask[None, :]
+    wanted = there
+    if FAULT == "not received":
+        wanted = there & (word[None, :] < WORDS - 1)
+    if FAULT == "one way":
+        wanted = there & (me.rank == 0)
+    if FAULT == "f32":
+        got, ready = shmem.receive(me, words + source * WORDS + word[None, :], source, wanted)
+        got = got.to(tl.int32, bitcast=True)
+    else:
+        got, ready = shmem.receive_words(me, words + source * WORDS + word[None, :], source, wanted)
+    if FAULT == "again":
+        shmem.receive_words(me, words + source * WORDS + word[None, :], source, wanted)
+    tl.store(out_ptr + first + source * WORDS + word[None, :], tl.where(there & ready, got, -2), mask=source < WORLD)
+    shmem.finish(me)
+
+
+def send_words(world: int, fault: str = "", programs: int = 2, calls: int = 3, **settings: Any) -> None:
+    x = [np.random.default_rng(rank).integers(-(2**31), 2**31, (programs, 8), np.int32) for rank in range(world)]
+    for part in x:
+        part[0, :5] = 0, -1, 1, -(2**31), 2**31 - 1
+    outs, _ = simulator.run(
+        words_kernel,
+        x,
+        world=world,
+        grid=programs,
+        out_type=jax.ShapeDtypeStruct((programs, world, 8), np.int32),
+        messages={"box": jax.ShapeDtypeStruct((programs, world, 8), np.int32)},
+        calls=calls,
+        WORDS=8,
+        FAULT=fault,
+        **settings,
+    )
+    want = np.where(np.stack(x, 1) == -1, 0x7FFFFFFF, np.stack(x, 1))
+    want[..., 2::3] = want[..., 2::3] if calls % 4 < 2 else -2
+    for out in outs:
+        np.testing.assert_array_equal(out, want)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_words_arrive_and_may_be_left_out(world: int) -> None:
+    for seed, policy in zip(range(12), itertools.cycle(POLICIES)):
+        slots, calls = (1, 2, None)[seed % 3], 3 + seed % 4
+        send_words(world, seed=seed, policy=policy, slots=slots, calls=calls)
+
+
+WORD_FAULTS = {
+    "twice": "the send of .* at L .* sends box.* a second time in one call",
+    "not received": r"Nobody has received box.* which the send of .* at L .* has sent: it is not cleared",
+    "again": "the receive of .* at L .* waits for box.*, which has been received: the clear of .* has cleared it",
+    "store": "the store of .* at L touches box.*: only shmem.send and shmem.receive may",
+    "f32": "Nobody has received box|which have come: it does not take them for those of its call",
+}
+
+
+@pytest.mark.parametrize("fault", WORD_FAULTS)
+def test_a_fault_with_words_is_found(fault: str) -> None:
+    for seed, policy in enumerate(POLICIES):
+        with pytest.raises((simulator.MessageError, simulator.DeadlockError)) as found:
+            send_words(3, fault, seed=seed, policy=policy, calls=4)
+        text = str(found.value)
+        assert re.search(WORD_FAULTS[fault].replace("L", HERE), text, re.DOTALL | re.IGNORECASE), text
+
+
+def test_words_that_are_sent_before_there_is_room_are_found() -> None:
+    """Whoever does not hear of its receiver may be calls ahead of it."""
+    with pytest.raises((simulator.MessageError, simulator.DataRaceError)) as found:
+        for seed, policy in zip(range(50), itertools.cycle(POLICIES)):
+            send_words(2, "one way", seed=seed, policy=policy, calls=5)
+    assert re.search("nobody has received|overwrites what the (receive|clear)", str(found.value)), found.value
+
+
+WORD_MUTANTS = (
+    Mutant("not cleared", "    tl.store(source, tl.zeros_like(words),", "    tl.store(source, words,",
+           simulator.MessageError, "and writes there, but not 0"),
+    Mutant("nothing means nothing", "words = ~tl.where(words == -1, 0x7FFFFFFF, words)", "words = ~words",
+           simulator.MessageError, "sends 0 as box"),
+    Mutant("not awaited", "absent = (words == 0).to(tl.int32)", "absent = words & 0",
+           simulator.MessageError, "for a message of this call|has not come"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", WORD_MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_a_fault_in_the_device_api_of_words_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    path = edit(shmem, ((mutant.old, mutant.new),), tmp_path)
+    module = load(Path(__file__), __name__, shmem=load(path, shmem.__name__))
+    with pytest.raises(mutant.error, match=mutant.message):
+        for seed, policy in zip(range(30), itertools.cycle(POLICIES)):
+            module.send_words(4, seed=seed, policy=policy, calls=4)

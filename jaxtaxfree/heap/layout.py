@@ -24,12 +24,14 @@ class Layout:
       programs: programs of the kernel's grid; each has an epoch counter of 8 bytes.
       signals: (name, number of counters of 4 bytes) of each array of signals.
       messages: (name, bytes) of each array of words that say by themselves whether they have arrived.
+      words: which of the messages are of `send_words` and `receive_words`.
       scratch: (name, bytes) of each scratch. Messages and scratch have two copies, for calls of odd and of even epoch.
     """
 
     programs: int
     signals: tuple[tuple[str, int], ...] = ()
     messages: tuple[tuple[str, int], ...] = ()
+    words: tuple[str, ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
 
     @classmethod
@@ -38,7 +40,7 @@ class Layout:
         grid: tuple[int, ...],
         scratch: Mapping[str, Any],
         signals: Mapping[str, int | tuple[int, ...]],
-        messages: Mapping[str, int | tuple[int, ...]],
+        messages: Mapping[str, Any],
     ) -> "Layout":
         """For a kernel on a grid, with scratch, signals and messages as `shmem_call` takes them."""
 
@@ -48,7 +50,8 @@ class Layout:
         return cls(
             programs=math.prod(grid),
             signals=tuple((name, count(shape)) for name, shape in signals.items()),
-            messages=tuple((name, 4 * count(shape)) for name, shape in messages.items()),
+            messages=tuple((name, 4 * count(getattr(of, "shape", of))) for name, of in messages.items()),
+            words=tuple(name for name, of in messages.items() if _is_words(name, of)),
             scratch=tuple((name, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for name, s in scratch.items()),
         )
 
@@ -176,6 +179,14 @@ class Record:
                 for field in dataclasses.fields(cls)
             }
         )
+
+
+def _is_words(name: str, messages: Any) -> bool:
+    """Whether these messages, as `shmem_call` takes them, are i32 words, not f32."""
+    dtype = np.dtype(getattr(messages, "dtype", np.float32))
+    if dtype not in (np.float32, np.int32):
+        raise ValueError(f"Messages are of float32 or of int32, and {name!r} are of {dtype}.")
+    return dtype == np.int32
 
 
 def _lines(size: int) -> int:

@@ -47,7 +47,7 @@ class SignalCountError(SimulationError):
 class MessageError(SimulationError):
     """A word of messages was sent twice in a call or not at all, taken for that of another call, or touched otherwise.
 
-    Only `shmem.send` and `shmem.receive` may touch messages.
+    Only `shmem.send` and `shmem.receive` may touch messages, or `shmem.send_words` and `shmem.receive_words`.
     """
 
 

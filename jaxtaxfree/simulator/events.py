@@ -55,7 +55,7 @@ class Event:
     """An access.
 
     Attributes:
-      verb: "load", "store", "atomic", "send" or "receive".
+      verb: "load", "store", "atomic", "send", "receive" or "clear".
       rank, program, call: who.
       thread: index of the program among those of all ranks.
       clock: the program's own time.

@@ -208,6 +208,8 @@ class Machine:
 
     def store(self, addresses: np.ndarray, size: int) -> None:
         parts = self._parts("store", addresses, size)
+        if self._clears(parts):
+            return
         self._refuse_messages("store", parts)
         self._pause()
         program = self._program
@@ -407,6 +409,16 @@ class Machine:
         missing[late] = True
         wait.blocks[key] = _Block(part, units, event, writers, missing, wait.news, again)
         return act()
+
+    def _clears(self, parts: list[tuple[Part, np.ndarray]]) -> bool:
+        """Whether a store is that of `shmem.receive_words`, to words that have just come."""
+        (part, of), wait = parts[0], self._waits.get(self._program)
+        if not (isinstance(part, Messages) and part.cleared and isinstance(wait, _Reception)):
+            return False
+        event = self._event("clear")
+        units = self._check(messages.units_of, part, of, messages.WORD, event)
+        self._check(messages.clear, self._clocks, part, units, event)
+        return True
 
     def begin_send(self) -> None:
         self._sending.add(self._program)
@@ -691,6 +703,7 @@ def _poll(function: Callable) -> Callable:
 
 
 @interpreter.hook(DEVICE_API, "send")
+@interpreter.hook(DEVICE_API, "send_words")
 def _send(function: Callable) -> Callable:
     def send(*args: Any, **kwargs: Any) -> None:
         machine = Machine.running
@@ -703,6 +716,7 @@ def _send(function: Callable) -> Callable:
 
 
 @interpreter.hook(DEVICE_API, "receive")
+@interpreter.hook(DEVICE_API, "receive_words")
 def _receive(function: Callable) -> Callable:
     def receive(me: Any, source: Any, peer: Any, mask: Any = None, *patient: Any) -> Any:
         machine = Machine.running

@@ -84,20 +84,25 @@ class Messages(Part):
 
     Attributes:
       words: the memory, i32.
+      cleared: whether whoever receives a word makes it 0 (`shmem.send_words`); it need not be sent in every call then.
       parity: of the calls whose copy this is.
       sent: for each word the last call in which it was sent; before, the call that would have come before the first.
       received: for each word the index of the event that had sent it when it was last received.
+      full: for each word that is cleared, whether it has been sent since.
     """
 
     words: np.ndarray = dataclasses.field(kw_only=True)
+    cleared: bool = dataclasses.field(kw_only=True)
     parity: int = dataclasses.field(kw_only=True)
     sent: np.ndarray = dataclasses.field(init=False)
     received: np.ndarray = dataclasses.field(init=False)
+    full: np.ndarray = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.sent = np.full_like(self.writers, -self.parity)
         self.received = np.zeros_like(self.writers)
+        self.full = np.zeros(self.writers.shape, bool)
 
     def title_of(self, units: np.ndarray) -> str:
         """How to call some of the words, such as `partials[0, 3] to [1, 7] (12 words) of rank 1`."""
@@ -234,7 +239,8 @@ class Heap:
                         continue
                     if kind == "messages":
                         words = region[at : at + size].view(np.int32)
-                        add(Messages(name, kind, *place, note, words=words, parity=copy))
+                        cleared = name in layout.words
+                        add(Messages(name, kind, *place, note, words=words, cleared=cleared, parity=copy))
                     else:
                         region[at : at + size] = POISON
                         add(Part(name, kind, *place, note))

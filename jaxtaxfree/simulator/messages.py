@@ -3,6 +3,9 @@
 The lowest bit of a word tells a call from the one two calls before it, and nothing else. So a word that is left out in
 one call, or sent twice, or read too late is a wrong number that no one notices. Here each word carries the number of
 the call in which it was sent.
+
+Words that the receiver clears (`shmem.send_words`) may be left out. But one that is sent before it has been cleared,
+or that nobody receives, is taken for that of a later call, or erased before it is read.
 """
 
 import numpy as np
@@ -32,7 +35,8 @@ def send(clocks: Clocks, part: Messages, units: np.ndarray, index: int) -> None:
     event = clocks.events[index]
     assert event is not None
     before = part.sent[units]
-    if (wrong := before != event.call - 2).any():
+    wrong = before > event.call - 2 if part.cleared else before != event.call - 2
+    if (wrong | (event.call % 2 != part.parity)).any():
         raise MessageError(_out_of_turn(clocks, part, int(units[np.argmax(wrong)]), event))
     if len(np.unique(units)) < len(units):
         values, counts = np.unique(units, return_counts=True)
@@ -40,7 +44,9 @@ def send(clocks: Clocks, part: Messages, units: np.ndarray, index: int) -> None:
             f"{event} sends {part.title_of(values[counts > 1])} from several lanes at once: each word is sent once in "
             "a call."
         )
-    if (wrong := (part.words[units] & 1) != _bit(event.call)).any():
+    if part.cleared:
+        _check_cleared(clocks, part, units, event)
+    elif (wrong := (part.words[units] & 1) != _bit(event.call)).any():
         raise MessageError(
             f"{event} sends {part.title_of(units[wrong])} with the lowest bit of another call. `shmem.send` sets it by "
             "the epoch that `shmem.start` returned."
@@ -52,6 +58,33 @@ def send(clocks: Clocks, part: Messages, units: np.ndarray, index: int) -> None:
         clocks.check_writers(part, unread, part.writers[unread], event, "sends again", WORD)
     part.sent[units] = event.call
     part.writers[units] = index
+    part.full[units] = True
+
+
+def _check_cleared(clocks: Clocks, part: Messages, units: np.ndarray, event: Event) -> None:
+    """Checks that words may be sent which their receiver clears."""
+    if (full := part.full[units]).any():
+        unit = units[full][:1]
+        raise MessageError(
+            f"{event} sends {part.title_of(unit)}, where {clocks.events[part.writers[unit[0]]]} has sent a word that "
+            "nobody has received: the receiver would clear both."
+        )
+    if (part.words[units] == 0).any():
+        raise MessageError(
+            f"{event} sends 0 as {part.title_of(units[part.words[units] == 0])}, which says that nothing has come. "
+            "`shmem.send_words` sends words inverted, and none that is -1."
+        )
+
+
+def clear(clocks: Clocks, part: Messages, units: np.ndarray, event: Event) -> None:
+    """The words have been received, and their receiver makes room for others."""
+    if (early := part.sent[units] != event.call).any():
+        raise MessageError(f"{event} clears {part.title_of(units[early])}, which has not come.")
+    clocks.check_readers(part, units, event, HEARD, WORD)
+    clocks.remember_read(part, units, event)
+    part.full[units] = False
+    part.received[units] = part.writers[units] = len(clocks.events)
+    clocks.events.append(event)
 
 
 def _out_of_turn(clocks: Clocks, part: Messages, unit: int, event: Event) -> str:
@@ -85,6 +118,12 @@ def look(clocks: Clocks, part: Messages, units: np.ndarray, event: Event) -> tup
             f"Data race on {part.title_of(unit)}: {clocks.events[part.writers[unit[0]]]} has overwritten what {event} "
             "was to receive, and nothing made it wait for that. Here the receiver would wait for ever."
         )
+    if part.cleared and (gone := (calls == event.call) & ~part.full[units]).any():
+        unit = units[gone][:1]
+        raise MessageError(
+            f"{event} waits for {part.title_of(unit)}, which has been received: {clocks.events[part.writers[unit[0]]]} "
+            "has cleared it."
+        )
     if (there := units[calls == event.call]).size:
         clocks.remember_read(part, there, event)
     return units[calls < event.call], part.writers[units]
@@ -110,13 +149,22 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
         )
     sends = [send for send in by.values() if send is not None]
     clocks.hear(event.thread, sends)
-    part.received[units] = writers
+    if not part.cleared:
+        part.received[units] = writers
+    elif (left := ~part.full[units] & (part.words[units] != 0)).any():
+        raise MessageError(f"{event} has received {part.title_of(units[left])}, and writes there, but not 0.")
     return sends
 
 
 def check_complete(part: Messages, call: int, clocks: Clocks) -> None:
-    """Checks that all words have been sent in a call, which all ranks have ended."""
-    if call % 2 != part.parity or not (unsent := part.sent < call).any():
+    """Checks that all words have been sent in a call, which all ranks have ended; or that all have been cleared."""
+    if part.cleared and (left := part.full & (part.sent == call)).any():
+        units = np.flatnonzero(left)
+        raise MessageError(
+            f"Nobody has received {part.title_of(units)}, which {clocks.events[part.writers[units[0]]]} has sent: it "
+            "is not cleared, so a later call would take it for its own."
+        )
+    if part.cleared or call % 2 != part.parity or not (unsent := part.sent < call).any():
         return
     units = np.flatnonzero(unsent)
     writer = clocks.events[part.writers[units[0]]]

@@ -218,7 +218,7 @@ def run(
     out_type: Any,
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
-    messages: Mapping[str, int | tuple[int, ...]] | None = None,
+    messages: Mapping[str, Any] | None = None,
     calls: int = 3,
     seed: int = 0,
     policy: str = "random",
@@ -273,8 +273,9 @@ def run(
         layout=Layout.of(grid, scratch, signals, messages),
         params=params,
         shapes={
-            **{key: tuple(s.shape) for key, s in scratch.items()},
-            **{key: n for key, n in {**signals, **messages}.items() if isinstance(n, tuple)},
+            key: getattr(of, "shape", of)
+            for key, of in {**scratch, **signals, **messages}.items()
+            if not isinstance(of, int)
         },
     )
     operands = [[array[rank] for array in arrays] for rank in range(world)]
