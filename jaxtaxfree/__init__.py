@@ -4,6 +4,7 @@ from jaxtaxfree import heap
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
+from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -16,6 +17,7 @@ __all__ = [
     "HeapUnavailableError",
     "KVCache",
     "PeerTimeoutError",
+    "all_gather",
     "all_gather_matmul",
     "append_kv",
     "block_until_ready",
@@ -23,5 +25,7 @@ __all__ = [
     "heap",
     "matmul_reduce_scatter",
     "merge_attention",
+    "psum",
+    "psum_scatter",
     "shmem_call",
 ]

@@ -93,6 +93,38 @@ def bilinear(
     return primitive
 
 
+def linear(
+    name: str,
+    *,
+    reference: Callable[..., jax.Array],
+    fused: Callable[..., jax.Array],
+    slower: Callable[..., str | None],
+    transpose: Callable[..., jax.Array],
+    batch: Callable[..., tuple[int, dict[str, Any]]],
+) -> Any:
+    """Defines a primitive of one operand that is linear in it and communicates along mesh axes.
+
+    Args:
+      name, reference, fused, slower: as of `bilinear`, of one operand.
+      transpose: (cotangent, the operand as an undefined primal, **params) -> the operand's cotangent.
+      batch: (batch dimension of the operand, **params) -> (that of the result, the parameters that change), for
+        `jax.vmap` over another axis.
+
+    Returns: the primitive.
+    """
+    primitive = _communicating(name, reference=reference, fused=fused, slower=slower)
+    ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x, **params)])
+
+    def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        if axis_data.name in params["axes"] or dims[0] is None:
+            return _batch_reference(name, reference, "its axis", axis_data, operands, dims, **params)
+        dim, changed = batch(dims[0], **params)
+        return primitive.bind(*operands, **params | changed), dim
+
+    batching.fancy_primitive_batchers[primitive] = map_
+    return primitive
+
+
 def collective(
     name: str,
     *,

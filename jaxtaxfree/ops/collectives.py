@@ -1,0 +1,382 @@
+"""`psum`, `all_gather` and `psum_scatter`: `lax`'s collectives for small arrays, where latency is all that counts."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
+from jaxtaxfree.ops import matmul
+from jaxtaxfree.primitive import Unsupported, check_implementation, linear
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.teams import check_axes, vary, varying
+
+DTYPES = ("float32", "bfloat16", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
+
+
+def psum(
+    x: Any,
+    axis_name: str | Sequence[str],
+    *,
+    implementation: str | None = None,
+    config: "Config | Mapping[str, Any] | None" = None,
+) -> Any:
+    """`lax.psum(x, axis_name)`, as one kernel for each array on GPUs.
+
+    Args:
+      x: pytree of this rank's arrays, of any shape.
+      axis_name: the mesh axis, or axes, to sum along.
+      implementation: "fused": the kernel; "xla": plain `lax`; None: whichever is faster as far as it was measured.
+        "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
+      config: how the kernel splits its work; None chooses by size.
+
+    Returns: the sums, the same bits on every rank. The kernel adds up in f32, in the order of the ranks, and rounds
+      once; integers wrap around.
+
+    Raises:
+      ValueError: if there is no such implementation or setting.
+      NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+    """
+    axes = check_axes(axis_name, "psum")
+
+    def sum_of(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return lax.psum(leaf, axes)  # of a constant it is a product
+        leaf = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
+        return _bind(psum_p, leaf, axes, implementation, config)
+
+    return jax.tree.map(sum_of, x)
+
+
+def all_gather(
+    x: Any,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    tiled: bool = False,
+    implementation: str | None = None,
+    config: "Config | Mapping[str, Any] | None" = None,
+) -> Any:
+    """`lax.all_gather(x, axis_name, axis=axis, tiled=tiled)`, as one kernel for each array on GPUs.
+
+    Args:
+      x: pytree of this rank's arrays [..., M, ...].
+      axis: where the new dimension stands; if tiled, the dimension along which the arrays are concatenated.
+      The others are those of `psum`.
+
+    Returns: [..., world, M, ...], or [..., world * M, ...] if tiled: bit for bit what the ranks have.
+
+    Raises: what `psum` raises.
+    """
+    axes = check_axes(axis_name, "all_gather")
+
+    def gather(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        dimension = _dimension("all_gather", axis, leaf.ndim + (not tiled))
+        if leaf.dtype == bool:
+            return gather(leaf.astype(jnp.uint8)).astype(bool)
+        return _bind(all_gather_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
+
+    return jax.tree.map(gather, x)
+
+
+def psum_scatter(
+    x: Any,
+    axis_name: str | Sequence[str],
+    *,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    implementation: str | None = None,
+    config: "Config | Mapping[str, Any] | None" = None,
+) -> Any:
+    """`lax.psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)`, as one kernel for each array.
+
+    Args:
+      x: pytree of this rank's arrays [..., world, ...], or [..., world * M, ...] if tiled.
+      scatter_dimension: the dimension whose parts go to the ranks.
+      The others are those of `psum`.
+
+    Returns: this rank's part of the sum, [...], or [..., M, ...] if tiled; computed as by `psum`.
+
+    Raises: what `psum` raises, and
+      ValueError: if the ranks do not divide the dimension.
+    """
+    axes = check_axes(axis_name, "psum_scatter")
+    world = lax.axis_size(axes)
+
+    def scatter(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        dimension = _dimension("psum_scatter", scatter_dimension, leaf.ndim)
+        size = leaf.shape[dimension]
+        if size % world if tiled else size != world:
+            wanted = f"a multiple of {world}" if tiled else world
+            raise ValueError(
+                f"psum_scatter cannot scatter dimension {dimension} of {list(leaf.shape)} over {world} ranks: with "
+                f"tiled={tiled}, {size} is not {wanted}."
+            )
+        return _bind(psum_scatter_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
+
+    return jax.tree.map(scatter, x)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a kernel splits its work.
+
+    Attributes:
+      protocol: "messages": elements travel in words that say by themselves whether they have arrived, which is twice
+        the bytes without a fence; "signals": as they are, and a signal after them.
+      shots: of `psum`: 1, and every rank adds up everything; or 2, and each adds up its share, of which the ranks then
+        gather the sums.
+      block: elements that a program takes, of each rank's part: a power of 2.
+      num_warps: warps of a program.
+    """
+
+    protocol: str = "messages"
+    shots: int = 1
+    block: int = 256
+    num_warps: int = 2
+
+    def __post_init__(self) -> None:
+        if self.protocol not in ("messages", "signals"):
+            raise ValueError(f"There is no protocol {self.protocol!r}: choose 'messages' or 'signals'.")
+        if self.shots not in (1, 2):
+            raise ValueError(f"A sum takes 1 or 2 shots, not {self.shots}.")
+        if self.block < 16 or self.block & (self.block - 1):
+            raise ValueError(f"A block has a power of 2 of elements, at least 16, not {self.block}.")
+
+
+def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
+    """A configuration by size.
+
+    Args:
+      operation: "psum", "all_gather" or "psum_scatter".
+      size: elements that a rank sends to each other one; of `psum`, elements of x.
+      world: number of ranks.
+      dtype: of the elements.
+    """
+    nbytes = size * np.dtype(dtype).itemsize
+    two_shots = operation == "psum" and world > 2 and nbytes > 64 << 10
+    if nbytes > (256 << 10) * (world if two_shots else 1):
+        block, num_warps = 4096, 8
+        return Config(protocol="signals", shots=1 + two_shots, block=block, num_warps=num_warps)
+    num_warps = 1 if nbytes <= 4 << 10 else 2 if nbytes <= 64 << 10 else 4
+    words = 2 if np.dtype(dtype).itemsize == 4 else 1  # of an element
+    return Config(shots=1 + two_shots, block=128 * num_warps // words, num_warps=num_warps)
+
+
+def _psum(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> jax.Array:
+    del config
+    return lax.psum(x, axes)
+
+
+def _all_gather(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Any = None) -> jax.Array:
+    del config
+    return lax.all_gather(x, axes, axis=dimension, tiled=tiled)
+
+
+def _psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Any = None) -> jax.Array:
+    del config
+    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled)
+
+
+def _fused_psum(x: jax.Array, *, axes: tuple[str, ...], config: Config | None, **how: Any) -> jax.Array:
+    _check("psum", x)
+    keywords = launch("psum", x.size, 1, world=lax.axis_size(axes), dtype=x.dtype, config=config)
+    return _call(psum_kernel, x, axes, keywords, x.shape, **how)
+
+
+def _fused_all_gather(
+    x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Config | None, **how: Any
+) -> jax.Array:
+    _check("all_gather", x)
+    world = lax.axis_size(axes)
+    outer = math.prod(x.shape[:dimension])
+    keywords = launch("all_gather", x.size, outer, world=world, dtype=x.dtype, config=config)
+    if tiled:
+        shape = (*x.shape[:dimension], world * x.shape[dimension], *x.shape[dimension + 1 :])
+    else:
+        shape = (*x.shape[:dimension], world, *x.shape[dimension:])
+    return _call(all_gather_kernel, x, axes, keywords, shape, **how)
+
+
+def _fused_psum_scatter(
+    x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Config | None, **how: Any
+) -> jax.Array:
+    _check("psum_scatter", x)
+    world = lax.axis_size(axes)
+    outer = math.prod(x.shape[:dimension])
+    keywords = launch("psum_scatter", x.size // world, outer, world=world, dtype=x.dtype, config=config)
+    own = (x.shape[dimension] // world,) if tiled else ()
+    shape = (*x.shape[:dimension], *own, *x.shape[dimension + 1 :])
+    return _call(psum_scatter_kernel, x, axes, keywords, shape, **how)
+
+
+def _call(
+    kernel: Any,
+    x: jax.Array,
+    axes: tuple[str, ...],
+    keywords: dict[str, Any],
+    shape: tuple[int, ...],
+    *,
+    compute_capability: int,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The kernel on the elements of x in their order."""
+    del compute_capability
+    out = shmem_call(kernel, x.reshape(-1), axis_name=axes, implementation=implementation, **keywords)
+    return out.reshape(shape)
+
+
+def launch(
+    operation: str, size: int, outer: int, *, world: int, dtype: Any, config: Config | None = None
+) -> dict[str, Any]:
+    """The keywords with which `shmem_call` launches the kernel of an operation.
+
+    Args:
+      operation: "psum", "all_gather" or "psum_scatter".
+      size: elements of x of `psum`; of a rank's part of the others.
+      outer: how many pieces a rank's part lies in, in the whole array.
+      world: number of ranks.
+      dtype: of the elements.
+      config: None chooses by size.
+    """
+    dtype = np.dtype(dtype)
+    config = config or default_config(operation, size, world, dtype)
+    dense, two_shots = config.protocol == "signals", operation == "psum" and config.shots == 2
+    # What begins at a multiple of 16 elements can be moved by 16 bytes at a time.
+    part = math.ceil(size / (16 * world)) * 16 if two_shots else size
+    programs = math.ceil(part / config.block)
+    inbox = (world, programs, config.block)
+    inboxes = {"parts": inbox} | ({"sums": inbox if two_shots else (0,)} if operation == "psum" else {})
+    if dense:
+        buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
+    else:
+        words = max(1, dtype.itemsize // 2)  # of an element
+        buffers = {"messages": {name: words * math.prod(shape) for name, shape in inboxes.items()}}
+    sizes = {
+        "psum": (size, {"TWO_SHOT": two_shots}),
+        "all_gather": (world * size, {"INNER": size // outer}),
+        "psum_scatter": (world * size, {"INNER": size // outer}),
+    }
+    total, own = sizes[operation]
+    return {
+        "out_type": jax.ShapeDtypeStruct((total if operation == "all_gather" else size,), dtype),
+        "grid": programs,
+        **buffers,
+        "signals": {"arrived": (1 + two_shots, programs, world) if dense else 0},
+        "name": operation,
+        "num_warps": config.num_warps,
+        "cost_estimate": {"flops": 0, "bytes_accessed": 2 * world * size * dtype.itemsize},
+        "SIZE": total,
+        "PART": part,
+        "BLOCK": config.block,
+        "DENSE": dense,
+        **own,
+    }
+
+
+def _dimension(operation: str, dimension: int, dimensions: int) -> int:
+    """A dimension counted from 0; raises ValueError if there is none such."""
+    if not -dimensions <= dimension < dimensions:
+        raise ValueError(f"{operation} cannot take dimension {dimension} of {dimensions}.")
+    return dimension % dimensions
+
+
+def _bind(
+    primitive: Any, x: jax.Array, axes: tuple[str, ...], implementation: str | None, config: Any, **params: Any
+) -> jax.Array:
+    check_implementation(implementation)
+    config = matmul.check_config(primitive.name, Config, config)
+    if implementation in ("fused", "simulate"):
+        _check(primitive.name, x)
+    return primitive.bind(vary(x, {*axes, *varying(x)}), axes=axes, implementation=implementation, config=config, **params)
+
+
+def _check(operation: str, x: Any) -> None:
+    """Raises Unsupported, with all that keeps the kernel from taking x."""
+    reasons = []
+    if x.dtype.name not in DTYPES:
+        reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
+    if x.size == 0:
+        reasons.append(f"the operand is empty: {list(x.shape)}")
+    if reasons:
+        raise Unsupported(operation, reasons)
+
+
+# The largest operand, in bytes of a rank, for which implementation=None takes the kernel.
+FASTER_UP_TO = {"psum": 0, "all_gather": 0, "psum_scatter": 0}
+
+
+def _slower(operation: str) -> Any:
+    def why(x: Any, *, axes: tuple[str, ...], **_: Any) -> str | None:
+        """Why XLA is taken."""
+        if lax.axis_size(axes) == 1:
+            return "there is one rank, so nothing to send"
+        if x.size * x.dtype.itemsize > FASTER_UP_TO[operation]:
+            return matmul.UNMEASURED
+        return None
+
+    return why
+
+
+def _transpose_psum(ct: Any, x: Any, *, axes: tuple[str, ...], **params: Any) -> jax.Array:
+    if set(axes) <= x.aval.mat.varying:
+        return vary(ct, axes)  # the sum is the same everywhere, and so is its cotangent
+    return psum_p.bind(ct, axes=axes, **params)
+
+
+def _transpose_all_gather(ct: Any, _: Any, **params: Any) -> jax.Array:
+    return psum_scatter_p.bind(ct, **params)
+
+
+def _transpose_psum_scatter(ct: Any, _: Any, **params: Any) -> jax.Array:
+    return all_gather_p.bind(ct, **params)
+
+
+def _batch_psum(dim: int, **_: Any) -> tuple[int, dict[str, Any]]:
+    return dim, {}
+
+
+def _batch_all_gather(dim: int, *, dimension: int, tiled: bool, **_: Any) -> tuple[int, dict[str, Any]]:
+    if dim <= dimension:
+        return dim, {"dimension": dimension + 1}
+    return dim + (not tiled), {}
+
+
+def _batch_psum_scatter(dim: int, *, dimension: int, tiled: bool, **_: Any) -> tuple[int, dict[str, Any]]:
+    if dim <= dimension:
+        return dim, {"dimension": dimension + 1}
+    return dim - (not tiled), {}
+
+
+psum_p = linear(
+    "psum",
+    reference=_psum,
+    fused=_fused_psum,
+    slower=_slower("psum"),
+    transpose=_transpose_psum,
+    batch=_batch_psum,
+)
+all_gather_p = linear(
+    "all_gather",
+    reference=_all_gather,
+    fused=_fused_all_gather,
+    slower=_slower("all_gather"),
+    transpose=_transpose_all_gather,
+    batch=_batch_all_gather,
+)
+psum_scatter_p = linear(
+    "psum_scatter",
+    reference=_psum_scatter,
+    fused=_fused_psum_scatter,
+    slower=_slower("psum_scatter"),
+    transpose=_transpose_psum_scatter,
+    batch=_batch_psum_scatter,
+)

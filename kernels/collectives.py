@@ -1,0 +1,237 @@
+"""Sums and gathers of small arrays among the ranks: `psum`, `all_gather`, `psum_scatter`.
+
+Each program takes a block of elements and talks with its twins on the other ranks alone. It puts a block into the
+inbox of every rank, and collects one of each rank from its own inbox. There are two ways for a block to travel:
+
+* As messages, which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
+  the bytes, or 4 times of 8-bit types, but takes no fence: the fastest way for what is small (NCCL's LL protocol).
+* Dense, and a signal after it.
+
+A sum takes one shot, in which every rank gets all that the others have, or two: each rank sums up its share of the
+elements, then the ranks gather the sums. Payloads are integers of the elements' size, so that every bit pattern
+arrives as it was sent.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels import shmem
+
+
+@triton.jit
+def psum_kernel(
+    x_ptr,  # [SIZE]
+    team,
+    parts,  # inbox [WORLD, programs, BLOCK]: the ranks' elements
+    sums,  # inbox of the same shape, of two shots: the sums
+    arrived,  # signals [2, programs, WORLD] if DENSE
+    out_ptr,  # [SIZE]
+    SIZE: tl.constexpr,
+    PART: tl.constexpr,  # elements that a rank sums up
+    TWO_SHOT: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    me = shmem.start(team, VERIFY=False)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if TWO_SHOT:
+        blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, DENSE)
+        later = arrived + tl.num_programs(0) * WORLD
+        sums, gathered = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE, FIRST=False)
+        store_gathered(out_ptr, sums, came & gathered, element, SIZE, PART, PART, WORLD)
+    else:
+        bits = load_bits(x_ptr + element, element < SIZE)
+        blocks, came = gather(me, bits, parts, arrived, WORLD, DENSE)
+        store_bits(out_ptr + element, total(blocks, dtype, WORLD), came, element < SIZE)
+    shmem.finish(me)
+
+
+@triton.jit
+def psum_scatter_kernel(
+    x_ptr,  # [PART / INNER, WORLD, INNER]
+    team,
+    parts,  # inbox [WORLD, programs, BLOCK]
+    arrived,  # signals [programs, WORLD] if DENSE
+    out_ptr,  # [PART / INNER, INNER]
+    SIZE: tl.constexpr,  # elements of x
+    PART: tl.constexpr,
+    INNER: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    me = shmem.start(team, VERIFY=False)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, INNER, WORLD, DENSE)
+    store_bits(out_ptr + element, total(blocks, x_ptr.dtype.element_ty, WORLD), came, element < PART)
+    shmem.finish(me)
+
+
+@triton.jit
+def all_gather_kernel(
+    x_ptr,  # [PART / INNER, INNER]
+    team,
+    parts,  # inbox [WORLD, programs, BLOCK]
+    arrived,  # signals [programs, WORLD] if DENSE
+    out_ptr,  # [PART / INNER, WORLD, INNER]
+    SIZE: tl.constexpr,  # elements of the result
+    PART: tl.constexpr,
+    INNER: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DENSE: tl.constexpr,
+):
+    me = shmem.start(team, VERIFY=False)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    blocks, came = gather(me, load_bits(x_ptr + element, element < PART), parts, arrived, WORLD, DENSE)
+    store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
+    shmem.finish(me)
+
+
+@triton.jit
+def scatter(
+    me, x_ptr, region, arrived, element,
+    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr,
+):  # fmt: skip
+    """Puts some elements of each rank's part of x into its inbox. Returns what `collect` does."""
+    # All loads are under way before the first store.
+    own = ()
+    for i in tl.static_range(1, WORLD + 1):
+        at, mask = place(element, (me.rank + i) % WORLD, SIZE, PART, INNER, WORLD)
+        own = own + (load_bits(x_ptr + at, mask),)
+    shmem.verify(me)
+    for i in tl.static_range(1, WORLD + 1):
+        put(me, region, own[i - 1], (me.rank + i) % WORLD, DENSE)
+    return collect(me, region, arrived, own[0].dtype, element.shape[0], WORLD, DENSE)
+
+
+@triton.jit
+def gather(me, bits, region, arrived, WORLD: tl.constexpr, DENSE: tl.constexpr, FIRST: tl.constexpr = True):
+    """Puts a block into everybody's inbox. Returns what `collect` does."""
+    if FIRST:
+        shmem.verify(me)
+    for i in tl.static_range(1, WORLD + 1):
+        put(me, region, bits, (me.rank + i) % WORLD, DENSE)
+    return collect(me, region, arrived, bits.dtype, bits.shape[0], WORLD, DENSE)
+
+
+@triton.jit
+def put(me, region, bits, peer, DENSE: tl.constexpr):
+    """Puts a block of this program into a rank's inbox."""
+    if DENSE:
+        shmem.store(me, inbox(me, region, me.rank, bits.dtype, bits.shape[0]), bits, peer)
+    else:
+        words = pack(bits)
+        shmem.send(me, inbox(me, region, me.rank, tl.int32, words.shape[0]), words, peer)
+
+
+@triton.jit
+def collect(
+    me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr
+):
+    """Waits for what the program's twins have put here: (the block of each rank, [ranks, BLOCK], whether all came)."""
+    rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+    if DENSE:
+        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)
+        came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)
+        blocks = tl.load(inbox(me, region, rank, dtype, BLOCK), mask=rank < WORLD, other=0)
+    else:
+        WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
+        source = inbox(me, region, rank, tl.int32, WORDS)
+        mask = (rank < WORLD) & (tl.arange(0, WORDS)[None, :] >= 0)
+        words, came = shmem.receive(me, source, rank, mask)
+        blocks = unpack(words, dtype)
+    return blocks, came
+
+
+@triton.jit
+def inbox(me, region, rank, dtype: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the block lies that this program's twin on a rank sends."""
+    block = rank * tl.num_programs(0) + tl.program_id(0)
+    return shmem.scratch(me, region, dtype) + (block * BLOCK + tl.arange(0, BLOCK))
+
+
+@triton.jit
+def part(blocks, rank: tl.constexpr):
+    """The block of one rank. A rank's blocks lie in registers of their own, so nothing of this sum is left."""
+    here = tl.arange(0, blocks.shape[0])[:, None] == rank
+    return tl.sum(tl.where(here, blocks, 0), axis=0).to(blocks.dtype)
+
+
+@triton.jit
+def total(blocks, dtype: tl.constexpr, WORLD: tl.constexpr):
+    """The bits of the sum of all ranks' blocks: in f32 and in the order of the ranks, rounded once."""
+    WIDE: tl.constexpr = tl.float32 if dtype.is_floating() else tl.int32
+    result = part(blocks, 0).to(dtype, bitcast=True).to(WIDE)
+    for rank in tl.static_range(1, WORLD):
+        result += part(blocks, rank).to(dtype, bitcast=True).to(WIDE)
+    return result.to(dtype).to(bits_of(dtype), bitcast=True)
+
+
+@triton.jit
+def pack(bits):
+    """A block of integers as f32 to be sent: the higher 16 bits of each word are payload."""
+    if bits.dtype == tl.int32:
+        words = tl.join(bits & -65536, bits << 16).reshape(2 * bits.shape[0])
+    else:
+        words = bits.to(tl.int32) << 16
+    return words.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def unpack(words, dtype: tl.constexpr):
+    """The blocks of integers that `pack` has made words of."""
+    words = words.to(tl.int32, bitcast=True)
+    if dtype == tl.int32:
+        high, low = tl.split(words.reshape(words.shape[0], words.shape[1] // 2, 2))
+        bits = high | ((low >> 16) & 65535)
+    else:
+        bits = (words >> 16).to(dtype)
+    return bits
+
+
+@triton.constexpr_function
+def bits_of(dtype):
+    """The integers of a type's size."""
+    return {8: tl.int8, 16: tl.int16, 32: tl.int32}[dtype.primitive_bitwidth]
+
+
+@triton.jit
+def place(
+    element, rank, SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr
+):
+    """Where some elements of a rank's part lie in the whole array [PART / INNER, WORLD, INNER], and which there are."""
+    if INNER == PART:
+        at = rank * PART + element
+    else:
+        at = (element // INNER * WORLD + rank) * INNER + element % INNER
+    mask = element < PART
+    if SIZE < WORLD * PART:
+        mask = mask & (at < SIZE)
+    return at, mask
+
+
+@triton.jit
+def load_bits(pointers, mask):
+    value = tl.load(pointers, mask=mask, other=0)
+    return value.to(bits_of(value.dtype), bitcast=True)
+
+
+@triton.jit
+def store_bits(pointers, bits, came, mask):
+    """Stores elements; if they have not come, NaN, or -1 of integers."""
+    bits = bits | (came.to(bits.dtype) - 1)
+    tl.store(pointers, bits.to(pointers.dtype.element_ty, bitcast=True), mask=mask)
+
+
+@triton.jit
+def store_gathered(
+    out_ptr, blocks, came, element,
+    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Stores some elements of every rank's part."""
+    for rank in tl.static_range(WORLD):
+        at, mask = place(element, rank, SIZE, PART, INNER, WORLD)
+        store_bits(out_ptr + at, part(blocks, rank), came, mask)
