@@ -14,7 +14,8 @@ burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It inc
     0.3 ms, which weighs equally on all implementations.
 
 Both are wall time over the number of calls, with nothing subtracted. `operation.py` describes the program that is
-timed; `matmuls.py`, `mlp.py` and `attention.py` describe the operations, what they are compared with, and their floors.
+timed; `matmuls.py`, `mlp.py`, `attention.py` and `collectives.py` describe the operations, what they are compared with,
+and their floors.
 
 Exits with 1 when a result was wrong, the fused implementation failed, or a shape could not be measured at all. An XLA
 flag set that cannot be compiled or run, and an implementation that refuses a shape with NotImplementedError, are
@@ -48,6 +49,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.attention import DecodeAttention
+from benchmarks.collectives import AllGather, Psum, PsumScatter
 from benchmarks.matmuls import AllGatherMatmul, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
@@ -65,7 +67,15 @@ from benchmarks.timing import MODES, Mode, Run, can_queue, guard, quantiles, sam
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
-    for operation in (AllGatherMatmul(), MatmulReduceScatter(), MlpGradients(), DecodeAttention())
+    for operation in (
+        AllGatherMatmul(),
+        MatmulReduceScatter(),
+        MlpGradients(),
+        DecodeAttention(),
+        Psum(),
+        AllGather(),
+        PsumScatter(),
+    )
 }
 TOLERANCE = 1e-2  # relative Frobenius error; two roundings to bf16 differ by about 2e-3
 # XLA runs a program once launch by launch, and as a CUDA graph from then on: both are checked.
@@ -396,7 +406,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("op", choices=list(OPERATIONS))
     parser.add_argument("--json", type=Path, help="write the rows here, after each shape")
-    parser.add_argument("--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention; default: all listed")
+    parser.add_argument("--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention, or bytes; default: all listed")
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument("--implementations", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument(

@@ -117,3 +117,25 @@ DECODE_ATTENTION_TINY = (
     AttentionShape(name="tiny/decode-1", b=1, s=128, n=8, kv_heads=2, h=32),
     AttentionShape(name="tiny/decode-3", b=3, s=64, n=8, kv_heads=4, h=16),
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveShape:
+    """A collective of arrays of so many bytes a rank."""
+
+    name: str
+    nbytes: int
+
+
+COLLECTIVE = (
+    CollectiveShape(name="2 B", nbytes=2),
+    CollectiveShape(name="2 KB", nbytes=2 << 10),
+    CollectiveShape(name="16 KB", nbytes=16 << 10),
+    CollectiveShape(name="64 KB", nbytes=64 << 10),
+    CollectiveShape(name="256 KB", nbytes=256 << 10),
+    CollectiveShape(name="1 MB", nbytes=1 << 20),
+    CollectiveShape(name="2 MB", nbytes=2 << 20),
+    CollectiveShape(name="4 MB", nbytes=4 << 20),
+)
+
+COLLECTIVE_TINY = (CollectiveShape(name="tiny/2 B", nbytes=2), CollectiveShape(name="tiny/6 KB", nbytes=6 << 10))
