@@ -19,12 +19,14 @@ from jaxtaxfree.kernels import (
     all_gather_matmul,
     all_gather_matmul_small,
     all_gather_transposed_matmul,
+    collectives,
     decode_attention,
     matmul_reduce_scatter,
     matmul_reduce_scatter_small,
 )
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import all_gather_transposed_matmul as gradient_ops
+from jaxtaxfree.ops import collectives as collective_ops
 from jaxtaxfree.ops import decode_attention as attention_op
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.kv_cache import Placement
@@ -238,6 +240,33 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.Confi
     )
 
 
+def _collective(world: int, dtype: np.dtype, shape: tuple, *, operation: str) -> Call:
+    size, outer, config = shape
+    x = [integers(rank, (world * size if operation == "psum_scatter" else size,), dtype) for rank in range(world)]
+    total = sum(part.astype(np.float32) for part in x).astype(dtype)
+    expected = {
+        "psum": lambda: [total] * world,
+        "all_gather": lambda: [np.stack([part.reshape(outer, -1) for part in x], 1).reshape(-1)] * world,
+        "psum_scatter": lambda: [total.reshape(outer, world, -1)[:, rank].reshape(-1) for rank in range(world)],
+    }[operation]()
+    config = collective_ops.Config(**config)
+    keywords = collective_ops.launch(operation, size, outer, world=world, dtype=dtype, config=config)
+    del keywords["name"]
+    return Call(arrays=(x,), keywords={"world": world, **keywords}, expected=expected)
+
+
+def _collective_shapes(world: int, *, operation: str) -> tuple[tuple[int, int, dict[str, Any]], ...]:
+    """(elements, pieces of a rank's part, configuration)"""
+    sizes = ((70 if world <= 4 else 20, 1), (3, 1) if operation == "psum" else (24, 3))
+    shots = (1, 2) if operation == "psum" else (1,)
+    return tuple(
+        (size, outer, {"protocol": protocol, "shots": number, "block": 32 if size == 70 and number == 1 else 16})
+        for size, outer in sizes
+        for protocol in ("messages", "signals")
+        for number in shots
+    )
+
+
 def _custom_kernel(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     size, block = shape
     x = [integers(rank, (size,), dtype) for rank in range(world)]
@@ -322,6 +351,16 @@ KERNELS = (
         function="decode_attention_kernel",
         call=_decode_attention,
         shapes=_decode_attention_shapes,
+    ),
+    *(
+        Simulated(
+            name=operation,
+            module=collectives,
+            function=f"{operation}_kernel",
+            call=functools.partial(_collective, operation=operation),
+            shapes=functools.partial(_collective_shapes, operation=operation),
+        )
+        for operation in ("psum", "all_gather", "psum_scatter")
     ),
     Simulated(
         name="custom_kernel",

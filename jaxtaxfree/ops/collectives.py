@@ -12,10 +12,12 @@ from jax import lax
 
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops import matmul
-from jaxtaxfree.primitive import Unsupported, check_implementation, linear
+from jaxtaxfree.primitive import Unsupported, check_implementation, linear, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes, vary, varying
+from jaxtaxfree.teams import check_axes, vary
 
+# Of all ranks, that a program can wait for at a time.
+MOST_MESSAGES = 8192
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 
@@ -33,7 +35,7 @@ def psum(
       axis_name: the mesh axis, or axes, to sum along.
       implementation: "fused": the kernel; "xla": plain `lax`; None: whichever is faster as far as it was measured.
         "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; None chooses by size.
+      config: how the kernel splits its work; what it does not say is chosen by size.
 
     Returns: the sums, the same bits on every rank. The kernel adds up in f32, in the order of the ranks, and rounds
       once; integers wrap around.
@@ -157,18 +159,24 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
 
     Args:
       operation: "psum", "all_gather" or "psum_scatter".
-      size: elements that a rank sends to each other one; of `psum`, elements of x.
+      size: elements of x of `psum`; of a rank's part of the others.
       world: number of ranks.
       dtype: of the elements.
     """
-    nbytes = size * np.dtype(dtype).itemsize
-    two_shots = operation == "psum" and world > 2 and nbytes > 64 << 10
-    if nbytes > (256 << 10) * (world if two_shots else 1):
-        block, num_warps = 4096, 8
-        return Config(protocol="signals", shots=1 + two_shots, block=block, num_warps=num_warps)
+    itemsize = np.dtype(dtype).itemsize
+    nbytes = size * itemsize
+    shots = 2 if operation == "psum" and world > 2 and nbytes > 64 << 10 else 1
+    if nbytes > (1 << 20 if shots == 2 else 128 << 10):
+        # Two accesses of 16 bytes for each thread and rank.
+        return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)
+    # One access of 16 bytes.
     num_warps = 1 if nbytes <= 4 << 10 else 2 if nbytes <= 64 << 10 else 4
-    words = 2 if np.dtype(dtype).itemsize == 4 else 1  # of an element
-    return Config(shots=1 + two_shots, block=128 * num_warps // words, num_warps=num_warps)
+    return Config(shots=shots, block=128 * num_warps // _words(dtype), num_warps=num_warps)
+
+
+def _words(dtype: Any) -> int:
+    """Messages of an element, which carry 16 bits each."""
+    return max(1, np.dtype(dtype).itemsize // 2)
 
 
 def _psum(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> jax.Array:
@@ -258,8 +266,10 @@ def launch(
     if dense:
         buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
     else:
-        words = max(1, dtype.itemsize // 2)  # of an element
-        buffers = {"messages": {name: words * math.prod(shape) for name, shape in inboxes.items()}}
+        if _words(dtype) * config.block * world > MOST_MESSAGES:
+            most = MOST_MESSAGES // (_words(dtype) * world)
+            raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
+        buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
     sizes = {
         "psum": (size, {"TWO_SHOT": two_shots}),
         "all_gather": (world * size, {"INNER": size // outer}),
@@ -293,10 +303,13 @@ def _bind(
     primitive: Any, x: jax.Array, axes: tuple[str, ...], implementation: str | None, config: Any, **params: Any
 ) -> jax.Array:
     check_implementation(implementation)
-    config = matmul.check_config(primitive.name, Config, config)
     if implementation in ("fused", "simulate"):
         _check(primitive.name, x)
-    return primitive.bind(vary(x, {*axes, *varying(x)}), axes=axes, implementation=implementation, config=config, **params)
+    if config is not None:
+        size = x.size // lax.axis_size(axes) if primitive is psum_scatter_p else x.size
+        chosen = default_config(primitive.name, size, lax.axis_size(axes), x.dtype)
+        config = dataclasses.replace(chosen, **settings_of(primitive.name, Config, config))
+    return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config, **params)
 
 
 def _check(operation: str, x: Any) -> None:
@@ -328,16 +341,16 @@ def _slower(operation: str) -> Any:
 
 def _transpose_psum(ct: Any, x: Any, *, axes: tuple[str, ...], **params: Any) -> jax.Array:
     if set(axes) <= x.aval.mat.varying:
-        return vary(ct, axes)  # the sum is the same everywhere, and so is its cotangent
+        return vary(ct, axes)  # with types that say so, the sum is the same everywhere, and so is its cotangent
     return psum_p.bind(ct, axes=axes, **params)
 
 
 def _transpose_all_gather(ct: Any, _: Any, **params: Any) -> jax.Array:
-    return psum_scatter_p.bind(ct, **params)
+    return psum_scatter_p.bind(ct, **params | {"config": None})
 
 
 def _transpose_psum_scatter(ct: Any, _: Any, **params: Any) -> jax.Array:
-    return all_gather_p.bind(ct, **params)
+    return all_gather_p.bind(ct, **params | {"config": None})
 
 
 def _batch_psum(dim: int, **_: Any) -> tuple[int, dict[str, Any]]:
