@@ -10,7 +10,8 @@ The floor of a shape is the bytes that a rank has to receive over the best bandw
 reached. At latency-bound sizes nothing gets near it: a launch and the way over the wire take 2 us by themselves.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import abc
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -46,35 +47,34 @@ class _Collective(Operation):
     program_seconds = 0.2e-3
     fewest_calls = 16
     ceiling = "GB/s received by a rank"
-    # The fused one and XLA's, of x and an axis name, and the sharding of the result.
-    ours: ClassVar[Callable[..., jax.Array]]
-    xlas: ClassVar[Callable[..., jax.Array]]
-    out_spec: ClassVar[P]
+    out_spec: ClassVar[P]  # of the result
+
+    @abc.abstractmethod
+    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array: ...
+
+    @abc.abstractmethod
+    def xla(self, x: jax.Array, y: Any) -> jax.Array: ...
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         make = partial(Implementation, in_specs=(P(AXIS), ()), out_spec=self.out_spec)
-
-        def xla(x: jax.Array, _: Any) -> jax.Array:
-            return self.xlas(x, AXIS)
-
-        def fused(x: jax.Array, _: Any, config: Config | None = None) -> jax.Array:
-            return self.ours(x, AXIS, implementation="fused", config=config)
-
         # Nothing in a chain of dependent calls is there to hide latency behind, so NCCL's buffers are the only choice.
         implementations = (
-            make(name="xla/default", call=xla),
-            make(name="xla/nccl_symmetric", call=xla, options=NCCL_SYMMETRIC),
+            make(name="xla/default", call=self.xla),
+            make(name="xla/nccl_symmetric", call=self.xla, options=NCCL_SYMMETRIC),
             # Last, so that everything else has been compiled and checked should it break the device.
-            make(name="fused", call=fused),
-            *(make(name=config_name(config), call=partial(fused, config=config), config=config) for config in configs),
+            make(name="fused", call=self.fused),
+            *(
+                make(name=config_name(config), call=partial(self.fused, config=config), config=config)
+                for config in configs
+            ),
         )
         return {implementation.name: implementation for implementation in implementations}
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         del implementation
 
-        def call(x: jax.Array, _: Any) -> jax.Array:
-            return self.xlas(x.astype(jnp.float32), AXIS).astype(DTYPE)
+        def call(x: jax.Array, y: Any) -> jax.Array:
+            return self.xla(x.astype(jnp.float32), y).astype(DTYPE)
 
         return Implementation(name="f32", call=call, in_specs=(P(AXIS), ()), out_spec=self.out_spec)
 
@@ -91,7 +91,9 @@ class _Collective(Operation):
         world = mesh.shape[AXIS]
         elements = world * self.operand_bytes(shape, world) // jnp.dtype(DTYPE).itemsize
         make = normal((elements,), NamedSharding(mesh, P(AXIS)))
-        return Operands(xs={"sharded": tuple(make(key) for key in jax.random.split(jax.random.key(0), calls))}, ys=((),))
+        return Operands(
+            xs={"sharded": tuple(make(key) for key in jax.random.split(jax.random.key(0), calls))}, ys=((),)
+        )
 
     def fastest_seconds(self, shape: CollectiveShape, world: int) -> float:
         return 2e-6 + self.received_bytes(shape, world) / 340e9
@@ -120,9 +122,15 @@ class _Collective(Operation):
 
 class Psum(_Collective):
     name = "psum"
-    ours = staticmethod(jtf.psum)
-    xlas = staticmethod(lax.psum)
     out_spec = P(None)
+
+    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
+        del y
+        return jtf.psum(x, AXIS, implementation="fused", config=config)
+
+    def xla(self, x: jax.Array, y: Any) -> jax.Array:
+        del y
+        return lax.psum(x, AXIS)
 
     def received_bytes(self, shape: CollectiveShape, world: int) -> int:
         """Its share of what the others have, and the sums of their shares."""
@@ -131,16 +139,28 @@ class Psum(_Collective):
 
 class AllGather(_Collective):
     name = "all_gather"
-    ours = staticmethod(partial(jtf.all_gather, tiled=True))
-    xlas = staticmethod(partial(lax.all_gather, tiled=True))
     out_spec = P(None)
+
+    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
+        del y
+        return jtf.all_gather(x, AXIS, tiled=True, implementation="fused", config=config)
+
+    def xla(self, x: jax.Array, y: Any) -> jax.Array:
+        del y
+        return lax.all_gather(x, AXIS, tiled=True)
 
 
 class PsumScatter(_Collective):
     name = "psum_scatter"
-    ours = staticmethod(partial(jtf.psum_scatter, tiled=True))
-    xlas = staticmethod(partial(lax.psum_scatter, tiled=True))
     out_spec = P(AXIS)
+
+    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
+        del y
+        return jtf.psum_scatter(x, AXIS, tiled=True, implementation="fused", config=config)
+
+    def xla(self, x: jax.Array, y: Any) -> jax.Array:
+        del y
+        return lax.psum_scatter(x, AXIS, tiled=True)
 
     def operand_bytes(self, shape: CollectiveShape, world: int) -> int:
         return world * shape.nbytes

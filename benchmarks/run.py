@@ -406,7 +406,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("op", choices=list(OPERATIONS))
     parser.add_argument("--json", type=Path, help="write the rows here, after each shape")
-    parser.add_argument("--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention, or bytes; default: all listed")
+    parser.add_argument(
+        "--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention, or bytes; default: all listed"
+    )
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument("--implementations", nargs="+", metavar="NAME", help="default: all")
     parser.add_argument(

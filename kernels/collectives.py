@@ -39,7 +39,7 @@ def psum_kernel(
     if TWO_SHOT:
         blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, DENSE)
         later = arrived + tl.num_programs(0) * WORLD
-        sums, gathered = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE, FIRST=False)
+        sums, gathered = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE)
         store_gathered(out_ptr, sums, came & gathered, element, SIZE, PART, PART, WORLD)
     else:
         bits = load_bits(x_ptr + element, element < SIZE)
@@ -108,10 +108,9 @@ def scatter(
 
 
 @triton.jit
-def gather(me, bits, region, arrived, WORLD: tl.constexpr, DENSE: tl.constexpr, FIRST: tl.constexpr = True):
+def gather(me, bits, region, arrived, WORLD: tl.constexpr, DENSE: tl.constexpr):
     """Puts a block into everybody's inbox. Returns what `collect` does."""
-    if FIRST:
-        shmem.verify(me)
+    shmem.verify(me)
     for i in tl.static_range(1, WORLD + 1):
         put(me, region, bits, (me.rank + i) % WORLD, DENSE)
     return collect(me, region, arrived, bits.dtype, bits.shape[0], WORLD, DENSE)
@@ -128,9 +127,7 @@ def put(me, region, bits, peer, DENSE: tl.constexpr):
 
 
 @triton.jit
-def collect(
-    me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr
-):
+def collect(me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr):
     """Waits for what the program's twins have put here: (the block of each rank, [ranks, BLOCK], whether all came)."""
     rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
     if DENSE:
@@ -199,9 +196,7 @@ def bits_of(dtype):
 
 
 @triton.jit
-def place(
-    element, rank, SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr
-):
+def place(element, rank, SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr):
     """Where some elements of a rank's part lie in the whole array [PART / INNER, WORLD, INNER], and which there are."""
     if INNER == PART:
         at = rank * PART + element

@@ -31,6 +31,7 @@ from benchmarks.shapes import (  # noqa: E402
     DECODE_ATTENTION,
     DECODE_ATTENTION_TARGETS_US,
     AttentionShape,
+    CollectiveShape,
     MatmulShape,
 )
 
@@ -42,11 +43,13 @@ MATMUL = run.OPERATIONS["all_gather_matmul"]
 SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
 MLP = run.OPERATIONS["mlp_gradients"]
 ATTENTION = run.OPERATIONS["decode_attention"]
+COLLECTIVES = [run.OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
     SCATTER: MatmulShape(name="small", m=64, k=256, n=128),
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
+    **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", run.OPERATIONS.values(), ids=lambda op: op.name)
 
@@ -288,6 +291,7 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
         (SCATTER, "gemm", 0, 8),
         (ATTENTION, "xla_unmasked", 16, 16),
         (ATTENTION, "xla/default", 24, 16),
+        *((op, "xla/default", 8, 0) for op in COLLECTIVES),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )
@@ -298,7 +302,7 @@ def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, product
     instructions = Counter(
         opcode
         for line in (prepared.executable.as_text() or "").splitlines()
-        for opcode in (" all-gather(", " all-gather-start(", " reduce-scatter(", " dot(")
+        for opcode in (" all-gather(", " all-gather-start(", " all-reduce(", " reduce-scatter(", " dot(")
         if opcode in line
     )
     assert instructions.total() - instructions[" dot("] == collectives

@@ -18,6 +18,8 @@ from jaxtaxfree.teams import check_axes, vary
 
 # Of all ranks, that a program can wait for at a time.
 MOST_MESSAGES = 8192
+# Of all ranks, so that indices of words have 32 bits.
+MOST_ELEMENTS = 2**28
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 
@@ -195,16 +197,17 @@ def _psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled:
 
 
 def _fused_psum(x: jax.Array, *, axes: tuple[str, ...], config: Config | None, **how: Any) -> jax.Array:
-    _check("psum", x)
-    keywords = launch("psum", x.size, 1, world=lax.axis_size(axes), dtype=x.dtype, config=config)
+    world = lax.axis_size(axes)
+    _check("psum", x, world)
+    keywords = launch("psum", x.size, 1, world=world, dtype=x.dtype, config=config)
     return _call(psum_kernel, x, axes, keywords, x.shape, **how)
 
 
 def _fused_all_gather(
     x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Config | None, **how: Any
 ) -> jax.Array:
-    _check("all_gather", x)
     world = lax.axis_size(axes)
+    _check("all_gather", x, world)
     outer = math.prod(x.shape[:dimension])
     keywords = launch("all_gather", x.size, outer, world=world, dtype=x.dtype, config=config)
     if tiled:
@@ -217,8 +220,8 @@ def _fused_all_gather(
 def _fused_psum_scatter(
     x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Config | None, **how: Any
 ) -> jax.Array:
-    _check("psum_scatter", x)
     world = lax.axis_size(axes)
+    _check("psum_scatter", x, world)
     outer = math.prod(x.shape[:dimension])
     keywords = launch("psum_scatter", x.size // world, outer, world=world, dtype=x.dtype, config=config)
     own = (x.shape[dimension] // world,) if tiled else ()
@@ -304,7 +307,7 @@ def _bind(
 ) -> jax.Array:
     check_implementation(implementation)
     if implementation in ("fused", "simulate"):
-        _check(primitive.name, x)
+        _check(primitive.name, x, lax.axis_size(axes))
     if config is not None:
         size = x.size // lax.axis_size(axes) if primitive is psum_scatter_p else x.size
         chosen = default_config(primitive.name, size, lax.axis_size(axes), x.dtype)
@@ -312,13 +315,15 @@ def _bind(
     return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config, **params)
 
 
-def _check(operation: str, x: Any) -> None:
+def _check(operation: str, x: Any, world: int) -> None:
     """Raises Unsupported, with all that keeps the kernel from taking x."""
     reasons = []
     if x.dtype.name not in DTYPES:
         reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
     if x.size == 0:
         reasons.append(f"the operand is empty: {list(x.shape)}")
+    if (elements := x.size * (1 if operation == "psum_scatter" else world)) > MOST_ELEMENTS:
+        reasons.append(f"it moves at most {MOST_ELEMENTS} elements, not {elements}")
     if reasons:
         raise Unsupported(operation, reasons)
 
