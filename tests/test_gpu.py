@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
-from tests import attention_parity, parity
+from tests import attention_parity, collectives_parity, parity
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -35,6 +35,11 @@ def test_parity(check, mesh):
 
 @pytest.mark.parametrize("check", attention_parity.CHECKS)
 def test_parity_of_decode_attention(check, mesh):
+    check(mesh)
+
+
+@pytest.mark.parametrize("check", collectives_parity.CHECKS)
+def test_parity_of_collectives(check, mesh):
     check(mesh)
 
 

@@ -422,6 +422,72 @@ MUTANTS = (
         errors=TOO_EARLY,
     ),
     Mutant(
+        name="no block to one peer",
+        kernel="psum",
+        edits=(
+            (
+                "    for i in tl.static_range(1, WORLD + 1):\n        put(me, region, bits,",
+                "    for i in tl.static_range(2, WORLD + 1):\n        put(me, region, bits,",
+            ),
+        ),
+        errors=(DeadlockError, UninitializedReadError),
+    ),
+    Mutant(
+        name="sums in the place of another rank",
+        kernel="psum",
+        edits=(("block = rank * tl.num_programs(0)", "block = rank // 2 * 2 * tl.num_programs(0)"),),
+        errors=(MessageError, DataRaceError, UninitializedReadError, DeadlockError),
+    ),
+    Mutant(
+        name="one signal for both shots",
+        kernel="psum",
+        edits=(("later = arrived + tl.num_programs(0) * WORLD", "later = arrived"),),
+        errors=(SignalCountError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="no wait for what the ranks gather",
+        kernel="all_gather",
+        edits=(("shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)", "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="words taken as they are",
+        kernel="all_gather",
+        edits=(
+            (
+                "words, came = shmem.receive(me, source, rank, mask)",
+                "words, came = tl.load(source, mask=mask, other=0).to(tl.float32, bitcast=True), me.ready",
+            ),
+        ),
+        errors=(MessageError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="last word not sent",
+        kernel="psum_scatter",
+        edits=(("words, peer)", "words, peer, tl.arange(0, words.shape[0]) < words.shape[0] - 1)"),),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="wait before the signal of parts",
+        kernel="psum_scatter",
+        edits=(
+            ("        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)\n", ""),
+            (
+                "        came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)\n",
+                "        came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)\n"
+                "        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)\n",
+            ),
+        ),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="single buffering of parts",
+        kernel="psum_scatter",
+        api=True,
+        edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
+        errors=(MessageError, DataRaceError),
+    ),
+    Mutant(
         name="merged result not sent to one peer",
         kernel="decode_attention",
         edits=(("tl.static_range(1, WORLD + 1)", "tl.static_range(2, WORLD + 1)"),),

@@ -1,0 +1,282 @@
+"""What `psum`, `all_gather` and `psum_scatter` must get right on GPUs, as functions of a mesh.
+
+As in `parity`, everything ends in replicated numbers, and many cases share a program, because compiling takes longest.
+"""
+
+import functools
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from benchmarks.shapes import COLLECTIVE
+from jaxtaxfree.ops.collectives import DTYPES
+
+NAMES = ("psum", "all_gather", "psum_scatter")
+# Each way of moving data, with blocks that leave several programs to small arrays.
+CONFIGS: tuple[dict[str, Any], ...] = (
+    {"protocol": "messages", "shots": 1, "block": 128, "num_warps": 1},
+    {"protocol": "messages", "shots": 2, "block": 64, "num_warps": 2},
+    {"protocol": "signals", "shots": 1, "block": 512, "num_warps": 4},
+    {"protocol": "signals", "shots": 2, "block": 256, "num_warps": 2},
+)
+# Of one program.
+TOGETHER = 16
+
+
+def numbers(key: int, shape: tuple[int, ...], dtype: Any, rank: Any) -> jax.Array:
+    """Random whole numbers of a rank, whose sums are exact in every dtype; of unsigned types not negative."""
+    lowest = 0 if jnp.issubdtype(dtype, jnp.unsignedinteger) else -8
+    drawn = jax.random.randint(jax.random.fold_in(jax.random.key(key), rank), shape, lowest, 9)
+    return lax.optimization_barrier(drawn.astype(dtype))
+
+
+def wrong_bits(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """How many elements differ in any bit."""
+    kind = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[found.dtype.itemsize]
+    return jnp.sum(lax.bitcast_convert_type(found, kind) != lax.bitcast_convert_type(wanted, kind))
+
+
+def on_ranks(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> np.ndarray:
+    """The sums over the ranks of what each counts; `local` takes the rank."""
+
+    def total() -> jax.Array:
+        return lax.psum(local(lax.axis_index(mesh.axis_names)), mesh.axis_names)
+
+    return np.asarray(jax.jit(jax.shard_map(total, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))())
+
+
+def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimension: int = 0, **keywords: Any) -> Any:
+    """An operation by the kernel, or by `lax` itself."""
+    if name == "all_gather":
+        keywords |= {"axis": dimension, "tiled": True}
+    elif name == "psum_scatter":
+        keywords |= {"scatter_dimension": dimension, "tiled": True}
+    if implementation is None:
+        keywords.pop("config", None)
+        return getattr(lax, name)(x, axes, **keywords)
+    return getattr(jtf, name)(x, axes, implementation=implementation, **keywords)
+
+
+def check_cases(mesh: Mesh, cases: Sequence[tuple], axes: Any = "tp") -> None:
+    """Each case (name, shape, dtype, dimension, config) gives what `lax` gives, bit for bit."""
+    wrong = []
+    for first in range(0, len(cases), TOGETHER):
+        some = cases[first : first + TOGETHER]
+
+        def local(rank: jax.Array, some: Sequence[tuple] = some) -> jax.Array:
+            found = []
+            for i, (name, shape, dtype, dimension, config) in enumerate(some):
+                x = numbers(i, shape, dtype, rank)
+                ours = call(name, x, axes, "fused", dimension, config=config)
+                found.append(wrong_bits(ours, call(name, x, axes, None, dimension)))
+            return jnp.stack(found)
+
+        wrong += [(case, count) for case, count in zip(some, on_ranks(mesh, local).tolist(), strict=True) if count]
+    assert not wrong, wrong
+    jtf.heap.check()
+
+
+def shape_of(name: str, world: int, elements: int) -> tuple[int, ...]:
+    return (world * elements,) if name == "psum_scatter" else (elements,)
+
+
+def check_sizes(mesh: Mesh) -> None:
+    """The sizes of the benchmarks, as the operations choose to move them."""
+    world = mesh.devices.size
+    check_cases(
+        mesh,
+        [
+            (name, shape_of(name, world, shape.nbytes // jnp.dtype(dtype).itemsize), dtype, 0, None)
+            for name, shape, dtype in itertools.product(NAMES, COLLECTIVE, ("bfloat16", "float32"))
+            if shape.nbytes >= 4
+        ],
+    )
+
+
+def check_dtypes_and_odd_sizes(mesh: Mesh) -> None:
+    """Every dtype and every way, at sizes that nothing divides."""
+    world, draw = mesh.devices.size, random.Random(0)
+    cases = []
+    for name, dtype, config in itertools.product(NAMES, DTYPES, CONFIGS):
+        if name == "psum" or config["shots"] == 1:
+            cases.append((name, shape_of(name, world, draw.choice((1, 2, 3, 7, 129, 1000, 5003))), dtype, 0, config))
+    check_cases(mesh, cases)
+
+
+def check_dimensions(mesh: Mesh) -> None:
+    """Gathers and scatters along each dimension."""
+    world = mesh.devices.size
+    cases = []
+    for name, dimension, dtype in itertools.product(NAMES[1:], range(3), ("bfloat16", "int32")):
+        shape = [5, 12, 33]
+        if name == "psum_scatter":
+            shape[dimension] *= world
+        cases += [(name, tuple(shape), dtype, dimension, config) for config in (CONFIGS[0], CONFIGS[2])]
+    check_cases(mesh, cases)
+
+
+def check_every_pattern(mesh: Mesh) -> None:
+    """Gathers are copies: of every pattern of 16 bits, NaN with any payload among them."""
+
+    def local(rank: jax.Array) -> jax.Array:
+        wrong = []
+        patterns = jnp.roll(jnp.arange(2**16, dtype=jnp.uint16), 1000 * rank)
+        wanted = lax.all_gather(patterns, "tp")
+        for dtype, config in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), CONFIGS[::2]):
+            if dtype == jnp.float32:
+                x = lax.bitcast_convert_type(patterns.reshape(-1, 2), dtype)
+            else:
+                x = lax.bitcast_convert_type(patterns, dtype)
+            found = jtf.all_gather(x, "tp", implementation="fused", config=config)
+            wrong.append(jnp.sum(lax.bitcast_convert_type(found, jnp.uint16).reshape(wanted.shape) != wanted))
+        return jnp.stack(wrong)
+
+    wrong = on_ranks(mesh, local)
+    assert not wrong.any(), wrong
+
+
+def check_order_of_sums(mesh: Mesh) -> None:
+    """Sums are those of f32 in the order of the ranks, rounded once, on every rank; -0.0 stays -0.0."""
+
+    def local(rank: jax.Array) -> jax.Array:
+        wrong = []
+        for dtype, config in itertools.product((jnp.float32, jnp.bfloat16, jnp.float16), CONFIGS):
+            x = jax.random.normal(jax.random.fold_in(jax.random.key(0), rank), (4097,), dtype).at[:100].set(-0.0)
+            parts = lax.all_gather(x, "tp").astype(jnp.float32)
+            wanted = functools.reduce(lambda total, part: lax.optimization_barrier(total + part), list(parts))
+            found = jtf.psum(x, "tp", implementation="fused", config=config)
+            wrong.append(wrong_bits(found, wanted.astype(dtype)))
+        return jnp.stack(wrong)
+
+    wrong = on_ranks(mesh, local)
+    assert not wrong.any(), wrong
+
+
+def check_integers_wrap(mesh: Mesh) -> None:
+    """Sums of integers of any size are XLA's."""
+
+    def local(rank: jax.Array) -> jax.Array:
+        wrong = []
+        for dtype, config in itertools.product(("int8", "uint8", "int16", "uint16", "int32", "uint32"), CONFIGS):
+            key = jax.random.fold_in(jax.random.key(1), rank)
+            x = jax.random.bits(key, (1001,), f"uint{8 * jnp.dtype(dtype).itemsize}").astype(dtype)
+            found = jtf.psum(x, "tp", implementation="fused", config=config)
+            wrong.append(wrong_bits(found, lax.psum(x, "tp")))
+        return jnp.stack(wrong)
+
+    wrong = on_ranks(mesh, local)
+    assert not wrong.any(), wrong
+
+
+def check_repetition(mesh: Mesh, times: int = 1000) -> None:
+    """Call after call gives what the first call with those operands gave, bit for bit, of sums that are not exact."""
+    world = mesh.devices.size
+
+    def local(rank: jax.Array) -> jax.Array:
+        counts = []
+        for name, config, elements in itertools.product(NAMES, CONFIGS, (1, 3000, 40000)):
+            if name != "psum" and config["shots"] == 2:
+                continue
+            shape = shape_of(name, world, elements)
+            xs = jax.random.normal(jax.random.fold_in(jax.random.key(2), rank), (3, *shape), jnp.bfloat16)
+            run = functools.partial(call, name, axes="tp", implementation="fused", config=config)
+            first = jnp.stack([run(x=x) for x in xs])
+
+            def step(i: jax.Array, wrong: jax.Array, run: Callable = run, xs: Any = xs, first: Any = first) -> Any:
+                return wrong + wrong_bits(run(x=xs[i % 3]), first[i % 3])
+
+            counts.append(lax.fori_loop(0, times, step, jnp.int32(0)))
+        return jnp.stack(counts)
+
+    wrong = on_ranks(mesh, local)
+    assert not wrong.any(), wrong
+    jtf.heap.check()
+
+
+def check_many_calls(mesh: Mesh, calls: int = 10_000) -> None:
+    """So many sums of changing sizes, one after the other in one program: whole numbers, so that all are exact."""
+    sizes = (1, 1000, 17, 8192, 3, 130_000, 100, 1, 30_000, 500_000)
+    world = mesh.devices.size
+
+    def local(rank: jax.Array) -> jax.Array:
+        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            wrong, carried = state
+            for j, size in enumerate(sizes):
+                # Depends on the sum before, which is 0 modulo what is added.
+                element = jnp.arange(size, dtype=jnp.int32)
+                base = (i * 7 + j * 3 + element) % 5 + carried
+                found = jtf.psum((base + rank).astype(jnp.bfloat16), "tp", implementation="fused")
+                wanted = (world * base + world * (world - 1) // 2).astype(jnp.bfloat16)
+                wrong = wrong + wrong_bits(found, wanted)
+                carried = (found[0] != wanted[0]).astype(jnp.int32)
+            return wrong, carried
+
+        return lax.fori_loop(0, -(-calls // len(sizes)), step, (jnp.int32(0), jnp.int32(0)))[0]
+
+    assert int(on_ranks(mesh, local)) == 0
+    jtf.heap.check()
+
+
+def check_meshes(mesh: Mesh) -> None:
+    """Permuted devices, one axis of two, both axes as one."""
+    devices = list(mesh.devices.flat)
+    world = len(devices)
+
+    def cases(ranks: int) -> list[tuple]:
+        return [
+            (name, shape_of(name, ranks, elements), "bfloat16", 0, None) for name in NAMES for elements in (5, 100_000)
+        ]
+
+    check_cases(Mesh(np.array(devices[::-1]), ("tp",)), cases(world))
+    if world % 2 == 0:
+        pairs = Mesh(np.array(random.Random(1).sample(devices, world)).reshape(2, -1), ("dp", "tp"))
+        check_cases(pairs, cases(2), axes="dp")
+        for axes in (("dp", "tp"), ("tp", "dp")):
+            check_cases(pairs, cases(world), axes=axes)
+
+
+def check_gradients(mesh: Mesh) -> None:
+    """Of all three, inside the program and across it."""
+
+    def gradients(implementation: str | None, check_vma: bool) -> list[jax.Array]:
+        found = []
+        for name in NAMES:
+            program = jax.shard_map(
+                lambda x, name=name: call(name, x, "tp", implementation),
+                mesh=mesh,
+                in_specs=P("tp"),
+                out_specs=P() if name == "psum" else P("tp"),
+                check_vma=check_vma,
+            )
+            x = jax.random.normal(jax.random.key(0), (world * world * 6, 5))
+            found.append(jax.jit(jax.grad(lambda x, program=program: jnp.sum(jnp.sin(program(x)))))(x))
+        return found
+
+    world = mesh.devices.size
+    for check_vma in (True, False):
+        for ours, wanted in zip(gradients("fused", check_vma), gradients(None, check_vma)):
+            assert float(jnp.max(jnp.abs(ours - wanted))) < 1e-5
+    jtf.heap.check()
+
+
+CHECKS = (
+    check_sizes,
+    check_dtypes_and_odd_sizes,
+    check_dimensions,
+    check_every_pattern,
+    check_order_of_sums,
+    check_integers_wrap,
+    check_repetition,
+    check_many_calls,
+    check_meshes,
+    check_gradients,
+)
