@@ -1,0 +1,147 @@
+"""What the compiler makes of the collectives' kernels, read from the PTX: no GPU needed."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from jaxtaxfree.kernels import collectives
+from tests.support import Compiled, compile_call, compile_for_amd, mesh_of
+from tests.test_compiled import (
+    bytes_of,
+    local_memory,
+    narrow_remote_stores,
+    parse,
+    ptxas_report,
+    publishes_out_of_order,
+    spilled_bytes,
+    waits_that_do_not_wait,
+)
+from tests.test_compiled_attention import polling_loops, widths
+
+NAMES = ("psum", "all_gather", "psum_scatter")
+MESSAGES = {  # bytes of a rank, dtype
+    "2 B": (2, "bfloat16"),
+    "2 KB": (2 << 10, "bfloat16"),
+    "16 KB": (16 << 10, "bfloat16"),
+    "16 KB of f32": (16 << 10, "float32"),
+    "1003 B": (1003, "int8"),
+    "128 KB": (128 << 10, "bfloat16"),
+    "128 KB of f16": (128 << 10, "float16"),
+}
+SIGNALS = {
+    "2 MB": (2 << 20, "bfloat16"),
+    "2 MB of f32": (2 << 20, "float32"),
+    "4 MB of int8": (4 << 20, "int8"),
+}
+each_name = pytest.mark.parametrize("name", NAMES)
+
+
+@functools.cache
+def compiled(name: str, nbytes: int, dtype: str, *, world: int = 4, compute_capability: int = 90) -> Compiled:
+    """Compiles the kernel of a call with so many bytes of each rank."""
+    keywords = {} if name == "psum" else {"tiled": True}
+    call = functools.partial(getattr(jtf, name), axis_name="tp", implementation="fused", **keywords)
+    elements = nbytes // jnp.dtype(dtype).itemsize * (world if name == "psum_scatter" else 1)
+    program = jax.shard_map(call, mesh=mesh_of(world), in_specs=P(), out_specs=P("tp"), check_vma=False)
+    kernel = getattr(collectives, f"{name}_kernel")
+    return compile_call(
+        kernel, program, jax.ShapeDtypeStruct((elements,), dtype), compute_capability=compute_capability
+    )
+
+
+def shots(call: Compiled) -> int:
+    return 1 + call.constants.get("TWO_SHOT", False)
+
+
+def wrong_messages(call: Compiled) -> list[str]:
+    """Every word is sent and polled in 16-byte accesses, behind no fence; in registers alone."""
+    program, world = parse(call.ptx), call.constants["WORLD"]
+    stores, polls = widths(program, "st."), widths(program, "ld.")
+    wrong = []
+    if set(stores) != {16} or stores[16] < world * shots(call):
+        wrong.append(f"stores of messages by bytes: {dict(stores)}")
+    if set(polls) != {16} or polls[16] < 2 * world * shots(call):
+        wrong.append(f"polls by bytes: {dict(polls)}")
+    if polling_loops(program) != shots(call):
+        wrong.append(f"{polling_loops(program)} polling loops")
+    wrong += [s.text for s in program if s.starts("fence", "membar")]
+    return wrong + local_memory(call.ptx)
+
+
+def wrong_signals(call: Compiled) -> list[str]:
+    """Data move in 16-byte accesses, and a wait follows every publish."""
+    program = parse(call.ptx)
+    wrong = waits_that_do_not_wait(program, shots(call)) + publishes_out_of_order(program)
+    loads = [s for s in program if s.starts("ld.global.v")]
+    wrong += [f"narrow: {s.text}" for s in loads if bytes_of(s) != 16]
+    return wrong + narrow_remote_stores(program) + local_memory(call.ptx)
+
+
+@each_name
+@pytest.mark.parametrize("size", MESSAGES)
+def test_messages(name: str, size: str) -> None:
+    call = compiled(name, *MESSAGES[size])
+    assert not call.constants["DENSE"]
+    assert wrong_messages(call) == []
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@each_name
+@pytest.mark.parametrize("size", SIGNALS)
+def test_signals(name: str, size: str) -> None:
+    call = compiled(name, *SIGNALS[size])
+    assert call.constants["DENSE"]
+    assert wrong_signals(call) == []
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@each_name
+@pytest.mark.parametrize("world", (2, 3, 8))
+def test_other_worlds(name: str, world: int) -> None:
+    call = compiled(name, 3 << 12, "bfloat16", world=world)
+    assert wrong_messages(call) == []
+    assert spilled_bytes(ptxas_report(call)) == 0
+    call = compiled(name, 3 << 20, "float32", world=world)
+    assert wrong_signals(call) == []
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@each_name
+@pytest.mark.parametrize("compute_capability", (80, 100))
+def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
+    for size, wrong in ((MESSAGES["16 KB"], wrong_messages), (SIGNALS["2 MB"], wrong_signals)):
+        call = compiled(name, *size, compute_capability=compute_capability)
+        assert f".target sm_{compute_capability}" in call.ptx
+        assert wrong(call) == []
+
+
+@each_name
+def test_gfx942(name: str) -> None:
+    for size in (MESSAGES["16 KB"], SIGNALS["2 MB"]):
+        code = compile_for_amd(compiled(name, *size)).asm["amdgcn"]
+        assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
+        assert "sc0 sc1" in code  # system scope
+
+
+def test_no_block_of_a_rank_is_looked_for() -> None:
+    """The blocks of the ranks lie in registers of their own: neither shuffles nor shared memory carry them."""
+    call = compiled("psum", *MESSAGES["2 KB"])
+    assert call.options["num_warps"] == 1
+    assert call.shared == 0
+    assert len(re.findall(r"\bshfl\.", call.ptx)) <= 1
+
+
+def test_faults_are_reported() -> None:
+    call = compiled("psum", *MESSAGES["16 KB"])
+    for pattern, replacement, report in (
+        (r"st\.relaxed\.sys\.global\.v4\.b32", "st.relaxed.sys.global.v2.b32", "stores of messages"),
+        (r"st\.relaxed\.sys", "st.relaxed.gpu", "stores of messages"),
+        (r"ld\.relaxed\.sys", "ld.weak", "0 polling loops"),
+    ):
+        tampered = Compiled(re.sub(pattern, replacement, call.ptx), call.shared, call.source, call.options)
+        assert any(report in line for line in wrong_messages(tampered))
