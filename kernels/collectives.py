@@ -39,8 +39,8 @@ def psum_kernel(
     if TWO_SHOT:
         blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, DENSE)
         later = arrived + tl.num_programs(0) * WORLD
-        sums, gathered = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE)
-        store_gathered(out_ptr, sums, came & gathered, element, SIZE, PART, PART, WORLD)
+        blocks, all_came = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE)
+        store_gathered(out_ptr, blocks, came & all_came, element, SIZE, PART, PART, WORLD)
     else:
         bits = load_bits(x_ptr + element, element < SIZE)
         blocks, came = gather(me, bits, parts, arrived, WORLD, DENSE)

@@ -53,7 +53,7 @@ def psum(
         if not isinstance(leaf, jax.Array):
             return lax.psum(leaf, axes)  # of a constant it is a product
         leaf = leaf.astype(jnp.int32) if leaf.dtype == bool else leaf
-        return _bind(psum_p, leaf, axes, implementation, config)
+        return _apply(psum_p, leaf, axes, implementation, config)
 
     return jax.tree.map(sum_of, x)
 
@@ -85,7 +85,7 @@ def all_gather(
         dimension = _dimension("all_gather", axis, leaf.ndim + (not tiled))
         if leaf.dtype == bool:
             return gather(leaf.astype(jnp.uint8)).astype(bool)
-        return _bind(all_gather_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
+        return _apply(all_gather_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
 
     return jax.tree.map(gather, x)
 
@@ -124,7 +124,7 @@ def psum_scatter(
                 f"psum_scatter cannot scatter dimension {dimension} of {list(leaf.shape)} over {world} ranks: with "
                 f"tiled={tiled}, {size} is not {wanted}."
             )
-        return _bind(psum_scatter_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
+        return _apply(psum_scatter_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
 
     return jax.tree.map(scatter, x)
 
@@ -302,17 +302,20 @@ def _dimension(operation: str, dimension: int, dimensions: int) -> int:
     return dimension % dimensions
 
 
-def _bind(
+def _apply(
     primitive: Any, x: jax.Array, axes: tuple[str, ...], implementation: str | None, config: Any, **params: Any
 ) -> jax.Array:
     check_implementation(implementation)
+    world = lax.axis_size(axes)
+    settings = settings_of(primitive.name, Config, config)
+    if settings:
+        size = x.size // world if primitive is psum_scatter_p else x.size
+        config = dataclasses.replace(default_config(primitive.name, size, world, x.dtype), **settings)
+    if implementation == "xla":
+        return _REFERENCES[primitive](x, axes=axes, **params)
     if implementation in ("fused", "simulate"):
-        _check(primitive.name, x, lax.axis_size(axes))
-    if config is not None:
-        size = x.size // lax.axis_size(axes) if primitive is psum_scatter_p else x.size
-        chosen = default_config(primitive.name, size, lax.axis_size(axes), x.dtype)
-        config = dataclasses.replace(chosen, **settings_of(primitive.name, Config, config))
-    return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config, **params)
+        _check(primitive.name, x, world)
+    return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config or None, **params)
 
 
 def _check(operation: str, x: Any, world: int) -> None:
@@ -398,3 +401,4 @@ psum_scatter_p = linear(
     transpose=_transpose_psum_scatter,
     batch=_batch_psum_scatter,
 )
+_REFERENCES = {psum_p: _psum, all_gather_p: _all_gather, psum_scatter_p: _psum_scatter}
