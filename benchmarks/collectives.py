@@ -25,12 +25,12 @@ import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
     DTYPE,
-    NCCL_SYMMETRIC,
     Config,
     Implementation,
     Operands,
     Operation,
-    config_name,
+    by_flags,
+    fused,
     normal,
 )
 from benchmarks.shapes import COLLECTIVE, COLLECTIVE_TINY, CollectiveShape
@@ -59,14 +59,8 @@ class _Collective(Operation):
         make = partial(Implementation, in_specs=(P(AXIS), ()), out_spec=self.out_spec)
         # Nothing in a chain of dependent calls is there to hide latency behind, so NCCL's buffers are the only choice.
         implementations = (
-            make(name="xla/default", call=self.xla),
-            make(name="xla/nccl_symmetric", call=self.xla, options=NCCL_SYMMETRIC),
-            # Last, so that everything else has been compiled and checked should it break the device.
-            make(name="fused", call=self.fused),
-            *(
-                make(name=config_name(config), call=partial(self.fused, config=config), config=config)
-                for config in configs
-            ),
+            *by_flags(make, "xla", self.xla, ("default", "nccl_symmetric")),
+            *fused(make, self.fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
