@@ -443,11 +443,16 @@ def test_the_choice_by_size(
     """None takes the kernel up to a size in bytes of a rank, and says why not."""
     keywords = {} if name == "psum" else {"tiled": True}
     program = program_of(mesh, name, **keywords)
-    monkeypatch.setitem(collectives.FASTER_UP_TO, name, 64)
-    assert_fused(lower_for_cuda(program, sharded(mesh, P("tp"), (64,), "float32")))
+    ranks = 4 if name == "psum_scatter" else 1  # whose results an operand holds
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
-        assert_not_fused(lower_for_cuda(program, sharded(mesh, P("tp"), (128,), "float32")), HLO[name])
-    assert "not been measured" in caplog.text
+        for most, why in ((60, "XLA is faster for more than 60 bytes"), (0, "not been measured"), (64, "")):
+            monkeypatch.setitem(collectives.FASTER_UP_TO, name, most)
+            text = lower_for_cuda(program, sharded(mesh, P("tp"), (64 * ranks,), "float32"))
+            if why:
+                assert_not_fused(text, HLO[name])
+                assert why in caplog.text
+            else:
+                assert_fused(text)
 
 
 def test_one_rank(caplog: pytest.LogCaptureFixture) -> None:

@@ -128,13 +128,21 @@ def test_a_rank_that_does_not_arrive_is_named(mesh, operation):
         heap.reset()
 
 
-def test_a_rank_that_sends_no_messages_is_named(mesh):
+@pytest.mark.parametrize(
+    "small_call, name, awaited",
+    (
+        (attention_parity.small_call, "decode_attention", "message merged"),
+        (collectives_parity.small_call, "psum", "message parts"),
+    ),
+    ids=("decode_attention", "psum"),
+)
+def test_a_rank_that_sends_no_messages_is_named(mesh, small_call, name, awaited):
     """As above, of a kernel that waits for messages instead of signals."""
     missing = mesh.devices.size - 2
     heap.set_timeout(1.0)
     heap.reset()
     try:
-        call, arrays = attention_parity.small_call(mesh)
+        call, arrays = small_call(mesh)
         want = jtf.block_until_ready(call(*arrays))
         device = mesh.devices.flat[missing]
         give_up(device)
@@ -147,7 +155,7 @@ def test_a_rank_that_sends_no_messages_is_named(mesh):
                 f"rank {rank} (device {mesh.devices.flat[rank].id}) waited 1 s for rank {missing} (device {device.id})"
             )
             assert (blamed in message) == (rank != missing), message
-        assert "decode_attention" in message and "message merged" in message
+        assert name in message and awaited in message
         assert bool(jnp.isnan(result).all())
         heap.reset()
         # What the others had sent in the call that failed is not taken for messages of a later one.

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.primitive import Unsupported, check_implementation, linear, settings_of
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import check_axes, vary
@@ -286,7 +286,10 @@ def launch(
         "signals": {"arrived": (1 + two_shots, programs, world) if dense else 0},
         "name": operation,
         "num_warps": config.num_warps,
-        "cost_estimate": {"flops": 0, "bytes_accessed": 2 * world * size * dtype.itemsize},
+        "cost_estimate": {
+            "flops": 0 if operation == "all_gather" else (world - 1) * size,
+            "bytes_accessed": 2 * world * size * dtype.itemsize,
+        },
         "SIZE": total,
         "PART": part,
         "BLOCK": config.block,
@@ -309,13 +312,18 @@ def _apply(
     world = lax.axis_size(axes)
     settings = settings_of(primitive.name, Config, config)
     if settings:
-        size = x.size // world if primitive is psum_scatter_p else x.size
-        config = dataclasses.replace(default_config(primitive.name, size, world, x.dtype), **settings)
+        chosen = default_config(primitive.name, _elements(primitive.name, x, world), world, x.dtype)
+        config = dataclasses.replace(chosen, **settings)
     if implementation == "xla":
         return _REFERENCES[primitive](x, axes=axes, **params)
     if implementation in ("fused", "simulate"):
         _check(primitive.name, x, world)
     return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config or None, **params)
+
+
+def _elements(operation: str, x: Any, world: int) -> int:
+    """Of x of `psum`; of a rank's part of the others."""
+    return x.size // world if operation == "psum_scatter" else x.size
 
 
 def _check(operation: str, x: Any, world: int) -> None:
@@ -325,23 +333,25 @@ def _check(operation: str, x: Any, world: int) -> None:
         reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
     if x.size == 0:
         reasons.append(f"the operand is empty: {list(x.shape)}")
-    if (elements := x.size * (1 if operation == "psum_scatter" else world)) > MOST_ELEMENTS:
-        reasons.append(f"it moves at most {MOST_ELEMENTS} elements, not {elements}")
+    if (elements := world * _elements(operation, x, world)) > MOST_ELEMENTS:
+        reasons.append(f"it takes at most {MOST_ELEMENTS} elements of all ranks, not {elements}")
     if reasons:
         raise Unsupported(operation, reasons)
 
 
-# The largest operand, in bytes of a rank, for which implementation=None takes the kernel.
+# The most bytes for which implementation=None takes the kernel: of a rank's operand, of psum_scatter of its result.
 FASTER_UP_TO = {"psum": 0, "all_gather": 0, "psum_scatter": 0}
 
 
-def _slower(operation: str) -> Any:
+def _slower(operation: str) -> Callable[..., str | None]:
     def why(x: Any, *, axes: tuple[str, ...], **_: Any) -> str | None:
         """Why XLA is taken."""
-        if lax.axis_size(axes) == 1:
+        world = lax.axis_size(axes)
+        if world == 1:
             return "there is one rank, so nothing to send"
-        if x.size * x.dtype.itemsize > FASTER_UP_TO[operation]:
-            return matmul.UNMEASURED
+        most = FASTER_UP_TO[operation]
+        if _elements(operation, x, world) * x.dtype.itemsize > most:
+            return f"XLA is faster for more than {most} bytes of a rank" if most else UNMEASURED
         return None
 
     return why
