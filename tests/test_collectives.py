@@ -442,12 +442,11 @@ def test_the_choice_by_size(
 ) -> None:
     """None takes the kernel up to a size in bytes of a rank, and says why not."""
     keywords = {} if name == "psum" else {"tiled": True}
-    program = program_of(mesh, name, **keywords)
     ranks = 4 if name == "psum_scatter" else 1  # whose results an operand holds
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         for most, why in ((60, "XLA is faster for more than 60 bytes"), (0, "not been measured"), (64, "")):
             monkeypatch.setitem(collectives.FASTER_UP_TO, name, most)
-            text = lower_for_cuda(program, sharded(mesh, P("tp"), (64 * ranks,), "float32"))
+            text = lower_for_cuda(program_of(mesh, name, **keywords), sharded(mesh, P("tp"), (64 * ranks,), "float32"))
             if why:
                 assert_not_fused(text, HLO[name])
                 assert why in caplog.text
@@ -518,7 +517,7 @@ def test_configurations(mesh: Mesh) -> None:
     assert_fused(lower_for_cuda(program, sharded(mesh, P("tp"), (64,), "float32")))
 
 
-@pytest.mark.parametrize("world", (2, 4, 8))
+@pytest.mark.parametrize("world", (2, 3, 4, 8, 72))
 @each_name
 def test_default_configurations_can_be_launched(name: str, world: int) -> None:
     for shape in COLLECTIVE:

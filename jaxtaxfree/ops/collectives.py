@@ -165,15 +165,21 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
       world: number of ranks.
       dtype: of the elements.
     """
-    itemsize = np.dtype(dtype).itemsize
-    nbytes = size * itemsize
+    nbytes = size * np.dtype(dtype).itemsize
     shots = 2 if operation == "psum" and world > 2 and nbytes > 64 << 10 else 1
-    if nbytes > (1 << 20 if shots == 2 else 128 << 10):
+    if nbytes > (512 << 10 if shots == 2 else 128 << 10):
         # Two accesses of 16 bytes for each thread and rank.
-        return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)
-    # One access of 16 bytes.
-    num_warps = 1 if nbytes <= 4 << 10 else 2 if nbytes <= 64 << 10 else 4
-    return Config(shots=shots, block=128 * num_warps // _words(dtype), num_warps=num_warps)
+        return Config(protocol="signals", shots=shots, block=8192 // np.dtype(dtype).itemsize, num_warps=8)
+    # One access of 16 bytes, in programs of few warps: the fewer they are, the sooner they agree that all has come.
+    words = size * _words(dtype) // (world if shots == 2 else 1)
+    num_warps = 1 if words <= 8192 else 2 if words <= 32768 else 4
+    block = min(128 * num_warps // _words(dtype), _longest_block(world, dtype))
+    return Config(shots=shots, block=block, num_warps=num_warps)
+
+
+def _longest_block(world: int, dtype: Any) -> int:
+    """Elements that a program can receive as messages."""
+    return MOST_MESSAGES // (_words(dtype) << (world - 1).bit_length())
 
 
 def _words(dtype: Any) -> int:
@@ -269,8 +275,7 @@ def launch(
     if dense:
         buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
     else:
-        if _words(dtype) * config.block * world > MOST_MESSAGES:
-            most = MOST_MESSAGES // (_words(dtype) * world)
+        if config.block > (most := _longest_block(world, dtype)):
             raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
         buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
     sizes = {
