@@ -322,14 +322,13 @@ def test_second_derivatives(mesh: Mesh, name: str) -> None:
 @pytest.mark.parametrize("tiled", (True, False))
 @pytest.mark.parametrize("dimension", (0, 1))
 @each_name
-@each_implementation
-def test_vmap(mesh: Mesh, name: str, tiled: bool, dimension: int, dim: int, implementation: str | None) -> None:
+def test_vmap(mesh: Mesh, name: str, tiled: bool, dimension: int, dim: int) -> None:
     keywords: dict[str, Any] = {}
     if name != "psum":
         keywords = {"tiled": tiled, "axis" if name == "all_gather" else "scatter_dimension": dimension}
     x = integers("float32", 4, 3, 4, 4)  # of each rank, 3 examples
     wanted = [on_mesh(mesh, laxs(name, **keywords))(x[:, i]) for i in range(3)]
-    mapped = jax.vmap(ours(name, implementation=implementation, **keywords), in_axes=dim)
+    mapped = jax.vmap(ours(name, **keywords), in_axes=dim)
     found = on_mesh(mesh, mapped)(jnp.moveaxis(x, 1, 1 + dim))
     assert_same(found, np.stack(wanted, axis=1))
 

@@ -271,19 +271,18 @@ def launch(
     part = math.ceil(size / (16 * world)) * 16 if two_shots else size
     programs = math.ceil(part / config.block)
     inbox = (world, programs, config.block)
-    inboxes = {"parts": inbox} | ({"sums": inbox if two_shots else (0,)} if operation == "psum" else {})
+    inboxes: dict[str, tuple[int, ...]] = {"parts": inbox}
+    if operation == "psum":
+        inboxes["sums"] = inbox if two_shots else (0,)
+        total, own = size, {"TWO_SHOT": two_shots}
+    else:
+        total, own = world * size, {"INNER": size // outer}
     if dense:
         buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
     else:
         if config.block > (most := _longest_block(world, dtype)):
             raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
         buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
-    sizes = {
-        "psum": (size, {"TWO_SHOT": two_shots}),
-        "all_gather": (world * size, {"INNER": size // outer}),
-        "psum_scatter": (world * size, {"INNER": size // outer}),
-    }
-    total, own = sizes[operation]
     return {
         "out_type": jax.ShapeDtypeStruct((total if operation == "all_gather" else size,), dtype),
         "grid": programs,
