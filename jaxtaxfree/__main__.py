@@ -1,4 +1,4 @@
-"""`python -m jaxtaxfree doctor`."""
+"""`python -m jaxtaxfree doctor` and `python -m jaxtaxfree taxes`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,22 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    from jaxtaxfree import doctor
+    from jaxtaxfree.taxes import programs
+
     parser = argparse.ArgumentParser(prog="python -m jaxtaxfree")
     commands = parser.add_subparsers(dest="command", title="commands")
     commands.add_parser("doctor", help="say what works on this machine, and how to mend what does not")
-    if parser.parse_args(arguments).command is None:
-        parser.print_help()
-        return 0
-
-    from jaxtaxfree import doctor
-
-    return doctor.main()
+    programs.add_arguments(
+        commands.add_parser("taxes", help="say where the time of XLA's programs and of the fused ones goes")
+    )
+    match (options := parser.parse_args(arguments)).command:
+        case "doctor":
+            return doctor.main()
+        case "taxes":
+            return programs.main(options)
+    parser.print_help()
+    return 0
 
 
 if __name__ == "__main__":
