@@ -78,6 +78,24 @@ def test_clocks_are_aligned_by_the_ends_of_collectives() -> None:
     assert found.clock_error == pytest.approx(0)
 
 
+def test_clocks_are_aligned_by_a_calibration() -> None:
+    """A collective need not end at the same time everywhere, and fused kernels do not."""
+    step = [kernel(0, 0, 80, "fused"), kernel(1, 520, 590, "fused")]
+    calibration = repeated([kernel(0, 900, 902, "collective"), kernel(1, 1401, 1402, "collective")], 10)
+    found = timeline.read(repeated(step, 100), 5, calibration=calibration)
+    assert [microseconds(device).get("fused_lead", 0) for device in found.devices] == [20, 0]
+    assert found.clock_error == 0
+
+
+def test_calibration_is_told_apart() -> None:
+    steps = repeated([kernel(0, 0, 10), kernel(1, 5, 15, "collective")], 100)
+    calibration = [kernel(0, 90_000, 90_010, "collective"), kernel(1, 90_000, 90_010, "collective")]
+    before, after = profile.apart([kernel(1, 90_020, 90_021), *calibration, *steps])
+    assert sorted(before, key=lambda k: k.start_ns) == steps
+    assert sorted(after, key=lambda k: k.device) == calibration
+    assert profile.apart(steps)[1] == ()
+
+
 def test_clock_error_is_what_alignment_leaves() -> None:
     plain = repeated([kernel(0, 0, 80, "collective"), kernel(1, 0, 80, "collective")], 100, steps=9)
     kernels = [

@@ -13,7 +13,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,10 +26,17 @@ from jaxtaxfree import kernels as own_kernels
 from jaxtaxfree.taxes import hlo
 from jaxtaxfree.taxes.timeline import Kernel, Kind
 
-_COLLECTIVE = re.compile(r"nccl|AllReduceKernel|RaggedAllToAllKernel|MultiGpuBarrier", re.IGNORECASE)
+# NCCL's kernels, and XLA's own, some of which are named by their instruction.
+_COLLECTIVE = re.compile(
+    r"nccl|AllReduceKernel|RaggedAllToAllKernel|MultiGpuBarrier"
+    r"|^(all_gather|all_reduce|all_to_all|collective_permute|reduce_scatter)(_start)?[_.\d]*$",
+    re.IGNORECASE,
+)
 _NO_WORK = re.compile(r"^(MemoryAlloc|MemoryFree|MemoryResidency|.*overhead.*)$", re.IGNORECASE)
 _WARM_UP = 4
 _SECONDS = 0.04
+_PAUSE = 0.05
+_CALIBRATIONS = 20
 _REPETITIONS = 5
 
 
@@ -45,6 +52,7 @@ class Recording:
       bandwidth: bytes a second that a copy in device memory reads and writes.
       hlo: the program; None if it is not known.
       groups: ordinals of the devices that communicate with each other; None for all of them.
+      calibration: small collectives after the steps, which tell how the clocks of the devices differ.
     """
 
     kernels: tuple[Kernel, ...]
@@ -54,6 +62,7 @@ class Recording:
     bandwidth: float
     hlo: str | None
     groups: tuple[tuple[int, ...], ...] | None = None
+    calibration: tuple[Kernel, ...] = ()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self)))
@@ -61,7 +70,8 @@ class Recording:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Recording:
         fields = json.loads(pathlib.Path(path).read_text())
-        fields["kernels"] = tuple(Kernel(**kernel) for kernel in fields["kernels"])
+        for field in ("kernels", "calibration"):
+            fields[field] = tuple(Kernel(**kernel) for kernel in fields[field])
         fields["groups"] = fields["groups"] and tuple(map(tuple, fields["groups"]))
         return cls(**fields)
 
@@ -100,13 +110,19 @@ def record(
     # down: it is neither in the difference of the two lengths, nor looked at in the trace.
     rounds = [(run(2 * steps), run(steps)) for _ in range(_REPETITIONS)]
     long, short = (statistics.median(seconds) for seconds in zip(*rounds))
+    calibrate = _calibration(devices)
+    calibrate()
     with tempfile.TemporaryDirectory() as folder:
         with _tracing(folder):
             run(2 * steps)
+            time.sleep(_PAUSE)
+            calibrate()
         (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
         space = trace.read_bytes()
+    kernels, calibration = apart(kernels_of(jax.profiler.ProfileData.from_serialized_xspace(space), fused))
     recording = Recording(
-        kernels=tuple(kernels_of(jax.profiler.ProfileData.from_serialized_xspace(space), fused)),
+        kernels=kernels,
+        calibration=calibration,
         steps=2 * steps,
         skip=steps,
         step_seconds=(long - short if long > short else long / 2) / steps,
@@ -150,6 +166,34 @@ def kernels_of(data: jax.profiler.ProfileData, fused: Sequence[str] = ()) -> Ite
                         end_ns=event.start_ns + event.duration_ns,
                         kind=_kind(event.name, fused),
                     )
+
+
+def apart(kernels: Iterable[Kernel]) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """Those before the last long pause of each device, and the collectives after it."""
+    before: list[Kernel] = []
+    after: list[Kernel] = []
+    by_device: dict[int, list[Kernel]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: kernel.start_ns):
+        by_device.setdefault(kernel.device, []).append(kernel)
+    for ran in by_device.values():
+        pauses = (i for i in range(len(ran) - 1, 0, -1) if ran[i].start_ns - ran[i - 1].end_ns > 0.9 * _PAUSE * 1e9)
+        end = next(pauses, len(ran))
+        before += ran[:end]
+        after += (kernel for kernel in ran[end:] if kernel.kind == "collective")
+    return tuple(before), tuple(after)
+
+
+def _calibration(devices: Sequence[jax.Device]) -> Callable[[], None]:
+    """Runs collectives of one number a device."""
+    mesh = Mesh(np.array(devices), ("device",))
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()))
+    x = jax.device_put(np.ones(len(devices), np.float32), NamedSharding(mesh, P("device")))
+
+    def calibrate() -> None:
+        for _ in range(_CALIBRATIONS):
+            jax.block_until_ready(total(x))
+
+    return calibrate
 
 
 def _kind(name: str, fused: Sequence[str]) -> Kind:

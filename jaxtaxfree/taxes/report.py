@@ -61,7 +61,7 @@ class Account:
       fused_lead: how much earlier than on the last device fused kernels started; the most they waited because of it.
       locality_bytes: of which `locality` is the time.
       bandwidth: bytes a second that a copy in device memory reads and writes.
-      clock_error: of the starts of collectives, compared between devices; None without collectives.
+      clock_error: of starts that are compared between devices; None if nothing told how their clocks differ.
       calls: that a step consists of.
       steps: that were looked at.
       devices: the parts of each device, as the trace shows them, per step.
@@ -110,7 +110,13 @@ class Account:
 
 def account_of(recording: Recording, name: str = "", calls: int = 1) -> Account:
     """Divides the time of a recorded program."""
-    seen = timeline.read(recording.kernels, recording.steps, recording.groups, skip=recording.skip)
+    seen = timeline.read(
+        recording.kernels,
+        recording.steps,
+        recording.groups,
+        skip=recording.skip,
+        calibration=recording.calibration,
+    )
     notes = list(seen.notes)
 
     def mean(field: str) -> float:
@@ -132,8 +138,8 @@ def account_of(recording: Recording, name: str = "", calls: int = 1) -> Account:
         notes.append(
             "What fused kernels wait for, send, and pass on through memory happens inside of them and counts as work."
         )
-    if seen.clock_error is not None and seen.clock_error > 0.1 * recording.step_seconds:
-        notes.append("The clocks of the devices are not known well enough to compare starts within such short steps.")
+    if seen.clock_error is not None and seen.clock_error > 0.05 * recording.step_seconds / calls:
+        notes.append(f"The clocks of the devices are known to {seen.clock_error * 1e6:.1f} µs only.")
 
     parts = {
         "work": work,

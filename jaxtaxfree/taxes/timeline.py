@@ -79,8 +79,8 @@ class Timeline:
     Attributes:
       devices: one after the other.
       steps: that were looked at.
-      clock_error: seconds by which the ends of a collective differ between devices, in the median, after their clocks
-        were aligned by the ends of all collectives; None without collectives, when clocks are taken as they are.
+      clock_error: seconds by which the ends of a collective differ between devices, in the median, after the clocks
+        were aligned by them; None without collectives, when clocks are taken as they are.
       notes: what to know about it, in sentences.
     """
 
@@ -91,33 +91,39 @@ class Timeline:
 
 
 def read(
-    kernels: Iterable[Kernel], steps: int, groups: Sequence[Sequence[int]] | None = None, *, skip: int = 1
+    kernels: Iterable[Kernel],
+    steps: int,
+    groups: Sequence[Sequence[int]] | None = None,
+    *,
+    skip: int = 1,
+    calibration: Iterable[Kernel] = (),
 ) -> Timeline:
     """Says where the time of each device went.
 
-    A collective waits on a device from its own start to its start on the last device of its group. It ends everywhere
-    at about the same time, which tells how the clocks of the devices differ.
+    A collective waits on a device from its own start to its start on the last device of its group. A small one ends
+    everywhere at about the same time, which tells how the clocks of the devices differ.
 
     Args:
       kernels: of so many equal steps, one after the other.
       steps: how many. The last one only marks where the one before it ends.
       groups: ordinals of the devices that communicate with each other; None for all of them.
       skip: how many steps at the beginning not to look at.
+      calibration: small collectives of all devices, for their clocks; without them, those of the steps.
 
     Raises:
       ValueError: if there are no kernels, or too few steps.
     """
-    by_device: dict[int, list[Kernel]] = {}
-    for kernel in sorted(kernels, key=lambda kernel: (kernel.start_ns, kernel.end_ns)):
-        by_device.setdefault(kernel.device, []).append(kernel)
+    by_device = _by_device(kernels)
     if not by_device:
         raise ValueError("There are no kernels on any device.")
     if steps < skip + 2:
         raise ValueError(f"{steps} steps are too few: {skip} are skipped, and the last one is only an end.")
 
-    groups = groups or [sorted(by_device)]
+    everyone = [sorted(by_device)]
+    groups = groups or everyone
     collectives, unmatched = _instances(by_device, groups, ("collective",))
-    offsets = _clock_offsets(collectives)
+    references, _ = _instances(_by_device(calibration), everyone, ("collective",))
+    offsets = _clock_offsets(references or collectives)
     fused, _ = _instances(by_device, groups, ("fused",))
     lateness = {id(kernel): late for kernel, late in _lateness(collectives + fused, offsets)}
     whole = all(len(ran) % steps == 0 for ran in by_device.values())
@@ -130,9 +136,17 @@ def read(
     return Timeline(
         devices=tuple(_device_time(ran, steps, skip, whole, lateness) for _, ran in sorted(by_device.items())),
         steps=steps - 1 - skip if whole else steps,
-        clock_error=_clock_error(collectives, offsets),
+        clock_error=_clock_error(references or collectives, offsets),
         notes=tuple(notes),
     )
+
+
+def _by_device(kernels: Iterable[Kernel]) -> dict[int, list[Kernel]]:
+    """The kernels of each device in the order of their starts."""
+    by_device: dict[int, list[Kernel]] = {}
+    for kernel in sorted(kernels, key=lambda kernel: (kernel.start_ns, kernel.end_ns)):
+        by_device.setdefault(kernel.device, []).append(kernel)
+    return by_device
 
 
 def _device_time(
@@ -140,10 +154,10 @@ def _device_time(
 ) -> DeviceTime:
     """The time of one device, which ran these in the order of their starts."""
     if whole:
-        starts = [kernel.start_ns for kernel in ran[:: len(ran) // steps]]
-        begin, end, steps = starts[skip], starts[-1], steps - 1 - skip
+        first = [kernel.start_ns for kernel in ran[:: len(ran) // steps]]
+        begin, end, starts, steps = first[skip], first[-1], set(first), steps - 1 - skip
     else:
-        starts, begin, end = [], ran[0].start_ns, max(kernel.end_ns for kernel in ran)
+        starts, begin, end = set(), ran[0].start_ns, max(kernel.end_ns for kernel in ran)
     times: defaultdict[str, float] = defaultdict(float)
     for activity, since, until in _activities(_spans(ran, lateness), begin, end):
         if activity == "idle":
