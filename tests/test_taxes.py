@@ -23,6 +23,7 @@ from jaxtaxfree import taxes
 from jaxtaxfree.__main__ import main
 from jaxtaxfree.taxes import hlo, profile, programs, report, timeline
 from jaxtaxfree.taxes.timeline import Kernel, Kind
+from tests import support
 
 US = 1e-6
 
@@ -531,17 +532,20 @@ def test_machine_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(("name", "sizes"), [("all_gather_matmul", (8, 16, 32)), ("decode_attention", (2, 16))])
-def test_built_in_programs_agree(name: str, sizes: tuple[int, ...], cpu_mesh: Callable, monkeypatch: Any) -> None:
-    """XLA's program and that of the operation give the same on a small shape; on CPUs both are XLA's."""
-    monkeypatch.setattr(programs, "KV_HEADS", 2)
-    monkeypatch.setattr(programs, "N", 4)
+def test_built_in_programs(name: str, sizes: tuple[int, ...], cpu_mesh: Callable) -> None:
+    """The function that all calls share is one kernel of ours, or has collectives of XLA's."""
     mesh = cpu_mesh(2, "tp")
     program = programs.PROGRAMS[name][2](sizes, mesh)
-    outs = program.jitted("XLA", mesh)(program.operands)
-    assert len(outs) == program.calls
-    assert all(bool(jnp.isfinite(out).all()) for out in outs)
-    with pytest.raises(NotImplementedError):
-        program.jitted("fused", mesh)(program.operands)
+    assert program.calls == len(program.operands) == 16
+    support.assert_fused(support.lower_for_cuda(program.jitted("fused", mesh), program.operands))
+    support.assert_not_fused(support.lower_for_cuda(program.jitted("XLA", mesh), program.operands))
+
+
+@pytest.mark.parametrize("text", ["1,2", "1,2,x", ""])
+def test_shapes_that_do_not_fit(text: str) -> None:
+    assert programs._sizes("1,2,3", "M,K,N") == (1, 2, 3)
+    with pytest.raises(SystemExit, match="takes M,K,N"):
+        programs._sizes(text, "M,K,N")
 
 
 # Planted taxes

@@ -47,7 +47,8 @@ class Program:
     implementations: dict[str, Callable[..., jax.Array]]
 
     def jitted(self, name: str, mesh: Mesh) -> Any:
-        call = self.implementations[name]
+        # One trace and one lowering for all calls, but for no other program.
+        call = jax.jit(lambda *operands: self.implementations[name](*operands))
 
         def chain(operands: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             outs: list[jax.Array] = []
