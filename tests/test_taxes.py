@@ -266,7 +266,8 @@ ASYNC = """HloModule jit_scatter
 
 ENTRY main (p0: f32[64]) -> f32[16] {
   p0 = f32[64]{0} parameter(0)
-  call = f32[64]{0} call(p0), to_apply=%command_buffer
+  same = f32[64]{0} opt-barrier(p0)
+  call = f32[64]{0} call(same), to_apply=%command_buffer
   start = ((f32[64]{0}), f32[16]{0}) async-start(f32[64]{0} call), calls=%async_computation
   done = f32[16]{0} async-done(start)
   other-start = ((f32[64]{0}), f32[16]{0}) reduce-scatter-start(call), replica_groups={{0,2},{1,3}}
@@ -605,7 +606,7 @@ def test_planted_dispatch(gpu_mesh: Callable) -> None:
 @pytest.mark.gpu(2)
 def test_planted_launches(gpu_mesh: Callable) -> None:
     """Many kernels where one would do: the devices are idle between them."""
-    x = jax.device_put(jnp.ones((1024, 1024)), NamedSharding(gpu_mesh(2, "tp"), P("tp")))
+    x = jax.device_put(jnp.ones((64, 128)), NamedSharding(gpu_mesh(2, "tp"), P("tp")))
 
     def account(pieces: int) -> taxes.Account:
         @jax.jit
@@ -619,7 +620,7 @@ def test_planted_launches(gpu_mesh: Callable) -> None:
     before, after = account(1), account(200)
     check_sum(before, after)
     assert sum(kernel.count for kernel in after.kernels) >= 200
-    assert grown(before, after, "launch") > 0.3 * (after.step - before.step)
+    assert grown(before, after, "launch") > 0.2 * (after.step - before.step)
 
 
 @pytest.mark.gpu(2)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 # What runs no kernel.
 _FREE = {"add-dependency", "after-all", "constant", "domain", "partition-id", "replica-id"}
 # New names for what is there already.
-_SAME = {"all-reduce-done", "async-update", "bitcast", "optimization-barrier"}
+_SAME = {"all-reduce-done", "async-update", "bitcast", "opt-barrier"}
 _SLICES = {"dynamic-slice", "gather", "slice"}
 _COLLECTIVES = {
     "all-gather",

@@ -235,7 +235,7 @@ def _tracing(folder: str) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
-    # Otherwise CUPTI lets no two kernels of a device run at the same time.
+    # Some versions of XLA let no two kernels of a device run at the same time otherwise.
     name = "TF_GPU_CUPTI_FORCE_CONCURRENT_KERNEL"
     before = os.environ.get(name)
     os.environ[name] = "true"
