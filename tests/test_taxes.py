@@ -91,10 +91,10 @@ def test_clocks_are_aligned_by_a_calibration() -> None:
 def test_calibration_is_told_apart() -> None:
     steps = repeated([kernel(0, 0, 10), kernel(1, 5, 15, "collective")], 100)
     calibration = [kernel(0, 90_000, 90_010, "collective"), kernel(1, 90_000, 90_010, "collective")]
-    before, after = profile.apart([kernel(1, 90_020, 90_021), *calibration, *steps])
+    before, after = profile.separate([kernel(1, 90_020, 90_021), *calibration, *steps])
     assert sorted(before, key=lambda k: k.start_ns) == steps
     assert sorted(after, key=lambda k: k.device) == calibration
-    assert profile.apart(steps)[1] == ()
+    assert profile.separate(steps)[1] == ()
 
 
 def test_clock_error_is_what_alignment_leaves() -> None:
@@ -291,6 +291,22 @@ def test_traffic_of_calls_and_asynchronous_collectives() -> None:
     collective = 2 * 64 * 4 + 3 * 16 * 4 + 16 * 4
     assert hlo.traffic(ASYNC) == hlo.Traffic(compute=compute, collective=collective)
     assert hlo.groups(ASYNC) == ((0, 2), (1, 3))
+
+
+def test_traffic_of_copies_and_branches() -> None:
+    text = """
+ENTRY %main (p0: f32[64], p1: pred[]) -> f32[64] {
+  %p0 = f32[64]{0} parameter(0)
+  %p1 = pred[] parameter(1)
+  %start = (f32[64]{0:S(5)}, f32[64]{0}, u32[]) copy-start(%p0)
+  %done = f32[64]{0:S(5)} copy-done(%start)
+  %branch = f32[64]{0} conditional(%p1, %done, %done), true_computation=%a, false_computation=%b
+  ROOT %sum = f32[64]{0} custom-call(%branch, %done), custom_call_target="add"
+}
+"""
+    found = hlo.traffic(text)
+    assert found.compute == 2 * 64 * 4
+    assert "branch" in found.notes[0]
 
 
 @pytest.mark.parametrize(

@@ -94,15 +94,8 @@ def record(
     if isinstance(fn, jax.stages.Compiled):
         text = fn.as_text()
 
-    def run(count: int) -> float:
-        start = time.perf_counter()
-        out = None
-        for _ in range(count):
-            out = fn(*args)
-        jax.block_until_ready(out)
-        return time.perf_counter() - start
-
     devices = _gpus_of(fn(*args))
+    run = functools.partial(_seconds, fn, args)
     run(_WARM_UP)
     if steps is None:
         steps = min(200, max(10, math.ceil(_SECONDS * _WARM_UP / run(_WARM_UP))))
@@ -110,25 +103,18 @@ def record(
     # down: it is neither in the difference of the two lengths, nor looked at in the trace.
     rounds = [(run(2 * steps), run(steps)) for _ in range(_REPETITIONS)]
     long, short = (statistics.median(seconds) for seconds in zip(*rounds))
-    calibrate = _calibration(devices)
-    calibrate()
-    with tempfile.TemporaryDirectory() as folder:
-        with _tracing(folder):
-            run(2 * steps)
-            time.sleep(_PAUSE)
-            calibrate()
-        (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        space = trace.read_bytes()
-    kernels, calibration = apart(kernels_of(jax.profiler.ProfileData.from_serialized_xspace(space), fused))
+
+    space = _trace(functools.partial(run, 2 * steps), devices)
+    kernels, calibration = separate(kernels_of(jax.profiler.ProfileData.from_serialized_xspace(space), fused))
     recording = Recording(
         kernels=kernels,
-        calibration=calibration,
         steps=2 * steps,
         skip=steps,
         step_seconds=(long - short if long > short else long / 2) / steps,
         bandwidth=bandwidth or copy_bandwidth(devices),
         hlo=text,
         groups=_ordinals(hlo.groups(text) if text else None, devices),
+        calibration=calibration,
     )
     if keep is not None:
         folder = pathlib.Path(keep)
@@ -138,6 +124,32 @@ def record(
     if not recording.kernels:
         raise RuntimeError("The profiler recorded no kernel. Another profiler may be using CUPTI.")
     return recording
+
+
+def _seconds(fn: Callable[..., Any], args: Sequence[Any], count: int) -> float:
+    """Of so many calls that are dispatched one after the other, until the last one has ended."""
+    start = time.perf_counter()
+    out = None
+    for _ in range(count):
+        out = fn(*args)
+    jax.block_until_ready(out)
+    return time.perf_counter() - start
+
+
+def _trace(run: Callable[[], Any], devices: Sequence[jax.Device]) -> bytes:
+    """The trace of a run, and, after a pause, of small collectives: an XSpace."""
+    mesh = Mesh(np.array(devices), ("device",))
+    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()))
+    ones = jax.device_put(np.ones(len(devices), np.float32), NamedSharding(mesh, P("device")))
+    jax.block_until_ready(total(ones))
+    with tempfile.TemporaryDirectory() as folder:
+        with _profiler(folder):
+            run()
+            time.sleep(_PAUSE)
+            for _ in range(_CALIBRATIONS):
+                jax.block_until_ready(total(ones))
+        (trace,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        return trace.read_bytes()
 
 
 def kernels_of(data: jax.profiler.ProfileData, fused: Sequence[str] = ()) -> Iterator[Kernel]:
@@ -168,32 +180,19 @@ def kernels_of(data: jax.profiler.ProfileData, fused: Sequence[str] = ()) -> Ite
                     )
 
 
-def apart(kernels: Iterable[Kernel]) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
-    """Those before the last long pause of each device, and the collectives after it."""
-    before: list[Kernel] = []
-    after: list[Kernel] = []
+def separate(kernels: Iterable[Kernel]) -> tuple[tuple[Kernel, ...], tuple[Kernel, ...]]:
+    """What ran before the last long pause of each device, and the collectives that ran after it."""
     by_device: dict[int, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda kernel: kernel.start_ns):
         by_device.setdefault(kernel.device, []).append(kernel)
+    before: list[Kernel] = []
+    after: list[Kernel] = []
     for ran in by_device.values():
         pauses = (i for i in range(len(ran) - 1, 0, -1) if ran[i].start_ns - ran[i - 1].end_ns > 0.9 * _PAUSE * 1e9)
         end = next(pauses, len(ran))
         before += ran[:end]
         after += (kernel for kernel in ran[end:] if kernel.kind == "collective")
     return tuple(before), tuple(after)
-
-
-def _calibration(devices: Sequence[jax.Device]) -> Callable[[], None]:
-    """Runs collectives of one number a device."""
-    mesh = Mesh(np.array(devices), ("device",))
-    total = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "device"), mesh=mesh, in_specs=P("device"), out_specs=P()))
-    x = jax.device_put(np.ones(len(devices), np.float32), NamedSharding(mesh, P("device")))
-
-    def calibrate() -> None:
-        for _ in range(_CALIBRATIONS):
-            jax.block_until_ready(total(x))
-
-    return calibrate
 
 
 def _kind(name: str, fused: Sequence[str]) -> Kind:
@@ -218,20 +217,12 @@ def copy_bandwidth(devices: tuple[jax.Device, ...], nbytes: int = 1 << 29) -> fl
     x = jax.jit(lambda: jnp.ones((len(devices), nbytes // 4), jnp.float32), out_shardings=sharding)()
     copy = jax.jit(jnp.negative, out_shardings=sharding)
 
-    def seconds(count: int) -> float:
-        start = time.perf_counter()
-        out = None
-        for _ in range(count):
-            out = copy(x)
-        jax.block_until_ready(out)
-        return time.perf_counter() - start
-
-    seconds(2)
-    return 2 * nbytes / min(seconds(8) / 8 for _ in range(_REPETITIONS))
+    _seconds(copy, (x,), 2)
+    return 2 * nbytes / min(_seconds(copy, (x,), 8) / 8 for _ in range(_REPETITIONS))
 
 
 @contextlib.contextmanager
-def _tracing(folder: str) -> Iterator[None]:
+def _profiler(folder: str) -> Iterator[None]:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0
