@@ -18,7 +18,7 @@ from jaxtaxfree.taxes.timeline import DeviceTime, Kind
 # The parts of a step in the order of tables and pictures: field, words, color.
 PARTS = (
     ("work", "useful work", "#5cb85c"),
-    ("communication", "communication, all ranks there", "#4a90d9"),
+    ("communication", "exposed communication", "#4a90d9"),
     ("launch", "launch tax", "#777777"),
     ("bulk_synchronous", "bulk-synchronous tax", "#d9534f"),
     ("locality", "data-locality tax (at most)", "#f0ad4e"),
