@@ -1,9 +1,9 @@
-"""`shmem_call`: a Triton kernel with symmetric scratch and signals as a JAX operation."""
+"""`shmem_call`: a Triton or Gluon kernel with symmetric scratch and signals as a JAX operation."""
 
 import concurrent.futures
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtaxfree import heap
+from jaxtaxfree import gluon, heap
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
 
@@ -30,6 +30,7 @@ def shmem_call(
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
     messages: Mapping[str, Any] | None = None,
+    descriptors: Mapping[str, tuple[int, ...]] | None = None,
     name: str | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
@@ -53,8 +54,12 @@ def shmem_call(
     wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. See
     `examples/custom_kernel.py`.
 
+    A Gluon kernel reaches its peers through `jaxtaxfree.kernels.shmem_gluon`, may have partitions of warps
+    (`gl.warp_specialize`), and may take operands and results as TMA descriptors. It needs NVIDIA GPUs of compute
+    capability 9.0 or higher.
+
     Args:
-      kernel: a function decorated with `triton.jit`.
+      kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *args: this rank's operands.
       axis_name: the mesh axis, or axes, along which the ranks work together. Ranks count as in
         `lax.axis_index(axis_name)`.
@@ -67,8 +72,11 @@ def shmem_call(
         each in every call; or an object with `shape` and dtype int32, of which `shmem.send_words` and
         `shmem.receive_words` exchange as many as they like. In every call each rank must wait for something of each
         other one.
+      descriptors: of a Gluon kernel, for each name of a pointer the shape of a block: the parameter then is a TMA
+        descriptor of the whole operand or result, in the layout `gl.NVMMASharedLayout.get_default_for` of the block.
+        An operand that the kernel takes in several ways is passed several times, which costs nothing.
       name: of the operation in profiles and errors; the kernel's name if None.
-      num_warps, num_stages: for Triton.
+      num_warps, num_stages: for Triton. Of a Gluon kernel `num_warps` are those of the first partition.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
       implementation: "simulate" runs the kernel for all ranks on the CPU, and raises what a GPU would hide; see
         `jaxtaxfree.simulator`. None and "fused" run it on GPUs.
@@ -80,23 +88,27 @@ def shmem_call(
       ValueError: if there is no such implementation, or messages are of another dtype.
       TypeError: if the kernel's parameters and the arguments do not match.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
-      NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
+      NotImplementedError: where the kernel cannot run, such as on a CPU, when the program is lowered; if a Gluon
+      kernel is to be simulated.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
     name = name or kernel.fn.__name__
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
+    if implementation == "simulate" and kernel.is_gluon():
+        raise NotImplementedError(f"{name} is a Gluon kernel, and the simulator runs Triton kernels only.")
     axes = check_axes(axis_name, name)
     world = lax.axis_size(axes)
-    scratch, signals, messages = scratch or {}, signals or {}, messages or {}
+    scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
     if "WORLD" in kernel.arg_names:
         params.setdefault("WORLD", world)
     out_leaves, out_tree = jax.tree.flatten(out_type)
     out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
     grid = (grid,) if isinstance(grid, int) else tuple(grid)
-    _check_parameters(kernel, name, len(args), len(out_types), {"team", *scratch, *signals, *messages, *params})
-
+    named = {"team", *scratch, *signals, *messages, *params}
     arrays = [jnp.asarray(arg) for arg in args]
+    _check_parameters(kernel, name, arrays, out_types, named, descriptors)
+
     along = set(axes).union(*map(varying, arrays))
     with jax.named_scope(name):
         outs = shmem_call_p.bind(
@@ -106,6 +118,7 @@ def shmem_call(
             out_types=out_types,
             grid=grid,
             layout=heap.Layout.of(grid, scratch, signals, messages),
+            descriptors=tuple(sorted((name, tuple(block)) for name, block in descriptors.items())),
             name=name,
             num_warps=num_warps,
             num_stages=num_stages,
@@ -116,18 +129,33 @@ def shmem_call(
     return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
 
 
-def _check_parameters(kernel: Any, name: str, inputs: int, outputs: int, named: set[str]) -> None:
+def _check_parameters(
+    kernel: Any,
+    name: str,
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    named: set[str],
+    descriptors: Mapping[str, tuple[int, ...]],
+) -> None:
     parameters = kernel.arg_names
     reasons = []
     if unknown := sorted(named - set(parameters)):
         reasons.append(f"it has no parameter {', '.join(map(repr, unknown))}")
     defaults = {parameter.name for parameter in kernel.params if parameter.has_default}
     pointers = [parameter for parameter in parameters if parameter not in named and parameter not in defaults]
-    if len(pointers) != inputs + outputs:
+    arrays = [*inputs, *outputs]
+    if len(pointers) != len(arrays):
         reasons.append(
-            f"{inputs} operands and {outputs} results make {inputs + outputs} pointers, but it has {len(pointers)} "
-            f"parameters for them ({', '.join(pointers)})"
+            f"{len(inputs)} operands and {len(outputs)} results make {len(arrays)} pointers, but it has "
+            f"{len(pointers)} parameters for them ({', '.join(pointers)})"
         )
+    if descriptors and not kernel.is_gluon():
+        reasons.append("descriptors are for Gluon kernels")
+    elif unknown := sorted(descriptors.keys() - set(pointers)):
+        reasons.append(f"it has no pointer {', '.join(map(repr, unknown))} to be a descriptor")
+    for pointer, array in zip(pointers, arrays):
+        if len(block := descriptors.get(pointer, array.shape)) != len(array.shape):
+            reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor has blocks {list(block)}")
     if reasons:
         raise TypeError(f"The kernel of {name} does not fit its call: {'; '.join(reasons)}.")
 
@@ -175,7 +203,7 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
 
     with interpreter.lock:  # a kernel cannot be hashed while Triton's language is bound to a simulation
         identity = _digest(params)
-    for of_compiled_code in ("num_warps", "num_stages", "cost_estimate"):
+    for of_compiled_code in ("descriptors", "num_warps", "num_stages", "cost_estimate"):
         del params[of_compiled_code]
     call = functools.partial(callback.simulate, team=team_of(ctx, params["axes"]), identity=identity, **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
@@ -185,6 +213,8 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, **params: Any) -> Any:
     if simulate:
         return _lower_simulated(ctx, *args, **params)
     team = team_of(ctx, params["axes"])
+    if params["kernel"].is_gluon():
+        gluon.check_support(params["name"], team.compute_capability)
     call = functools.partial(_launch, team=team, region=_region(ctx, team, params), **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
@@ -232,6 +262,7 @@ def _launch(
     out_types: tuple,
     grid: tuple[int, ...],
     layout: heap.Layout,
+    descriptors: tuple,
     name: str,
     num_warps: int,
     num_stages: int,
@@ -242,21 +273,20 @@ def _launch(
     position: Any = None,
     programs: int | None = None,
 ) -> Any:
-    """The launch of a kernel as a traceable function; with `programs`, of so many only, and with results of size 1."""
+    """The launch of a kernel as a traceable function; with `programs`, of so many only, and with tiny results."""
     if programs is not None:
         grid = (programs,)
-        out_types = tuple(jax.ShapeDtypeStruct((1,), out.dtype) for out in out_types)
+        out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
     if position is None:
         position = team.position() if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
-    return jax_triton.triton_call(
+    return _call_of(kernel, descriptors, num_stages)(
         *args,
         kernel=kernel,
         out_type=out_types,
         grid=grid,
         name=name,
         num_warps=num_warps,
-        num_stages=num_stages,
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
@@ -268,13 +298,20 @@ def _launch(
     )
 
 
+def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., Any]:
+    """What calls a kernel of this dialect."""
+    if kernel.is_gluon():
+        return functools.partial(gluon.gluon_call, descriptors=dict(descriptors))
+    return functools.partial(jax_triton.triton_call, num_stages=num_stages)
+
+
 _load_p = jex_core.Primitive("shmem_load")
 _load_p.multiple_results = True
 
 
 @_load_p.def_abstract_eval
 def _load_abstract_eval(*_: Any, out_types: tuple, **__: Any) -> Any:
-    return [ShapedArray((1,), out.dtype) for out in out_types]
+    return [ShapedArray(_tiny(len(out.shape)), out.dtype) for out in out_types]
 
 
 def _lower_load(ctx: Any, *args: Any, **params: Any) -> Any:
@@ -305,8 +342,13 @@ def _load_modules(team: Team, region: heap.Region, operands: tuple, params: tupl
     )
 
     def run() -> None:
-        jax.block_until_ready(load(*(np.zeros((1,) * rank, dtype) for dtype, rank in operands)))
+        jax.block_until_ready(load(*(np.zeros(_tiny(rank), dtype) for dtype, rank in operands)))
 
     # In a thread of its own, because this one is in the middle of lowering another program.
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         pool.submit(run).result()
+
+
+def _tiny(rank: int) -> tuple[int, ...]:
+    """The shape of arrays that nobody reads: the smallest that TMA takes for every dtype."""
+    return (1,) * (rank - 1) + (16,) * min(rank, 1)

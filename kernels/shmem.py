@@ -20,7 +20,7 @@ What the functions do for the kernel's author:
   leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
   and signals do nothing.
 
-This is the one file of the project that holds inline assembly.
+This is the one file of the project that holds inline assembly. Gluon kernels call it through `shmem_gluon.py`.
 """
 
 from typing import NamedTuple
@@ -82,6 +82,12 @@ def _has_tma(_semantic=None):
     """Whether the kernel is compiled for a GPU with TMA, as a constant."""
     options = _semantic.builder.options
     return tl.constexpr(options.backend_name == "cuda" and int("".join(filter(str.isdigit, options.arch))) >= 90)
+
+
+@builtin
+def _of_triton(_semantic=None):
+    """Whether the kernel is Triton's, where all warps of a block go together, and not Gluon's, as a constant."""
+    return tl.constexpr(_semantic.lang is tl.core)
 
 
 @triton.jit
@@ -418,6 +424,7 @@ def linger(me, source, count, stride):
     Returns: i1, false if they did not come within the heap's timeout.
     """
     BACKEND: tl.constexpr = _backend()
+    tl.static_assert(_of_triton(), "Gluon kernels cannot call shmem.linger")
     came = me.ready
     if BACKEND == "cuda":
         # Each thread polls messages of its own, and they meet when all have theirs.
@@ -582,6 +589,7 @@ def _signal_of(me, index, peer):
 def _poll(me, index, counters, count):
     """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out."""
     BACKEND: tl.constexpr = _backend()
+    tl.static_assert(_of_triton(), "in Gluon kernels call shmem_gluon.wait")
     address = me.signals + index * 4
     if BACKEND == "cuda":
         # A thread for each signal polls; the barrier that lets the others go tells them how it ended.
@@ -641,6 +649,57 @@ def _poll(me, index, counters, count):
         tl.debug_barrier()
         arrived = (missing <= 0).to(tl.int32)
     return arrived != 0
+
+
+@triton.jit
+def _poll_in_warps(me, signals, count):
+    """Waits like `_poll`, with the first thread of each warp and without a barrier of the block.
+
+    Args:
+      signals: the address of one signal, for each thread.
+
+    Returns: 1 for each thread, 0 for those of a warp for which the time ran out.
+    """
+    return tl.inline_asm_elementwise(
+        """
+        {
+        .reg .pred p;
+        .reg .b32 v;
+        .reg .b64 now, end;
+        mov.b32 $0, 1;
+        mov.u32 v, %laneid;
+        setp.ne.u32 p, v, 0;
+        @p bra DONE;
+        ld.acquire.sys.global.b32 v, [$1];
+        sub.s32 v, v, $2;
+        setp.ge.s32 p, v, 0;
+        @p bra DONE;
+        ld.volatile.global.b64 end, [$3 + 16];
+        mov.u64 now, %globaltimer;
+        add.u64 end, end, now;
+        AGAIN:
+        ld.acquire.sys.global.b32 v, [$1];
+        sub.s32 v, v, $2;
+        setp.ge.s32 p, v, 0;
+        @p bra DONE;
+        ld.volatile.global.b32 v, [$3 + 4];
+        setp.ne.s32 p, v, 0;
+        @p bra MISSING;
+        mov.u64 now, %globaltimer;
+        setp.lt.u64 p, now, end;
+        @p bra AGAIN;
+        MISSING:
+        mov.b32 $0, 0;
+        DONE:
+        bar.warp.sync 0xffffffff;
+        }
+        """,
+        "=&r,l,r,l",
+        [signals, count, me.base],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
