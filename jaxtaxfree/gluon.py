@@ -8,7 +8,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import triton
@@ -35,9 +35,9 @@ def check_support(name: str, compute_capability: int) -> None:
             f"{name} is a Gluon kernel, for NVIDIA GPUs of compute capability {OLDEST_COMPUTE_CAPABILITY / 10} and "
             f"higher, and this program is lowered for {compute_capability / 10}."
         )
-    if triton.__version__.split(".")[:2] != ["3", "9"] or jaxlib_version[:2] != (0, 11):
+    if triton.__version__.split(".")[:2] != ["3", "9"] or jaxlib_version[:2] not in ((0, 11), (0, 12)):
         raise NotImplementedError(
-            f"{name} is a Gluon kernel, and its launch is known for Triton 3.9 with jaxlib 0.11 only, not for "
+            f"{name} is a Gluon kernel, and its launch is known for Triton 3.9 with jaxlib 0.11 or 0.12, not for "
             f"{triton.__version__} with {'.'.join(map(str, jaxlib_version))}."
         )
 
@@ -63,38 +63,20 @@ def gluon_call(
         has_side_effect, **named: as there. The parameter `team` is a tuple whose first element is an array.
       descriptors: for each parameter that is to be a TMA descriptor the shape of a block.
     """
-    arguments = _bind(kernel, [*args, *out_type], named)
-    parameters = [parameter.name for parameter in kernel.params]
-    signature: list[Any] = []
-    constants: dict[tuple[int, ...], Any] = {(0,): kernel, (2,): parameters.index("team")}
-    attributes = {}
-    leaves = []  # what the compiled kernel takes: (value, type, shape of a block if it is a descriptor)
-    for i, (parameter, value) in enumerate(zip(kernel.params, arguments)):
-        if parameter.is_constexpr or value is None:
-            signature.append("constexpr")
-            constants[1, i] = value
-            continue
-        block = descriptors.get(parameter.name)
-        signature.append(jax.tree.map(lambda leaf, block=block: _type(leaf, block), value))
-        for path, leaf in jax.tree_util.tree_leaves_with_path(value):
-            leaves.append((leaf, _type(leaf, block), block))
-            if _is_buffer(leaf) and not block:
-                attributes[1, i, *(key.idx for key in path)] = [["tt.divisibility", 16]]
-    types = {"KERNEL": "constexpr", "arguments": tuple(signature), "TEAM": "constexpr"}
+    source, arguments = _source(kernel, [*args, *out_type], named, descriptors)
     compiled = triton.compile(
-        GluonASTSource(shmem_gluon.run, types, constants, attributes),
+        source,
         target=GPUTarget("cuda", compute_capability, 32),
         options={"num_warps": num_warps, **backend_options},
     )
-
-    operands = [leaf for leaf, _, _ in leaves if isinstance(leaf, jax.Array)]
+    operands = [argument.value for argument in arguments if isinstance(argument.value, jax.Array)]
     results = list(out_type)
-    call_parameters = list(_parameters(name, leaves, compiled.metadata.tensordesc_meta))
+    parameters = list(_parameters(name, arguments, compiled.metadata.tensordesc_meta))
     if scratch := compiled.metadata.global_scratch_size:
-        # Triton's calling convention has this pointer behind the kernel's parameters. jaxlib would put memory there
-        # that it allocates at each launch, which no command buffer can hold.
+        # For descriptors that the kernel makes itself. Triton's calling convention has this pointer behind the
+        # kernel's parameters. jaxlib would allocate memory for it at each launch, which no CUDA graph can hold.
         results.append(jax.ShapeDtypeStruct((math.prod(grid) * scratch,), "uint8"))
-        call_parameters.append(_bindings().create_array_parameter(0, compiled.metadata.global_scratch_align))
+        parameters.append(_bindings().create_array_parameter(0, compiled.metadata.global_scratch_align))
     launched = _bindings().TritonKernel(
         compiled.name,
         compiled.metadata.num_warps,  # of all partitions
@@ -104,7 +86,7 @@ def gluon_call(
         "",
         compute_capability,
     )
-    launch = _bindings().TritonKernelCall(launched, *(*grid, 1, 1)[:3], call_parameters)
+    launch = _bindings().TritonKernelCall(launched, *(*grid, 1, 1)[:3], parameters)
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
     call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, results, has_side_effect=has_side_effect)
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)[: len(out_type)]
@@ -116,33 +98,65 @@ def _bindings() -> Any:
     return gpu_triton
 
 
-def _bind(kernel: Any, buffers: Sequence[Any], named: Mapping[str, Any]) -> list[Any]:
-    """The value of each parameter of the kernel; operands and results as they are, or as shape and dtype."""
-    left = iter(buffers)
-    defaults = {parameter.name: parameter.default for parameter in kernel.params if parameter.has_default}
-    values = {**defaults, **named}
-    return [values[parameter.name] if parameter.name in values else next(left) for parameter in kernel.params]
+class _Argument(NamedTuple):
+    """What a launch passes to the kernel: an operand, a result, or a number.
 
+    Attributes:
+      value: results are shape and dtype.
+      type: as Triton calls it.
+      block: the shape of a block, if it is passed as a descriptor.
+    """
 
-def _is_buffer(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
+    value: Any
+    type: str
+    block: Sequence[int] | None
 
-
-def _type(leaf: Any, block: Sequence[int] | None) -> str:
-    """Triton's name for the type of an argument."""
-    if block:
-        dtype = canonicalize_dtype(leaf.dtype)
+    @classmethod
+    def of(cls, value: Any, block: Sequence[int] | None) -> "_Argument":
+        if isinstance(value, bool):
+            return cls(value, "i1", None)
+        if isinstance(value, int):
+            return cls(value, "i32" if -(2**31) <= value < 2**31 else "i64", None)
+        if isinstance(value, float):
+            return cls(value, "fp32", None)
+        dtype = canonicalize_dtype(value.dtype)
+        if not block:
+            return cls(value, f"*{dtype}", None)
         layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.dtype(dtype))
-        return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
-    if _is_buffer(leaf):
-        return f"*{canonicalize_dtype(leaf.dtype)}"
-    if isinstance(leaf, bool):
-        return "u1"
-    return "i32" if isinstance(leaf, int) else "fp32"
+        return cls(value, f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>", block)
 
 
-def _parameters(name: str, leaves: Sequence[tuple], descriptors: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
-    """What a launch passes to the compiled kernel.
+def _source(
+    kernel: Any, buffers: Sequence[Any], named: Mapping[str, Any], descriptors: Mapping[str, Sequence[int]]
+) -> tuple[GluonASTSource, list[_Argument]]:
+    """What to compile for a kernel and these operands and results, and what the compiled kernel takes."""
+    names = [parameter.name for parameter in kernel.params]
+    types: list[Any] = []
+    constants: dict[tuple[int, ...], Any] = {(0,): kernel, (2,): names.index("team")}
+    attributes = {}
+    arguments = []
+    left = iter(buffers)
+    for i, parameter in enumerate(kernel.params):
+        default = parameter.default if parameter.has_default else None
+        is_buffer = parameter.name not in named and not parameter.has_default
+        value = next(left) if is_buffer else named.get(parameter.name, default)
+        if parameter.is_constexpr or value is None:
+            types.append("constexpr")
+            constants[1, i] = value
+            continue
+        parts, tree = jax.tree.flatten_with_path(value)
+        own = [_Argument.of(part, descriptors.get(parameter.name)) for _, part in parts]
+        types.append(jax.tree.unflatten(tree, [argument.type for argument in own]))
+        for (path, _), argument in zip(parts, own):
+            if argument.type.startswith("*"):
+                attributes[1, i, *(key.idx for key in path)] = [["tt.divisibility", 16]]
+        arguments += own
+    signature = {"KERNEL": "constexpr", "arguments": tuple(types), "TEAM": "constexpr"}
+    return GluonASTSource(shmem_gluon.run, signature, constants, attributes), arguments
+
+
+def _parameters(name: str, arguments: Sequence[_Argument], descriptors: Sequence[Mapping[str, Any]]) -> Iterator[Any]:
+    """The arguments in jaxlib's words.
 
     Args:
       descriptors: what the compiler says of each descriptor.
@@ -150,27 +164,27 @@ def _parameters(name: str, leaves: Sequence[tuple], descriptors: Sequence[Mappin
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     described = iter(descriptors)
-    for leaf, type_, block in leaves:
+    for value, type_, block in arguments:
         if block:
             description = next(described)
-            strides = [math.prod(leaf.shape[i + 1 :]) for i in range(len(leaf.shape))]
-            if any(stride * leaf.dtype.itemsize % 16 for stride in strides[:-1]):
+            strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
+            if any(stride * value.dtype.itemsize % 16 for stride in strides[:-1]):
                 raise NotImplementedError(
-                    f"{name} moves {leaf.dtype}{list(leaf.shape)} by TMA, which needs rows of a multiple of 16 bytes."
+                    f"{name} moves {value.dtype}{list(value.shape)} by TMA, which needs rows of a multiple of 16 bytes."
                 )
             yield _bindings().create_tma_descriptor_parameter(
                 elem_type=TMA_DTYPE_DEVICE_TO_HOST[description["elem_type"]],
                 swizzle=description["swizzle"],
-                shape=leaf.shape,
+                shape=value.shape,
                 strides=strides,
                 block_shape=description["block_size"],
                 oob_fill=0,
             )
-            for size in leaf.shape:
+            for size in value.shape:
                 yield _bindings().create_scalar_parameter(size, "i32")
             for stride in strides:
                 yield _bindings().create_scalar_parameter(stride, "i64")
-        elif _is_buffer(leaf):
+        elif type_.startswith("*"):
             yield _bindings().create_array_parameter(0, 16)
         else:
-            yield _bindings().create_scalar_parameter(leaf, type_)
+            yield _bindings().create_scalar_parameter(value, type_)

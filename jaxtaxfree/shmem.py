@@ -149,6 +149,8 @@ def _check_parameters(
             f"{len(inputs)} operands and {len(outputs)} results make {len(arrays)} pointers, but it has "
             f"{len(pointers)} parameters for them ({', '.join(pointers)})"
         )
+    elif outputs and "team" in parameters[parameters.index(pointers[len(inputs)]) :]:
+        reasons.append("its results do not stand behind 'team'")
     if descriptors and not kernel.is_gluon():
         reasons.append("descriptors are for Gluon kernels")
     elif unknown := sorted(descriptors.keys() - set(pointers)):

@@ -158,12 +158,15 @@ def test_a_launch_that_loads_leaves_by_the_end_of_the_kernel() -> None:
 
 
 @gluon.jit
-def scale_kernel(x_ptr, x_desc, scale, offset, team, out_ptr, SIZE: gl.constexpr, NUMBERS: gl.constexpr = (1, 2)):
-    """An operand in two ways, numbers, and parameters with defaults."""
+def scale_kernel(
+    x_ptr, x_desc, scale, offset, negative, team, out_ptr, SIZE: gl.constexpr, NUMBERS: gl.constexpr = (1, 2)
+):
+    """An operand in two ways, numbers, and a parameter with a default."""
     me = shmem.start(team)
     IN_LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     element = gl.arange(0, SIZE, IN_LANES)
-    gl.store(out_ptr + element, gl.load(x_ptr + element) * scale + offset + NUMBERS[1] + x_desc.shape[0])
+    value = gl.load(x_ptr + element) * scale + offset + NUMBERS[1] + x_desc.shape[0]
+    gl.store(out_ptr + element, gl.where(negative, -value, value))
     shmem.finish(me)
 
 
@@ -175,6 +178,7 @@ def scale(x: jax.Array, **changed: Any) -> jax.Array:
         "descriptors": {"x_desc": (16,)},
         "scale": 2.5,
         "offset": 3,
+        "negative": True,
         "SIZE": x.size,
         "num_warps": 2,
     }
@@ -253,6 +257,18 @@ def triton_kernel(x_ptr, team, out_ptr):
     shmem.finish(me)
 
 
+@triton.jit
+def late_team_kernel(x_ptr, out_ptr, team):
+    me = shmem.start(team)
+    shmem.finish(me)
+
+
+def test_team_stands_before_the_results() -> None:
+    # jaxlib takes operands first, and the team's first element is one.
+    with fails(TypeError, "The kernel of late_team_kernel does not fit", "its results do not stand behind 'team'"):
+        lower(lambda x: shmem_call(late_team_kernel, x, axis_name="tp", grid=1, out_type=x))
+
+
 def test_no_descriptors_for_triton_kernels() -> None:
     call = functools.partial(shmem_call, triton_kernel, axis_name="tp", grid=1, descriptors={"x_ptr": BLOCK})
     with fails(TypeError, "descriptors are for Gluon kernels"):
@@ -300,7 +316,7 @@ def test_calls_in_a_loop(mesh: Mesh, own_descriptor: bool) -> None:
 @pytest.mark.gpu(2)
 def test_operands_in_two_ways_and_numbers(mesh: Mesh) -> None:
     x = jnp.arange(64.0 * mesh.size)
-    want = x * 2.5 + 3 + 2 + 64
+    want = -(x * 2.5 + 3 + 2 + 64)
     assert bool(jnp.array_equal(jtf.block_until_ready(jax.jit(on_mesh(mesh, scale))(x)), want))
 
 
