@@ -118,7 +118,7 @@ def shmem_call(
             out_types=out_types,
             grid=grid,
             layout=heap.Layout.of(grid, scratch, signals, messages),
-            descriptors=tuple(sorted((name, tuple(block)) for name, block in descriptors.items())),
+            descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
             name=name,
             num_warps=num_warps,
             num_stages=num_stages,

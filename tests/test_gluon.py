@@ -209,7 +209,18 @@ def test_waits_of_triton_kernels_are_refused() -> None:
     assert "shmem_gluon.wait" in str(causes[-1])
 
 
-def test_other_nvidia_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_newer_nvidia_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+    assert ".target sm_100a" in launch_of(lower())[PTX].decode()
+
+
+def test_in_loops() -> None:
+    program = lower(lambda x: lax.fori_loop(0, 3, lambda _, x: exchange(x, own_descriptor=True), x))
+    assert "stablehlo.while" in program
+    launch_of(program)
+
+
+def test_older_nvidia_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     with fails(NotImplementedError, "exchange_kernel is a Gluon kernel", "9.0 and higher", "lowered for 8.0"):
         lower()
