@@ -1,11 +1,12 @@
 """Sums and gathers of small arrays among the ranks: `psum`, `all_gather`, `psum_scatter`.
 
 Each program takes a block of elements and talks with its twins on the other ranks alone. It puts a block into the
-inbox of every rank, and collects one of each rank from its own inbox. There are two ways for a block to travel:
+inbox of every rank, and collects one of each rank from its own inbox. PROTOCOL says how a block travels:
 
-* As messages, which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
+* "messages", which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
   the bytes, or 4 times of 8-bit types, but takes no fence: the fastest way for what is small (NCCL's LL protocol).
-* Dense, and a signal after it.
+* "words", which do so too and carry 32 bits, but for one pattern that arrives as another NaN: for sums of floats.
+* "signals": as it is, and a signal after it. The other two need none.
 
 A sum takes one shot, in which every rank gets all that the others have, or two: each rank sums up its share of the
 elements, then the ranks gather the sums. Payloads are integers of the elements' size, so that every bit pattern
@@ -24,26 +25,26 @@ def psum_kernel(
     team,
     parts,  # inbox [WORLD, programs, BLOCK]: the ranks' elements
     sums,  # inbox of the same shape, of two shots: the sums
-    arrived,  # signals [2, programs, WORLD] if DENSE
+    arrived,  # signals [2, programs, WORLD]
     out_ptr,  # [SIZE]
     SIZE: tl.constexpr,
     PART: tl.constexpr,  # elements that a rank sums up
     TWO_SHOT: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    DENSE: tl.constexpr,
+    PROTOCOL: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if TWO_SHOT:
-        blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, DENSE)
+        blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, PROTOCOL)
         later = arrived + tl.num_programs(0) * WORLD
-        blocks, all_came = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, DENSE)
+        blocks, all_came = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, PROTOCOL)
         store_gathered(out_ptr, blocks, came & all_came, element, SIZE, PART, PART, WORLD)
     else:
         bits = load_bits(x_ptr + element, element < SIZE)
-        blocks, came = gather(me, bits, parts, arrived, WORLD, DENSE)
+        blocks, came = gather(me, bits, parts, arrived, WORLD, PROTOCOL)
         store_bits(out_ptr + element, total(blocks, dtype, WORLD), came, element < SIZE)
     shmem.finish(me)
 
@@ -53,18 +54,18 @@ def psum_scatter_kernel(
     x_ptr,  # [PART / INNER, WORLD, INNER]
     team,
     parts,  # inbox [WORLD, programs, BLOCK]
-    arrived,  # signals [programs, WORLD] if DENSE
+    arrived,  # signals [programs, WORLD]
     out_ptr,  # [PART / INNER, INNER]
     SIZE: tl.constexpr,  # elements of x
     PART: tl.constexpr,
     INNER: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    DENSE: tl.constexpr,
+    PROTOCOL: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, INNER, WORLD, DENSE)
+    blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, INNER, WORLD, PROTOCOL)
     store_bits(out_ptr + element, total(blocks, x_ptr.dtype.element_ty, WORLD), came, element < PART)
     shmem.finish(me)
 
@@ -74,18 +75,18 @@ def all_gather_kernel(
     x_ptr,  # [PART / INNER, INNER]
     team,
     parts,  # inbox [WORLD, programs, BLOCK]
-    arrived,  # signals [programs, WORLD] if DENSE
+    arrived,  # signals [programs, WORLD]
     out_ptr,  # [PART / INNER, WORLD, INNER]
     SIZE: tl.constexpr,  # elements of the result
     PART: tl.constexpr,
     INNER: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK: tl.constexpr,
-    DENSE: tl.constexpr,
+    PROTOCOL: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    blocks, came = gather(me, load_bits(x_ptr + element, element < PART), parts, arrived, WORLD, DENSE)
+    blocks, came = gather(me, load_bits(x_ptr + element, element < PART), parts, arrived, WORLD, PROTOCOL)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
     shmem.finish(me)
 
@@ -93,7 +94,7 @@ def all_gather_kernel(
 @triton.jit
 def scatter(
     me, x_ptr, region, arrived, element,
-    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr,
+    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr, PROTOCOL: tl.constexpr,
 ):  # fmt: skip
     """Puts some elements of each rank's part of x into its inbox. Returns what `collect` does."""
     # All loads are under way before the first store.
@@ -103,37 +104,46 @@ def scatter(
         own = own + (load_bits(x_ptr + at, mask),)
     shmem.verify(me)
     for i in tl.static_range(1, WORLD + 1):
-        put(me, region, own[i - 1], (me.rank + i) % WORLD, DENSE)
-    return collect(me, region, arrived, own[0].dtype, element.shape[0], WORLD, DENSE)
+        put(me, region, own[i - 1], (me.rank + i) % WORLD, PROTOCOL)
+    return collect(me, region, arrived, own[0].dtype, element.shape[0], WORLD, PROTOCOL)
 
 
 @triton.jit
-def gather(me, bits, region, arrived, WORLD: tl.constexpr, DENSE: tl.constexpr):
+def gather(me, bits, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
     """Puts a block into everybody's inbox. Returns what `collect` does."""
     shmem.verify(me)
     for i in tl.static_range(1, WORLD + 1):
-        put(me, region, bits, (me.rank + i) % WORLD, DENSE)
-    return collect(me, region, arrived, bits.dtype, bits.shape[0], WORLD, DENSE)
+        put(me, region, bits, (me.rank + i) % WORLD, PROTOCOL)
+    return collect(me, region, arrived, bits.dtype, bits.shape[0], WORLD, PROTOCOL)
 
 
 @triton.jit
-def put(me, region, bits, peer, DENSE: tl.constexpr):
+def put(me, region, bits, peer, PROTOCOL: tl.constexpr):
     """Puts a block of this program into a rank's inbox."""
-    if DENSE:
+    if PROTOCOL == "signals":
         shmem.store(me, inbox(me, region, me.rank, bits.dtype, bits.shape[0]), bits, peer)
+    elif PROTOCOL == "words":
+        pairs = pair(bits)
+        shmem.send_words(me, inbox(me, region, me.rank, tl.int32, pairs.shape[0]), pairs, peer)
     else:
         words = pack(bits)
         shmem.send(me, inbox(me, region, me.rank, tl.int32, words.shape[0]), words, peer)
 
 
 @triton.jit
-def collect(me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, DENSE: tl.constexpr):
+def collect(me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
     """Waits for what the program's twins have put here: (the block of each rank, [ranks, BLOCK], whether all came)."""
     rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-    if DENSE:
+    if PROTOCOL == "signals":
         shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)
         came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)
         blocks = tl.load(inbox(me, region, rank, dtype, BLOCK), mask=rank < WORLD, other=0)
+    elif PROTOCOL == "words":
+        PAIRS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
+        source = inbox(me, region, rank, tl.int32, PAIRS)
+        mask = (rank < WORLD) & (tl.arange(0, PAIRS)[None, :] >= 0)
+        pairs, came = shmem.receive_words(me, source, rank, mask)
+        blocks = unpair(pairs, dtype)
     else:
         WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
         source = inbox(me, region, rank, tl.int32, WORDS)
@@ -186,6 +196,25 @@ def unpack(words, dtype: tl.constexpr):
         bits = high | ((low >> 16) & 65535)
     else:
         bits = (words >> 16).to(dtype)
+    return bits
+
+
+@triton.jit
+def pair(bits):
+    """A block of integers of 16 or 32 bits as words of 32."""
+    words = bits
+    if bits.dtype == tl.int16:
+        low, high = tl.split(bits.reshape(bits.shape[0] // 2, 2))
+        words = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 65535)
+    return words
+
+
+@triton.jit
+def unpair(words, dtype: tl.constexpr):
+    """The blocks of integers that `pair` has made words of."""
+    bits = words
+    if dtype == tl.int16:
+        bits = tl.join(words, words >> 16).reshape(words.shape[0], 2 * words.shape[1]).to(tl.int16)
     return bits
 
 

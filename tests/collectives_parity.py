@@ -28,6 +28,11 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"protocol": "signals", "shots": 1, "block": 512, "num_warps": 4},
     {"protocol": "signals", "shots": 2, "block": 256, "num_warps": 2},
 )
+# For sums of floats.
+WORDS: tuple[dict[str, Any], ...] = (
+    {"protocol": "words", "shots": 1, "block": 256, "num_warps": 1},
+    {"protocol": "words", "shots": 2, "block": 128, "num_warps": 1},
+)
 # Of one program.
 TOGETHER = 16
 
@@ -151,7 +156,7 @@ def check_order_of_sums(mesh: Mesh) -> None:
 
     def local(rank: jax.Array) -> jax.Array:
         wrong = []
-        for dtype, config in itertools.product((jnp.float32, jnp.bfloat16, jnp.float16), CONFIGS):
+        for dtype, config in itertools.product((jnp.float32, jnp.bfloat16, jnp.float16), CONFIGS + WORDS):
             x = jax.random.normal(jax.random.fold_in(jax.random.key(0), rank), (4097,), dtype).at[:100].set(-0.0)
             parts = lax.all_gather(x, "tp").astype(jnp.float32)
             wanted = functools.reduce(lambda total, part: lax.optimization_barrier(total + part), list(parts))
@@ -183,7 +188,7 @@ def check_integers_wrap(mesh: Mesh) -> None:
 def check_repetition(mesh: Mesh, times: int = 1000) -> None:
     """Call after call gives what the first call with those operands gave, bit for bit, of sums that are not exact."""
     world = mesh.devices.size
-    ways = [(name, config, 5000) for name in NAMES for config in (CONFIGS if name == "psum" else CONFIGS[::2])]
+    ways = [(name, config, 5000) for name in NAMES for config in (CONFIGS + WORDS if name == "psum" else CONFIGS[::2])]
     ways += [(name, None, elements) for name in NAMES for elements in (1, 100_000)]
 
     def count(rank: jax.Array, name: str, config: Any, elements: int) -> jax.Array:

@@ -30,7 +30,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 each_name = pytest.mark.parametrize("name", NAMES)
 each_implementation = pytest.mark.parametrize("implementation", (None, "simulate"))
 both_ways = pytest.mark.parametrize("check_vma", (True, False))
-# What moves small arrays in each way.
+# What moves small arrays in each way; floats may also travel as words.
 CONFIGS = (
     {"protocol": "messages", "shots": 1, "block": 32},
     {"protocol": "messages", "shots": 2, "block": 16},
@@ -89,6 +89,9 @@ def test_values(mesh: Mesh, name: str, dtype: str, implementation: str | None) -
     x = integers(dtype, 4, 36)
     found = jax.jit(on_mesh(mesh, ours(name, implementation=implementation, **keywords)))(x)
     assert_same(found, on_mesh(mesh, laxs(name, **keywords))(x))
+
+
+WORDS = tuple({"protocol": "words", "shots": shots, "block": 32} for shots in (1, 2))
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -152,7 +155,7 @@ def test_integers_wrap_around(mesh: Mesh, config: dict[str, Any]) -> None:
             assert_same(found, np.broadcast_to(x.sum(0, dtype=dtype), x.shape))
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS + WORDS, ids=str)
 @pytest.mark.parametrize("world", (2, 3, 4))
 def test_special_values(world: int, config: dict[str, Any]) -> None:
     """-0.0 is the sum of nothing but -0.0; infinities and NaN behave."""
@@ -171,7 +174,7 @@ def test_special_values(world: int, config: dict[str, Any]) -> None:
             assert np.signbit(wanted[0])
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS + WORDS, ids=str)
 @pytest.mark.parametrize("world", (3, 4))
 def test_sums_are_f32_in_the_order_of_the_ranks(world: int, config: dict[str, Any]) -> None:
     for dtype in FLOATS:
@@ -510,6 +513,9 @@ def test_configurations(mesh: Mesh) -> None:
     ):
         with fails(ValueError, part):
             on_mesh(mesh, ours("psum", config=config))(x)
+    for name, given in (("all_gather", x), ("psum", x.astype(np.int32))):
+        with fails(ValueError, "Words carry sums of floats", name):
+            on_mesh(mesh, ours(name, implementation="simulate", config={"protocol": "words"}))(given)
     with fails(ValueError, "blocks of at most 1024 of float32 as messages"):
         on_mesh(mesh, ours("psum", implementation="simulate", config={"protocol": "messages", "block": 2048}))(x)
     program = program_of(mesh, "psum", implementation="fused", config=Config(shots=2, block=64, num_warps=1))

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,13 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 
 @functools.cache
-def compiled(name: str, nbytes: int, dtype: str, *, world: int = 4, compute_capability: int = 90) -> Compiled:
-    """Compiles the kernel of a call with so many bytes of each rank."""
-    keywords = {} if name == "psum" else {"tiled": True}
+def compiled(
+    name: str, nbytes: int, dtype: str, *, world: int = 4, compute_capability: int = 90, words: bool = False
+) -> Compiled:
+    """Compiles the kernel of a call with so many bytes of each rank; with `words`, by that protocol."""
+    keywords: dict[str, Any] = {} if name == "psum" else {"tiled": True}
+    if words:
+        keywords["config"] = {"protocol": "words", "block": 512 // jnp.dtype(dtype).itemsize, "num_warps": 1}
     call = functools.partial(getattr(jtf, name), axis_name="tp", implementation="fused", **keywords)
     elements = nbytes // jnp.dtype(dtype).itemsize * (world if name == "psum_scatter" else 1)
     program = jax.shard_map(call, mesh=mesh_of(world), in_specs=P(), out_specs=P("tp"), check_vma=False)
@@ -86,7 +91,16 @@ def wrong_signals(call: Compiled) -> list[str]:
 @pytest.mark.parametrize("size", MESSAGES)
 def test_messages(name: str, size: str) -> None:
     call = compiled(name, *MESSAGES[size])
-    assert not call.constants["DENSE"]
+    assert call.constants["PROTOCOL"] == "messages"
+    assert wrong_messages(call) == []
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@pytest.mark.parametrize("name", ("psum", "psum_scatter"))
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_words(name: str, dtype: str) -> None:
+    call = compiled(name, 16 << 10, dtype, words=True)
+    assert call.constants["PROTOCOL"] == "words"
     assert wrong_messages(call) == []
     assert spilled_bytes(ptxas_report(call)) == 0
 
@@ -95,7 +109,7 @@ def test_messages(name: str, size: str) -> None:
 @pytest.mark.parametrize("size", SIGNALS)
 def test_signals(name: str, size: str) -> None:
     call = compiled(name, *SIGNALS[size])
-    assert call.constants["DENSE"]
+    assert call.constants["PROTOCOL"] == "signals"
     assert wrong_signals(call) == []
     assert spilled_bytes(ptxas_report(call)) == 0
 

@@ -135,7 +135,8 @@ class Config:
 
     Attributes:
       protocol: "messages": elements travel in words that say by themselves whether they have arrived, which is twice
-        the bytes without a fence; "signals": as they are, and a signal after them.
+        the bytes without a fence; "words": the same at half the bytes, of sums of floats alone; "signals": as they are,
+        and a signal after them.
       shots: of `psum`: 1, and every rank adds up everything; or 2, and each adds up its share, of which the ranks then
         gather the sums.
       block: elements that a program takes, of each rank's part: a power of 2.
@@ -148,8 +149,8 @@ class Config:
     num_warps: int = 2
 
     def __post_init__(self) -> None:
-        if self.protocol not in ("messages", "signals"):
-            raise ValueError(f"There is no protocol {self.protocol!r}: choose 'messages' or 'signals'.")
+        if self.protocol not in ("messages", "words", "signals"):
+            raise ValueError(f"There is no protocol {self.protocol!r}: choose 'messages', 'words' or 'signals'.")
         if self.shots not in (1, 2):
             raise ValueError(f"A sum takes 1 or 2 shots, not {self.shots}.")
         if self.block < 16 or self.block & (self.block - 1):
@@ -267,6 +268,10 @@ def launch(
     dtype = np.dtype(dtype)
     config = config or default_config(operation, size, world, dtype)
     dense, two_shots = config.protocol == "signals", operation == "psum" and config.shots == 2
+    if config.protocol == "words" and (operation == "all_gather" or np.issubdtype(dtype, np.integer)):
+        raise ValueError(
+            f"Words carry sums of floats; {operation} of {dtype} takes the protocol 'messages' or 'signals'."
+        )
     # What begins at a multiple of 16 elements can be moved by 16 bytes at a time.
     part = math.ceil(size / (16 * world)) * 16 if two_shots else size
     programs = math.ceil(part / config.block)
@@ -283,6 +288,9 @@ def launch(
         if config.block > (most := _longest_block(world, dtype)):
             raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
         buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
+        if config.protocol == "words":
+            sizes = {name: math.prod(shape) * dtype.itemsize // 4 for name, shape in inboxes.items()}
+            buffers = {"messages": {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}}
     return {
         "out_type": jax.ShapeDtypeStruct((total if operation == "all_gather" else size,), dtype),
         "grid": programs,
@@ -297,7 +305,7 @@ def launch(
         "SIZE": total,
         "PART": part,
         "BLOCK": config.block,
-        "DENSE": dense,
+        "PROTOCOL": config.protocol,
         **own,
     }
 
