@@ -1,7 +1,7 @@
 """Times the fused operations and XLA's on the same operands, in the same run, and checks every result first.
 
     python benchmarks/run.py all_gather_matmul --json results.json
-    python benchmarks/run.py matmul_reduce_scatter --implementations fused --config exact_wire=False
+    python benchmarks/run.py matmul_reduce_scatter --implementations fused --config exact_wire=True
     python benchmarks/run.py decode_attention --check
     python benchmarks/run.py decode_attention --implementations fused --config block_s=128 --config block_s=32,splits=66
 

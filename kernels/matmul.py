@@ -20,6 +20,11 @@ def multiply(
     LHS_TRANSPOSED: tl.constexpr = False,
     RHS_TRANSPOSED: tl.constexpr = False,
     accumulator=None,  # f32 [BLOCK_M, BLOCK_N]; 0 if None
+    source=None,  # what is to be copied meanwhile, or None
+    dest=None,  # where to
+    count=None,  # i32, how many elements, a multiple of 16; the steps copy K / BLOCK_K * PART of them
+    PART: tl.constexpr = 0,  # elements that are copied in a step
+    CHUNK: tl.constexpr = 0,  # a power of 2, at least PART
 ):
     """accumulator + lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
     if accumulator is None:
@@ -37,6 +42,10 @@ def multiply(
         rhs_ptrs = rhs_ptr + k[:, None] + n[None, :] * K
     else:
         rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
+    if source is not None:
+        element = tl.arange(0, CHUNK)
+        size = tl.multiple_of(tl.minimum(count, PART), 16)
+        part = tl.load(source + element, mask=element < size)
     for start in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             lhs = tl.load(lhs_ptrs)
@@ -49,6 +58,14 @@ def multiply(
         accumulator = tl.dot(lhs, rhs, accumulator, input_precision=PRECISION)
         lhs_ptrs += BLOCK_K * M if LHS_TRANSPOSED else BLOCK_K
         rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * N
+        if source is not None:
+            # What one step loads the next one stores, so that no step waits for memory.
+            tl.store(dest + element, part, mask=element < size)
+            source += PART
+            dest += PART
+            count -= PART
+            size = tl.multiple_of(tl.minimum(count, PART), 16)
+            part = tl.load(source + element, mask=element < size)
     return accumulator
 
 

@@ -1,12 +1,17 @@
 """Matrix product and reduce-scatter in one kernel, for results of at least a tile of rows a rank.
 
 Each program computes one tile of this rank's product. Tiles of the rows that other ranks own come first, in the order
-rank + 1, rank + 2, ..., so that at any time each link carries the tiles of one rank; a program pushes its tile into
-the owner's scratch and signals. Tiles of this rank's own rows come last: their programs add what the peers have sent
-in the meantime, and store the sum. The order of additions is the same in every call: a rank's own part, then those of
-rank - 1, rank - 2, ..., as they arrive.
+rank + 1, rank + 2, ..., so that at any time each link carries the tiles of one rank. Tiles of this rank's own rows
+come last: their programs add what the peers have sent in the meantime, and store the sum. The order of additions is
+the same in every call: a rank's own part, then those of rank - 1, rank - 2, ..., as they arrive.
 
-A tile waits for programs of lower ids alone, because on every rank the own tiles have the highest.
+Programs that run at the same time end at the same time. If each then sent its own tile, nothing would be multiplied
+while the links are busy. So a program leaves its tile in this rank's outbox, and carries another one while it
+multiplies, a part in each step: that of the program `LAG` ids before it.
+
+A program waits for lower ids alone, or for its own id on other ranks: what is to be added to a tile has been carried
+by such programs. A tile whose carrier would have a higher id is sent by its own program; if there are few tiles, all
+are.
 """
 
 import triton
@@ -21,7 +26,8 @@ def matmul_reduce_scatter_kernel(
     rhs_ptr,  # [K, N], or [N, K]
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
-    arrived,  # signals [WORLD - 1, tiles]
+    outbox,  # scratch [LAG, BLOCK_M, BLOCK_N] for tiles of this rank
+    arrived,  # signals [2, WORLD - 1, tiles]: in `partials`, and in the outbox
     out_ptr,  # [M, N]
     M: tl.constexpr,
     N: tl.constexpr,
@@ -34,16 +40,34 @@ def matmul_reduce_scatter_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    LAG: tl.constexpr,
+    PART: tl.constexpr,  # 4-byte words that are carried in a step of K
+    CHUNK: tl.constexpr,  # the power of 2 of words that are moved at a time
 ):
     me = shmem.start(team)
-    inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
+    wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
+    inbox = shmem.scratch(me, partials, wire)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
     column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
     tiles_a_rank: tl.constexpr = row_blocks * column_blocks
-    step = tl.program_id(0) // tiles_a_rank
-    tile = tl.program_id(0) % tiles_a_rank
+    sent: tl.constexpr = (WORLD - 1) * tiles_a_rank  # tiles that other ranks own
+    size: tl.constexpr = BLOCK_M * BLOCK_N
+    slot = tl.program_id(0)
+    tile = slot % tiles_a_rank
     row_block, column_block = tiles.grouped(tile, row_blocks, column_blocks, GROUP_M)
-    owner = (me.rank + 1 + step) % WORLD
+    owner = (me.rank + 1 + slot // tiles_a_rank) % WORLD
+
+    # A place of the outbox takes the tiles of all programs that are LAG ids apart: each carries what the last one left.
+    place = shmem.scratch(me, outbox, wire) + slot % LAG * size
+    carried = slot - LAG
+    carries = (carried >= 0) & (carried < sent) & (slot <= sent + carried % tiles_a_rank)
+    if carries:
+        carries = shmem.wait(me, arrived + sent + carried, me.epoch, me.rank)
+    carried = tl.maximum(carried, 0)
+    receiver = (me.rank + 1 + carried // tiles_a_rank) % WORLD
+    source = words(place)
+    dest = words(shmem.remote(me, inbox + carried.to(tl.int64) * size, receiver))
+    count = tl.where(carries, size * wire.primitive_bitwidth // 32, 0)
 
     rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
     column = column_block * BLOCK_N
@@ -51,31 +75,47 @@ def matmul_reduce_scatter_kernel(
     product = matmul.multiply(
         lhs, rhs_ptr, rows, column, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+        source=source, dest=dest, count=count, PART=PART, CHUNK=CHUNK,
     )  # fmt: skip
+    for at in range(tl.cdiv(K, BLOCK_K) * PART, count, CHUNK):
+        word = at + tl.arange(0, CHUNK)
+        tl.store(dest + word, tl.load(source + word, mask=word < count), mask=word < count)
 
-    # A tile travels whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
-    size: tl.constexpr = BLOCK_M * BLOCK_N
-    if step < WORLD - 1:
-        slot = step * tiles_a_rank + tile
-        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-        shmem.store(me, inbox + slot.to(tl.int64) * size + element, product.to(inbox.dtype.element_ty), owner)
-        shmem.signal(me, arrived + slot, owner)
-    else:
+    # By halves, because the registers hold no second tile beside the product.
+    half: tl.constexpr = BLOCK_N // 2
+    left, right = matmul.halves(product, BLOCK_M, BLOCK_N)
+    waits = slot + LAG <= sent + tile  # for its carrier
+    next_hop = tl.where(waits, me.rank, owner)
+    if slot < sent:
+        # A tile lies whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
+        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, half)[None, :]
+        home = tl.where(waits, place, inbox + slot.to(tl.int64) * size) + element
+        tl.debug_barrier()  # all threads have read what was in this place
+        shmem.store(me, home, left.to(wire), next_hop)
+        shmem.store(me, home + half, right.to(wire), next_hop)
+    # One signal for this program's tile and one for the tile that it carried.
+    own = tl.arange(0, 2) == 0
+    index = arrived + tl.where(own, tl.where(waits, sent, 0) + slot, carried)
+    shmem.signal(me, index, tl.where(own, next_hop, receiver), tl.where(own, slot < sent, carries))
+
+    if slot >= sent:
         ready = me.ready
         for i in range(WORLD - 1):
-            slot = i * tiles_a_rank + tile
-            ready &= shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
+            ready &= shmem.wait(me, arrived + i * tiles_a_rank + tile, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
         received = inbox + tile.to(tl.int64) * size
         stride: tl.constexpr = tiles_a_rank * size
         out = out_ptr + (row_block * BLOCK_M).to(tl.int64) * N
-        half: tl.constexpr = BLOCK_N // 2
-        # By halves, because the registers hold no second tile beside the product.
-        left, right = matmul.halves(product, BLOCK_M, BLOCK_N)
         left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
         matmul.store_tile(out, left, rows, column, N, BLOCK_M, half)
         right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
         matmul.store_tile(out, right, rows, column + half, N, BLOCK_M, half)
     shmem.finish(me)
+
+
+@triton.jit
+def words(tile):
+    """A pointer to a tile's 4-byte words."""
+    return tl.multiple_of(tile.to(tl.pointer_type(tl.int32)), 16)
 
 
 @triton.jit

@@ -209,14 +209,19 @@ def put(me, dest, source, peer, mask=True):
 
 
 @triton.jit
-def signal(me, index, peer):
+def signal(me, index, peer, mask=True):
     """Adds 1 to the peer's signal `index` and publishes to it all that this program has stored so far.
 
     One release after one block barrier: about 1 us idle, 3 us while the memory is busy. Cheap once a chunk, dear in
     an inner loop.
+
+    Args:
+      index: i32; or a small block of them, with the peers of each, which costs no more than one.
+      peer: i32 rank.
+      mask: which of them to signal.
     """
     tl.debug_barrier()
-    tl.atomic_add(_signal_of(me, index, peer), 1, mask=me.ready, sem="release", scope="sys")
+    tl.atomic_add(_signal_of(me, index, peer), 1, mask=mask & me.ready, sem="release", scope="sys")
 
 
 @triton.jit

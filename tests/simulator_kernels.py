@@ -141,16 +141,20 @@ def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True)
 
 
-def _matmul_reduce_scatter(
-    world: int, dtype: np.dtype, shape: tuple[int, ...], *, small: bool, exact_wire: bool = True
-) -> Call:
+def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
     m, n, k = shape
     lhs = [integers(rank, (world * m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     expected = np.split(total.astype(dtype), world)
-    keywords = _launch(scatter_ops, m, k, n, world, dtype, group_m=2, small=small, exact_wire=exact_wire)
+    keywords = _launch(scatter_ops, m, k, n, world, dtype, group_m=2, **config)
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+
+
+def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    *sizes, lag = shape
+    # With one warp a step of K carries so little that something is left after the last one.
+    return _matmul_reduce_scatter(world, dtype, tuple(sizes), lag=lag, num_warps=1, exact_wire=True)
 
 
 def _all_gather_transposed_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -321,15 +325,19 @@ KERNELS = (
         name="matmul_reduce_scatter",
         module=matmul_reduce_scatter,
         function="matmul_reduce_scatter_kernel",
-        call=functools.partial(_matmul_reduce_scatter, small=False),
-        # M, N, K
-        shapes=lambda world: ((17, 9, 21), (5, 19, 9), (16, 16, 32)) if world <= 4 else ((5, 9, 21), (16, 16, 16)),
+        call=_large_scatter,
+        # M, N, K, LAG
+        shapes=lambda world: (
+            ((17, 39, 21, 4), (5, 19, 99, 2), (16, 16, 32, 1), (17, 9, 21, 3), (5, 9, 9, 9))
+            if world <= 4
+            else ((5, 9, 70, 2), (5, 9, 9, 1), (5, 9, 16, 9))
+        ),
     ),
     Simulated(
         name="matmul_reduce_scatter_small",
         module=matmul_reduce_scatter_small,
         function="matmul_reduce_scatter_small_kernel",
-        call=functools.partial(_matmul_reduce_scatter, small=True),
+        call=functools.partial(_matmul_reduce_scatter, small=True, exact_wire=True),
         # M, N, K
         shapes=lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
     ),

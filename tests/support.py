@@ -131,7 +131,7 @@ KERNELS = (
         benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m > 256),
         aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
         odd=MatmulShape(name="odd", m=4 * 77, k=4 * 129, n=37),
-        waits=1,
+        waits=2,
         dot="wgmma.mma_async",
         amd={"block_n": 128, "block_k": 32, "num_stages": 2},
     ),

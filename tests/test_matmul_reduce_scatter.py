@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_REDUCE_SCATTER, MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
-from jaxtaxfree.ops.matmul_reduce_scatter import Config
+from jaxtaxfree.ops.matmul_reduce_scatter import Config, default_config
 from tests.conftest import MeshFactory
 from tests.support import (
     DTYPES,
@@ -157,6 +157,26 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
     lhs, rhs = operands(dtype=dtype, m=m)
     out = jax.jit(row_parallel(mesh, implementation="simulate", precision="highest"))(lhs, rhs)
     np.testing.assert_array_equal(out, exact_product(lhs, rhs, dtype))
+
+
+@pytest.mark.parametrize("world", (1, 2, 4))
+@pytest.mark.parametrize("lag", (1, 3, 4, 100))
+def test_simulated_with_a_lag(world: int, lag: int) -> None:
+    """Of the three tiles of a rank all are carried, or some of them, or none."""
+    lhs, rhs = operands(world=world, m=12 * world)
+    config = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "lag": lag}
+    program = row_parallel(mesh_of(world), implementation="simulate", precision="highest", config=config)
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, "float32"))
+
+
+@pytest.mark.parametrize("m, lag", ((128, 148), (384, 148), (512, 128), (2048, 148)))
+def test_the_lag_follows_the_tiles(m: int, lag: int) -> None:
+    assert default_config(m, 8192, 4, "bfloat16", 90).lag == lag
+
+
+@pytest.mark.parametrize("m, dtype", ((64, "float32"), (65, "bfloat16"), (512, "bfloat16")))
+def test_few_rows_travel_as_f32(m: int, dtype: str) -> None:
+    assert default_config(m, 512, 4, "bfloat16", 90).exact_wire == (dtype == "float32")
 
 
 @pytest.mark.parametrize("m", (8, 272))

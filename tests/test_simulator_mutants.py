@@ -52,7 +52,7 @@ class Mutant:
     world: int = 3
 
 
-SIGNAL = 'tl.atomic_add(_signal_of(me, index, peer), 1, mask=me.ready, sem="release", scope="sys")'
+SIGNAL = 'tl.atomic_add(_signal_of(me, index, peer), 1, mask=mask & me.ready, sem="release", scope="sys")'
 PUSH_LOOP = """                for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
                     element = at + tl.arange(0, CHUNK)
                     mask = element < size
@@ -63,11 +63,25 @@ PUSH_LOOP = """                for at in range(begin, tl.minimum(begin + unit_si
 """
 PUSH_SIGNAL = "                shmem.signal(me, arrived + (me.rank * panels + panel) * row_blocks + row_block, peer)\n"
 TILE_WAIT = "shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)"
-TILE_STORE = (
-    "        shmem.store(me, inbox + slot.to(tl.int64) * size + element, product.to(inbox.dtype.element_ty), owner)\n"
-)
-TILE_SIGNAL = "        shmem.signal(me, arrived + slot, owner)\n"
-PARTIAL_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
+TILE_STORES = """    if slot < sent:
+        # A tile lies whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
+        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, half)[None, :]
+        home = tl.where(waits, place, inbox + slot.to(tl.int64) * size) + element
+        tl.debug_barrier()  # all threads have read what was in this place
+        shmem.store(me, home, left.to(wire), next_hop)
+        shmem.store(me, home + half, right.to(wire), next_hop)
+"""
+TILE_SIGNALS = """    # One signal for this program's tile and one for the tile that it carried.
+    own = tl.arange(0, 2) == 0
+    index = arrived + tl.where(own, tl.where(waits, sent, 0) + slot, carried)
+    shmem.signal(me, index, tl.where(own, next_hop, receiver), tl.where(own, slot < sent, carries))
+"""
+CARRY_WAIT = "shmem.wait(me, arrived + sent + carried, me.epoch, me.rank)"
+CARRY_REST = """    for at in range(tl.cdiv(K, BLOCK_K) * PART, count, CHUNK):
+        word = at + tl.arange(0, CHUNK)
+        tl.store(dest + word, tl.load(source + word, mask=word < count), mask=word < count)
+"""
+PARTIAL_WAIT = "shmem.wait(me, arrived + i * tiles_a_rank + tile, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SMALL_STORES = """    for i in tl.static_range(1, WORLD + 1):
         owner = (me.rank + i) % WORLD
         dest = mine + (m - owner * M)[:, None] * N + n[None, :]
@@ -308,19 +322,19 @@ MUTANTS = (
     Mutant(
         name="wait for another tile's partial sums",
         kernel="matmul_reduce_scatter",
-        edits=((PARTIAL_WAIT, PARTIAL_WAIT.replace("arrived + slot", "arrived + slot - tile")),),
+        edits=((PARTIAL_WAIT, PARTIAL_WAIT.replace(" + tile", "")),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="one peer's partial sums for all",
         kernel="matmul_reduce_scatter",
-        edits=((PARTIAL_WAIT, PARTIAL_WAIT.replace("arrived + slot", "arrived + tile")),),
+        edits=((PARTIAL_WAIT, PARTIAL_WAIT.replace("i * tiles_a_rank + ", "")),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="publish before the tile is stored",
         kernel="matmul_reduce_scatter",
-        edits=((TILE_STORE + TILE_SIGNAL, TILE_SIGNAL + TILE_STORE),),
+        edits=((TILE_STORES + TILE_SIGNALS, TILE_SIGNALS + TILE_STORES),),
         errors=TOO_EARLY,
     ),
     Mutant(
@@ -333,17 +347,13 @@ MUTANTS = (
     Mutant(
         name="a tile published twice",
         kernel="matmul_reduce_scatter",
-        edits=((TILE_SIGNAL, TILE_SIGNAL + TILE_SIGNAL),),
+        edits=((TILE_SIGNALS, TILE_SIGNALS + TILE_SIGNALS),),
         errors=(SignalCountError, *TOO_EARLY),
     ),
     Mutant(
         name="own tiles first",
         kernel="matmul_reduce_scatter",
-        edits=(
-            ("owner = (me.rank + 1 + step) % WORLD", "owner = (me.rank + step) % WORLD"),
-            ("if step < WORLD - 1:", "if step > 0:"),
-            ("slot = step * tiles_a_rank + tile", "slot = (step - 1) * tiles_a_rank + tile"),
-        ),
+        edits=(("slot = tl.program_id(0)", "slot = tl.num_programs(0) - 1 - tl.program_id(0)"),),
         errors=(WaitOrderError,),
     ),
     Mutant(
@@ -356,8 +366,44 @@ MUTANTS = (
     Mutant(
         name="partial tiles in the place of another rank's",
         kernel="matmul_reduce_scatter",
-        edits=(("slot.to(tl.int64) * size + element, product", "tile.to(tl.int64) * size + element, product"),),
+        edits=(
+            ("inbox + slot.to(tl.int64) * size", "inbox + tile.to(tl.int64) * size"),
+            ("inbox + carried.to(tl.int64) * size", "inbox + (carried % tiles_a_rank).to(tl.int64) * size"),
+        ),
         errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait for the tile to carry",
+        kernel="matmul_reduce_scatter",
+        edits=((CARRY_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="tile to carry of the previous epoch",
+        kernel="matmul_reduce_scatter",
+        edits=((CARRY_WAIT, CARRY_WAIT.replace("me.epoch", "me.epoch - 1")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="published before the rest is carried",
+        kernel="matmul_reduce_scatter",
+        edits=((CARRY_REST, ""), (TILE_SIGNALS, TILE_SIGNALS + CARRY_REST)),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="too few places in the outbox",
+        kernel="matmul_reduce_scatter",
+        edits=(("slot % LAG * size", "slot % (LAG // 2 + 1) * size"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="carried by a program of too high an id",
+        kernel="matmul_reduce_scatter",
+        edits=(
+            (" & (slot <= sent + carried % tiles_a_rank)", ""),
+            ("waits = slot + LAG <= sent + tile", "waits = slot + LAG < tl.num_programs(0)"),
+        ),
+        errors=(WaitOrderError,),
     ),
     Mutant(
         name="publish before the rows are stored",

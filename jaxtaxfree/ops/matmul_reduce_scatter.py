@@ -32,8 +32,7 @@ def matmul_reduce_scatter(
     """`lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`, as one kernel on GPUs.
 
     Each rank multiplies the rows that others own first and sends them as they are done, tile by tile, so the transfer
-    hides behind the product of the rows that are still to come, and no partial sum makes a trip through memory of its
-    own. Call it inside `jax.shard_map`.
+    hides behind the product of the rows that are still to come. Call it inside `jax.shard_map`.
 
     Args:
       lhs: this rank's part of the contracted dimension, for the rows of all ranks, [..., world * M, ..., K].
@@ -42,7 +41,9 @@ def matmul_reduce_scatter(
       scatter_dimension: the dimension of the result that is scattered.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once.
+      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case. Each rank's part is rounded to
+        the operands' dtype on its way, unless the rows are few or `config` asks for `exact_wire`, and the sum is
+        rounded once.
       implementation: "fused": the kernel; "xla": plain `lax`; None: plain `lax` as well, because the kernel has not
         been measured against it yet. The logger "jaxtaxfree" says so at DEBUG level. "simulate": the kernel, run
         for all ranks on the CPU; see `jaxtaxfree.simulator`.
@@ -102,6 +103,8 @@ class Config:
         2, at least 16.
       num_warps, num_stages: warps of a program, and steps of the loop in flight.
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
+      lag: from a program to the one that carries its tile, at least 1. Of fewer programs than run at a time they wait
+        for each other; of more than a rank has tiles of its own, the last tiles are not carried. Not if `small`.
       small: every tile has the rows of all ranks, so that `rhs` is read once.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
@@ -112,9 +115,10 @@ class Config:
     block_k: int = 64
     num_warps: int = 8
     num_stages: int = 4
-    group_m: int = 8
+    group_m: int = 16
+    lag: int = 132
     small: bool = False
-    exact_wire: bool = True
+    exact_wire: bool = False
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -129,8 +133,12 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     """
     rows = world * m
     if rows <= 256:
-        return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True)
-    return Config(**matmul.large_tile(dtype, compute_capability))
+        # Where rhs is all there is to read, f32 on the wire costs little.
+        return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True, exact_wire=True)
+    config = Config(**matmul.large_tile(dtype, compute_capability))
+    # A GPU runs some 132 of these programs at a time. Rather a short wait than tiles that are not carried.
+    tiles = _tiles(m, n, config)
+    return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
 def fused(
@@ -203,22 +211,39 @@ def launch(
         "RHS_TRANSPOSED": rhs_transposed,
         "EXACT_WIRE": config.exact_wire,
     }
-    column_blocks = math.ceil(n / config.block_n)
     if config.small:
-        programs = math.ceil(world * m / config.block_m) * column_blocks
+        programs = _tiles(world * m, n, config)
         return matmul_reduce_scatter_small_kernel, keywords | {
             "grid": programs,
             "scratch": {"partials": jax.ShapeDtypeStruct((world, m, n), wire)},
             "signals": {"arrived": (programs, world)},
         }
-    tiles = math.ceil(m / config.block_m) * column_blocks
+    tiles = _tiles(m, n, config)
     peers = max(1, world - 1)  # no scratch is empty
+    places = config.lag if config.lag <= peers * tiles else 1  # with a longer lag nothing is carried
+    tile = (config.block_m, config.block_n)
+    # A step of K carries whole lines of 128 bytes, at most 16 bytes a thread. The last steps carry nothing, so that all
+    # has arrived when the tile is published.
+    threads = 32 * config.num_warps
+    steps = max(1, math.ceil(k / config.block_k) - 3)
+    part = min(math.ceil(math.prod(tile) * wire.itemsize / steps / 128) * 32, 4 * threads)
     return matmul_reduce_scatter_kernel, keywords | {
         "grid": world * tiles,
-        "scratch": {"partials": jax.ShapeDtypeStruct((peers, tiles, config.block_m, config.block_n), wire)},
-        "signals": {"arrived": (peers, tiles)},
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
+            "outbox": jax.ShapeDtypeStruct((places, *tile), wire),
+        },
+        "signals": {"arrived": (2, peers, tiles)},
         "GROUP_M": config.group_m,
+        "LAG": config.lag,
+        "PART": part,
+        "CHUNK": max(threads, 1 << (part - 1).bit_length()),
     }
+
+
+def _tiles(m: int, n: int, config: Config) -> int:
+    """Number of tiles of a product [m, n]."""
+    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> int:
