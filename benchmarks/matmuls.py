@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from benchmarks import pallas_matmul
 from benchmarks.operation import (
     AXIS,
     DTYPE,
@@ -89,6 +90,10 @@ class MatmulOperation(Operation):
             sizes = " and ".join(self.shared_out)
             raise ValueError(f"{shape}: {sizes} must be multiples of the {world} devices; choose others, or --world")
 
+    def count_rhs(self, shape: MatmulShape) -> int:
+        """How many rhs the calls of a chain take turns with."""
+        return 2 if shape.m <= DECODE_ROWS else 1
+
     def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
         return max(shape.flops(world) / 800e12, 2 * shape.k * shape.n / world / 4.8e12)
 
@@ -120,6 +125,7 @@ class AllGatherMatmul(MatmulOperation):
     name = "all_gather_matmul"
     shapes = ALL_GATHER_MATMUL
     tiny_shapes = ALL_GATHER_MATMUL_TINY
+    optional_peers = ("pallas", "torch")
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
@@ -130,6 +136,12 @@ class AllGatherMatmul(MatmulOperation):
             ),
             _gathered(name="gemm", call=jnp.matmul),
             _sharded(name="collective", call=_gather),
+            _sharded(
+                name="pallas",
+                call=pallas_matmul.all_gather_matmul,
+                alternatives=pallas_matmul.CONFIGS,
+                flat=True,
+            ),
             *fused(_sharded, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
@@ -139,8 +151,7 @@ class AllGatherMatmul(MatmulOperation):
 
     def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
-        count_rhs = 2 if shape.m <= DECODE_ROWS else 1
-        keys = jax.random.split(jax.random.key(0), calls + count_rhs)
+        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
         make_lhs, make_rhs = normal((shape.m, shape.k), rows), normal((shape.k, shape.n), columns)
         gather = jax.jit(lambda lhs: lhs, out_shardings=whole)
         sharded = tuple(make_lhs(key) for key in keys[:calls])
@@ -187,6 +198,7 @@ class MatmulReduceScatter(MatmulOperation):
     name = "matmul_reduce_scatter"
     shapes = MATMUL_REDUCE_SCATTER
     tiny_shapes = MATMUL_REDUCE_SCATTER_TINY
+    optional_peers = ("torch",)
     shared_out = ("m", "k")
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
@@ -206,8 +218,7 @@ class MatmulReduceScatter(MatmulOperation):
 
     def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
         rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))
-        count_rhs = 2 if shape.m <= DECODE_ROWS else 1
-        keys = jax.random.split(jax.random.key(0), calls + count_rhs)
+        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
         make_lhs, make_rhs = normal((shape.m, shape.k), columns), normal((shape.k, shape.n), rows)
         make_partial = normal((mesh.shape[AXIS] * shape.m, shape.n), rows)
         return Operands(

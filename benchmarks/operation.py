@@ -42,7 +42,7 @@ FLAG_SETS: dict[str, dict[str, Any]] = {
 }
 
 Config = dict[str, Any]
-Call = Callable[[Any, Any], jax.Array]
+Call = Callable[..., jax.Array]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,15 @@ class Implementation:
     """One way to compute the operation, or one part of it.
 
     Attributes:
-      call: (x, y) -> out, inside shard_map.
+      call: (x, y) -> out, inside shard_map; with alternatives it takes `config` as well.
       in_specs, out_spec: of x and y, and of out; y may be a tree and its spec one for each leaf.
       takes: which of the layouts of x in `Operands.xs`.
       options: XLA flags of this executable alone.
       auto: the call sees global arrays, and XLA partitions it.
-      config: of a fused kernel, what was asked for; None if it chooses by shape.
+      flat: the call wants a mesh of no other axis than AXIS.
+      alternatives: of a peer that has to be tuned, configurations. Of those that are right the one that is fastest in a
+        few programs is timed.
+      config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
     """
 
     name: str
@@ -65,6 +68,8 @@ class Implementation:
     takes: str = "sharded"
     options: dict[str, Any] = field(default_factory=dict)
     auto: bool = False
+    flat: bool = False
+    alternatives: tuple[Config, ...] = ()
     config: Config | None = None
 
 
@@ -93,6 +98,7 @@ class Operation(abc.ABC):
       sizes: attributes that tell a shape from the others; also keys of a row of results.
       parts: implementations that do only a part of the operation, and may well be faster than its floor.
       peers: beginnings of the names of what the fused kernel has to be ahead of.
+      optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
       program_seconds: how long a program is to last at least.
       fewest_calls: in a chain.
       ceiling: in words, what `ceilings` measures.
@@ -104,6 +110,7 @@ class Operation(abc.ABC):
     sizes: ClassVar[tuple[str, ...]]
     parts: ClassVar[tuple[str, ...]]
     peers: ClassVar[tuple[str, ...]] = ("xla",)
+    optional_peers: ClassVar[tuple[str, ...]] = ()
     program_seconds: ClassVar[float] = 2e-3
     fewest_calls: ClassVar[int] = 8
     ceiling: ClassVar[str]
@@ -196,6 +203,11 @@ def fused(
     )
 
 
+def family(name: str) -> str:
+    """An implementation's name without its variant: that of the peer, where it is one."""
+    return name.partition("/")[0].partition("[")[0]
+
+
 def is_ours(name: str) -> bool:
     """Whether an implementation is made of jaxtaxfree's kernels."""
     return name.startswith(("fused", "local"))
@@ -245,6 +257,8 @@ def make_program(
     implementation: Implementation, mesh: Mesh, rounds: int = 1
 ) -> Callable[[Sequence[Any], Sequence[Any]], tuple[jax.Array, jax.Array]]:
     """(every x, every y) -> (samples of all outputs, the last output), of the last of so many rounds."""
+    if implementation.flat:
+        mesh = Mesh(mesh.devices.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
     # One trace and one lowering serve all the calls of the chain, but no other program.
     call = jax.jit(lambda x, y: implementation.call(x, y))
     local = partial(jax.shard_map, mesh=mesh, check_vma=False)

@@ -7,19 +7,31 @@
 
 Each --config is one more fused implementation; what it does not say is chosen by shape, if the operation can do that.
 
+--peers says what to compare with; without it, all that the machine can run. xla is the plain program under several
+flag sets, xla_auto XLA's own collective matmul. pallas is JAX's collective matmul for Hopper (`pallas_matmul.py`), the
+fastest of eight configurations at each shape; the row names it. torch is PyTorch's asynchronous tensor parallelism, in
+processes of its own after the rest (`torch_async_tp.py`). Neither of these two uses NVLink multicast.
+
 Two modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
 
 sustained: host clock around about 40 ms of programs queued back to back, directly after more of the same.
 burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It includes the dispatch of one program, some
     0.3 ms, which weighs equally on all implementations.
 
-Both are wall time over the number of calls, with nothing subtracted. `operation.py` describes the program that is
-timed; `matmuls.py`, `mlp.py`, `attention.py` and `collectives.py` describe the operations, what they are compared with,
-and their floors.
+Both are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
+20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,
+`mlp.py`, `attention.py` and `collectives.py` describe the operations, what they are compared with, and their floors.
 
-Exits with 1 when a result was wrong, the fused implementation failed, or a shape could not be measured at all. An XLA
-flag set that cannot be compiled or run, and an implementation that refuses a shape with NotImplementedError, are
-reported and left out.
+Calls follow each other without a pause, and nothing is flushed between them. What they find in the L2 cache:
+
+decode_attention: nothing. Each call of a chain has a cache of its own, together many times the L2 cache.
+all_gather_matmul, matmul_reduce_scatter, mlp_gradients: what the call before has left of the weights, 29 MB a rank
+    and more at the listed shapes on four. Calls of few rows take turns between two weights and find neither. Each call
+    of a chain has its own lhs.
+
+Exits with 1 when a result was wrong, the fused implementation failed, or a shape could not be measured at all. A peer
+that cannot be compiled or run, and an implementation that refuses a shape with NotImplementedError, are reported and
+left out.
 """
 
 import argparse
@@ -34,7 +46,10 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +59,15 @@ from jax.sharding import Mesh
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks import pallas_matmul, torch_peer
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
-from benchmarks.matmuls import AllGatherMatmul, MatmulReduceScatter
+from benchmarks.matmuls import AllGatherMatmul, MatmulOperation, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
@@ -59,11 +76,13 @@ from benchmarks.operation import (
     Implementation,
     Operands,
     Operation,
+    family,
     is_ours,
     make_mesh,
     make_program,
 )
-from benchmarks.timing import MODES, Mode, Run, can_queue, guard, quantiles, sample_rounds
+from benchmarks.sampling import MODES, NOISY, Mode, quantiles, spread
+from benchmarks.timing import Run, can_queue, guard, sample_rounds
 
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
@@ -121,7 +140,7 @@ def environment() -> Row:
 def make_row(
     operation: Operation,
     shape: Any,
-    implementation: Implementation,
+    implementation: Implementation | torch_peer.Found,
     *,
     world: int,
     mode: str,
@@ -132,8 +151,10 @@ def make_row(
 ) -> Row:
     """One measurement as it is written to JSON. Without samples, or with a failed check, it carries no time."""
     median = p20 = p80 = None
+    noisy = False
     if samples and checked == "ok":
         median, p20, p80 = (round(value, 3) for value in quantiles(samples))
+        noisy = spread(median, p20, p80) > NOISY
     # A part of the operation may well be faster than the floor of the whole.
     ratio = round(floor / median, 4) if median and floor and implementation.name not in operation.parts else None
     return {
@@ -152,6 +173,7 @@ def make_row(
         "name": shape.name,
         "ratio_to_floor": ratio,
         "checked": checked,
+        "noisy": noisy,
     }
 
 
@@ -176,15 +198,22 @@ def relative_error(result: Any, expected: Any) -> jax.Array:
     return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, result, expected))))
 
 
-def verdict(result: Any, expected: Any) -> str:
-    error = float(relative_error(result, expected))
+def judge(error: float) -> str:
     # Spelled so that NaN fails.
     return "ok" if error < TOLERANCE else f"wrong: relative error {error:.3g}"
 
 
+def verdict(result: Any, expected: Any) -> str:
+    return judge(float(relative_error(result, expected)))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())[:300]
+
+
 def reason(error: Exception) -> str:
     kind = "refused" if isinstance(error, NotImplementedError) else f"failed: {type(error).__name__}"
-    return " ".join(f"{kind}: {error}".split())[:300]
+    return one_line(f"{kind}: {error}")
 
 
 def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int = 1) -> Run:
@@ -226,6 +255,36 @@ def check(run: Run, expected: Sequence[Any]) -> str:
     return "ok"
 
 
+def prepare_fastest(
+    label: str,
+    implementation: Implementation,
+    mesh: Mesh,
+    operands: Operands,
+    rounds: int,
+    expected: Sequence[Any],
+    timeout: float,
+) -> tuple[Implementation, Run]:
+    """Of the alternatives that give right results the one that is fastest in a few programs."""
+    fastest = None
+    problems: list[Exception] = []
+    for config in implementation.alternatives:
+        each = replace(implementation, call=partial(implementation.call, config=config), alternatives=(), config=config)
+        try:
+            with guard(f"{label}, {each.name} {config}", timeout):
+                run = prepare(label, each, mesh, operands, rounds)
+                if (found := check(run, expected)) != "ok":
+                    raise ArithmeticError(found)
+                seconds = min(run.launch() for _ in range(3))
+        except Exception as error:
+            problems.append(error)
+        else:
+            if fastest is None or seconds < fastest[0]:
+                fastest = seconds, each, run
+    if fastest is None:
+        raise problems[0]
+    return fastest[1], fastest[2]
+
+
 def bench_shape(
     operation: Operation,
     shape: Any,
@@ -237,10 +296,11 @@ def bench_shape(
     timeout: float,
     modes: Sequence[Mode] = MODES,
     common: Row,
+    show: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
     """The rows of one shape: check everything, then time what passed, then check once more.
 
-    Without modes it only checks.
+    Without modes it only checks. `show` is told of each implementation and each mode as its turn comes.
     """
     world = mesh.shape[AXIS]
     operation.check_shape(shape, world)
@@ -257,17 +317,25 @@ def bench_shape(
 
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
+    chosen = {each.name: each for each in implementations}
     for each in implementations:
+        want = expected[references[each.name].name]
+        show(f"{shape.name}: {each.name}")
         try:
-            with guard(f"{shape.name}, {each.name}, compilation and check", timeout):
-                run = prepare(shape.name, each, mesh, operands, rounds)
-                checked[each.name] = check(run, expected[references[each.name].name])
+            if each.alternatives:
+                chosen[each.name], run = prepare_fastest(shape.name, each, mesh, operands, rounds, want, timeout)
+                checked[each.name] = "ok"
+            else:
+                with guard(f"{shape.name}, {each.name}, compilation and check", timeout):
+                    run = prepare(shape.name, each, mesh, operands, rounds)
+                    checked[each.name] = check(run, want)
         except Exception as error:
             checked[each.name] = reason(error)
         else:
             runs[each.name] = run
 
     for mode in modes:
+        show(f"{shape.name}: {mode.name}")
         live = {name: run for name, run in runs.items() if checked[name] == "ok"}
         for name, error in sample_rounds(live, mode, seconds / len(modes), timeout).items():
             checked[name] = reason(error)
@@ -297,9 +365,37 @@ def bench_shape(
                 floor=floor,
                 common=common,
             )
-            for each in implementations
+            for each in chosen.values()
         ]
     return rows
+
+
+def torch_rows(
+    operation: Operation,
+    found: Sequence[torch_peer.Found],
+    beside: Sequence[Row],
+    *,
+    world: int,
+    modes: Sequence[str],
+    common: Row,
+) -> list[Row]:
+    """The rows of what PyTorch did, with the floors of the rows of the same run."""
+    floors = {(row["name"], row["mode"]): row["floor_us"] for row in beside}
+    return [
+        make_row(
+            operation,
+            each.shape,
+            each,
+            world=world,
+            mode=mode,
+            checked=one_line(f"failed: {each.failure}") if each.error is None else judge(each.error),
+            samples=each.samples.get(mode, ()),
+            floor=floors.get((each.shape.name, mode)),
+            common=common,
+        )
+        for each in found
+        for mode in modes
+    ]
 
 
 def time_or_word(row: Row | None) -> str:
@@ -307,12 +403,13 @@ def time_or_word(row: Row | None) -> str:
         return ""
     if row["median_us"] is None:
         return row["checked"].split(":")[0]
-    return f"{row['median_us']:.1f}"
+    return f"{row['median_us']:.1f}{'~' if row['noisy'] else ''}"
 
 
 def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], list[str]]:
     """Tables with a line per shape and mode, and the reason for every time that is missing.
 
+    A time of samples that lie more than NOISY apart is marked by ~.
     The second table, where several configurations were measured, has a line for each of them.
     """
     names = list(dict.fromkeys(row["implementation"] for row in rows))
@@ -332,7 +429,8 @@ def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], l
     table = Table(box=box.MARKDOWN)
     table.add_column(shown(operation.sizes))
     table.add_column("mode")
-    ratios = [f"{peer} / fused" for peer in operation.peers]
+    peers = [*operation.peers, *(peer for peer in operation.optional_peers if peer in map(family, names))]
+    ratios = [f"{peer} / fused" for peer in peers]
     for heading in map(escape, [*parts, "floor", *rivals, *ratios, "floor / fused", "ahead"]):
         table.add_column(heading, justify="right")
     for (*sizes, mode), group in groups.items():
@@ -343,7 +441,7 @@ def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], l
                 (row["median_us"] for name, row in group.items() if name.startswith(peer) and row["median_us"]),
                 default=0,
             )
-            for peer in operation.peers
+            for peer in peers
         ]
         table.add_row(
             shown(sizes),
@@ -385,6 +483,56 @@ def is_fault(row: Row) -> bool:
     )
 
 
+@contextmanager
+def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar on a terminal, and the function that moves it to the next step.
+
+    It is drawn between steps only: a thread that draws would compete with the dispatch of what is timed.
+    """
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(
+        *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=total, completed=-1)
+
+        def show(step: str) -> None:
+            progress.update(task, advance=1, description=step, refresh=True)
+
+        yield show
+
+
+def peers_of(operation: Operation) -> list[str]:
+    """What an operation can be compared with."""
+    others = [name for name in operation.implementations() if name not in (*operation.parts, "fused")]
+    return list(dict.fromkeys([*map(family, others), *operation.optional_peers]))
+
+
+def choose(operation: Operation, args: argparse.Namespace) -> tuple[list[Implementation], bool, list[str]]:
+    """The implementations to run, whether PyTorch's are as well, and what is left out because it cannot run here."""
+    known = peers_of(operation)
+    peers, left_out = args.peers, []
+    if peers is None:
+        obstacles = {} if args.implementations else obstacles_of(known, args.torch_python)
+        peers = [] if args.implementations else [peer for peer in known if peer not in obstacles]
+        left_out = [f"{peer} is left out: {obstacle}" for peer, obstacle in obstacles.items()]
+    every = operation.implementations(args.config)
+    names = args.implementations or [name for name in every if family(name) not in known]
+    needed = () if args.check else operation.needed_for_floor()
+    chosen = [
+        each for name, each in every.items() if name in names or name in needed or family(name) in peers or each.config
+    ]
+    return chosen, "torch" in peers, left_out
+
+
+def obstacles_of(peers: Sequence[str], torch_python: str) -> dict[str, str]:
+    """Why some of these peers cannot run here."""
+    obstacles = {
+        "pallas": pallas_matmul.unavailable() if "pallas" in peers else "",
+        "torch": torch_peer.unavailable(torch_python) if "torch" in peers else "",
+    }
+    return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle}
+
+
 def parse_config(text: str) -> Config:
     """`key=value,...`, with Python literals as values; what is no literal is a string."""
     config: Config = {}
@@ -400,9 +548,9 @@ def parse_config(text: str) -> Config:
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    known = [f"{name}: {', '.join(operation.implementations())}." for name, operation in OPERATIONS.items()]
+    listed = [f"{name}: {', '.join(operation.implementations())}." for name, operation in OPERATIONS.items()]
     parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0] if __doc__ else None, epilog=f"Implementations of {' '.join(known)}"
+        description=__doc__.splitlines()[0] if __doc__ else None, epilog=f"Implementations of {' '.join(listed)}"
     )
     parser.add_argument("op", choices=list(OPERATIONS))
     parser.add_argument("--json", type=Path, help="write the rows here, after each shape")
@@ -410,7 +558,19 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention, or bytes; default: all listed"
     )
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
-    parser.add_argument("--implementations", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument(
+        "--implementations", nargs="+", metavar="NAME", help="default: ours, the parts and those of the peers"
+    )
+    parser.add_argument(
+        "--peers",
+        nargs="*",
+        metavar="PEER",
+        help="what to compare with, such as xla, xla_auto, pallas and torch; default: all that can run here, "
+        "or with --implementations none but those",
+    )
+    parser.add_argument(
+        "--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch; default: this one"
+    )
     parser.add_argument(
         "--config",
         type=parse_config,
@@ -429,9 +589,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
     operation = OPERATIONS[args.op]
     implementations = operation.implementations()
-    args.implementations = args.implementations or list(implementations)
-    if unknown := [name for name in args.implementations if name not in implementations]:
+    if unknown := [name for name in args.implementations or () if name not in implementations]:
         parser.error(f"{args.op} has no implementation {unknown[0]!r}: choose from {', '.join(implementations)}")
+    known = peers_of(operation)
+    if unknown := [peer for peer in args.peers or () if peer not in known]:
+        parser.error(f"{args.op} has no peer {unknown[0]!r}: choose from {', '.join(known)}")
     try:
         args.shapes = [operation.parse_shape(text) for text in args.shapes or ()]
     except ValueError as error:
@@ -453,11 +615,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     on_gpu = jax.default_backend() == "gpu"
     common = environment() | ({"commit": args.commit} if args.commit else {})
     mesh = make_mesh(jax.devices()[:world])
-    asked_for = [*args.implementations, *(() if args.check else operation.needed_for_floor())]
-    implementations = [
-        each for each in operation.implementations(args.config).values() if each.name in asked_for or each.config
-    ]
+    implementations, with_torch, left_out = choose(operation, args)
     shapes = args.shapes or (operation.tiny_shapes if args.check else operation.shapes)
+    modes = [] if args.check else [mode for mode in MODES if mode.name in args.modes]
 
     console = Console(width=240)  # the whole table, also where there is no terminal
     settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "XLA_FLAGS"))}
@@ -465,6 +625,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"{world} x {common['gpu']}, JAX {common['jax']}, Triton {common['triton']}, commit {common['commit']}"
     )
     console.print(f"environment: {settings or 'no NCCL_* and no XLA_FLAGS'}", markup=False, highlight=False)
+    for line in left_out:
+        console.print(line, markup=False, highlight=False)
     if not (on_gpu or args.check):
         console.print("These are CPU devices: the times below say nothing about the kernels.")
 
@@ -478,30 +640,47 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rows: list[Row] = []
     faults = 0
-    for shape in shapes:
-        shape_started = time.perf_counter()
-        try:
-            rows += bench_shape(
+    with steps(console, len(shapes) * (len(implementations) + len(modes)) + with_torch) as show:
+        for shape in shapes:
+            shape_started = time.perf_counter()
+            try:
+                rows += bench_shape(
+                    operation,
+                    shape,
+                    implementations,
+                    mesh,
+                    bandwidth=bandwidth,
+                    seconds=args.seconds_per_shape,
+                    timeout=args.timeout,
+                    modes=modes,
+                    common=common,
+                    show=show,
+                )
+            except Exception as error:
+                # One shape, out of memory perhaps, must not cost the results of the others.
+                faults += 1
+                traceback.print_exc()
+                console.print(f"{shape.name}: {reason(error)}", markup=False)
+            if args.json:
+                write_rows(args.json, rows)
+            # The operands and executables of a shape are worth gigabytes; do not wait for the collector.
+            gc.collect()
+            console.print(f"{shape.name}: {time.perf_counter() - shape_started:.0f} s", highlight=False)
+        if with_torch and isinstance(operation, MatmulOperation):
+            show("torch")
+            found = torch_peer.measure(
                 operation,
-                shape,
-                implementations,
-                mesh,
-                bandwidth=bandwidth,
+                shapes,
+                world=world,
+                modes=modes,
                 seconds=args.seconds_per_shape,
+                python=args.torch_python,
                 timeout=args.timeout,
-                modes=[] if args.check else [mode for mode in MODES if mode.name in args.modes],
-                common=common,
             )
-        except Exception as error:
-            # One shape, out of memory perhaps, must not cost the results of the others.
-            faults += 1
-            traceback.print_exc()
-            console.print(f"{shape.name}: {reason(error)}", markup=False)
-        if args.json:
-            write_rows(args.json, rows)
-        # The operands and executables of a shape are worth gigabytes; do not wait for the collector.
-        gc.collect()
-        console.print(f"{shape.name}: {time.perf_counter() - shape_started:.0f} s", highlight=False)
+            names = [mode.name for mode in modes] or ["check"]
+            rows += torch_rows(operation, found, rows, world=world, modes=names, common=common)
+            if args.json:
+                write_rows(args.json, rows)
 
     tables, notes = summarize(operation, rows)
     if not args.check:

@@ -2,11 +2,10 @@
 
 import faulthandler
 import random
-import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.operation import AXIS, chain, normal
+from benchmarks.sampling import MIN_ROUNDS, Mode
 
 
 @contextmanager
@@ -35,28 +35,6 @@ def guard(step: str, timeout: float) -> Iterator[None]:
     finally:
         faulthandler.cancel_dump_traceback_later()
         timer.cancel()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mode:
-    """How a sample is taken.
-
-    seconds: how long one sample lasts, about: as many launches as that takes.
-    idle: pause before the sample, which lets the clocks recover.
-    warm: launches of the same program before the clock starts, as a share of the sample, so that a sample does not
-        profit from a cooler predecessor.
-    """
-
-    name: str
-    seconds: float
-    idle: float = 0.0
-    warm: float = 0.0
-
-
-SUSTAINED = Mode(name="sustained", seconds=0.040, warm=0.25)
-BURST = Mode(name="burst", seconds=0.008, idle=0.1)
-MODES = (SUSTAINED, BURST)
-MIN_ROUNDS = 5
 
 
 @dataclass(kw_only=True)
@@ -93,10 +71,10 @@ class Run:
 
     def sample(self, mode: Mode) -> None:
         """Appends the microseconds of one call: wall time over calls, nothing subtracted."""
-        count = min(64, max(1, round(mode.seconds / self.program_seconds)))
+        count = mode.launches(self.program_seconds)
         time.sleep(mode.idle)
-        if mode.warm:
-            self.launch(max(1, round(count * mode.warm)))
+        if warm := mode.warm_launches(self.program_seconds):
+            self.launch(warm)
         microseconds = self.launch(count) / (count * self.calls) * 1e6
         self.samples.setdefault(mode.name, []).append(microseconds)
 
@@ -127,14 +105,6 @@ def sample_rounds(runs: Mapping[str, Run], mode: Mode, seconds: float, timeout: 
         order = [name for name in order if name not in failed]
         rounds += 1
     return failed
-
-
-def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """Median, 20th and 80th percentile."""
-    if len(samples) == 1:
-        return samples[0], samples[0], samples[0]
-    fifths = statistics.quantiles(samples, n=5, method="inclusive")
-    return statistics.median(samples), fifths[0], fifths[-1]
 
 
 def _best_seconds(mesh: Mesh, repetitions: int, function: Callable[..., Any], *args: Any) -> float:

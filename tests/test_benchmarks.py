@@ -8,8 +8,11 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -23,7 +26,7 @@ import jaxtaxfree as jtf
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import operation, run, timing  # noqa: E402
+from benchmarks import operation, run, sampling, timing, torch_peer  # noqa: E402
 from benchmarks.attention import DecodeAttention  # noqa: E402
 from benchmarks.operation import Operands, Operation  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
@@ -37,7 +40,7 @@ from benchmarks.shapes import (  # noqa: E402
 
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
 REQUIRED |= {"floor_us", "gpu", "jax", "triton", "commit", "date"}
-ADDED = {"mode", "name", "ratio_to_floor", "checked"}
+ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy"}
 COMMON = {"gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
 MATMUL = run.OPERATIONS["all_gather_matmul"]
 SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
@@ -69,7 +72,7 @@ def bench(op: Operation, mesh: Mesh, *names: str, timed: bool = False, **setting
         bandwidth=1e9,
         seconds=0.0,
         timeout=60.0,
-        modes=timing.MODES if timed else (),
+        modes=sampling.MODES if timed else (),
         common=COMMON,
     )
     return {(row["implementation"], row["mode"]): row for row in rows}
@@ -90,7 +93,7 @@ def test_check_runs_without_a_gpu(op: Operation, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
-    assert len(rows) == len(op.tiny_shapes) * len(op.implementations())
+    assert {row["implementation"] for row in rows} == op.implementations().keys() - op.optional_peers
     for row in rows:
         assert set(row) == REQUIRED | ADDED | set(op.sizes)
         assert (row["world"], row["mode"], row["median_us"]) == (4, "check", None)
@@ -225,12 +228,151 @@ def test_lost_keys_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kerne
     assert rows["xla_unmasked", "check"]["checked"] == "ok"
 
 
+def test_the_fastest_right_alternative_is_timed(mesh: Mesh, few_calls: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of four is refused, one wrong and one slow."""
+
+    def tunable(lhs: jax.Array, rhs: jax.Array, *, config: dict[str, Any]) -> jax.Array:
+        if config["kind"] == "refused":
+            raise NotImplementedError("no such tile")
+        out = lax.all_gather(lhs, "tp", tiled=True) @ rhs
+        for _ in range(config["again"]):
+            out = lax.optimization_barrier((out, lax.all_gather(lhs, "tp", tiled=True) @ rhs))[1]
+        return jnp.roll(out, 1, axis=0) if config["kind"] == "wrong" else out
+
+    kinds = ({"kind": "refused"}, {"kind": "wrong", "again": 0}, {"kind": "a", "again": 40}, {"kind": "b", "again": 0})
+    monkeypatch.setattr("benchmarks.pallas_matmul.all_gather_matmul", tunable)
+    monkeypatch.setattr("benchmarks.pallas_matmul.CONFIGS", kinds)
+    rows = bench(MATMUL, mesh, "pallas", "xla/default", timed=True)
+    assert {row["checked"] for row in rows.values()} == {"ok"}
+    assert rows["pallas", "burst"]["config"] == kinds[3] and rows["pallas", "burst"]["median_us"] > 0
+
+    monkeypatch.setattr("benchmarks.pallas_matmul.CONFIGS", kinds[:2])
+    row = bench(MATMUL, mesh, "pallas")["pallas", "check"]
+    assert row["checked"] == "refused: no such tile" and not run.is_fault(row)
+    monkeypatch.setattr("benchmarks.pallas_matmul.CONFIGS", kinds[1:2])
+    row = bench(MATMUL, mesh, "pallas")["pallas", "check"]
+    assert row["checked"].startswith("failed: ArithmeticError: wrong: relative error") and not run.is_fault(row)
+
+
+def test_pallas_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the program that is timed, for the mesh that is measured; its tiles refuse what is too small."""
+    mesh = operation.make_mesh(jax.devices("cpu"))
+    pallas = MATMUL.implementations()["pallas"]
+    assert len({tuple(config.items()) for config in pallas.alternatives}) == 8
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(core_count=132)])
+
+    def lowered(m: int, config: dict[str, Any]) -> str:
+        implementation = replace(pallas, call=partial(pallas.call, config=config))
+        xs = [jax.ShapeDtypeStruct((m, 512), jnp.bfloat16)] * 2
+        ys = [jax.ShapeDtypeStruct((512, 8 * 512), jnp.bfloat16)]
+        program = jax.jit(operation.make_program(implementation, mesh))
+        return program.trace(xs, ys).lower(lowering_platforms=("cuda",)).as_text()
+
+    for config in (pallas.alternatives[0], pallas.alternatives[-1]):
+        assert "mosaic_gpu" in lowered(8 * 512, config)
+    with pytest.raises(NotImplementedError, match="must be divisible"):
+        lowered(128, pallas.alternatives[0])
+
+
+PARTNER = """
+import json, sys, time
+request = json.load(sys.stdin)
+print("what NCCL has to say")
+for job in request["jobs"]:
+    found = {"name": job["name"], "implementation": "torch", "torch": "0", "cuda_graph": True}
+    samples = {mode: [job["calls"] + job["count_rhs"]] for mode in request["modes"]}
+    if job["m"] == 64:
+        print(json.dumps(found | {"error": 0.001, "samples": samples}), flush=True)
+    elif job["m"] == 128:
+        print(json.dumps(found | {"error": 0.5, "samples": samples}), flush=True)
+    elif job["m"] == 192:
+        print(json.dumps(found | {"failed": "RuntimeError: not at this\\nshape"}), flush=True)
+    elif job["m"] == 256:
+        time.sleep(60)
+    else:
+        raise SystemExit("Traceback\\nout of memory")
+"""
+
+
+@pytest.fixture
+def torch_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[tuple[int, str], Any]]:
+    """Rows by (M, mode) of what a stand-in for PyTorch's processes says of shapes of so many rows."""
+    monkeypatch.setattr(torch_peer, "SCRIPT", tmp_path / "partner.py")
+    torch_peer.SCRIPT.write_text(PARTNER)
+
+    def rows(*sizes: int, modes: Sequence[sampling.Mode] = sampling.MODES) -> dict[tuple[int, str], Any]:
+        shapes = [MatmulShape(name=str(m), m=m, k=256, n=256) for m in sizes]
+        found = torch_peer.measure(
+            MATMUL, shapes, world=4, modes=modes, seconds=0.1, python=sys.executable, timeout=2.0
+        )
+        names = [mode.name for mode in modes] or ["check"]
+        beside = [{"name": "64", "mode": "sustained", "floor_us": 33.0}]
+        made = run.torch_rows(MATMUL, found, beside, world=4, modes=names, common=COMMON)
+        return {(row["m"], row["mode"]): row for row in made}
+
+    return rows
+
+
+def test_rows_of_torch(torch_rows: Callable[..., Any]) -> None:
+    rows = torch_rows(64, 128, 192)
+    assert len(rows) == 6
+    row = rows[64, "sustained"]
+    assert set(row) == REQUIRED | ADDED | {"m", "k", "n"}
+    assert (row["implementation"], row["config"]) == ("torch", {"torch": "0", "cuda_graph": True})
+    # 64 calls, which take turns with two rhs.
+    assert (row["checked"], row["median_us"], row["floor_us"], row["ratio_to_floor"]) == ("ok", 66, 33, 0.5)
+    assert rows[64, "burst"]["floor_us"] is None
+    assert (rows[128, "burst"]["checked"], rows[128, "burst"]["median_us"]) == ("wrong: relative error 0.5", None)
+    assert rows[192, "burst"]["checked"] == "failed: RuntimeError: not at this shape"
+    assert not run.is_fault(rows[192, "burst"]) and run.is_fault(rows[128, "burst"])
+    assert torch_rows(64, modes=())[64, "check"]["checked"] == "ok"
+
+
+def test_torch_that_ends_early_keeps_what_it_found(torch_rows: Callable[..., Any]) -> None:
+    started = time.perf_counter()
+    rows = torch_rows(64, 256, 128)
+    assert time.perf_counter() - started < 30
+    checked = [rows[m, "sustained"]["checked"] for m in (64, 256, 128)]
+    assert checked == ["ok", "failed: silent for 2 s", "failed: silent for 2 s"]
+    rows = torch_rows(320, 64)
+    assert {row["checked"] for row in rows.values()} == {"failed: out of memory"}
+
+
+def chosen(*arguments: str) -> tuple[set[str], bool, list[str]]:
+    args = run.parse_args(list(arguments))
+    implementations, with_torch, left_out = run.choose(run.OPERATIONS[args.op], args)
+    return {each.name for each in implementations}, with_torch, left_out
+
+
+def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    every = MATMUL.implementations().keys()
+    monkeypatch.setattr(run, "obstacles_of", lambda peers, python: {"pallas": "too old"} if "pallas" in peers else {})
+    assert chosen("all_gather_matmul") == (every - {"pallas"}, True, ["pallas is left out: too old"])
+    assert chosen("matmul_reduce_scatter") == (set(SCATTER.implementations()), True, [])
+    ours = {"gemm", "collective", "fused"}
+    assert chosen("all_gather_matmul", "--peers") == (ours, False, [])
+    assert chosen("all_gather_matmul", "--peers", "pallas", "torch") == (ours | {"pallas"}, True, [])
+    assert chosen("all_gather_matmul", "--implementations", "fused", "--config", "a=1") == (
+        {"fused", "fused[a=1]", "gemm"},
+        False,
+        [],
+    )
+    assert chosen("decode_attention", "--peers", "local+gather")[0] == {
+        "fused",
+        "local",
+        "local+gather/default",
+        "local+gather/nccl_symmetric",
+    }
+    assert run.peers_of(MATMUL) == ["xla", "xla_auto", "pallas", "torch"]
+    assert run.peers_of(SCATTER) == ["xla", "xla_auto", "torch"]
+
+
 def test_result_that_goes_wrong_while_it_is_timed_has_no_time(
     mesh: Mesh, few_calls: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sample = timing.Run.sample
 
-    def spoil(self: timing.Run, mode: timing.Mode) -> None:
+    def spoil(self: timing.Run, mode: sampling.Mode) -> None:
         sample(self, mode)
         self.last_result = jax.tree.map(jnp.zeros_like, self.last_result)
 
@@ -378,7 +520,7 @@ def test_arguments() -> None:
     )
     assert args.shapes == [ALL_GATHER_MATMUL[0], MatmulShape(name="8x8x8", m=8, k=8, n=8)]
     assert args.config == [{"stages": 4, "split": True, "order": "own"}]
-    assert args.implementations == list(MATMUL.implementations())
+    assert args.implementations is args.peers is None
     args = run.parse_args(
         ["decode_attention", "--shapes", "1,8192", "2,64,8,2,32", "--config", "a=1", "--config", "b=2"]
     )
@@ -395,6 +537,10 @@ def test_arguments() -> None:
         (["all_gather_matmul", "--shapes", "1,2"], "'1,2' is not M,K,N"),
         (["decode_attention", "--implementations", "gemm"], "decode_attention has no implementation 'gemm': choose"),
         (["all_gather_matmul", "--config", "stages"], "'stages' is not key=value"),
+        (
+            ["matmul_reduce_scatter", "--peers", "pallas"],
+            "matmul_reduce_scatter has no peer 'pallas': choose from xla, ",
+        ),
     ],
 )
 def test_arguments_that_say_nothing(arguments: list[str], message: str, capsys: pytest.CaptureFixture) -> None:

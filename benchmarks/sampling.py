@@ -1,0 +1,48 @@
+"""How samples are taken and summed up. Without JAX, so that peers in processes of their own do it alike."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mode:
+    """How a sample is taken.
+
+    seconds: how long one sample lasts, about: as many launches as that takes.
+    idle: pause before the sample, which lets the clocks recover.
+    warm: launches of the same program before the clock starts, as a share of the sample, so that a sample does not
+        profit from a cooler predecessor.
+    """
+
+    name: str
+    seconds: float
+    idle: float = 0.0
+    warm: float = 0.0
+
+    def launches(self, program_seconds: float) -> int:
+        return min(64, max(1, round(self.seconds / program_seconds)))
+
+    def warm_launches(self, program_seconds: float) -> int:
+        return max(1, round(self.launches(program_seconds) * self.warm)) if self.warm else 0
+
+
+SUSTAINED = Mode(name="sustained", seconds=0.040, warm=0.25)
+BURST = Mode(name="burst", seconds=0.008, idle=0.1)
+MODES = (SUSTAINED, BURST)
+MIN_ROUNDS = 5
+# A difference within this spread is no difference.
+NOISY = 0.03
+
+
+def quantiles(samples: Sequence[float]) -> tuple[float, float, float]:
+    """Median, 20th and 80th percentile."""
+    if len(samples) == 1:
+        return samples[0], samples[0], samples[0]
+    fifths = statistics.quantiles(samples, n=5, method="inclusive")
+    return statistics.median(samples), fifths[0], fifths[-1]
+
+
+def spread(median: float, p20: float, p80: float) -> float:
+    """How far the samples lie apart: from the 20th to the 80th percentile, as a share of the median."""
+    return (p80 - p20) / median
