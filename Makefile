@@ -1,6 +1,6 @@
 # Pass-through variables:
 #   PYTEST_ARGS  more arguments for pytest, such as PYTEST_ARGS="-n 2 -k heap"
-#   DEMO_ARGS, BENCH_ARGS  arguments for the demo and the benchmarks
+#   DEMO_ARGS, BENCH_ARGS, REPORT_ARGS  arguments for the demo, a benchmark and the report of all
 #   JAX_VERSION  pins JAX, in an environment of its own
 #   VENV, PYTHON  where the environment goes, and the Python that makes it
 JAX_VERSION ?=
@@ -9,6 +9,7 @@ VENV ?= .venv$(if $(JAX_VERSION),-jax$(JAX_VERSION))
 PYTEST_ARGS ?= $(if $(filter cpu,$(BACKEND)),-n auto)
 DEMO_ARGS ?=
 BENCH_ARGS ?=
+REPORT_ARGS ?=
 export JAX_VERSION
 
 PY := $(VENV)/bin/python
@@ -17,7 +18,7 @@ BACKEND := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo cuda13 || 
 STAMP := $(VENV)/.ready-$(BACKEND)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-quick soak lint format bench doctor clean
+.PHONY: help setup demo test test-quick soak lint format bench report doctor clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | awk -F '\t' '{ printf "  make %-11s %s\n", $$1, $$2 }'
@@ -51,6 +52,9 @@ format: $(STAMP) ## format and fix what ruff can fix
 
 bench: $(STAMP) ## run the benchmarks (BENCH_ARGS)
 	$(PY) benchmarks/run.py $(BENCH_ARGS)
+
+report: $(STAMP) ## measure every operation on these GPUs, with tables and plots (REPORT_ARGS)
+	$(PY) benchmarks/report.py $(REPORT_ARGS)
 
 doctor: $(STAMP) ## say what works on this machine
 	$(PY) -m jaxtaxfree doctor

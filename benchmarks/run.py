@@ -82,6 +82,7 @@ from benchmarks.operation import (
     make_program,
 )
 from benchmarks.sampling import MODES, NOISY, Mode, quantiles, spread
+from benchmarks.table import NOISY_MARK
 from benchmarks.timing import Run, can_queue, guard, sample_rounds
 
 OPERATIONS: dict[str, Operation] = {
@@ -403,7 +404,7 @@ def time_or_word(row: Row | None) -> str:
         return ""
     if row["median_us"] is None:
         return row["checked"].split(":")[0]
-    return f"{row['median_us']:.1f}{'~' if row['noisy'] else ''}"
+    return f"{row['median_us']:.1f}{NOISY_MARK if row.get('noisy') else ''}"
 
 
 def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], list[str]]:

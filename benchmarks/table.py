@@ -1,6 +1,7 @@
 """Prints the rows of a result file as a Markdown table: python benchmarks/table.py benchmarks/results/FILE.json
 
-`python benchmarks/table.py --readme FILE.json` puts it into README.md, between the marks of its operation.
+`python benchmarks/table.py --readme FILE.json` puts it into README.md, between the marks of its operation. A time whose
+samples lay more than 3 % apart has a ~.
 """
 
 import argparse
@@ -16,7 +17,11 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.shapes import DECODE_ATTENTION_TARGETS_US  # noqa: E402
 
 Row = dict[str, Any]
-Medians = dict[str, float]  # microseconds by implementation
+
+# Peers that not every machine can run, as tables name them.
+OTHERS = {"pallas": "Pallas", "torch": "PyTorch"}
+MISSING = "–"
+NOISY_MARK = "~"  # samples lie far apart, see sampling.NOISY
 
 
 def marks(op: str) -> tuple[str, str]:
@@ -24,34 +29,54 @@ def marks(op: str) -> tuple[str, str]:
     return f"<!-- results of {op}: begin -->", f"<!-- results of {op}: end -->"
 
 
-def table(path: Path) -> str:
-    """One line per shape, and where and when it was measured."""
-    rows = json.loads(path.read_text())
+def read(path: Path) -> list[Row]:
+    """The rows of a file, or of all files in a folder, in the order of their names."""
+    files = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+    return [row for file in files for row in json.loads(file.read_text())]
+
+
+def table(path: Path, root: Path | None = None) -> str:
+    """One line per shape, and where and when it was measured. The link to the file is relative to `root`."""
+    rows = read(path)
     lines = TABLES[rows[0]["op"]](rows)
     run = rows[0]
-    where = path.resolve().relative_to(ROOT)
+    where = path.resolve().relative_to(root or ROOT)
     versions = f"{run['dtype']}, JAX {run['jax']}, Triton {run['triton']}, {run['date']}, commit {run['commit']}"
     return "\n".join([*lines, "", f"{run['world']} x {run['gpu']}, {versions}: [`{where}`]({where})."])
 
 
 def _matmul(rows: list[Row]) -> list[str]:
-    """Times of the sustained mode in microseconds, and the speed-up of both modes."""
+    """Times of the sustained mode in microseconds, and the speed-up over XLA in both modes, over others sustained."""
+    others = {
+        name: peer for peer, name in OTHERS.items() if any(row["implementation"].startswith(peer) for row in rows)
+    }
     lines = [
-        "| M, K, N | best XLA, µs | fused, µs | speed-up sustained / burst | floor, µs | floor / fused |",
-        "|---|---|---|---|---|---|",
+        _line(
+            "M, K, N",
+            "best XLA, µs",
+            *(f"{name}, µs" for name in others),
+            "fused, µs",
+            "speed-up sustained / burst",
+            *(f"over {name}" for name in others),
+            "floor, µs",
+            "floor / fused",
+        )
     ]
-    for shape in dict.fromkeys((row["m"], row["k"], row["n"]) for row in rows):
-        sustained, burst = (medians(rows, mode, m=shape[0], k=shape[1], n=shape[2]) for mode in ("sustained", "burst"))
-        floor = _floor(rows, m=shape[0], k=shape[1], n=shape[2])
-        speed_up, in_burst = (_best(times, "xla") / times["fused"] for times in (sustained, burst))
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for m, k, n in dict.fromkeys((row["m"], row["k"], row["n"]) for row in rows):
+        sustained, burst = (fastest(rows, mode, m=m, k=k, n=n) for mode in ("sustained", "burst"))
+        floor = _floor(rows, m=m, k=k, n=n)
+        fused = sustained("fused")
         lines.append(
             _line(
-                ", ".join(map(str, shape)),
-                f"{_best(sustained, 'xla'):.0f}",
-                f"{sustained['fused']:.0f}",
-                f"{speed_up:.2f} / {in_burst:.2f}",
-                f"{floor:.0f}",
-                f"{floor / sustained['fused']:.2f}",
+                f"{m}, {k}, {n}",
+                _time(sustained("xla")),
+                *(_time(sustained(peer)) for peer in others.values()),
+                _time(fused),
+                " / ".join(_ratio(_us(mode("xla")), _us(mode("fused"))) for mode in (sustained, burst)),
+                *(_ratio(_us(sustained(peer)), _us(fused)) for peer in others.values()),
+                f"{floor:.0f}" if floor else MISSING,
+                _ratio(floor, _us(fused)),
             )
         )
     return lines
@@ -65,18 +90,16 @@ def _attention(rows: list[Row]) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for b, s in dict.fromkeys((row["b"], row["s"]) for row in rows):
-        times = medians(rows, "sustained", b=b, s=s)
+        sustained = fastest(rows, "sustained", b=b, s=s)
         floor = _floor(rows, b=b, s=s)
-        xla, gather, fused = _best(times, "xla"), _best(times, "local+gather"), times["fused"]
+        xla, gather, fused = sustained("xla"), sustained("local+gather"), sustained("fused")
         lines.append(
             _line(
                 f"{b}, {s}",
-                f"{xla:.1f}",
-                f"{gather:.1f}",
-                f"{fused:.1f}",
-                f"{xla / fused:.2f}, {gather / fused:.2f}",
-                f"{floor:.1f}",
-                f"{floor / fused:.2f}",
+                *(_time(row, 1) for row in (xla, gather, fused)),
+                ", ".join(_ratio(_us(peer), _us(fused)) for peer in (xla, gather)),
+                f"{floor:.1f}" if floor else MISSING,
+                _ratio(floor, _us(fused)),
                 str(DECODE_ATTENTION_TARGETS_US.get((b, s), "")),
             )
         )
@@ -99,17 +122,34 @@ def _of_shape(rows: list[Row], mode: str, sizes: dict[str, int]) -> list[Row]:
     return [row for row in rows if row["mode"] == mode and all(row[size] == value for size, value in sizes.items())]
 
 
-def medians(rows: list[Row], mode: str, **sizes: int) -> Medians:
-    """The times of a shape, of what was checked and found right."""
-    return {row["implementation"]: row["median_us"] for row in _of_shape(rows, mode, sizes) if row["median_us"]}
+def fastest(rows: list[Row], mode: str, **sizes: int) -> Callable[[str], Row | None]:
+    """Gives, for the beginning of a name, the row with the least time of all such names, of what was found right.
+
+    Configurations that were tried beside the default ("fused[...]") do not count.
+    """
+    timed = [row for row in _of_shape(rows, mode, sizes) if row["median_us"] and "[" not in row["implementation"]]
+
+    def of(beginning: str) -> Row | None:
+        named = (row for row in timed if row["implementation"].startswith(beginning))
+        return min(named, key=lambda row: row["median_us"], default=None)
+
+    return of
 
 
-def _floor(rows: list[Row], **sizes: int) -> float:
-    return _of_shape(rows, "sustained", sizes)[0]["floor_us"]
+def _floor(rows: list[Row], **sizes: int) -> float | None:
+    return next((row["floor_us"] for row in _of_shape(rows, "sustained", sizes)), None)
 
 
-def _best(times: Medians, beginning: str) -> float:
-    return min(time for name, time in times.items() if name.startswith(beginning))
+def _us(row: Row | None) -> float | None:
+    return row["median_us"] if row else None
+
+
+def _time(row: Row | None, digits: int = 0) -> str:
+    return f"{row['median_us']:.{digits}f}{NOISY_MARK if row.get('noisy') else ''}" if row else MISSING
+
+
+def _ratio(above: float | None, below: float | None) -> str:
+    return f"{above / below:.2f}" if above and below else MISSING
 
 
 def in_readme(readme: str, op: str, text: str) -> str:
@@ -129,7 +169,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.readme:
         readme = ROOT / "README.md"
-        op = json.loads(args.file.read_text())[0]["op"]
+        op = read(args.file)[0]["op"]
         readme.write_text(in_readme(readme.read_text(), op, table(args.file)))
     else:
         print(table(args.file))

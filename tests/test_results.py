@@ -11,7 +11,7 @@ README = (table.ROOT / "README.md").read_text()
 
 
 def results() -> list:
-    return sorted((table.ROOT / "benchmarks" / "results").glob("*.json"))
+    return sorted((table.ROOT / "benchmarks" / "results").rglob("*.json"))
 
 
 def operation_of(path):
@@ -34,7 +34,7 @@ def test_readme_shows_no_table_without_a_file():
     assert shown == {operation_of(path).name for path in results()}
 
 
-@pytest.mark.parametrize("path", results(), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", results(), ids=lambda path: f"{path.parent.name}/{path.name}")
 def test_committed_files_are_whole(path):
     """Every shape has checked times of the fused kernel and of its peers, and says where they were taken."""
     rows, op = json.loads(path.read_text()), operation_of(path)
