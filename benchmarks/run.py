@@ -102,6 +102,8 @@ TOLERANCE = 1e-2  # relative Frobenius error; two roundings to bf16 differ by ab
 CHECKED_RUNS = 3
 CHECK_WORLD = 4
 CHECK_CALLS = 4
+# The whole table with every peer, also where there is no terminal.
+WIDTH = 280
 
 Row = dict[str, Any]
 
@@ -494,10 +496,10 @@ def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
     with Progress(
         *columns, console=console, auto_refresh=False, transient=True, disable=not console.is_terminal
     ) as progress:
-        task = progress.add_task("", total=total, completed=-1)
+        task = progress.add_task("", total=total, completed=-1, visible=False)
 
         def show(step: str) -> None:
-            progress.update(task, advance=1, description=step, refresh=True)
+            progress.update(task, advance=1, description=step, visible=True, refresh=True)
 
         yield show
 
@@ -620,7 +622,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     shapes = args.shapes or (operation.tiny_shapes if args.check else operation.shapes)
     modes = [] if args.check else [mode for mode in MODES if mode.name in args.modes]
 
-    console = Console(width=240)  # the whole table, also where there is no terminal
+    console = Console(width=WIDTH)
     settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "XLA_FLAGS"))}
     console.print(
         f"{world} x {common['gpu']}, JAX {common['jax']}, Triton {common['triton']}, commit {common['commit']}"

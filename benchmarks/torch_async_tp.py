@@ -111,7 +111,7 @@ class Program:
 
     launch: Callable[[], list[torch.Tensor]]
     calls: int
-    graph: torch.cuda.CUDAGraph | None
+    eager: str = ""  # why it is no CUDA graph
     seconds: float = 0.0
     samples: dict[str, list[float]] = field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class Program:
 
     def error(self, expected: Call, lhs: list[torch.Tensor], rhs: list[torch.Tensor]) -> float:
         """The largest relative Frobenius error of any row of any result on any rank."""
-        if self.graph is not None:
+        if not self.eager:
             # What is not written must not pass because an earlier run wrote it.
             for out in self.launch():
                 out.fill_(math.nan)
@@ -155,23 +155,22 @@ def make_program(call: Call, lhs: list[torch.Tensor], rhs: list[torch.Tensor]) -
     torch.cuda.synchronize()
     dist.barrier()
     graph = torch.cuda.CUDAGraph()
-    failed = ""
+    obstacle = ""
     outs: list[torch.Tensor] = []
     try:
         # Other threads, such as NCCL's watchdog, may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outs = launch()
     except RuntimeError as error:
-        failed = str(error)
-        sys.stderr.write(f"not captured: {failed}\n")
-    if slowest(float(bool(failed))):
-        return Program(launch=launch, calls=len(lhs), graph=None)
+        obstacle = str(error)
+    if slowest(float(bool(obstacle))):
+        return Program(launch=launch, calls=len(lhs), eager=obstacle or "another rank could not capture it")
 
     def replay() -> list[torch.Tensor]:
         graph.replay()
         return outs
 
-    return Program(launch=replay, calls=len(lhs), graph=graph)
+    return Program(launch=replay, calls=len(lhs))
 
 
 def measure(job: Job, modes: list[Mode], seconds: float) -> Iterator[dict[str, Any]]:
@@ -182,7 +181,7 @@ def measure(job: Job, modes: list[Mode], seconds: float) -> Iterator[dict[str, A
         found: dict[str, Any] = {"implementation": name, "torch": torch.__version__}
         try:
             program = make_program(call, lhs, rhs)
-            found["cuda_graph"] = program.graph is not None
+            found["launch"] = f"eager: {program.eager}" if program.eager else "CUDA graph"
             errors = [program.error(expected, lhs, rhs)]
             program.seconds = program.run(1)
             for mode in modes:

@@ -80,7 +80,7 @@ def measure(
                 Found(
                     shape=shape,
                     name=answer["implementation"],
-                    config={key: answer[key] for key in ("torch", "cuda_graph") if key in answer},
+                    config={key: answer[key] for key in ("torch", "launch") if key in answer},
                     error=answer.get("error"),
                     failure=answer.get("failed", ""),
                     samples=answer.get("samples", {}),

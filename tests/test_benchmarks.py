@@ -279,7 +279,7 @@ import json, sys, time
 request = json.load(sys.stdin)
 print("what NCCL has to say")
 for job in request["jobs"]:
-    found = {"name": job["name"], "implementation": "torch", "torch": "0", "cuda_graph": True}
+    found = {"name": job["name"], "implementation": "torch", "torch": "0", "launch": "CUDA graph"}
     samples = {mode: [job["calls"] + job["count_rhs"]] for mode in request["modes"]}
     if job["m"] == 64:
         print(json.dumps(found | {"error": 0.001, "samples": samples}), flush=True)
@@ -318,7 +318,7 @@ def test_rows_of_torch(torch_rows: Callable[..., Any]) -> None:
     assert len(rows) == 6
     row = rows[64, "sustained"]
     assert set(row) == REQUIRED | ADDED | {"m", "k", "n"}
-    assert (row["implementation"], row["config"]) == ("torch", {"torch": "0", "cuda_graph": True})
+    assert (row["implementation"], row["config"]) == ("torch", {"torch": "0", "launch": "CUDA graph"})
     # 64 calls, which take turns with two rhs.
     assert (row["checked"], row["median_us"], row["floor_us"], row["ratio_to_floor"]) == ("ok", 66, 33, 0.5)
     assert rows[64, "burst"]["floor_us"] is None
@@ -565,7 +565,7 @@ def rows_of(op: Operation, configs: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def printed(table: Any) -> str:
     output = io.StringIO()
-    run.Console(width=240, file=output).print(table)
+    run.Console(width=run.WIDTH, file=output).print(table)
     return output.getvalue()
 
 
@@ -578,6 +578,19 @@ def test_summary_of_every_shape_is_short(op: Operation) -> None:
     assert len(text) < 6000
     # A line more would be a cell that was wrapped.
     assert len(text.strip().splitlines()) == 2 + 2 * len(op.shapes), text
+
+
+def test_summary_with_every_peer_stays_on_its_lines() -> None:
+    rows = rows_of(MATMUL, [])
+    found = [
+        torch_peer.Found(shape=shape, name=name, config={}, error=0, failure="", samples={"sustained": [1000.0]})
+        for shape in MATMUL.shapes
+        for name in ("torch", "torch/native")
+    ]
+    rows += run.torch_rows(MATMUL, found, rows, world=4, modes=["sustained"], common=COMMON)
+    text = printed(run.summarize(MATMUL, rows)[0][0])
+    assert len(text.strip().splitlines()) == 2 + 2 * len(MATMUL.shapes), text
+    assert text.count("0.81x") == len(MATMUL.shapes) and "torch / fused" in text
 
 
 @each_operation
