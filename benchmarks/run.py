@@ -671,7 +671,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             console.print(f"{shape.name}: {time.perf_counter() - shape_started:.0f} s", highlight=False)
         if with_torch and isinstance(operation, MatmulOperation):
             show("torch")
-            found = torch_peer.measure(
+            found, failure = torch_peer.measure(
                 operation,
                 shapes,
                 world=world,
@@ -680,6 +680,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 python=args.torch_python,
                 timeout=args.timeout,
             )
+            if failure:
+                console.print(f"PyTorch ended early: {failure}", markup=False)
             names = [mode.name for mode in modes] or ["check"]
             rows += torch_rows(operation, found, rows, world=world, modes=names, common=common)
             if args.json:

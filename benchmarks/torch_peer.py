@@ -59,8 +59,11 @@ def measure(
     seconds: float,
     python: str,
     timeout: float,
-) -> list[Found]:
-    """What was found at each shape. The processes are killed when they are silent for `timeout` seconds."""
+) -> tuple[list[Found], str]:
+    """What was found at each shape, and why the processes ended early, if they did.
+
+    They are killed when they are silent for `timeout` seconds.
+    """
     jobs = [
         {
             "op": operation.name,
@@ -86,7 +89,7 @@ def measure(
                     samples=answer.get("samples", {}),
                 )
             )
-    return found
+    return found, failure
 
 
 def _converse(command: list[str], request: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], str]:

@@ -302,9 +302,10 @@ def torch_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
 
     def rows(*sizes: int, modes: Sequence[sampling.Mode] = sampling.MODES) -> dict[tuple[int, str], Any]:
         shapes = [MatmulShape(name=str(m), m=m, k=256, n=256) for m in sizes]
-        found = torch_peer.measure(
+        found, failure = torch_peer.measure(
             MATMUL, shapes, world=4, modes=modes, seconds=0.1, python=sys.executable, timeout=2.0
         )
+        assert bool(failure) == bool({256, 320} & set(sizes))
         names = [mode.name for mode in modes] or ["check"]
         beside = [{"name": "64", "mode": "sustained", "floor_us": 33.0}]
         made = run.torch_rows(MATMUL, found, beside, world=4, modes=names, common=COMMON)
