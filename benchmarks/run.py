@@ -28,6 +28,8 @@ decode_attention: nothing. Each call of a chain has a cache of its own, together
 all_gather_matmul, matmul_reduce_scatter, mlp_gradients: what the call before has left of the weights, 29 MB a rank
     and more at the listed shapes on four. Calls of few rows take turns between two weights and find neither. Each call
     of a chain has its own lhs.
+psum, all_gather, psum_scatter: their operands, but for the largest: each call of a chain has its own, and the chain is
+    repeated in a loop.
 
 Exits with 1 when a result was wrong, the fused implementation failed, or a shape could not be measured at all. A peer
 that cannot be compiled or run, and an implementation that refuses a shape with NotImplementedError, are reported and

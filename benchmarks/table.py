@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +46,14 @@ def table(path: Path, root: Path | None = None) -> str:
     return "\n".join([*lines, "", f"{run['world']} x {run['gpu']}, {versions}: [`{where}`]({where})."])
 
 
-def _matmul(rows: list[Row]) -> list[str]:
+def _by_peer(rows: list[Row], *, sizes: tuple[str, ...], heading: str, digits: int) -> list[str]:
     """Times of the sustained mode in microseconds, and the speed-up over XLA in both modes, over others sustained."""
     others = {
         name: peer for peer, name in OTHERS.items() if any(row["implementation"].startswith(peer) for row in rows)
     }
     lines = [
         _line(
-            "M, K, N",
+            heading,
             "best XLA, µs",
             *(f"{name}, µs" for name in others),
             "fused, µs",
@@ -63,19 +64,20 @@ def _matmul(rows: list[Row]) -> list[str]:
         )
     ]
     lines.append("|---" * (lines[0].count("|") - 1) + "|")
-    for m, k, n in dict.fromkeys((row["m"], row["k"], row["n"]) for row in rows):
-        sustained, burst = (fastest(rows, mode, m=m, k=k, n=n) for mode in ("sustained", "burst"))
-        floor = _floor(rows, m=m, k=k, n=n)
+    for values in dict.fromkeys(tuple(row[size] for size in sizes) for row in rows):
+        shape = dict(zip(sizes, values))
+        sustained, burst = (fastest(rows, mode, **shape) for mode in ("sustained", "burst"))
+        floor = _floor(rows, **shape)
         fused = sustained("fused")
         lines.append(
             _line(
-                f"{m}, {k}, {n}",
-                _time(sustained("xla")),
-                *(_time(sustained(peer)) for peer in others.values()),
-                _time(fused),
+                ", ".join(map(str, values)),
+                _time(sustained("xla"), digits),
+                *(_time(sustained(peer), digits) for peer in others.values()),
+                _time(fused, digits),
                 " / ".join(_ratio(_us(mode("xla")), _us(mode("fused"))) for mode in (sustained, burst)),
                 *(_ratio(_us(sustained(peer)), _us(fused)) for peer in others.values()),
-                f"{floor:.0f}" if floor else MISSING,
+                f"{floor:.{digits}f}" if floor else MISSING,
                 _ratio(floor, _us(fused)),
             )
         )
@@ -106,11 +108,17 @@ def _attention(rows: list[Row]) -> list[str]:
     return lines
 
 
+_matmul = partial(_by_peer, sizes=("m", "k", "n"), heading="M, K, N", digits=0)
+_collective = partial(_by_peer, sizes=("nbytes",), heading="bytes a rank", digits=1)
+
 TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "all_gather_matmul": _matmul,
     "matmul_reduce_scatter": _matmul,
     "mlp_gradients": _matmul,
     "decode_attention": _attention,
+    "psum": _collective,
+    "all_gather": _collective,
+    "psum_scatter": _collective,
 }
 
 
