@@ -7,6 +7,7 @@ from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
+from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.shmem import shmem_call
 
@@ -23,6 +24,7 @@ __all__ = [
     "block_until_ready",
     "decode_attention",
     "heap",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",
     "psum",

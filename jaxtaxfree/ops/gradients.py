@@ -1,4 +1,4 @@
-"""The derivatives of the fused matmuls: each is made of the others, so they stay fused forward and backward.
+"""The derivatives of the fused matmuls. Three of them are made of each other, so they stay fused forward and backward.
 
 With x sharded on rows, G = all_gather(x), and S for the sum over the ranks of which each keeps its own rows:
 
@@ -7,6 +7,7 @@ With x sharded on rows, G = all_gather(x), and S for the sum over the ranks of w
 | `all_gather_matmul` G w | S(ct w^T) | G^T ct |
 | `matmul_reduce_scatter` S(y w) | all_gather(ct) w^T | y^T all_gather(ct) |
 | `all_gather_transposed_matmul` G^T y | S(y ct^T) | G ct |
+| `matmul_all_reduce` psum(y w) | ct w^T | y^T ct |
 
 The operands of the products are never transposed in memory: the kernels read them as they lie.
 """
@@ -22,6 +23,8 @@ from jax.interpreters import ad
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
 from jaxtaxfree.ops.all_gather_transposed_matmul import all_gather_transposed_matmul_p
+from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
+from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
 
 
@@ -91,6 +94,21 @@ def _contract_rhs(ct: Any, lhs: Any, rhs: Any, *, swapped: bool, **params: Any) 
 ad.defbilinear(all_gather_matmul_p, _gather_lhs, _gather_rhs)
 ad.defbilinear(matmul_reduce_scatter_p, _scatter_lhs, _scatter_rhs)
 ad.defbilinear(all_gather_transposed_matmul_p, _contract_lhs, _contract_rhs)
+
+
+def _reduce_lhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
+    del implementation
+    return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval)(ct)[0]
+
+
+def _reduce_rhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
+    del implementation
+    return jax.linear_transpose(lambda rhs: matmul_then_psum(lhs, rhs, **params), rhs.aval)(ct)[0]
+
+
+# Through the reference: with check_vma=True the result counts as the same on all ranks, so its gradient is there on all
+# of them, and nothing is exchanged; with check_vma=False the transpose of a psum is a psum.
+ad.defbilinear(matmul_all_reduce_p, _reduce_lhs, _reduce_rhs)
 
 
 def _gathered_too_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[Any], list[Any]]:

@@ -1,0 +1,281 @@
+"""`matmul_all_reduce`: a row-parallel layer whose result every rank needs."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.ops import matmul
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, settings_of
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.teams import check_axes, vary
+
+
+def matmul_all_reduce(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: Any = None,
+    implementation: str | None = None,
+    config: "Config | Mapping[str, Any] | None" = None,
+) -> jax.Array:
+    """`lax.psum(lhs @ rhs, axis_name)`, as one kernel on GPUs.
+
+    For the few rows of a decode step, every tile of the product is sent as messages as soon as it is done, in one shot
+    to all ranks or in two to its owner and from there to all (as one-shot and two-shot all-reduce of TensorRT-LLM; the
+    messages are those of NCCL's LL protocol), while the weights of later tiles are still being read. For many rows it
+    is the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
+
+    Args:
+      lhs: this rank's part of the contracted dimension, [..., M, K]. The reference also takes what `jnp.matmul` takes.
+      rhs: the same part, [K, N].
+      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
+      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+        says more.
+      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once.
+      implementation: "fused": the kernel; "xla": plain `lax`; None: plain `lax` as well, because the kernel has not
+        been measured against it yet. The logger "jaxtaxfree" says so at DEBUG level. "simulate": the kernel, run
+        for all ranks on the CPU; see `jaxtaxfree.simulator`.
+      config: how the kernel splits its work; what it does not say is chosen by shape.
+
+    Returns: [..., M, N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in every
+      call and on every rank, which may be another one than XLA's. Messages give up the lowest bit of an f32: half a
+      unit in its last place.
+
+    Raises:
+      ValueError: if the operands do not fit together, or there is no such implementation.
+      NameError: if `axis_name` is not bound.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    axes = check_axes(axis_name, "matmul_all_reduce")
+    check_implementation(implementation)
+    matmul.check_operands("matmul_all_reduce", lhs, rhs)
+    matmul.check_contraction("matmul_all_reduce", lhs, rhs)
+    params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
+    settings = tuple(sorted(settings_of("matmul_all_reduce", Config, config).items()))
+    reasons = _unsupported(lhs, rhs, **params)
+    if implementation in ("fused", "simulate") and reasons:
+        raise Unsupported("matmul_all_reduce", reasons)
+    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2:
+        return reference(vary(lhs, axes), vary(rhs, axes), **params)
+    return matmul.bind(matmul_all_reduce_p, lhs, rhs, implementation=implementation, config=settings, **params)
+
+
+def reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    config: Any = None,
+) -> jax.Array:
+    """What the operation means, in plain `lax`."""
+    del config
+    return lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """How the kernel splits its work.
+
+    Attributes:
+      block_m, block_n, block_k: rows and columns of a tile, and the part of K that a step of its loop takes: powers of
+        2, at least 16.
+      num_warps, num_stages: warps of a program, and steps of the loop in flight.
+      group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
+      exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
+        the bytes of bf16 and f16, and is what XLA does.
+      small: partial sums travel as messages, if exact. What follows is of this kind alone.
+      shots: 1 if every rank adds up all rows, 2 if each adds up some and sends the sums.
+      sums_as_scratch: sums go through scratch memory in the result's dtype, rather than as messages, so that those of
+        bf16 and f16 are half as many bytes; for the price of a signal. Not with one shot.
+      apart: programs of their own add up, so that those who multiply do not wait.
+      linger: who adds up waits for a word of each rank before it looks at all of them. That disturbs those who still
+        read `rhs` the least, and costs a look.
+      add_rows: rows of a tile that are added up at once, a power of 2. Times the columns of a tile and the ranks, they
+        make at most 16384 messages.
+    """
+
+    block_m: int = 128
+    block_n: int = 256
+    block_k: int = 64
+    num_warps: int = 8
+    num_stages: int = 4
+    group_m: int = 8
+    exact_wire: bool = True
+    small: bool = False
+    shots: int = 2
+    sums_as_scratch: bool = False
+    apart: bool = True
+    linger: bool = True
+    add_rows: int = 8
+
+
+# So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.
+PLACES = 132
+# Partial sums of so many elements are sent to every rank, because a second way over the wire takes longer than their
+# bytes. Estimated from the wire's latency and bandwidth, not measured.
+ONE_SHOT_SIZE = 2**17
+
+
+def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int, shots: int | None = None) -> Config:
+    """A configuration by shape.
+
+    Args:
+      m: rows of the result [m, n].
+      n: its columns.
+      world: number of ranks.
+      dtype: of the operands.
+      compute_capability: of the GPU, 90 for 9.0.
+      shots: 1 or 2; None chooses.
+    """
+    if m > 256:
+        return Config(**matmul.large_tile(dtype, compute_capability))
+    tile = matmul.small_tile(m, dtype, compute_capability)
+    if shots is None:
+        shots = 1 if world == 2 or m * n <= ONE_SHOT_SIZE else 2
+    owned = m if shots == 1 else math.ceil(m / world)
+    all_rows = m if shots == 1 else world * owned
+    tiles = math.ceil(all_rows / tile["block_m"]) * math.ceil(n / tile["block_n"])
+    # A thread has 32 words of so many in its registers.
+    most = 4096 // (_power_of_2(world) * tile["block_n"])
+    return Config(**tile, small=True, shots=shots, apart=tiles > PLACES, add_rows=max(1, min(_power_of_2(owned), most)))
+
+
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    config: tuple[tuple[str, Any], ...],
+    compute_capability: int,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The operation by one kernel."""
+    if reasons := _unsupported(lhs, rhs, axes=axes, precision=precision, preferred_element_type=preferred_element_type):
+        raise Unsupported("matmul_all_reduce", reasons)
+    precision = matmul.triton_precision(precision)
+    assert precision is not None  # _unsupported has seen to it
+    world = lax.axis_size(axes)
+    rows = lhs.reshape(-1, lhs.shape[-1])
+    (m, k), n = rows.shape, rhs.shape[1]
+    settings = dict(config)
+    by_shape = default_config(m, n, world, lhs.dtype, compute_capability, settings.get("shots"))
+    kernel, keywords = launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=lhs.dtype,
+        out_dtype=preferred_element_type or lhs.dtype,
+        precision=precision,
+        config=dataclasses.replace(by_shape, **settings),
+    )
+    out = shmem_call(kernel, rows, rhs, axis_name=axes, implementation=implementation, **keywords)
+    return out.reshape(*lhs.shape[:-1], n)
+
+
+def launch(
+    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any, precision: str, config: Config
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
+    size = np.dtype(dtype).itemsize
+    out = jax.ShapeDtypeStruct((m, n), out_dtype)
+    keywords = {
+        "out_type": out,
+        "name": "matmul_all_reduce",
+        "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
+        **matmul.tile_keywords(m, k, n, precision, config),
+    }
+    column_blocks = math.ceil(n / config.block_n)
+    if config.small:
+        two_shots = config.shots == 2
+        owned = math.ceil(m / world) if two_shots else m
+        all_rows = world * owned if two_shots else m
+        tiles = math.ceil(all_rows / config.block_m) * column_blocks
+        parts = math.ceil(owned / config.add_rows) * column_blocks
+        by_rank = (world, owned, column_blocks * config.block_n)
+        # Each of the two ways is by messages, or by scratch and signals.
+        messages: dict[str, tuple[int, ...]] = {}
+        scratch = {}
+        if config.exact_wire:
+            messages["partials"] = by_rank
+        else:
+            scratch["partials"] = jax.ShapeDtypeStruct(by_rank, dtype)
+        if config.sums_as_scratch:
+            scratch["sums"] = jax.ShapeDtypeStruct(by_rank if two_shots else (0,), out_dtype)
+        else:
+            messages["sums"] = by_rank if two_shots else (0,)
+        return matmul_all_reduce_small_kernel, keywords | {
+            "grid": tiles + parts * config.apart,
+            "messages": messages,
+            "scratch": scratch,
+            "signals": {
+                "arrived": (0 if config.exact_wire else tiles, world),
+                "added": (parts if config.sums_as_scratch else 0, world),
+            },
+            "OWNED": owned,
+            "SHOTS": config.shots,
+            "EXACT_WIRE": config.exact_wire,
+            "SUMS_AS_SCRATCH": config.sums_as_scratch,
+            "APART": config.apart,
+            "LINGER": config.linger,
+            "ADD_ROWS": config.add_rows,
+        }
+    tiles = math.ceil(math.ceil(m / config.block_m) * column_blocks / world)  # that a rank owns
+    peers = max(1, world - 1)  # no scratch is empty
+    block = (config.block_m, config.block_n)
+    return matmul_all_reduce_kernel, keywords | {
+        "grid": (2 * world - 1) * tiles,
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), np.float32 if config.exact_wire else dtype),
+            "sums": jax.ShapeDtypeStruct((world, tiles, *block), out_dtype),
+        },
+        "signals": {"arrived": (peers, tiles), "added": (world, tiles)},
+        "GROUP_M": config.group_m,
+        "EXACT_WIRE": config.exact_wire,
+    }
+
+
+def _unsupported(
+    lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, preferred_element_type: Any
+) -> list[str]:
+    """All that keeps the kernel from taking these operands."""
+    del axes
+    return matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+
+
+def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
+    """Why XLA is taken: no shape has been measured yet."""
+    rows = math.prod(lhs.shape[:-1])
+    if lax.axis_size(axes) == 1:
+        return "there is one rank, so nothing to add up"
+    return matmul.slower(lhs, precision, rows, 2 * rows * math.prod(rhs.shape)) or matmul.UNMEASURED
+
+
+def _batch_lhs(primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, **params: Any) -> tuple[jax.Array, int]:
+    # One more leading dimension: the rows of all examples are multiplied and added up at once.
+    return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, **params), 0
+
+
+def _power_of_2(n: int) -> int:
+    """The smallest power of 2 that is not less."""
+    return 1 << (n - 1).bit_length()
+
+
+matmul_all_reduce_p = bilinear(
+    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+)

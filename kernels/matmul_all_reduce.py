@@ -1,0 +1,113 @@
+"""Matrix product and all-reduce in one kernel, for results of many tiles.
+
+The tiles of the product are shared out among the ranks, neighbours to the same. First come the tiles that other ranks
+own, in the order rank + 1, rank + 2, ..., so that at any time each link carries the tiles of one rank; their programs
+push them into the owner's scratch and signal. Then come this rank's own: their programs add what the peers have sent in
+the meantime, round the sum, store it and push it to all ranks. The last programs copy the sums of the peers into the
+result. The order of additions is the same in every call: the owner's part, then those of rank - 1, rank - 2, ..., as
+they arrive.
+
+An own tile waits for programs of lower ids alone, because on every rank the own tiles come after the others; and so
+does a copy.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels.matmul_reduce_scatter import add_received
+
+
+@triton.jit
+def matmul_all_reduce_kernel(
+    lhs_ptr,  # [M, K]
+    rhs_ptr,  # [K, N]
+    team,
+    partials,  # scratch [WORLD - 1, tiles a rank, BLOCK_M, BLOCK_N]: those of rank - 1 come first
+    sums,  # scratch [WORLD, tiles a rank, BLOCK_M, BLOCK_N], by owner
+    arrived,  # signals [WORLD - 1, tiles a rank]
+    added,  # signals [WORLD, tiles a rank]
+    out_ptr,  # [M, N]
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+):
+    me = shmem.start(team)
+    row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
+    column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
+    tiles_a_rank: tl.constexpr = tl.cdiv(row_blocks * column_blocks, WORLD)
+    # WORLD steps of tiles, of which the last are this rank's own, and WORLD - 1 steps of copies.
+    step = tl.program_id(0) // tiles_a_rank
+    tile = tl.program_id(0) % tiles_a_rank
+    owner = (me.rank + 1 + step) % WORLD
+    place = owner * tiles_a_rank + tile
+    if place < row_blocks * column_blocks:  # the last rank may own fewer
+        row_block, column_block = tiles.grouped(place, row_blocks, column_blocks, GROUP_M)
+        rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
+        column = column_block * BLOCK_N
+        out = out_ptr + (row_block * BLOCK_M).to(tl.int64) * N
+        size: tl.constexpr = BLOCK_M * BLOCK_N
+        outbox = shmem.scratch(me, sums, out_ptr.dtype.element_ty) + place.to(tl.int64) * size
+        if step < WORLD:
+            lhs = lhs_ptr + (row_block * BLOCK_M).to(tl.int64) * K
+            product = matmul.multiply(
+                lhs, rhs_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )  # fmt: skip
+            inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
+            if step < WORLD - 1:
+                # A tile travels whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
+                slot = step * tiles_a_rank + tile
+                element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+                shmem.store(me, inbox + slot.to(tl.int64) * size + element, product.to(inbox.dtype.element_ty), owner)
+                shmem.signal(me, arrived + slot, owner)
+            else:
+                ready = me.ready
+                for i in range(WORLD - 1):
+                    slot = i * tiles_a_rank + tile
+                    ready &= shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
+                received = inbox + tile.to(tl.int64) * size
+                stride: tl.constexpr = tiles_a_rank * size
+                half: tl.constexpr = BLOCK_N // 2
+                # By halves, because the registers hold no second tile beside the product.
+                left, right = matmul.halves(product, BLOCK_M, BLOCK_N)
+                left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
+                give_out(me, left, out, outbox, rows, column, N, WORLD, BLOCK_M, BLOCK_N)
+                right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
+                give_out(me, right, out, outbox + half, rows, column + half, N, WORLD, BLOCK_M, BLOCK_N)
+                shmem.signal_all(me, added + place, WORLD)
+        else:
+            ready = shmem.wait(me, added + place, me.epoch, owner)
+            element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            total = tl.load(outbox + element)
+            total = tl.where(ready, total, float("nan"))
+            matmul.store_tile(out, total, rows, column, N, BLOCK_M, BLOCK_N)
+    shmem.finish(me)
+
+
+@triton.jit
+def give_out(
+    me,
+    total,  # f32 [BLOCK_M, BLOCK_N / 2]
+    out,  # first row of the tile; row stride N
+    outbox,  # where every rank keeps this half of the tile
+    rows,
+    column,
+    N: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Rounds half a tile of sums, stores it in the result and pushes it to the peers."""
+    half: tl.constexpr = BLOCK_N // 2
+    rounded = total.to(out.dtype.element_ty)
+    matmul.store_tile(out, rounded, rows, column, N, BLOCK_M, half)
+    element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, half)[None, :]
+    for i in tl.static_range(1, WORLD):
+        shmem.store(me, outbox + element, rounded, (me.rank + i) % WORLD)
