@@ -1,18 +1,20 @@
-"""`all_gather_matmul` and `matmul_reduce_scatter`, and what they are compared with.
+"""`all_gather_matmul`, `matmul_reduce_scatter` and `matmul_all_reduce`, and what they are compared with.
 
 The floor of a shape is the longer of two times of the same run: the plain product of a rank (`gemm`: of the gathered
 lhs, or of its part of the contracted dimension), and the bytes that a rank receives or sends over the best bandwidth
 that a plain copy between devices reached. The bytes are those of bf16, although `matmul_reduce_scatter` sends f32 for
-decode shapes, or if its configuration says `exact_wire=True`.
+decode shapes, or if its configuration says `exact_wire=True`, and `matmul_all_reduce` does so on the first of its two
+ways.
 
 Decode shapes take turns between two rhs. Four-way shards of the listed weights (117 MB) exceed the L2 cache of an
-H200, but a cache that does not evict strictly by age would still hold some of a single matrix from call to call.
+H200, but a cache that does not evict strictly by age would still hold some of a single matrix from call to call. Those
+of `matmul_all_reduce` are repeated in a loop, as a decode step is.
 """
 
 import abc
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,8 @@ from benchmarks.operation import (
 from benchmarks.shapes import (
     ALL_GATHER_MATMUL,
     ALL_GATHER_MATMUL_TINY,
+    MATMUL_ALL_REDUCE,
+    MATMUL_ALL_REDUCE_TINY,
     MATMUL_REDUCE_SCATTER,
     MATMUL_REDUCE_SCATTER_TINY,
     MatmulShape,
@@ -194,12 +198,30 @@ SCATTERED = _partial(name="scattered", call=_own_rows_of_sum)
 PRODUCT = _row_parallel(name="product", call=partial(jnp.matmul, preferred_element_type=jnp.float32))
 
 
-class MatmulReduceScatter(MatmulOperation):
+class _RowParallel(MatmulOperation):
+    """A product whose contracted dimension is sharded."""
+
+    shared_out = ("m", "k")
+
+    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
+        rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))
+        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
+        make_lhs, make_rhs = normal((shape.m, shape.k), columns), normal((shape.k, shape.n), rows)
+        make_partial = normal((mesh.shape[AXIS] * shape.m, shape.n), rows)
+        return Operands(
+            xs={
+                "sharded": tuple(make_lhs(key) for key in keys[:calls]),
+                "partial": tuple(make_partial(key) for key in keys[:calls]),
+            },
+            ys=tuple(make_rhs(key) for key in keys[calls:]),
+        )
+
+
+class MatmulReduceScatter(_RowParallel):
     name = "matmul_reduce_scatter"
     shapes = MATMUL_REDUCE_SCATTER
     tiny_shapes = MATMUL_REDUCE_SCATTER_TINY
     optional_peers = ("torch",)
-    shared_out = ("m", "k")
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
@@ -216,18 +238,72 @@ class MatmulReduceScatter(MatmulOperation):
     def expected_from(self, implementation: Implementation) -> Implementation:
         return {"collective": SCATTERED, "gemm": PRODUCT}.get(implementation.name, SCATTER_REFERENCE)
 
-    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
-        rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))
-        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
-        make_lhs, make_rhs = normal((shape.m, shape.k), columns), normal((shape.k, shape.n), rows)
-        make_partial = normal((mesh.shape[AXIS] * shape.m, shape.n), rows)
-        return Operands(
-            xs={
-                "sharded": tuple(make_lhs(key) for key in keys[:calls]),
-                "partial": tuple(make_partial(key) for key in keys[:calls]),
-            },
-            ys=tuple(make_rhs(key) for key in keys[calls:]),
-        )
-
     def wire_bytes(self, shape: MatmulShape, world: int) -> int:
         return shape.scattered_bytes(world, jnp.dtype(DTYPE).itemsize)
+
+
+def _fused_reduce(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
+    return jtf.matmul_all_reduce(lhs, rhs, AXIS, implementation="fused", config=config)
+
+
+def _reduce(partial_sum: jax.Array, rhs: jax.Array) -> jax.Array:
+    del rhs
+    return lax.psum(partial_sum, AXIS)
+
+
+def _matmul_then_reduce(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _reduce(jnp.matmul(lhs, rhs), rhs)
+
+
+def _sum(partial_sum: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _reduce(partial_sum.astype(jnp.float32), rhs)
+
+
+# lhs [M, K] sharded on columns, rhs [K, N] on rows, and the result nowhere.
+_reduced = partial(Implementation, in_specs=(P(None, AXIS), P(AXIS, None)), out_spec=P(None, None))
+_partial_reduced = partial(_partial, out_spec=P(None, None))
+
+REDUCE_REFERENCE = _reduced(name="xla/default", call=_matmul_then_reduce)
+REDUCED = _partial_reduced(name="reduced", call=_sum)
+
+
+class MatmulAllReduce(_RowParallel):
+    name = "matmul_all_reduce"
+    shapes = MATMUL_ALL_REDUCE
+    tiny_shapes = MATMUL_ALL_REDUCE_TINY
+    shared_out = ("k",)
+    program_seconds = 0.2e-3  # the chain of a decode step is short, and repeated
+
+    def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
+        implementations = (
+            *by_flags(_reduced, "xla", _matmul_then_reduce),
+            _row_parallel(name="gemm", call=jnp.matmul),
+            _partial_reduced(name="collective", call=_reduce),
+            *fused(_reduced, _fused_reduce, configs),
+        )
+        return {implementation.name: implementation for implementation in implementations}
+
+    def expected_from(self, implementation: Implementation) -> Implementation:
+        return {"collective": REDUCED, "gemm": PRODUCT}.get(implementation.name, REDUCE_REFERENCE)
+
+    def rounds(self, shape: MatmulShape, world: int) -> int:
+        chain_seconds = self.calls_per_program(shape, world) * self.fastest_seconds(shape, world)
+        return max(2, round(4e-3 / chain_seconds)) if shape.m <= DECODE_ROWS else 1
+
+    def wire_bytes(self, shape: MatmulShape, world: int) -> int:
+        """Of a reduce-scatter and an all-gather."""
+        return 2 * shape.scattered_bytes(world, jnp.dtype(DTYPE).itemsize)
+
+    def remarks(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """What each implementation adds to the product, of each shape and mode."""
+        groups: dict[tuple[str, str], dict[str, float]] = {}
+        for row in rows:
+            if row["median_us"]:
+                groups.setdefault((row["name"], row["mode"]), {})[row["implementation"]] = row["median_us"]
+        remarks = []
+        for (name, mode), times in groups.items():
+            gemm = times.get("gemm")
+            added = [f"{each} {time - gemm:+.1f}" for each, time in times.items() if gemm and each not in self.parts]
+            if added:
+                remarks.append(f"{name}, {mode}: product {gemm:.1f} us; {', '.join(added)}")
+        return remarks

@@ -2,6 +2,7 @@
 
     python benchmarks/run.py all_gather_matmul --json results.json
     python benchmarks/run.py matmul_reduce_scatter --implementations fused --config exact_wire=True
+    python benchmarks/run.py matmul_all_reduce --implementations gemm fused --config shots=1 --config shots=2
     python benchmarks/run.py decode_attention --check
     python benchmarks/run.py decode_attention --implementations fused --config block_s=128 --config block_s=32,splits=66
 
@@ -69,7 +70,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import pallas_matmul, torch_peer
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
-from benchmarks.matmuls import AllGatherMatmul, MatmulOperation, MatmulReduceScatter
+from benchmarks.matmuls import AllGatherMatmul, MatmulAllReduce, MatmulOperation, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
@@ -92,6 +93,7 @@ OPERATIONS: dict[str, Operation] = {
     for operation in (
         AllGatherMatmul(),
         MatmulReduceScatter(),
+        MatmulAllReduce(),
         MlpGradients(),
         DecodeAttention(),
         Psum(),

@@ -56,6 +56,25 @@ MATMUL_REDUCE_SCATTER_TINY = (
     MatmulShape(name="tiny/prefill", m=1024, k=1024, n=256),
 )
 
+# A row-parallel layer whose result every rank needs.
+MATMUL_ALL_REDUCE = tuple(
+    MatmulShape(name=f"llama3-70b/{name}/mlp-down", m=m, k=28672, n=8192)
+    for name, m in (
+        ("decode-1", 1),
+        ("decode-16", 16),
+        ("decode-64", 64),
+        ("decode-128", 128),
+        ("decode-256", 256),
+        ("prefill-2k", 2048),
+    )
+)
+
+MATMUL_ALL_REDUCE_TINY = (
+    MatmulShape(name="tiny/decode-1", m=1, k=512, n=128),
+    MatmulShape(name="tiny/decode-64", m=64, k=512, n=128),
+    MatmulShape(name="tiny/prefill", m=512, k=1024, n=256),
+)
+
 # A whole MLP: M tokens, K model and N hidden dimensions.
 MLP_GRADIENTS = (
     MatmulShape(name="llama3-70b/train-4k/mlp", m=4096, k=8192, n=28672),

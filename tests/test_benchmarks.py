@@ -44,12 +44,14 @@ ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy"}
 COMMON = {"gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
 MATMUL = run.OPERATIONS["all_gather_matmul"]
 SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
+REDUCE = run.OPERATIONS["matmul_all_reduce"]
 MLP = run.OPERATIONS["mlp_gradients"]
 ATTENTION = run.OPERATIONS["decode_attention"]
 COLLECTIVES = [run.OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
     SCATTER: MatmulShape(name="small", m=64, k=256, n=128),
+    REDUCE: MatmulShape(name="small", m=30, k=256, n=128),
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
@@ -187,6 +189,13 @@ def lost_part(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     return lax.psum_scatter(product.at[:16, :16].multiply(jnp.where(lost, 0, 1)), "tp", tiled=True)
 
 
+def lost_part_of_all(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The same of the sum that every rank has."""
+    product = lhs @ rhs
+    lost = lax.axis_index("tp") == lax.axis_size("tp") - 1
+    return lax.psum(product.at[:16, :16].multiply(jnp.where(lost, 0, 1)), "tp")
+
+
 @pytest.mark.parametrize(
     "op, wrong",
     [
@@ -195,6 +204,7 @@ def lost_part(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         (MATMUL, late_columns),
         (SCATTER, rows_of_another_rank),
         (SCATTER, lost_part),
+        (REDUCE, lost_part_of_all),
     ],
     ids=lambda value: getattr(value, "name", None),
 )
@@ -392,8 +402,8 @@ def test_result_that_goes_wrong_while_it_is_timed_has_no_time(
 
 @pytest.mark.parametrize(
     "op, name",
-    [(MATMUL, "xla/default"), (SCATTER, "xla/default"), (ATTENTION, "xla_unmasked")],
-    ids=["gather", "scatter", "attention"],
+    [(MATMUL, "xla/default"), (SCATTER, "xla/default"), (REDUCE, "xla/default"), (ATTENTION, "xla_unmasked")],
+    ids=["gather", "scatter", "reduce", "attention"],
 )
 def test_stale_result_is_caught(op: Operation, name: str, mesh: Mesh) -> None:
     operands = op.operands(SMALL[op], mesh, 4)
@@ -439,6 +449,9 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
         (SCATTER, "xla/default", 8, 8),
         (SCATTER, "collective", 8, 0),
         (SCATTER, "gemm", 0, 8),
+        (REDUCE, "xla/default", 8, 8),
+        (REDUCE, "collective", 8, 0),
+        (REDUCE, "gemm", 0, 8),
         (ATTENTION, "xla_unmasked", 16, 16),
         (ATTENTION, "xla/default", 24, 16),
         *((op, "xla/default", 8, 0) for op in COLLECTIVES),
@@ -612,6 +625,19 @@ def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
     )
     assert text.count("1234.5") == 3 * 2 * len(op.shapes)
     assert "splits" not in printed(tables[0])
+
+
+def test_remarks_say_what_each_adds_to_the_product() -> None:
+    rows = [
+        run.make_row(
+            REDUCE, SMALL[REDUCE], each, world=4, mode="sustained", checked="ok", samples=[10.0 + i], common=COMMON
+        )
+        for i, each in enumerate(REDUCE.implementations().values())
+    ]
+    (remark,) = REDUCE.remarks(rows)
+    assert remark.startswith("small, sustained: product 14.0 us; xla/default -4.0, ")
+    assert remark.endswith(", fused +2.0")
+    assert REDUCE.remarks(rows[:1]) == []
 
 
 def test_hang_is_named_and_ended() -> None:
