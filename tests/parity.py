@@ -18,7 +18,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MatmulShape
+from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
+from jaxtaxfree.teams import vary
 
 # Two summation orders in f32, then one rounding to the result's type.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-3, "float16": 5e-4}
@@ -33,7 +34,7 @@ ODD_SHAPES = [
 ]
 # Rows, and sizes of a token in the model and in the hidden layer. Checks that share them share compiled kernels.
 MLPS = [(64, 129, 40), (1032, 129, 264)]
-REPEATED_SHAPES = [(16, 1024, 2048), (1024, 1024, 2048), (2048, 8192, 8192)]
+REPEATED_SHAPES = [(16, 1024, 2048), (128, 1024, 2048), (1024, 1024, 2048), (2048, 8192, 8192)]
 
 
 def up_to(size: int, world: int) -> int:
@@ -48,15 +49,17 @@ class Operation:
     Attributes:
       function: of two operands and an axis name.
       in_specs, out_spec: of the operands and the result, on an axis "tp".
-      axis: the name of the keyword that says which dimension is gathered or scattered.
+      axis: the name of the keyword that says which dimension is gathered or scattered, if there is one.
       listed: the shapes of its benchmarks.
+      awaited: what a rank waits for in a small call.
     """
 
     function: Callable
     in_specs: tuple[P, P]
     out_spec: P
-    axis: str
+    axis: str | None
     listed: tuple[MatmulShape, ...]
+    awaited: str = "signal arrived["
 
     @property
     def name(self) -> str:
@@ -64,7 +67,7 @@ class Operation:
 
     def sizes(self, m: int, k: int, n: int, world: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The shapes of whole operands; each sharded size is rounded up to what the ranks divide."""
-        rows, columns = up_to(m, world), up_to(n, world) if self is GATHER else n
+        rows, columns = m if self is REDUCE else up_to(m, world), up_to(n, world) if self is GATHER else n
         contracted = k if self is GATHER else up_to(k, world)
         return (rows, contracted), (contracted, columns)
 
@@ -83,6 +86,15 @@ SCATTER = Operation(
     axis="scatter_dimension",
     listed=MATMUL_REDUCE_SCATTER,
 )
+REDUCE = Operation(
+    function=jtf.matmul_all_reduce,
+    in_specs=(P(None, "tp"), P("tp", None)),
+    out_spec=P(),
+    axis=None,
+    listed=MATMUL_ALL_REDUCE,
+    awaited="message partials[",
+)
+OPERATIONS = (GATHER, SCATTER, REDUCE)
 
 
 def mesh_of(
@@ -142,8 +154,8 @@ def error(result: jax.Array, expected: jax.Array) -> float:
 
 
 def relative_error(result: jax.Array, expected: jax.Array, axes) -> jax.Array:
-    """The same of what the ranks have parts of, inside `shard_map`."""
-    squares = lax.psum(jnp.stack([jnp.sum((result - expected) ** 2), jnp.sum(expected**2)]), axes)
+    """The same of what the ranks have, all or parts of it, inside `shard_map`."""
+    squares = lax.psum(vary(jnp.stack([jnp.sum((result - expected) ** 2), jnp.sum(expected**2)]), axes), axes)
     return jnp.sqrt(squares[0] / squares[1])
 
 
@@ -244,6 +256,38 @@ def check_reduce_scatter_rounds_once(mesh: Mesh) -> None:
     assert not wrong.any(), wrong
 
 
+def check_all_reduce_is_the_same_everywhere(mesh: Mesh) -> None:
+    """Every rank has the same bits, and of small integers their sum as bf16, in every form of the kernel."""
+    scratch = {"shots": 2, "sums_as_scratch": True}
+    small = (
+        (13, {"shots": 1}),
+        (100, {"shots": 1}),
+        (100, {"shots": 2}),
+        (100, scratch),
+        (100, {**scratch, "exact_wire": False}),
+    )
+    forms = [(rows, {**form, "apart": apart}) for rows, form in small for apart in (False, True)]
+    forms += [(1024, {}), (1024, {"exact_wire": False})]
+
+    def local() -> jax.Array:
+        wrong = []
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("tp")))
+        for rows, config in forms:
+            call = functools.partial(jtf.matmul_all_reduce, axis_name="tp", implementation="fused", config=config)
+            whole = [jax.random.randint(key, size, -4, 5) for key, size in zip(keys, ((rows, 384), (384, 200)))]
+            lhs, rhs = (x.astype(jnp.bfloat16) for x in whole)
+            total = lax.psum(jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32), "tp")
+            if config.get("exact_wire", True):
+                wrong.append(jnp.sum(call(lhs, rhs) != total.astype(jnp.bfloat16)))
+            lhs, rhs = (jax.random.normal(key, x.shape, jnp.bfloat16) for key, x in zip(keys, whole))
+            of_ranks = lax.all_gather(call(lhs, rhs, preferred_element_type=jnp.float32), "tp")
+            wrong.append(jnp.sum(of_ranks != of_ranks[0]))
+        return lax.psum(jnp.stack(wrong), "tp")
+
+    wrong = on_ranks(mesh, local)
+    assert not wrong.any(), wrong
+
+
 def check_repetition(mesh: Mesh, operation: Operation, times: int = 1000) -> None:
     """Call after call with changing operands gives what the first call with those operands gave, bit for bit."""
 
@@ -338,7 +382,8 @@ def check_data_parallel(mesh: Mesh, operation: Operation = GATHER) -> None:
     def local() -> jax.Array:
         lhs, rhs = local_operands(operation, 1, 120, 64, 96, jnp.float32)
         lhs = lhs + lax.axis_index("dp").astype(jnp.float32)
-        call = functools.partial(operation.function, lhs[None], rhs, "tp", precision="highest", **{operation.axis: 1})
+        dimension = {operation.axis: 1} if operation.axis else {}
+        call = functools.partial(operation.function, lhs[None], rhs, "tp", precision="highest", **dimension)
         return relative_error(call(implementation="fused"), call(implementation="xla"), ("dp", "tp"))
 
     wrong = on_ranks(mesh, local, check_vma=True)
@@ -407,15 +452,21 @@ def check_gradients_of_an_mlp(mesh: Mesh) -> None:
     _global_errors(mesh, compare)
 
 
-def _of(operation: Operation, *checks: Callable) -> list[Callable]:
-    return [functools.partial(check, operation=operation) for check in checks]
-
-
 CHECKS = (
-    *_of(GATHER, check_odd_shapes, check_random_shapes, check_independent_calls, check_gradients, check_listed_shapes),
-    *_of(SCATTER, check_odd_shapes, check_random_shapes, check_independent_calls, check_gradients, check_listed_shapes),
+    *(
+        functools.partial(check, operation=operation)
+        for operation in OPERATIONS
+        for check in (
+            check_odd_shapes,
+            check_random_shapes,
+            check_independent_calls,
+            check_gradients,
+            check_listed_shapes,
+        )
+    ),
     check_gather_is_exact,
     check_reduce_scatter_rounds_once,
+    check_all_reduce_is_the_same_everywhere,
     check_gradients_of_an_mlp,
     check_mixture_with_reduce_scatter,
 )
@@ -433,6 +484,6 @@ def check_all(devices: Sequence[jax.Device], repetitions: int = 1000) -> None:
     mesh = mesh_of(devices, (len(devices),), ("tp",))
     for check in CHECKS:
         check(mesh)
-    for operation in (GATHER, SCATTER):
+    for operation in OPERATIONS:
         check_meshes(devices, operation)
         check_repetition(mesh, operation, repetitions)

@@ -21,6 +21,8 @@ from jaxtaxfree.kernels import (
     all_gather_transposed_matmul,
     collectives,
     decode_attention,
+    matmul_all_reduce,
+    matmul_all_reduce_small,
     matmul_reduce_scatter,
     matmul_reduce_scatter_small,
 )
@@ -28,6 +30,7 @@ from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import all_gather_transposed_matmul as gradient_ops
 from jaxtaxfree.ops import collectives as collective_ops
 from jaxtaxfree.ops import decode_attention as attention_op
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.simulator.scheduler import POLICIES
@@ -155,6 +158,28 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     *sizes, lag = shape
     # With one warp a step of K carries so little that something is left after the last one.
     return _matmul_reduce_scatter(world, dtype, tuple(sizes), lag=lag, num_warps=1, exact_wire=True)
+
+
+def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int], **config: Any) -> Call:
+    m, n, k = shape
+    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, group_m=2, **config)
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=[total.astype(dtype)] * world)
+
+
+def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    m, n, k, shots, exact_wire, as_scratch, apart, add_rows = shape
+    config = {
+        "shots": shots,
+        "exact_wire": exact_wire,
+        "sums_as_scratch": as_scratch,
+        "apart": apart,
+        "linger": apart,
+        "add_rows": add_rows,
+    }
+    return _matmul_all_reduce(world, dtype, (m, n, k), small=True, **config)
 
 
 def _all_gather_transposed_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -340,6 +365,30 @@ KERNELS = (
         call=functools.partial(_matmul_reduce_scatter, small=True, exact_wire=True),
         # M, N, K
         shapes=lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
+    ),
+    Simulated(
+        name="matmul_all_reduce",
+        module=matmul_all_reduce,
+        function="matmul_all_reduce_kernel",
+        call=_matmul_all_reduce,
+        # M, N, K
+        shapes=lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
+    ),
+    Simulated(
+        name="matmul_all_reduce_small",
+        module=matmul_all_reduce_small,
+        function="matmul_all_reduce_small_kernel",
+        call=_matmul_all_reduce_small,
+        # M, N, K, SHOTS, EXACT_WIRE, SUMS_AS_SCRATCH, APART, ADD_ROWS
+        shapes=lambda world: (
+            (3, 21, 19, 1, True, False, True, 2),
+            (1, 16, 32, 1, True, False, False, 1),
+            (17, 9, 5, 1, False, False, False, 16),
+            (7, 21, 33, 2, True, False, False, 1),
+            (5, 17, 9, 2, True, False, True, 4),
+            (18, 9, 17, 2, False, True, False, 2),
+            (9, 33, 5, 2, True, True, True, 1),
+        ),
     ),
     Simulated(
         name="all_gather_transposed_matmul",

@@ -15,16 +15,18 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_REDUCE_SCATTER, MatmulShape
-from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
+from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
+from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
 from jaxtaxfree.kernels.all_gather_transposed_matmul import all_gather_transposed_matmul_kernel
+from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import all_gather_transposed_matmul as gradient_ops
 from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 
 TRITON_CALL = "triton_kernel_call_ffi"
@@ -73,6 +75,10 @@ def _matmul_reduce_scatter_config(shape: MatmulShape, world: int, dtype: str, co
     return scatter_ops.default_config(shape.m // world, shape.n, world, dtype, compute_capability)
 
 
+def _matmul_all_reduce_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
+    return reduce_ops.default_config(shape.m, shape.n, world, dtype, compute_capability)
+
+
 def _all_gather_transposed_matmul(
     lhs: jax.Array, rhs: jax.Array, axis_name: str, *, swapped: bool, precision: str | None, **params: Any
 ) -> jax.Array:
@@ -101,6 +107,7 @@ _MATMUL_REDUCE_SCATTER: dict[str, Any] = {
     "out_specs": P("tp"),
     "default_config": _matmul_reduce_scatter_config,
 }
+# `matmul_all_reduce_small`, which waits for messages, has its own in test_compiled_all_reduce.py.
 KERNELS = (
     Kernel(
         name="all_gather_matmul",
@@ -145,6 +152,20 @@ KERNELS = (
         waits=1,
         dot="mma.sync",
         amd={"num_stages": 2},
+    ),
+    Kernel(
+        name="matmul_all_reduce",
+        function=matmul_all_reduce_kernel,
+        operation=matmul_all_reduce,
+        in_specs=(P(None, "tp"), P("tp")),
+        out_specs=P(),
+        default_config=_matmul_all_reduce_config,
+        benchmarks=tuple(shape for shape in MATMUL_ALL_REDUCE if shape.m > 256),
+        aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
+        odd=MatmulShape(name="odd", m=309, k=4 * 129, n=37),
+        waits=2,
+        dot="wgmma.mma_async",
+        amd={"block_n": 128, "block_k": 32, "num_stages": 2},
     ),
     *(
         Kernel(

@@ -95,6 +95,26 @@ PANEL_WAIT = "shmem.wait(me, arrived + source * panels + block // GROUP, me.epoc
 SEND = 'words, mask=mask & me.ready, sem="relaxed", scope="sys")'
 SPLIT_SENT = "    send_partial(me, acc, top, total, acc_at, sums_at, rows, row, row < rows, HV, me.rank)\n"
 MERGED_SENT = "            send_partial(me, acc, top, total, acc_at, sums_at, results, place, wanted, HV, peer)\n"
+REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
+SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
+RIGHT_HALF = """                give_out(me, right, out, outbox + half, rows, column + half, N, WORLD, BLOCK_M, BLOCK_N)
+"""
+SUM_SIGNAL = "                shmem.signal_all(me, added + place, WORLD)\n"
+TILE_MASK = "        mask = (within >= 0) & (within < OWNED) & (n >= 0)\n"
+TILE_SENT = (
+    "        send(me, partials, mine + (within * COLUMNS + n), product, lhs_ptr.dtype.element_ty, peer, mask, "
+    "not EXACT_WIRE)\n"
+)
+ARRIVED_SIGNAL = """    if not EXACT_WIRE:
+        shmem.signal_all(me, arrived + me.rank, WORLD)
+"""
+SUMS_SENT = "            send(me, sums, mine + (m * COLUMNS + n), rounded, dtype, peer, mask, SUMS_AS_SCRATCH)\n"
+SUMS_LOOP = f"""        for i in tl.static_range(1, WORLD + 1):
+            peer = (me.rank + i) % WORLD
+{SUMS_SENT}"""
+SUMS_SIGNAL = """        if SUMS_AS_SCRATCH:
+            shmem.signal_all(me, added + me.rank, WORLD)
+"""
 CUSTOM_STORES = """    for i in range(WORLD):
         shmem.store(me, inbox_ptr + me.rank * SIZE + element, value, (me.rank + i) % WORLD, mask)
 """
@@ -614,6 +634,153 @@ MUTANTS = (
         kernel="decode_attention",
         edits=((SPLIT_SENT, SPLIT_SENT.replace("row < rows", "row < rows - 1")),),
         errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="no wait for the parts of a sum",
+        kernel="matmul_all_reduce",
+        edits=((PARTIAL_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait for a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="sums of the previous epoch",
+        kernel="matmul_all_reduce",
+        edits=((SUM_WAIT, SUM_WAIT.replace("me.epoch", "me.epoch - 1")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="publish before the right half is stored",
+        kernel="matmul_all_reduce",
+        edits=((RIGHT_HALF + SUM_SIGNAL, SUM_SIGNAL + RIGHT_HALF),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a sum published twice",
+        kernel="matmul_all_reduce",
+        edits=((SUM_SIGNAL, SUM_SIGNAL + SUM_SIGNAL),),
+        errors=(SignalCountError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="copies before the products",
+        kernel="matmul_all_reduce",
+        edits=(
+            (
+                REDUCED_STEP,
+                REDUCED_STEP.replace(
+                    "tl.program_id(0) // tiles_a_rank", "(tl.program_id(0) // tiles_a_rank + WORLD) % (2 * WORLD - 1)"
+                ),
+            ),
+        ),
+        errors=(WaitOrderError,),
+    ),
+    Mutant(
+        name="sums of all tiles in one place",
+        kernel="matmul_all_reduce",
+        edits=(("+ place.to(tl.int64) * size", "+ owner.to(tl.int64) * size"),),
+        errors=TOO_EARLY,
+        shape=(33, 25, 21),
+    ),
+    Mutant(
+        name="tile not sent to one peer",
+        kernel="matmul_all_reduce_small",
+        edits=((TILE_MASK, TILE_MASK.replace("(n >= 0)", "(n >= 0) & (i > 1)")),),
+        shape=(3, 21, 19, 1, True, False, True, 2),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="tile sent twice",
+        kernel="matmul_all_reduce_small",
+        edits=((TILE_SENT, TILE_SENT + TILE_SENT),),
+        errors=(MessageError,),
+        shape=(7, 21, 33, 2, True, False, False, 1),
+    ),
+    Mutant(
+        name="columns past the end not sent",
+        kernel="matmul_all_reduce_small",
+        edits=((TILE_MASK, TILE_MASK.replace("n >= 0", "n < COLUMNS - 1")),),
+        shape=(3, 21, 19, 1, True, False, True, 2),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="parts of all ranks in one place",
+        kernel="matmul_all_reduce_small",
+        edits=(("mine = me.rank.to(tl.int64) * (", "mine = me.rank.to(tl.int64) * (0 * ", 2),),
+        errors=(MessageError,),
+        shape=(7, 21, 33, 2, True, False, False, 1),
+    ),
+    Mutant(
+        name="adding programs first",
+        kernel="matmul_all_reduce_small",
+        edits=(("tl.program_id(0)", "((tl.program_id(0) + multiplying) % tl.num_programs(0))", 5),),
+        errors=(WaitOrderError,),
+        shape=(5, 17, 9, 2, True, False, True, 4),
+    ),
+    Mutant(
+        name="the first row block adds",
+        kernel="matmul_all_reduce_small",
+        edits=(("row_block == row_blocks - 1", "row_block == 0"),),
+        errors=(WaitOrderError,),
+        shape=(18, 9, 17, 2, False, True, False, 2),
+    ),
+    Mutant(
+        name="sums sent twice",
+        kernel="matmul_all_reduce_small",
+        edits=((SUMS_SENT, SUMS_SENT + SUMS_SENT),),
+        errors=(MessageError,),
+        shape=(5, 9, 5, 2, True, False, True, 2),
+    ),
+    Mutant(
+        name="tiles and sums not waited for",
+        kernel="matmul_all_reduce_small",
+        edits=(("shmem.wait_all(me, signals + i * WORLD, me.epoch)", "me.ready"),),
+        errors=TOO_EARLY,
+        shape=(5, 9, 5, 2, True, True, True, 2),
+    ),
+    Mutant(
+        name="publish before the sums are stored",
+        kernel="matmul_all_reduce_small",
+        edits=((SUMS_LOOP + SUMS_SIGNAL, SUMS_SIGNAL + SUMS_LOOP),),
+        errors=TOO_EARLY,
+        shape=(5, 9, 5, 2, True, True, False, 2),
+    ),
+    Mutant(
+        name="publish before the tile is sent",
+        kernel="matmul_all_reduce_small",
+        edits=(
+            (ARRIVED_SIGNAL, ""),
+            (
+                "    mine = me.rank.to(tl.int64) * (OWNED * COLUMNS)\n    for",
+                ARRIVED_SIGNAL + "    mine = me.rank.to(tl.int64) * (OWNED * COLUMNS)\n    for",
+            ),
+        ),
+        errors=TOO_EARLY,
+        shape=(5, 9, 5, 1, False, False, True, 2),
+    ),
+    Mutant(
+        name="one row block's signals alone",
+        kernel="matmul_all_reduce_small",
+        edits=(("tl.static_range(SIGNALS)", "tl.static_range(1)"),),
+        errors=TOO_EARLY,
+        shape=(18, 9, 5, 1, False, False, True, 16),
+    ),
+    Mutant(
+        name="a part waits for another one's sums",
+        kernel="matmul_all_reduce_small",
+        edits=(("    added += column_block * (parts * WORLD)\n", ""),),
+        errors=(SignalCountError, WaitOrderError, *TOO_EARLY),
+        shape=(5, 33, 5, 2, True, True, True, 2),
+    ),
+    Mutant(
+        name="single buffering of parts and sums",
+        kernel="matmul_all_reduce_small",
+        api=True,
+        edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
+        errors=(MessageError, DataRaceError),
     ),
 )
 

@@ -1,0 +1,176 @@
+"""What the compiler makes of `matmul_all_reduce`'s kernel for few rows, read from the PTX: no GPU needed."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.shapes import MATMUL_ALL_REDUCE
+from jaxtaxfree import matmul_all_reduce
+from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.ops.matmul_all_reduce import default_config
+from tests.support import Compiled, compile_call, compile_for_amd, mesh_of, sharded
+from tests.test_compiled import (
+    SHARED_MEMORY,
+    copies_not_in_flight,
+    local_memory,
+    narrow_remote_stores,
+    parse,
+    ptxas_report,
+    publishes_out_of_order,
+    spilled_bytes,
+    waits_that_do_not_wait,
+)
+from tests.test_compiled_attention import is_message, polling_loops, widths
+
+K, N = 28672, 8192
+CASES: dict[str, dict[str, Any]] = {
+    "rows-1": {"m": 1},
+    "rows-16": {"m": 16},
+    "rows-16-two-shots": {"m": 16, "shots": 2},
+    "rows-64": {"m": 64},
+    "rows-128": {"m": 128},
+    "rows-128-scratch": {"m": 128, "sums_as_scratch": True},
+    "rows-256": {"m": 256},
+    "rows-256-scratch": {"m": 256, "sums_as_scratch": True},
+    "rows-128-rounded": {"m": 128, "exact_wire": False, "sums_as_scratch": True},
+    "apart": {"m": 16, "n": 28672},
+    "rows-64-apart": {"m": 64, "apart": True, "linger": True},
+    "float32": {"m": 16, "dtype": "float32"},
+    "odd": {"m": 13, "n": 777},
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@functools.cache
+def compiled(name: str, compute_capability: int = 90, world: int = 4, amd: bool = False) -> Compiled:
+    """Compiles the kernel of a call of this case's sizes, [M, K / world] @ [K / world, N] on every rank."""
+    case = {"n": N, "dtype": "bfloat16", **CASES[name]}
+    m, n, dtype = case.pop("m"), case.pop("n"), case.pop("dtype")
+    call = functools.partial(
+        matmul_all_reduce, axis_name="tp", implementation="fused", config=case | ({"num_stages": 2} if amd else {})
+    )
+    mesh, in_specs = mesh_of(world), (P(None, "tp"), P("tp"))
+    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, ((m, K), (K, n)))]
+    program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=P())
+    return compile_call(matmul_all_reduce_small_kernel, program, *arrays, compute_capability=compute_capability)
+
+
+def dot_of(call: Compiled) -> str:
+    return "wgmma.mma_async" if "wgmma.mma_async" in call.ptx else "mma.sync"
+
+
+def narrow_messages(call: Compiled) -> list[str]:
+    """Tiles are sent in 16-byte stores, and sums where they are enough for all threads; polls are alike."""
+    program, constants = parse(call.ptx), call.constants
+    ranks, threads = constants["WORLD"], 32 * call.options["num_warps"]
+    rows, columns = constants["ADD_ROWS"], constants["BLOCK_N"]
+    stores, polls = widths(program, "st."), widths(program, "ld.")
+    sums_sent = constants["SHOTS"] == 2 and not constants["SUMS_AS_SCRATCH"]
+    few = rows * columns < 4 * threads
+    wrong = []
+    if not constants["EXACT_WIRE"]:
+        return []
+    if stores[16] < ranks * (2 if sums_sent and not few else 1):
+        wrong.append(f"{stores[16]} stores of 16 bytes")
+    if (narrow := stores[4] + stores[8]) > (ranks if sums_sent and few else 0):
+        wrong.append(f"{narrow} narrow stores")
+    if ranks * rows * columns >= 4 * threads and polls[16] < 2:
+        wrong.append(f"{polls[16]} polls of 16 bytes")
+    return wrong
+
+
+def receptions(call: Compiled) -> int:
+    """Loops that wait for messages."""
+    constants = call.constants
+    loops_a_place = 2 if constants["LINGER"] else 1
+    return loops_a_place * (constants["EXACT_WIRE"] + (constants["SHOTS"] == 2 and not constants["SUMS_AS_SCRATCH"]))
+
+
+@each_case
+def test_sm_90(name: str) -> None:
+    call = compiled(name)
+    program = parse(call.ptx)
+    assert ".target sm_90a" in call.ptx
+    assert narrow_messages(call) == []
+    if name != "odd":
+        assert copies_not_in_flight(program, dot_of(call)) == []
+    assert polling_loops(program) == receptions(call)
+    signalled = (not call.constants["EXACT_WIRE"]) + call.constants["SUMS_AS_SCRATCH"]
+    if signalled:
+        assert waits_that_do_not_wait(program, signalled) == []
+        assert publishes_out_of_order(program) == []
+        assert narrow_remote_stores(program) == []
+    else:
+        assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)
+    assert local_memory(call.ptx) == []
+    assert 0 < call.shared <= SHARED_MEMORY[90]
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@pytest.mark.parametrize("world", (2, 8))
+@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256-scratch"))
+def test_other_worlds(name: str, world: int) -> None:
+    call = compiled(name, world=world)
+    assert narrow_messages(call) == []
+    assert polling_loops(parse(call.ptx)) == receptions(call)
+    assert spilled_bytes(ptxas_report(call)) == 0
+
+
+@pytest.mark.parametrize("compute_capability", (80, 89, 100))
+@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256-scratch"))
+def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
+    call = compiled(name, compute_capability)
+    assert f".target sm_{compute_capability}" in call.ptx
+    assert narrow_messages(call) == []
+    assert polling_loops(parse(call.ptx)) == receptions(call)
+    assert call.shared <= SHARED_MEMORY[compute_capability]
+
+
+@pytest.mark.parametrize("name", ("rows-1", "rows-128", "rows-256-scratch"))
+def test_gfx942(name: str) -> None:
+    code = compile_for_amd(compiled(name, amd=True)).asm["amdgcn"]
+    assert "mfma" in code
+    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]  # scalars find a place in vector registers
+    # System scope.
+    assert re.search(r"global_store_dwordx?4? .*sc0 sc1", code)
+    assert re.search(r"global_load_dwordx?4? .*sc0 sc1", code)
+
+
+def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
+    rows = {case["m"] for case in CASES.values()}
+    assert {shape.m for shape in MATMUL_ALL_REDUCE if shape.m <= 256} <= rows
+    assert {(shape.k, shape.n) for shape in MATMUL_ALL_REDUCE} == {(K, N)}
+
+
+def test_default_config_is_taken() -> None:
+    call = compiled("rows-128")
+    config = dataclasses.asdict(default_config(128, N, 4, "bfloat16", 90))
+    for name in ("block_m", "block_n", "block_k", "shots", "exact_wire", "sums_as_scratch", "apart", "add_rows"):
+        assert call.constants[name.upper()] == config[name]
+
+
+def tampered(name: str, pattern: str, replacement: str) -> Compiled:
+    call = compiled(name)
+    ptx, count = re.subn(pattern, replacement, call.ptx)
+    assert count, f"nothing to tamper with: {pattern}"
+    return dataclasses.replace(call, ptx=ptx)
+
+
+def test_narrow_messages_are_reported() -> None:
+    for pattern, replacement, report in (
+        (r"st\.relaxed\.sys\.global\.v4\.b32", "st.relaxed.sys.global.v2.b32", "0 stores of 16 bytes"),
+        (r"st\.relaxed\.sys", "st.relaxed.gpu", "0 stores of 16 bytes"),
+        (r"(ld\.\S*\.global)\.v4\.b32", r"\1.v2.b32", "0 polls of 16 bytes"),
+    ):
+        assert any(report in line for line in narrow_messages(tampered("rows-128", pattern, replacement)))
+
+
+def test_lost_polls_are_reported() -> None:
+    call = tampered("rows-128", r"ld\.relaxed\.sys", "ld.weak")
+    assert polling_loops(parse(call.ptx)) < receptions(call)
+    assert not any(is_message(s) and s.starts("ld.") for s in parse(call.ptx))
