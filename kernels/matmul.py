@@ -30,8 +30,11 @@ def multiply(
     if accumulator is None:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     m = tl.arange(0, BLOCK_M)
-    if M % BLOCK_M != 0:
-        m = tl.minimum(m, rows - 1)  # rows past the end read the last one again, and are not stored
+    # Rows past the end read the last one again, and are not stored. If there are few, that row would be read far too
+    # often: they are left out.
+    few: tl.constexpr = M < BLOCK_M
+    if M % BLOCK_M != 0 and not few:
+        m = tl.minimum(m, rows - 1)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     if LHS_TRANSPOSED:
@@ -47,7 +50,9 @@ def multiply(
         size = tl.multiple_of(tl.minimum(count, PART), 16)
         part = tl.load(source + element, mask=element < size)
     for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
+        if few:
+            lhs = tl.load(lhs_ptrs, mask=(m[:, None] < rows) & (k[None, :] < K - start), other=0.0)
+        elif K % BLOCK_K == 0:
             lhs = tl.load(lhs_ptrs)
         else:
             lhs = tl.load(lhs_ptrs, mask=k[None, :] < K - start, other=0.0)

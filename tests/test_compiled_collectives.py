@@ -25,7 +25,7 @@ from tests.test_compiled import (
 from tests.test_compiled_attention import polling_loops, widths
 
 NAMES = ("psum", "all_gather", "psum_scatter")
-MESSAGES = {  # bytes of a rank, dtype
+SMALL = {  # bytes of a rank, dtype
     "2 B": (2, "bfloat16"),
     "2 KB": (2 << 10, "bfloat16"),
     "16 KB": (16 << 10, "bfloat16"),
@@ -34,7 +34,7 @@ MESSAGES = {  # bytes of a rank, dtype
     "128 KB": (128 << 10, "bfloat16"),
     "128 KB of f16": (128 << 10, "float16"),
 }
-SIGNALS = {
+LARGE = {
     "2 MB": (2 << 20, "bfloat16"),
     "2 MB of f32": (2 << 20, "float32"),
     "4 MB of int8": (4 << 20, "int8"),
@@ -44,12 +44,15 @@ each_name = pytest.mark.parametrize("name", NAMES)
 
 @functools.cache
 def compiled(
-    name: str, nbytes: int, dtype: str, *, world: int = 4, compute_capability: int = 90, words: bool = False
+    name: str, nbytes: int, dtype: str, *, world: int = 4, compute_capability: int = 90, protocol: str | None = None
 ) -> Compiled:
-    """Compiles the kernel of a call with so many bytes of each rank; with `words`, by that protocol."""
+    """Compiles the kernel of a call with so many bytes of each rank, by the protocol that is chosen by default."""
     keywords: dict[str, Any] = {} if name == "psum" else {"tiled": True}
-    if words:
-        keywords["config"] = {"protocol": "words", "block": 512 // jnp.dtype(dtype).itemsize, "num_warps": 1}
+    if protocol is not None:
+        itemsize = jnp.dtype(dtype).itemsize
+        blocks = {"messages": 128 // max(1, itemsize // 2), "words": 512 // itemsize, "signals": 8192 // itemsize}
+        num_warps = 8 if protocol == "signals" else 1
+        keywords["config"] = {"protocol": protocol, "block": blocks[protocol], "num_warps": num_warps}
     call = functools.partial(getattr(jtf, name), axis_name="tp", implementation="fused", **keywords)
     elements = nbytes // jnp.dtype(dtype).itemsize * (world if name == "psum_scatter" else 1)
     program = jax.shard_map(call, mesh=mesh_of(world), in_specs=P(), out_specs=P("tp"), check_vma=False)
@@ -57,6 +60,13 @@ def compiled(
     return compile_call(
         kernel, program, jax.ShapeDtypeStruct((elements,), dtype), compute_capability=compute_capability
     )
+
+
+def chosen(name: str, nbytes: int, dtype: str) -> str:
+    """The protocol of a call of 4 ranks."""
+    if name != "all_gather" and dtype != "int8":
+        return "words"
+    return "messages" if nbytes <= 128 << 10 else "signals"
 
 
 def shots(call: Compiled) -> int:
@@ -87,71 +97,65 @@ def wrong_signals(call: Compiled) -> list[str]:
     return wrong + narrow_remote_stores(program) + local_memory(call.ptx)
 
 
+def wrong(call: Compiled) -> list[str]:
+    """What is wrong with a kernel, whatever its protocol."""
+    lines = wrong_signals(call) if call.constants["PROTOCOL"] == "signals" else wrong_messages(call)
+    if spilled := spilled_bytes(ptxas_report(call)):
+        lines.append(f"{spilled} bytes spilled")
+    return lines
+
+
 @each_name
-@pytest.mark.parametrize("size", MESSAGES)
-def test_messages(name: str, size: str) -> None:
-    call = compiled(name, *MESSAGES[size])
-    assert call.constants["PROTOCOL"] == "messages"
-    assert wrong_messages(call) == []
-    assert spilled_bytes(ptxas_report(call)) == 0
+@pytest.mark.parametrize("size", SMALL | LARGE)
+def test_the_choice_by_size(name: str, size: str) -> None:
+    nbytes, dtype = (SMALL | LARGE)[size]
+    call = compiled(name, nbytes, dtype)
+    assert call.constants["PROTOCOL"] == chosen(name, nbytes, dtype)
+    assert wrong(call) == []
 
 
-@pytest.mark.parametrize("name", ("psum", "psum_scatter"))
+@each_name
+@pytest.mark.parametrize("protocol", ("messages", "words", "signals"))
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
-def test_words(name: str, dtype: str) -> None:
-    call = compiled(name, 16 << 10, dtype, words=True)
-    assert call.constants["PROTOCOL"] == "words"
-    assert wrong_messages(call) == []
-    assert spilled_bytes(ptxas_report(call)) == 0
-
-
-@each_name
-@pytest.mark.parametrize("size", SIGNALS)
-def test_signals(name: str, size: str) -> None:
-    call = compiled(name, *SIGNALS[size])
-    assert call.constants["PROTOCOL"] == "signals"
-    assert wrong_signals(call) == []
-    assert spilled_bytes(ptxas_report(call)) == 0
+def test_every_protocol(name: str, protocol: str, dtype: str) -> None:
+    if (name, protocol) != ("all_gather", "words"):
+        assert wrong(compiled(name, 16 << 10, dtype, protocol=protocol)) == []
 
 
 @each_name
 @pytest.mark.parametrize("world", (2, 3, 8))
 def test_other_worlds(name: str, world: int) -> None:
-    call = compiled(name, 3 << 12, "bfloat16", world=world)
-    assert wrong_messages(call) == []
-    assert spilled_bytes(ptxas_report(call)) == 0
-    call = compiled(name, 3 << 20, "float32", world=world)
-    assert wrong_signals(call) == []
-    assert spilled_bytes(ptxas_report(call)) == 0
+    assert wrong(compiled(name, 3 << 12, "bfloat16", world=world)) == []
+    assert wrong(compiled(name, 3 << 20, "float32", world=world)) == []
 
 
 @each_name
 @pytest.mark.parametrize("compute_capability", (80, 100))
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
-    for size, wrong in ((MESSAGES["16 KB"], wrong_messages), (SIGNALS["2 MB"], wrong_signals)):
-        call = compiled(name, *size, compute_capability=compute_capability)
+    for size, wrong in (("16 KB", wrong_messages), ("4 MB of int8", wrong_signals)):
+        call = compiled(name, *(SMALL | LARGE)[size], compute_capability=compute_capability)
         assert f".target sm_{compute_capability}" in call.ptx
         assert wrong(call) == []
 
 
 @each_name
 def test_gfx942(name: str) -> None:
-    for size in (MESSAGES["16 KB"], SIGNALS["2 MB"]):
-        code = compile_for_amd(compiled(name, *size)).asm["amdgcn"]
+    for size in ("16 KB", "4 MB of int8"):
+        code = compile_for_amd(compiled(name, *(SMALL | LARGE)[size])).asm["amdgcn"]
         assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
         assert "sc0 sc1" in code  # system scope
 
 
 def test_no_block_of_a_rank_is_looked_for() -> None:
     """The blocks of the ranks lie in registers of their own: neither shuffles nor shared memory carry them."""
-    call = compiled("psum", *MESSAGES["2 KB"])
+    call = compiled("psum", *SMALL["2 KB"])
     assert call.options["num_warps"] == 1
     assert call.shared == 0
     assert len(re.findall(r"\bshfl\.", call.ptx)) <= 1
 
 
 def test_faults_are_reported() -> None:
-    call = compiled("psum", *MESSAGES["16 KB"])
+    call = compiled("psum", *SMALL["16 KB"])
     for pattern, replacement, report in (
         (r"st\.relaxed\.sys\.global\.v4\.b32", "st.relaxed.sys.global.v2.b32", "stores of messages"),
         (r"st\.relaxed\.sys", "st.relaxed.gpu", "stores of messages"),

@@ -166,16 +166,22 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
       world: number of ranks.
       dtype: of the elements.
     """
-    nbytes = size * np.dtype(dtype).itemsize
-    shots = 2 if operation == "psum" and world > 2 and nbytes > 64 << 10 else 1
-    if nbytes > (512 << 10 if shots == 2 else 128 << 10):
-        # Two accesses of 16 bytes for each thread and rank.
-        return Config(protocol="signals", shots=shots, block=8192 // np.dtype(dtype).itemsize, num_warps=8)
+    itemsize = np.dtype(dtype).itemsize
+    shots = 2 if operation == "psum" and world > 2 and size * itemsize > 64 << 10 else 1
+    longest = _longest_block(world, dtype)
+    part = size * itemsize // (world if shots == 2 else 1)
     # One access of 16 bytes, in programs of few warps: the fewer they are, the sooner they agree that all has come.
-    words = size * _words(dtype) // (world if shots == 2 else 1)
+    num_warps = 1 if part <= 16 << 10 else 2 if part <= 64 << 10 else 4 if part <= 256 << 10 else 8
+    block = 512 * num_warps // itemsize
+    if operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating) and block <= longest:
+        return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
+    if size * itemsize > (512 << 10 if shots == 2 else 128 << 10):
+        # Two accesses of 16 bytes for each thread and rank.
+        return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)
+    words = part * _words(dtype) // itemsize
     num_warps = 1 if words <= 8192 else 2 if words <= 32768 else 4
-    block = min(128 * num_warps // _words(dtype), _longest_block(world, dtype))
-    return Config(shots=shots, block=block, num_warps=num_warps)
+    block = min(128 * num_warps // _words(dtype), longest)
+    return Config(protocol="messages", shots=shots, block=block, num_warps=num_warps)
 
 
 def _longest_block(world: int, dtype: Any) -> int:
