@@ -143,15 +143,7 @@ def collective(
 
     def jvp(primals: Any, tangents: Any, *, implementation: str | None, **params: Any) -> Any:
         del implementation
-        differentiable = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
-
-        def function(*some: Any) -> list[jax.Array]:
-            operands = list(primals)
-            for i, x in zip(differentiable, some):
-                operands[i] = x
-            return reference(*operands, **params)
-
-        return jax.jvp(function, [primals[i] for i in differentiable], [tangents[i] for i in differentiable])
+        return jvp_of(functools.partial(reference, **params), primals, tangents)
 
     ad.primitive_jvps[primitive] = jvp
 
@@ -161,6 +153,19 @@ def collective(
 
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
+
+
+def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
+    """The rule of a primitive that is differentiated as this function of its operands."""
+    differentiable = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
+
+    def of_some(*some: Any) -> Any:
+        operands = list(primals)
+        for i, x in zip(differentiable, some):
+            operands[i] = x
+        return function(*operands)
+
+    return jax.jvp(of_some, [primals[i] for i in differentiable], [tangents[i] for i in differentiable])
 
 
 def _communicating(

@@ -50,6 +50,8 @@ def shmem_call(
     * one pointer for each leaf of `out_type`;
     * constants (`tl.constexpr`), given by `params`. `WORLD`, if there is one, is filled in: the number of ranks.
 
+    A pointer that `params` names and makes None is None in the kernel, and none of these arrays stands for it.
+
     The kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`, in every program. A program may
     wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. See
     `examples/custom_kernel.py`.
@@ -282,8 +284,15 @@ def _launch(
     if position is None:
         position = team.position() if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
+    named = {
+        "team": (jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
+        **layout.buffer_lines,
+        **layout.signal_index,
+        **dict(params),
+    }
+    # By name, because parameters before them may be None.
+    operands = dict(zip((name for name in kernel.arg_names if name not in named), args))
     return _call_of(kernel, descriptors, num_stages)(
-        *args,
         kernel=kernel,
         out_type=out_types,
         grid=grid,
@@ -293,10 +302,8 @@ def _launch(
         backend_options=_COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
         has_side_effect=True,  # the peers count on it
-        team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
-        **layout.buffer_lines,
-        **layout.signal_index,
-        **dict(params),
+        **operands,
+        **named,
     )
 
 

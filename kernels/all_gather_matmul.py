@@ -12,13 +12,16 @@ run.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 
 
 @triton.jit
 def all_gather_matmul_kernel(
     lhs_ptr,  # [M, K], this rank's rows
     rhs_ptr,  # [K, N], or [N, K]
+    gate_ptr,  # [K, N], or None
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [WORLD * M, N], or None
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
@@ -37,7 +40,8 @@ def all_gather_matmul_kernel(
     UNITS: tl.constexpr,  # parts in which a block of rows is pushed
     CHUNK: tl.constexpr,  # elements that a pusher moves at a time
     PRECISION: tl.constexpr,
-    RHS_TRANSPOSED: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
@@ -69,11 +73,21 @@ def all_gather_matmul_kernel(
                 element = at + tl.arange(0, CHUNK)
                 value = tl.load(lhs + element, mask=element < size)
                 tl.store(copy + element, tl.where(ready, value, float("nan")), mask=element < size)
-        product = matmul.multiply(
-            lhs, rhs_ptr, rows, column, M, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
-        )  # fmt: skip
+        if gate_ptr is None:
+            gate = None
+            product = matmul.multiply(
+                lhs, rhs_ptr, rows, column, M, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+            )  # fmt: skip
+        else:
+            product, gate = matmul.multiply_pair(
+                lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )
         product = tl.where(ready, product, float("nan"))
+        row = source * M + row_block * BLOCK_M
+        product = epilogue.apply(
+            product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
+        )
         out = out_ptr + (source * M + row_block * BLOCK_M).to(tl.int64) * N
         matmul.store_tile(out, product, rows, column, N, BLOCK_M, BLOCK_N)
     shmem.finish(me)

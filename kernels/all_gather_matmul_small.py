@@ -11,13 +11,16 @@ run.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 
 
 @triton.jit
 def all_gather_matmul_small_kernel(
     lhs_ptr,  # [M, K], this rank's rows
     rhs_ptr,  # [K, N], or [N, K]
+    gate_ptr,  # [K, N], or None
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [WORLD * M, N], or None
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [WORLD]: PUSHERS from each rank
@@ -33,7 +36,8 @@ def all_gather_matmul_small_kernel(
     PUSHERS: tl.constexpr,
     CHUNK: tl.constexpr,  # elements that a pusher moves at a time
     PRECISION: tl.constexpr,
-    RHS_TRANSPOSED: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
@@ -48,10 +52,16 @@ def all_gather_matmul_small_kernel(
         rows = tl.minimum(all_rows - row, BLOCK_M)
         ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)
         lhs = inbox + row.to(tl.int64) * K
-        product = matmul.multiply(
-            lhs, rhs_ptr, rows, column, all_rows, N, K,
-            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
-        )  # fmt: skip
+        if gate_ptr is None:
+            gate = None
+            product = matmul.multiply(
+                lhs, rhs_ptr, rows, column, all_rows, N, K,
+                BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+            )  # fmt: skip
+        else:
+            product, gate = matmul.multiply_pair(
+                lhs, rhs_ptr, gate_ptr, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+            )
         if gathered_ptr is not None:
             for at in range((tl.program_id(0) - PUSHERS) * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
                 element = at + tl.arange(0, CHUNK)
@@ -59,6 +69,9 @@ def all_gather_matmul_small_kernel(
                 value = tl.load(inbox + element, mask=inside)
                 tl.store(gathered_ptr + element, tl.where(ready, value, float("nan")), mask=inside)
         product = tl.where(ready, product, float("nan"))
+        product = epilogue.apply(
+            product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
+        )
         matmul.store_tile(out_ptr + row.to(tl.int64) * N, product, rows, column, N, BLOCK_M, BLOCK_N)
     shmem.finish(me)
 

@@ -75,6 +75,52 @@ def multiply(
 
 
 @triton.jit
+def multiply_pair(
+    lhs_ptr,  # first row of the tile
+    rhs_ptr,  # [K, N]
+    other_ptr,  # [K, N]
+    rows,  # i32, rows of the tile that exist, at least 1
+    column,  # i32, first column of the tile
+    M: tl.constexpr,  # rows of lhs [M, K]
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,  # as of `multiply`
+):
+    """The same tile of lhs @ rhs and of lhs @ other, with lhs read once: two f32 [BLOCK_M, BLOCK_N]."""
+    product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    other_product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    m = tl.arange(0, BLOCK_M)
+    if M % BLOCK_M != 0:
+        m = tl.minimum(m, rows - 1)  # as in `multiply`
+    n = column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
+    rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
+    other_ptrs = other_ptr + k[:, None] * N + n[None, :]
+    for start in range(0, K, BLOCK_K):
+        if K % BLOCK_K == 0:
+            lhs = tl.load(lhs_ptrs)
+        else:
+            lhs = tl.load(lhs_ptrs, mask=k[None, :] < K - start, other=0.0)
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            rhs = tl.load(rhs_ptrs)
+            other = tl.load(other_ptrs)
+        else:
+            mask = (k[:, None] < K - start) & (n[None, :] < N)
+            rhs = tl.load(rhs_ptrs, mask=mask, other=0.0)
+            other = tl.load(other_ptrs, mask=mask, other=0.0)
+        product = tl.dot(lhs, rhs, product, input_precision=PRECISION)
+        other_product = tl.dot(lhs, other, other_product, input_precision=PRECISION)
+        lhs_ptrs += BLOCK_K
+        rhs_ptrs += BLOCK_K * N
+        other_ptrs += BLOCK_K * N
+    return product, other_product
+
+
+@triton.jit
 def store_tile(
     out_ptr,  # first row of the tile; row stride N
     tile,  # f32 [BLOCK_M, BLOCK_N]

@@ -17,13 +17,15 @@ are.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 
 
 @triton.jit
 def matmul_reduce_scatter_kernel(
     lhs_ptr,  # [WORLD * M, K]
     rhs_ptr,  # [K, N], or [N, K]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     outbox,  # scratch [LAG, BLOCK_M, BLOCK_N] for tiles of this rank
@@ -43,6 +45,7 @@ def matmul_reduce_scatter_kernel(
     LAG: tl.constexpr,
     PART: tl.constexpr,  # 4-byte words that are carried in a step of K
     CHUNK: tl.constexpr,  # the power of 2 of words that are moved at a time
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
     wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
@@ -104,10 +107,15 @@ def matmul_reduce_scatter_kernel(
             ready &= shmem.wait(me, arrived + i * tiles_a_rank + tile, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
         received = inbox + tile.to(tl.int64) * size
         stride: tl.constexpr = tiles_a_rank * size
-        out = out_ptr + (row_block * BLOCK_M).to(tl.int64) * N
+        row = row_block * BLOCK_M
+        out = out_ptr + row.to(tl.int64) * N
         left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
+        left = epilogue.apply(left, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
         matmul.store_tile(out, left, rows, column, N, BLOCK_M, half)
         right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
+        right = epilogue.apply(
+            right, None, bias_ptr, residual_ptr, row, rows, column + half, N, BLOCK_M, half, ACTIVATION
+        )
         matmul.store_tile(out, right, rows, column + half, N, BLOCK_M, half)
     shmem.finish(me)
 

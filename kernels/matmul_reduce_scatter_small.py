@@ -11,13 +11,15 @@ its own place to run.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 
 
 @triton.jit
 def matmul_reduce_scatter_small_kernel(
     lhs_ptr,  # [WORLD * M, K]
     rhs_ptr,  # [K, N], or [N, K]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
     team,
     partials,  # scratch [WORLD, M, N]
     arrived,  # signals [programs, WORLD]
@@ -32,6 +34,7 @@ def matmul_reduce_scatter_small_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
@@ -69,5 +72,6 @@ def matmul_reduce_scatter_small_kernel(
         partial = tl.load(sources + source * M * N, mask=(own < count) & (n[None, :] < N), other=0.0)
         total += partial.to(tl.float32)
     total = tl.where(ready, total, float("nan"))
+    total = epilogue.apply(total, None, bias_ptr, residual_ptr, first, count, column, N, SUM_ROWS, BLOCK_N, ACTIVATION)
     matmul.store_tile(out_ptr + first.to(tl.int64) * N, total, count, column, N, SUM_ROWS, BLOCK_N)
     shmem.finish(me)

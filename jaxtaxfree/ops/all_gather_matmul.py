@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,9 @@ from jax import lax
 
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
+from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import check_axes
@@ -27,6 +29,10 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: Any = None,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
     return_gathered: bool = False,
     implementation: str | None = None,
     config: "Config | Mapping[str, Any] | None" = None,
@@ -46,6 +52,11 @@ def all_gather_matmul(
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. Sums are f32 in any case.
+      gate: [K, N], a second `rhs`, as of SwiGLU: the result is `activation(G @ gate) * (G @ rhs)`, for G the gathered
+        lhs. So the activation is that of the gate's product alone.
+      bias: [N], added to `G @ rhs`, before what follows.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      residual: of the result's shape, added last.
       return_gathered: return the gathered lhs as well. Its bytes are written once more, and the gradient of rhs then
         needs no second gather.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
@@ -56,6 +67,10 @@ def all_gather_matmul(
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
       `return_gathered` a pair of it and [..., world * M, ..., K].
+
+    Gate, bias, activation and residual are applied to the product's f32 sums, in f32, and the result is rounded once.
+    In a program that is differentiated the product is an operation by itself, so that its gradients stay fused: it is
+    rounded to the dtype of the result before they are applied.
 
     Raises:
       ValueError: if the operands do not fit together, or there is no such implementation.
@@ -70,37 +85,55 @@ def all_gather_matmul(
         "axis": _check_operands(lhs, rhs, axis),
         **matmul.check_precision(precision, preferred_element_type),
     }
+    shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
+    if params["axis"] < lhs.ndim - 1:
+        shape[params["axis"]] *= lax.axis_size(axes)
+    epilogue, others = epilogues.check(
+        "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
+    )
     config = matmul.check_config("all_gather_matmul", Config, config)
-    reasons = _unsupported(lhs, rhs, **params)
+    reasons = _unsupported(lhs, rhs, *others, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["axis"] == lhs.ndim - 1:
-        return reference(lhs, rhs, return_gathered=return_gathered, **params)
+        return reference(lhs, rhs, *others, epilogue=epilogue, return_gathered=return_gathered, **params)
+    params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
+    if epilogue:
+        result = matmul.bind(
+            with_epilogue_p, lhs, rhs, *others, epilogue=epilogue, return_gathered=return_gathered, **params
+        )
+        return tuple(result) if return_gathered else result[0]
     primitive = gathered_too_p if return_gathered else all_gather_matmul_p
-    result = matmul.bind(
-        primitive, lhs, rhs, rhs_transposed=False, implementation=implementation, config=config, **params
-    )
+    result = matmul.bind(primitive, lhs, rhs, **params)
     return tuple(result) if return_gathered else result
 
 
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *others: jax.Array,
     axes: tuple[str, ...],
     axis: int,
     precision: Any,
     preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
     config: Any = None,
 ) -> Any:
-    """What the operation means, in plain `lax`."""
+    """What the operation means, in plain `lax`; `others` are the operands of the epilogue."""
     del config
     rhs = rhs.T if rhs_transposed else rhs
     gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
-    product = jnp.matmul(gathered, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return (product, gathered) if return_gathered else product
+    multiply = functools.partial(jnp.matmul, gathered, precision=precision)
+    if epilogue:
+        dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+        weights, others = epilogue.split(rhs, others)
+        wide = epilogues.wide_type(dtype)
+        out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights], others, dtype)
+    else:
+        out = multiply(rhs, preferred_element_type=preferred_element_type)
+    return (out, gathered) if return_gathered else out
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +142,7 @@ class Config:
 
     Attributes:
       block_m, block_n, block_k: rows and columns of a tile, and the part of K that a step of its loop takes: powers of
-        2, at least 16.
+        2, at least 16. With a gate a tile has half of its columns of each of the two products.
       num_warps, num_stages: warps of a program, and steps of the loop in flight.
       pushers: programs that send.
       chunk: elements that a pusher moves at a time, a power of 2.
@@ -135,7 +168,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 
     Args:
       m: rows of a rank's `lhs` [m, k].
-      n: columns of a rank's `rhs` [k, n].
+      n: columns of a rank's `rhs` [k, n]; with a gate those of both.
       world: number of ranks.
       dtype: of the operands.
       compute_capability: of the GPU, 90 for 9.0.
@@ -158,20 +191,28 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *others: jax.Array,
     axes: tuple[str, ...],
     axis: int,
     precision: Any,
     preferred_element_type: Any,
     config: Config | None,
     compute_capability: int,
+    epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
     implementation: str | None = None,
 ) -> Any:
     """The operation by one kernel."""
     if reasons := _unsupported(
-        lhs, rhs, axes=axes, axis=axis, precision=precision, preferred_element_type=preferred_element_type
+        lhs,
+        rhs,
+        *others,
+        axes=axes,
+        axis=axis,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
     ):
         raise Unsupported("all_gather_matmul", reasons)
     precision = matmul.triton_precision(precision)
@@ -179,6 +220,8 @@ def fused(
     world = lax.axis_size(axes)
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
+    columns = 2 * n if epilogue.gated else n
+    others = [matmul.rows_first(x, axis)[0] if name == "residual" else x for name, x in zip(epilogue.operands, others)]
     kernel, keywords = launch(
         m,
         k,
@@ -189,9 +232,10 @@ def fused(
         precision=precision,
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
-        config=config or default_config(m, n, world, lhs.dtype, compute_capability),
+        epilogue=epilogue,
+        config=config or default_config(m, columns, world, lhs.dtype, compute_capability),
     )
-    outs = shmem_call(kernel, rows, rhs, axis_name=axes, implementation=implementation, **keywords)
+    outs = shmem_call(kernel, rows, rhs, *others, axis_name=axes, implementation=implementation, **keywords)
     return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
 
 
@@ -207,9 +251,14 @@ def launch(
     config: Config,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    epilogue: Epilogue = NONE,
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel for a rank's lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
+    columns = n
+    if epilogue.gated:
+        columns = 2 * n
+        config = dataclasses.replace(config, block_n=config.block_n // 2)
     out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
@@ -218,11 +267,15 @@ def launch(
         **copied,
         "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
         "name": "all_gather_matmul",
-        "cost_estimate": {"flops": 2 * world * m * n * k, "bytes_accessed": size * (world * m * (k + n) + k * n)},
+        "cost_estimate": {
+            "flops": 2 * world * m * columns * k,
+            "bytes_accessed": size * (world * m * (k + n) + k * columns),
+        },
         **matmul.tile_keywords(m, k, n, precision, config),
         "PUSHERS": config.pushers,
         "CHUNK": config.chunk,
         "RHS_TRANSPOSED": rhs_transposed,
+        **epilogue.keywords("gate", "bias", "residual"),
     }
     column_blocks = math.ceil(n / config.block_n)
     if config.small:
@@ -249,18 +302,35 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
 
 
 def _unsupported(
-    lhs: Any, rhs: Any, *, axes: tuple[str, ...], axis: int, precision: Any, preferred_element_type: Any
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
 ) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     del axes
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     if axis == lhs.ndim - 1 and lhs.ndim > 1 and rhs.ndim == 2:
         reasons.append("it gathers rows, not the contracted dimension of lhs")
-    return reasons
+    return reasons + epilogues.unsupported(epilogue, others)
 
 
-def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, rhs_transposed: bool, **_: Any) -> str | None:
+def _slower(
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    axes: tuple[str, ...],
+    precision: Any,
+    rhs_transposed: bool,
+    epilogue: Epilogue = NONE,
+    **_: Any,
+) -> str | None:
     """Why XLA is known to be faster, if it is. Measured on 4 H200."""
+    del others
     world = lax.axis_size(axes)
     rows = world * math.prod(lhs.shape[:-1])
     if world == 1:
@@ -270,7 +340,7 @@ def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, rhs_tr
     if 256 <= rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
-    return matmul.UNMEASURED if rhs_transposed else None
+    return matmul.UNMEASURED if rhs_transposed or epilogue.gated else None
 
 
 def _batch_lhs(
@@ -288,5 +358,12 @@ gathered_too_p = collective(
     "all_gather_matmul",
     reference=functools.partial(reference, return_gathered=True),
     fused=functools.partial(fused, return_gathered=True),
+    slower=_slower,
+)
+# With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
+with_epilogue_p = collective(
+    "all_gather_matmul",
+    reference=lambda *operands, **params: jax.tree.leaves(reference(*operands, **params)),
+    fused=lambda *operands, **params: jax.tree.leaves(fused(*operands, **params)),
     slower=_slower,
 )

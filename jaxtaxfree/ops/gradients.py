@@ -13,6 +13,7 @@ The operands of the products are never transposed in memory: the kernels read th
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,12 +21,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
 from jaxtaxfree.ops.all_gather_transposed_matmul import all_gather_transposed_matmul_p
+from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
 from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
+from jaxtaxfree.primitive import jvp_of
 
 
 def _gather(x: Any, w: Any, axis: int, transposed: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
@@ -137,3 +140,42 @@ def _gathered_too_transpose(cts: Any, lhs: Any, rhs: Any, *, axis: int, **params
 
 ad.primitive_jvps[gathered_too_p] = _gathered_too_jvp
 ad.primitive_transposes[gathered_too_p] = _gathered_too_transpose
+
+
+def _separate(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    linear: Callable[..., Any],
+    epilogue: Epilogue,
+    **params: Any,
+) -> list[jax.Array]:
+    """A product with an epilogue as an operation by itself and then its epilogue, so that its gradients stay fused.
+
+    Args:
+      linear: (lhs, rhs, **params) -> the product, and whatever else the operation gives.
+    """
+    weights, others = epilogue.split(rhs, operands)
+    # One product with a gate, too, so that lhs is gathered once.
+    product, *rest = linear(lhs, jnp.concatenate(weights, axis=1), **params)
+    return [epilogue.apply(jnp.split(product, len(weights), axis=-1), others, product.dtype), *rest]
+
+
+def _gather_linear(lhs: jax.Array, rhs: jax.Array, *, return_gathered: bool, **params: Any) -> list[jax.Array]:
+    if return_gathered:
+        return matmul.bind(gathered_too_p, lhs, rhs, **params)
+    return [matmul.bind(all_gather_matmul_p, lhs, rhs, **params)]
+
+
+def _scatter_linear(lhs: jax.Array, rhs: jax.Array, **params: Any) -> list[jax.Array]:
+    return [matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)]
+
+
+def _define_jvp(primitive: Any, linear: Callable[..., Any]) -> None:
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp_of(
+        functools.partial(_separate, linear=linear, **params), primals, tangents
+    )
+
+
+_define_jvp(all_gather_matmul.with_epilogue_p, _gather_linear)
+_define_jvp(matmul_reduce_scatter.with_epilogue_p, _scatter_linear)

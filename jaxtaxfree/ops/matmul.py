@@ -47,10 +47,10 @@ def check_precision(precision: Any, preferred_element_type: Any) -> dict[str, An
     }
 
 
-def bind(primitive: Any, lhs: jax.Array, rhs: jax.Array, *, axes: tuple[str, ...], **params: Any) -> Any:
+def bind(primitive: Any, *operands: jax.Array, axes: tuple[str, ...], **params: Any) -> Any:
     """Binds a primitive, whose operands must vary along the same axes."""
-    along = set(axes) | varying(lhs) | varying(rhs)
-    return primitive.bind(vary(lhs, along), vary(rhs, along), axes=axes, **params)
+    along = set(axes).union(*map(varying, operands))
+    return primitive.bind(*(vary(x, along) for x in operands), axes=axes, **params)
 
 
 def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: Any) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,8 +12,10 @@ from jax import lax
 
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
+from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import check_axes
 
@@ -26,6 +28,9 @@ def matmul_reduce_scatter(
     scatter_dimension: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: Any = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
     implementation: str | None = None,
     config: "Config | Mapping[str, Any] | None" = None,
 ) -> jax.Array:
@@ -44,6 +49,9 @@ def matmul_reduce_scatter(
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case. Each rank's part is rounded to
         the operands' dtype on its way, unless the rows are few or `config` asks for `exact_wire`, and the sum is
         rounded once.
+      bias: [N], the whole of it on every rank, added once to the sum over all ranks, before what follows.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      residual: of the result's shape, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: plain `lax` as well, because the kernel has not
         been measured against it yet. The logger "jaxtaxfree" says so at DEBUG level. "simulate": the kernel, run
         for all ranks on the CPU; see `jaxtaxfree.simulator`.
@@ -51,6 +59,10 @@ def matmul_reduce_scatter(
 
     Returns: [..., M, ..., N], this rank's rows of the sum over all ranks. The kernel adds up in the same order in every
       call, which may be another one than XLA's.
+
+    Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
+    to what `lax.psum_scatter` gives. In a program that is differentiated the product is an operation by itself, so
+    that its gradients stay fused: it is rounded to the dtype of the result before they are applied.
 
     Raises:
       ValueError: if the operands do not fit together, or there is no such implementation.
@@ -65,33 +77,41 @@ def matmul_reduce_scatter(
         "scatter_dimension": _check_operands(lhs, rhs, scatter_dimension, axes),
         **matmul.check_precision(precision, preferred_element_type),
     }
+    shape = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
+    shape[params["scatter_dimension"]] //= lax.axis_size(axes)
+    epilogue, others = epilogues.check(
+        "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
+    )
     config = matmul.check_config("matmul_reduce_scatter", Config, config)
-    reasons = _unsupported(lhs, rhs, **params)
+    reasons = _unsupported(lhs, rhs, *others, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_reduce_scatter", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["scatter_dimension"] == lhs.ndim - 1:
-        return reference(lhs, rhs, **params)
-    return matmul.bind(
-        matmul_reduce_scatter_p, lhs, rhs, rhs_transposed=False, implementation=implementation, config=config, **params
-    )
+        return reference(lhs, rhs, *others, epilogue=epilogue, **params)
+    params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
+    if epilogue:
+        return matmul.bind(with_epilogue_p, lhs, rhs, *others, epilogue=epilogue, **params)[0]
+    return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
 
 
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *others: jax.Array,
     axes: tuple[str, ...],
     scatter_dimension: int,
     precision: Any,
     preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     config: Any = None,
 ) -> jax.Array:
-    """What the operation means, in plain `lax`."""
+    """What the operation means, in plain `lax`; `others` are the operands of the epilogue."""
     del config
     rhs = rhs.T if rhs_transposed else rhs
     product = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return lax.psum_scatter(product, axes, scatter_dimension=scatter_dimension, tiled=True)
+    total = lax.psum_scatter(product, axes, scatter_dimension=scatter_dimension, tiled=True)
+    return epilogue.apply([total], epilogue.split(rhs, others)[1], total.dtype) if epilogue else total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -144,13 +164,14 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *others: jax.Array,
     axes: tuple[str, ...],
     scatter_dimension: int,
     precision: Any,
     preferred_element_type: Any,
     config: Config | None,
     compute_capability: int,
+    epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -158,10 +179,12 @@ def fused(
     if reasons := _unsupported(
         lhs,
         rhs,
+        *others,
         axes=axes,
         scatter_dimension=scatter_dimension,
         precision=precision,
         preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
     ):
         raise Unsupported("matmul_reduce_scatter", reasons)
     precision = matmul.triton_precision(precision)
@@ -179,9 +202,14 @@ def fused(
         out_dtype=preferred_element_type or lhs.dtype,
         precision=precision,
         rhs_transposed=rhs_transposed,
+        epilogue=epilogue,
         config=config or default_config(m, n, world, lhs.dtype, compute_capability),
     )
-    out = shmem_call(kernel, rows, rhs, axis_name=axes, implementation=implementation, **keywords)
+    others = [
+        matmul.rows_first(x, scatter_dimension)[0] if name == "residual" else x
+        for name, x in zip(epilogue.operands, others)
+    ]
+    out = shmem_call(kernel, rows, rhs, *others, axis_name=axes, implementation=implementation, **keywords)
     return matmul.rows_back(out, lengths, scatter_dimension)
 
 
@@ -196,6 +224,7 @@ def launch(
     precision: str,
     config: Config,
     rhs_transposed: bool = False,
+    epilogue: Epilogue = NONE,
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel for lhs [world * m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
@@ -210,6 +239,7 @@ def launch(
         **matmul.tile_keywords(m, k, n, precision, config),
         "RHS_TRANSPOSED": rhs_transposed,
         "EXACT_WIRE": config.exact_wire,
+        **epilogue.keywords("bias", "residual"),
     }
     if config.small:
         programs = _tiles(world * m, n, config)
@@ -263,18 +293,26 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[
 
 
 def _unsupported(
-    lhs: Any, rhs: Any, *, axes: tuple[str, ...], scatter_dimension: int, precision: Any, preferred_element_type: Any
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    axes: tuple[str, ...],
+    scatter_dimension: int,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
 ) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     del axes
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     if scatter_dimension == lhs.ndim - 1 and rhs.ndim == 2:
         reasons.append("it scatters rows, not the columns of rhs")
-    return reasons
+    return reasons + epilogues.unsupported(epilogue, others)
 
 
-def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
+def _slower(lhs: Any, rhs: Any, *others: Any, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
     """Why XLA is taken: no shape has been measured yet."""
+    del others
     rows = math.prod(lhs.shape[:-1])
     if lax.axis_size(axes) == 1:
         return "there is one rank, so nothing to scatter"
@@ -290,4 +328,11 @@ def _batch_lhs(
 
 matmul_reduce_scatter_p = bilinear(
     "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+)
+# With an epilogue.
+with_epilogue_p = collective(
+    "matmul_reduce_scatter",
+    reference=lambda *operands, **params: [reference(*operands, **params)],
+    fused=lambda *operands, **params: [fused(*operands, **params)],
+    slower=_slower,
 )

@@ -1,0 +1,114 @@
+"""What a fused matmul does to its product before it rounds it: bias, activation, gate and residual."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtaxfree.primitive import DTYPES
+
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+}
+_NAMES = {jax.nn.silu: "silu", jax.nn.gelu: "gelu_tanh"}  # as these functions do it by default
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """activation(product + bias) + residual; with a gate activation(gate's product) * (product + bias) + residual.
+
+    Attributes:
+      activation: a key of `ACTIVATIONS`, or None.
+      operands: which of "gate", "bias" and "residual" there are, in this order.
+    """
+
+    activation: str | None = None
+    operands: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.activation is not None or bool(self.operands)
+
+    @property
+    def gated(self) -> bool:
+        return "gate" in self.operands
+
+    def split(self, rhs: jax.Array, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+        """What lhs is multiplied by, and the other operands by their names."""
+        others = dict(zip(self.operands, operands, strict=True))
+        return [rhs, others.pop("gate")] if self.gated else [rhs], others
+
+    def apply(self, products: Sequence[jax.Array], others: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        """The epilogue in plain `jax.numpy`, in f32 (or f64), of the products by what `split` gives first."""
+        wide = wide_type(dtype)
+        out, *gates = (product.astype(wide) for product in products)
+        activate = ACTIVATIONS[self.activation] if self.activation else lambda x: x
+        if "bias" in others:
+            out = out + others["bias"].astype(wide)
+        out = activate(gates[0]) * out if gates else activate(out)
+        if "residual" in others:
+            out = out + others["residual"].astype(wide)
+        return out.astype(dtype)
+
+    def keywords(self, *names: str) -> dict[str, Any]:
+        """What `shmem_call` needs to know for a kernel that has pointers to operands of these names."""
+        return {"ACTIVATION": self.activation, **{f"{name}_ptr": None for name in names if name not in self.operands}}
+
+
+NONE = Epilogue()
+
+
+def wide_type(dtype: Any) -> Any:
+    """In which a result of this dtype is computed."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def check(
+    operation: str, lhs: jax.Array, rhs: jax.Array, shape: Sequence[int], activation: Any, **given: Any
+) -> tuple[Epilogue, list[jax.Array]]:
+    """An epilogue and its operands.
+
+    Args:
+      shape: of the result.
+      activation: a name, a function of `jax.nn`, or None.
+      **given: operands in the order of `Epilogue.operands`; None for one that there is not.
+
+    Raises:
+      ValueError: if there is no such activation, or an operand does not fit.
+    """
+    name = activation if isinstance(activation, str) else _NAMES.get(activation)
+    if activation is not None and name not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{operation} has no activation {activation!r}: choose {known}, jax.nn.silu or jax.nn.gelu.")
+    operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+    epilogue = Epilogue(name, tuple(operands))
+    if not epilogue:
+        return NONE, []
+    if lhs.ndim < 2 or rhs.ndim != 2:
+        raise ValueError(
+            f"{operation} has an epilogue for lhs of two or more dimensions and rhs of two, not {lhs.ndim} and "
+            f"{rhs.ndim}."
+        )
+    shapes = {"gate": rhs.shape, "bias": rhs.shape[1:], "residual": tuple(shape)}
+    for name, x in operands.items():
+        if x.shape != shapes[name]:
+            raise ValueError(f"{operation} takes a {name} of shape {list(shapes[name])} here, not {list(x.shape)}.")
+    if epilogue.gated and operands["gate"].dtype != rhs.dtype:
+        raise ValueError(f"{operation} takes a gate of the dtype of rhs, {rhs.dtype}, not {operands['gate'].dtype}.")
+    for name, x in {"lhs": lhs, "rhs": rhs, **operands}.items():
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{operation} has an epilogue for floating-point numbers, but {name} is {x.dtype}.")
+    return epilogue, list(operands.values())
+
+
+def unsupported(epilogue: Epilogue, operands: Sequence[Any]) -> list[str]:
+    """All that keeps every kernel from taking these operands of the epilogue; the gate is as rhs."""
+    return [
+        f"it takes a {name} of {', '.join(DTYPES)}, not {x.dtype}"
+        for name, x in zip(epilogue.operands, operands, strict=True)
+        if name != "gate" and x.dtype.name not in DTYPES
+    ]
