@@ -85,11 +85,10 @@ def all_gather_matmul_kernel(
             )
         product = tl.where(ready, product, float("nan"))
         row = source * M + row_block * BLOCK_M
-        product = epilogue.apply(
-            product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
+        out = out_ptr + row.to(tl.int64) * N
+        epilogue.store_tile(
+            out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
         )
-        out = out_ptr + (source * M + row_block * BLOCK_M).to(tl.int64) * N
-        matmul.store_tile(out, product, rows, column, N, BLOCK_M, BLOCK_N)
     shmem.finish(me)
 
 

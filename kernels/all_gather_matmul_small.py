@@ -69,10 +69,10 @@ def all_gather_matmul_small_kernel(
                 value = tl.load(inbox + element, mask=inside)
                 tl.store(gathered_ptr + element, tl.where(ready, value, float("nan")), mask=inside)
         product = tl.where(ready, product, float("nan"))
-        product = epilogue.apply(
-            product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
+        out = out_ptr + row.to(tl.int64) * N
+        epilogue.store_tile(
+            out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
         )
-        matmul.store_tile(out_ptr + row.to(tl.int64) * N, product, rows, column, N, BLOCK_M, BLOCK_N)
     shmem.finish(me)
 
 

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from jaxtaxfree.kernels import matmul
+
 
 @triton.jit
 def apply(
@@ -34,15 +36,53 @@ def apply(
 
 
 @triton.jit
+def store_tile(
+    out_ptr,  # first row of the tile; row stride N
+    tile,
+    gate,
+    bias_ptr,
+    residual_ptr,
+    row,
+    rows,
+    column,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):
+    """What `apply` makes of a tile, stored as `matmul.store_tile` does."""
+    ALONE: tl.constexpr = gate is None and bias_ptr is None and residual_ptr is None and ACTIVATION is None
+    if gate is None and not ALONE and BLOCK_M * BLOCK_N >= 128 * 128:
+        # By halves, because the registers hold no second tile beside a large one.
+        half: tl.constexpr = BLOCK_N // 2
+        left, right = matmul.halves(tile, BLOCK_M, BLOCK_N)
+        left = apply(left, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
+        matmul.store_tile(out_ptr, left, rows, column, N, BLOCK_M, half)
+        column += half
+        right = apply(right, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
+        matmul.store_tile(out_ptr, right, rows, column, N, BLOCK_M, half)
+    else:
+        tile = apply(tile, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
+        matmul.store_tile(out_ptr, tile, rows, column, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """A function of `jax.nn`, of f32: "silu", "gelu_tanh", "gelu_exact", or None for x itself."""
     if ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
+        x = x * sigmoid(x)
     elif ACTIVATION == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u.
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        x = x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
     elif ACTIVATION == "gelu_exact":
         x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(ACTIVATION is None, "epilogue.activate has no such activation")
     return x
+
+
+@triton.jit
+def sigmoid(x):
+    """1 / (1 + exp(-x)), by a reciprocal root: a quotient takes registers that there are not beside a large tile."""
+    root = tl.rsqrt(1.0 + tl.exp(-x))
+    return root * root

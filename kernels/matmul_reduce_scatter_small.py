@@ -72,6 +72,8 @@ def matmul_reduce_scatter_small_kernel(
         partial = tl.load(sources + source * M * N, mask=(own < count) & (n[None, :] < N), other=0.0)
         total += partial.to(tl.float32)
     total = tl.where(ready, total, float("nan"))
-    total = epilogue.apply(total, None, bias_ptr, residual_ptr, first, count, column, N, SUM_ROWS, BLOCK_N, ACTIVATION)
-    matmul.store_tile(out_ptr + first.to(tl.int64) * N, total, count, column, N, SUM_ROWS, BLOCK_N)
+    out = out_ptr + first.to(tl.int64) * N
+    epilogue.store_tile(
+        out, total, None, bias_ptr, residual_ptr, first, count, column, N, SUM_ROWS, BLOCK_N, ACTIVATION
+    )
     shmem.finish(me)
