@@ -452,6 +452,67 @@ def check_gradients_of_an_mlp(mesh: Mesh) -> None:
     _global_errors(mesh, compare)
 
 
+EPILOGUES = (
+    {"bias": True, "activation": "silu", "residual": True},
+    {"activation": "gelu_tanh"},
+    {"activation": "gelu_exact"},
+    {"gate": True, "activation": "silu"},
+    {"gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
+)
+
+
+def check_epilogues(mesh: Mesh) -> None:
+    """Bias, activation, gate and residual, of few rows in f32 and of many in bf16."""
+    sizes = (*MLPS[0], jnp.float32), (*MLPS[1], jnp.bfloat16)
+    cases = [
+        (operation, size, given)
+        for operation, size, given in itertools.product((GATHER, SCATTER), sizes, EPILOGUES)
+        if operation is GATHER or "gate" not in given
+    ]
+
+    def error_of(operation: Operation, size: tuple, given: dict) -> jax.Array:
+        lhs, rhs = local_operands(operation, 0, *size)
+        call = functools.partial(operation.function, lhs, rhs, "tp", precision="highest")
+        shape = jax.eval_shape(functools.partial(call, implementation="xla")).shape
+        others = {"gate": rhs[::-1], "bias": lhs[0, :1] + rhs[0], "residual": jnp.resize(lhs, shape)}
+        call = functools.partial(call, **{name: others.get(name, value) for name, value in given.items()})
+        expected = call(implementation="xla", preferred_element_type=jnp.float32)
+        return relative_error(call(implementation="fused").astype(jnp.float32), expected, "tp")
+
+    found = on_ranks(mesh, lambda: jnp.stack([error_of(*case) for case in cases]))
+    wrong = [
+        f"{operation.name} {size[:3]} {', '.join(map(str, given))}: error {error}"
+        for (operation, size, given), error in zip(cases, found, strict=True)
+        if not error < TOLERANCE[jnp.dtype(size[3]).name]
+    ]
+    assert not wrong, wrong
+    jtf.heap.check()
+
+
+def check_gradients_of_a_gated_mlp(mesh: Mesh) -> None:
+    """A SwiGLU layer with its residual: gradients of x [M, K], up and gate [K, F], and down [F, K]."""
+
+    def gradients(implementation: str, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        def local(x: jax.Array, up: jax.Array, gate: jax.Array, down: jax.Array) -> jax.Array:
+            keywords = {"axis_name": "tp", "precision": "highest", "implementation": implementation}
+            hidden = jtf.all_gather_matmul(x, up, gate=gate, activation="silu", **keywords)
+            return jtf.matmul_reduce_scatter(hidden, down, residual=x, **keywords)
+
+        specs = (P("tp"), P(None, "tp"), P(None, "tp"), P("tp"))
+        layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+        return jax.grad(lambda *args: jnp.sum(jnp.sin(layer(*args))), (0, 1, 2, 3))(*operands)
+
+    def compare() -> list[jax.Array]:
+        found = []
+        for m, k, f in MLPS:
+            x, down = _random(mesh, 0, (m, k), P("tp")), _random(mesh, 3, (f, k), P("tp")) / 20
+            up, gate = (_random(mesh, key, (k, f), P(None, "tp")) / 20 for key in (1, 2))
+            found += map(_error, gradients("fused", x, up, gate, down), gradients("xla", x, up, gate, down))
+        return found
+
+    _global_errors(mesh, compare)
+
+
 CHECKS = (
     *(
         functools.partial(check, operation=operation)
@@ -468,6 +529,8 @@ CHECKS = (
     check_reduce_scatter_rounds_once,
     check_all_reduce_is_the_same_everywhere,
     check_gradients_of_an_mlp,
+    check_epilogues,
+    check_gradients_of_a_gated_mlp,
     check_mixture_with_reduce_scatter,
 )
 

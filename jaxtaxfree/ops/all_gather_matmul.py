@@ -88,19 +88,19 @@ def all_gather_matmul(
     shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
-    epilogue, others = epilogues.check(
+    epilogue, operands = epilogues.check(
         "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
     )
     config = matmul.check_config("all_gather_matmul", Config, config)
-    reasons = _unsupported(lhs, rhs, *others, epilogue=epilogue, **params)
+    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["axis"] == lhs.ndim - 1:
-        return reference(lhs, rhs, *others, epilogue=epilogue, return_gathered=return_gathered, **params)
+        return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
     params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
     if epilogue:
         result = matmul.bind(
-            with_epilogue_p, lhs, rhs, *others, epilogue=epilogue, return_gathered=return_gathered, **params
+            with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
         )
         return tuple(result) if return_gathered else result[0]
     primitive = gathered_too_p if return_gathered else all_gather_matmul_p
@@ -111,7 +111,7 @@ def all_gather_matmul(
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
-    *others: jax.Array,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     axis: int,
     precision: Any,
@@ -121,14 +121,14 @@ def reference(
     return_gathered: bool = False,
     config: Any = None,
 ) -> Any:
-    """What the operation means, in plain `lax`; `others` are the operands of the epilogue."""
+    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
     del config
     rhs = rhs.T if rhs_transposed else rhs
     gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
     multiply = functools.partial(jnp.matmul, gathered, precision=precision)
     if epilogue:
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
-        weights, others = epilogue.split(rhs, others)
+        weights, others = epilogue.split(rhs, operands)
         wide = epilogues.wide_type(dtype)
         out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights], others, dtype)
     else:
@@ -191,7 +191,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
-    *others: jax.Array,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     axis: int,
     precision: Any,
@@ -207,7 +207,7 @@ def fused(
     if reasons := _unsupported(
         lhs,
         rhs,
-        *others,
+        *operands,
         axes=axes,
         axis=axis,
         precision=precision,
@@ -221,7 +221,6 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
-    others = [matmul.rows_first(x, axis)[0] if name == "residual" else x for name, x in zip(epilogue.operands, others)]
     kernel, keywords = launch(
         m,
         k,
@@ -235,7 +234,15 @@ def fused(
         epilogue=epilogue,
         config=config or default_config(m, columns, world, lhs.dtype, compute_capability),
     )
-    outs = shmem_call(kernel, rows, rhs, *others, axis_name=axes, implementation=implementation, **keywords)
+    outs = shmem_call(
+        kernel,
+        rows,
+        rhs,
+        *epilogue.rows_first(operands, axis),
+        axis_name=axes,
+        implementation=implementation,
+        **keywords,
+    )
     return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
 
 
@@ -304,7 +311,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
 def _unsupported(
     lhs: Any,
     rhs: Any,
-    *others: Any,
+    *operands: Any,
     axes: tuple[str, ...],
     axis: int,
     precision: Any,
@@ -316,21 +323,20 @@ def _unsupported(
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     if axis == lhs.ndim - 1 and lhs.ndim > 1 and rhs.ndim == 2:
         reasons.append("it gathers rows, not the contracted dimension of lhs")
-    return reasons + epilogues.unsupported(epilogue, others)
+    return reasons + epilogues.unsupported(epilogue, operands)
 
 
 def _slower(
     lhs: Any,
     rhs: Any,
-    *others: Any,
+    *_: Any,
     axes: tuple[str, ...],
     precision: Any,
     rhs_transposed: bool,
     epilogue: Epilogue = NONE,
-    **_: Any,
+    **__: Any,
 ) -> str | None:
     """Why XLA is known to be faster, if it is. Measured on 4 H200."""
-    del others
     world = lax.axis_size(axes)
     rows = world * math.prod(lhs.shape[:-1])
     if world == 1:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtaxfree.ops import matmul
 from jaxtaxfree.primitive import DTYPES
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -53,6 +54,13 @@ class Epilogue:
         if "residual" in others:
             out = out + others["residual"].astype(wide)
         return out.astype(dtype)
+
+    def rows_first(self, operands: Sequence[jax.Array], axis: int) -> list[jax.Array]:
+        """The operands of a kernel whose lhs is made of rows by `matmul.rows_first`."""
+        return [
+            matmul.rows_first(x, axis)[0] if name == "residual" else x
+            for name, x in zip(self.operands, operands, strict=True)
+        ]
 
     def keywords(self, *names: str) -> dict[str, Any]:
         """What `shmem_call` needs to know for a kernel that has pointers to operands of these names."""

@@ -79,25 +79,25 @@ def matmul_reduce_scatter(
     }
     shape = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
     shape[params["scatter_dimension"]] //= lax.axis_size(axes)
-    epilogue, others = epilogues.check(
+    epilogue, operands = epilogues.check(
         "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
     )
     config = matmul.check_config("matmul_reduce_scatter", Config, config)
-    reasons = _unsupported(lhs, rhs, *others, epilogue=epilogue, **params)
+    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_reduce_scatter", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["scatter_dimension"] == lhs.ndim - 1:
-        return reference(lhs, rhs, *others, epilogue=epilogue, **params)
+        return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
     params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
     if epilogue:
-        return matmul.bind(with_epilogue_p, lhs, rhs, *others, epilogue=epilogue, **params)[0]
+        return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
 
 
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
-    *others: jax.Array,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     scatter_dimension: int,
     precision: Any,
@@ -106,12 +106,12 @@ def reference(
     rhs_transposed: bool = False,
     config: Any = None,
 ) -> jax.Array:
-    """What the operation means, in plain `lax`; `others` are the operands of the epilogue."""
+    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
     del config
     rhs = rhs.T if rhs_transposed else rhs
     product = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     total = lax.psum_scatter(product, axes, scatter_dimension=scatter_dimension, tiled=True)
-    return epilogue.apply([total], epilogue.split(rhs, others)[1], total.dtype) if epilogue else total
+    return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +164,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
-    *others: jax.Array,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     scatter_dimension: int,
     precision: Any,
@@ -179,7 +179,7 @@ def fused(
     if reasons := _unsupported(
         lhs,
         rhs,
-        *others,
+        *operands,
         axes=axes,
         scatter_dimension=scatter_dimension,
         precision=precision,
@@ -205,11 +205,15 @@ def fused(
         epilogue=epilogue,
         config=config or default_config(m, n, world, lhs.dtype, compute_capability),
     )
-    others = [
-        matmul.rows_first(x, scatter_dimension)[0] if name == "residual" else x
-        for name, x in zip(epilogue.operands, others)
-    ]
-    out = shmem_call(kernel, rows, rhs, *others, axis_name=axes, implementation=implementation, **keywords)
+    out = shmem_call(
+        kernel,
+        rows,
+        rhs,
+        *epilogue.rows_first(operands, scatter_dimension),
+        axis_name=axes,
+        implementation=implementation,
+        **keywords,
+    )
     return matmul.rows_back(out, lengths, scatter_dimension)
 
 
@@ -295,7 +299,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[
 def _unsupported(
     lhs: Any,
     rhs: Any,
-    *others: Any,
+    *operands: Any,
     axes: tuple[str, ...],
     scatter_dimension: int,
     precision: Any,
@@ -307,12 +311,11 @@ def _unsupported(
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     if scatter_dimension == lhs.ndim - 1 and rhs.ndim == 2:
         reasons.append("it scatters rows, not the columns of rhs")
-    return reasons + epilogues.unsupported(epilogue, others)
+    return reasons + epilogues.unsupported(epilogue, operands)
 
 
-def _slower(lhs: Any, rhs: Any, *others: Any, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
+def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, **__: Any) -> str | None:
     """Why XLA is taken: no shape has been measured yet."""
-    del others
     rows = math.prod(lhs.shape[:-1])
     if lax.axis_size(axes) == 1:
         return "there is one rank, so nothing to scatter"
