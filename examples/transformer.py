@@ -7,9 +7,9 @@ device and is plain JAX; train.py uses it. `prefill` and `decode` are the tensor
 In the tensor-parallel form the residual stream is sharded over tokens: each of the W ranks owns B / W of the
 sequences. Norms and residual additions are therefore local, and every block is
 
-    all_gather_matmul(norm(x), column-parallel weight)   all tokens, this rank's heads or columns
-    attention or SwiGLU                                  see below
-    matmul_reduce_scatter(y, row-parallel weight)        this rank's tokens, summed over the ranks
+    all_gather_matmul(norm(x), column-parallel weight)   all tokens, this rank's heads, or columns after SwiGLU
+    attention, in a block that has it                    see below
+    matmul_reduce_scatter(y, row-parallel weight)        this rank's tokens, summed over the ranks, plus x
 
 Prefill attends by heads: each rank has all keys of its own heads, so attention is local. Decode attends by sequence:
 the cache is sharded along the sequence, in blocks that the ranks take in turn, so that a context may be as long as
@@ -32,7 +32,8 @@ and not by kind, which works for every W that divides K, F and V:
     embed      [V, D]               replicated
     w_qkv      [D, K * (G + 2) * H] columns; per key/value head: its G query heads, then its key, then its value
     w_o        [N * H, D]           rows; heads in the order of w_qkv
-    w_gate_up  [D, F * 2]           columns; gate and up alternate: gate 0, up 0, gate 1, up 1, ...
+    w_gate     [D, F]               columns
+    w_up       [D, F]               columns
     w_down     [F, D]               rows
     unembed    [D, V]               columns
     *_norm     [D]                  replicated
@@ -90,7 +91,7 @@ class Config:
 
 def init(key: jax.Array, cfg: Config) -> Params:
     """Random parameters in float32."""
-    keys = iter(jax.random.split(key, 2 + 4 * cfg.n_layers))
+    keys = iter(jax.random.split(key, 2 + 5 * cfg.n_layers))
 
     def normal(rows: int, cols: int, scale: float = 1.0) -> jax.Array:
         return scale / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
@@ -106,7 +107,8 @@ def init(key: jax.Array, cfg: Config) -> Params:
                 "w_qkv": normal(d, cfg.n_kv_heads * (cfg.group + 2) * cfg.head_dim),
                 "w_o": normal(q_dim, d, scale=out),
                 "mlp_norm": jnp.ones(d),
-                "w_gate_up": normal(d, 2 * f),
+                "w_gate": normal(d, f),
+                "w_up": normal(d, f),
                 "w_down": normal(f, d, scale=out),
             }
             for _ in range(cfg.n_layers)
@@ -123,7 +125,8 @@ def param_specs(cfg: Config, axis_name: str = "tp") -> Params:
         "w_qkv": P(None, axis_name),
         "w_o": P(axis_name, None),
         "mlp_norm": P(),
-        "w_gate_up": P(None, axis_name),
+        "w_gate": P(None, axis_name),
+        "w_up": P(None, axis_name),
         "w_down": P(axis_name, None),
     }
     return {
@@ -192,12 +195,6 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return out.reshape(*out.shape[:2], -1)
 
 
-def swiglu(gate_up: jax.Array) -> jax.Array:
-    """gate_up [..., F * 2], gate and up alternating -> [..., F]."""
-    pairs = gate_up.reshape(*gate_up.shape[:-1], -1, 2)
-    return jax.nn.silu(pairs[..., 0]) * pairs[..., 1]
-
-
 # Whole sequences on one device.
 
 
@@ -216,8 +213,8 @@ def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
             y = [attend(q[:, new], k[:, seen], v[:, seen], causal[:, new, seen]) for new, seen in blocks]
             x = x + matmul(jnp.concatenate(y, axis=1), layer["w_o"])
         with jax.named_scope("mlp"):
-            gate_up = matmul(rms_norm(x, layer["mlp_norm"]), layer["w_gate_up"])
-            x = x + matmul(swiglu(gate_up), layer["w_down"])
+            y = rms_norm(x, layer["mlp_norm"])
+            x = x + matmul(jax.nn.silu(matmul(y, layer["w_gate"])) * matmul(y, layer["w_up"]), layer["w_down"])
     with jax.named_scope("unembed"):
         return matmul(rms_norm(x, params["final_norm"]), params["unembed"]).astype(jnp.float32)
 
@@ -230,9 +227,13 @@ def gather_matmul(x: jax.Array, w: jax.Array, axis_name: str, implementation: st
     return jtf.all_gather_matmul(x, w, axis_name, precision=precision_of(x), implementation=implementation, **kwargs)
 
 
-def scatter_matmul(y: jax.Array, w: jax.Array, axis_name: str, implementation: str | None) -> jax.Array:
-    """y [tokens, C / W], w [C / W, D] this rank's rows -> [tokens / W, D] of this rank, summed over the ranks."""
-    return jtf.matmul_reduce_scatter(y, w, axis_name, precision=precision_of(y), implementation=implementation)
+def scatter_matmul(
+    y: jax.Array, w: jax.Array, residual: jax.Array, axis_name: str, implementation: str | None
+) -> jax.Array:
+    """y [tokens, C / W], w [C / W, D] this rank's rows -> [tokens / W, D] of this rank: residual + sum over ranks."""
+    return jtf.matmul_reduce_scatter(
+        y, w, axis_name, precision=precision_of(y), residual=residual, implementation=implementation
+    )
 
 
 def by_sequence(x: jax.Array, length: int, axis_name: str) -> jax.Array:
@@ -307,11 +308,17 @@ def step(
             qkv = gather_matmul(rms_norm(x, layer["attn_norm"]), layer["w_qkv"], axis_name, implementation)
             y, keys_and_values = attention(i, qkv.reshape(batch, t, -1))
             cache.append(keys_and_values)
-            x = x + scatter_matmul(y.reshape(batch * t, -1), layer["w_o"], axis_name, implementation)
+            x = scatter_matmul(y.reshape(batch * t, -1), layer["w_o"], x, axis_name, implementation)
         with jax.named_scope("mlp"):
-            # Gate and up in one matmul, so that x is gathered once.
-            gate_up = gather_matmul(rms_norm(x, layer["mlp_norm"]), layer["w_gate_up"], axis_name, implementation)
-            x = x + scatter_matmul(swiglu(gate_up), layer["w_down"], axis_name, implementation)
+            y = gather_matmul(
+                rms_norm(x, layer["mlp_norm"]),
+                layer["w_up"],
+                axis_name,
+                implementation,
+                gate=layer["w_gate"],
+                activation=jax.nn.silu,
+            )
+            x = scatter_matmul(y, layer["w_down"], x, axis_name, implementation)
     return x.reshape(-1, t, cfg.d_model), cache
 
 

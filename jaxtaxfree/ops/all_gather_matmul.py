@@ -61,7 +61,8 @@ def all_gather_matmul(
         needs no second gather.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
-        DEBUG level why not. Gradients are fused with "fused" alone, because their kernels have not been measured yet.
+        DEBUG level why not. Gradients, and products with a gate, are fused with "fused" alone, because their kernels
+        have not been measured yet.
         "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
