@@ -321,8 +321,8 @@ MUTANTS = (
         kernel="all_gather_matmul",
         edits=(
             (
-                "BLOCK_M, BLOCK_N)\n    shmem.finish(me)\n",
-                "BLOCK_M, BLOCK_N)\n        shmem.finish(me)\n",
+                "        )\n    shmem.finish(me)\n",
+                "        )\n        shmem.finish(me)\n",
             ),
         ),
         errors=(EpochMismatchError,),
