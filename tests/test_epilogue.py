@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -560,25 +561,28 @@ def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
 def test_gfx942(kernel: Kernel) -> None:
     code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True)).asm["amdgcn"]
     assert "mfma" in code
+    assert re.findall(r"\.(?:sgpr|vgpr)_spill_count:\s*(\d+)", code) == ["0", "0"]
     assert compiled_code.amd_publishes_out_of_order(code) == []
 
 
-def pair_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
-    """A call of SwiGLU for every configuration that the benchmarks' shapes lead to, on 4 ranks."""
-    for kernel in GATHERING:
-        seen = set()
-        for shape in kernel.benchmarks:
-            for dtype in DTYPES:
-                key = kernel.default_config(dataclasses.replace(shape, n=2 * shape.n), 4, dtype), dtype
-                if key not in seen:
-                    seen.add(key)
-                    yield with_epilogue(kernel, PAIRS[1]), shape, dtype
+def default_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
+    """A call for every configuration that the benchmarks' shapes lead to on 4 ranks, with and without a gate."""
+    for kernel in FORWARD:
+        for given in (ELEMENTWISE[-1], *(PAIRS[1:2] if kernel in GATHERING else ())):
+            seen = set()
+            for shape in kernel.benchmarks:
+                for dtype in ("bfloat16", "float32"):
+                    columns = 2 * shape.n if "gate" in given else shape.n
+                    config = kernel.default_config(dataclasses.replace(shape, n=columns), 4, dtype)
+                    if (config, dtype) not in seen:
+                        seen.add((config, dtype))
+                        yield with_epilogue(kernel, given), shape, dtype
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shape", "dtype"), tuple(pair_cases()), ids=lambda x: getattr(x, "name", x).replace("/", "-")
+    ("kernel", "shape", "dtype"), tuple(default_cases()), ids=lambda x: getattr(x, "name", x).replace("/", "-")
 )
-def test_default_configs_of_pairs_fit_sm_90(kernel: Kernel, shape: MatmulShape, dtype: str) -> None:
+def test_default_configs_fit_sm_90(kernel: Kernel, shape: MatmulShape, dtype: str) -> None:
     compiled = compile_for_cuda(kernel, shape, dtype)
     assert 0 < compiled.shared <= compiled_code.SHARED_MEMORY[90]
     assert compiled_code.local_memory(compiled.ptx) == []
