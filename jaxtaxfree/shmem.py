@@ -50,7 +50,7 @@ def shmem_call(
     * one pointer for each leaf of `out_type`;
     * constants (`tl.constexpr`), given by `params`. `WORLD`, if there is one, is filled in: the number of ranks.
 
-    A pointer that `params` names and makes None is None in the kernel, and none of these arrays stands for it.
+    A pointer may be missing: a parameter that `params` makes None is None in a Triton kernel, and takes no array.
 
     The kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`, in every program. A program may
     wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. See
@@ -284,15 +284,8 @@ def _launch(
     if position is None:
         position = team.position() if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
-    named = {
-        "team": (jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
-        **layout.buffer_lines,
-        **layout.signal_index,
-        **dict(params),
-    }
-    # By name, because parameters before them may be None.
-    operands = dict(zip((name for name in kernel.arg_names if name not in named), args))
     return _call_of(kernel, descriptors, num_stages)(
+        *args,
         kernel=kernel,
         out_type=out_types,
         grid=grid,
@@ -302,8 +295,10 @@ def _launch(
         backend_options=_COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
         has_side_effect=True,  # the peers count on it
-        **operands,
-        **named,
+        team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
+        **layout.buffer_lines,
+        **layout.signal_index,
+        **dict(params),
     )
 
 
@@ -311,7 +306,13 @@ def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., 
     """What calls a kernel of this dialect."""
     if kernel.is_gluon():
         return functools.partial(gluon.gluon_call, descriptors=dict(descriptors))
-    return functools.partial(jax_triton.triton_call, num_stages=num_stages)
+    return functools.partial(_triton_call, num_stages=num_stages)
+
+
+def _triton_call(*args: jax.Array, kernel: Any, **named: Any) -> Any:
+    # By name, because parameters before these may be None.
+    operands = dict(zip((name for name in kernel.arg_names if name not in named), args))
+    return jax_triton.triton_call(kernel=kernel, **operands, **named)
 
 
 _load_p = jex_core.Primitive("shmem_load")

@@ -530,7 +530,6 @@ def test_sm_90(kernel: Kernel) -> None:
     assert compiled_code.narrow_remote_stores(program) == []
     assert compiled_code.copies_not_in_flight(program, kernel.dot) == []
     assert compiled_code.local_memory(compiled.ptx) == []
-    assert compiled_code.spilled_bytes(compiled_code.ptxas_report(compiled)) == 0
     assert compiled.shared <= compiled_code.SHARED_MEMORY[90]
 
 
@@ -566,12 +565,12 @@ def test_gfx942(kernel: Kernel) -> None:
 
 
 def default_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
-    """A call for every configuration that the benchmarks' shapes lead to on 4 ranks, with and without a gate."""
+    """A call for every configuration that the benchmarks' shapes lead to on 4 ranks."""
     for kernel in FORWARD:
-        for given in (ELEMENTWISE[-1], *(PAIRS[1:2] if kernel in GATHERING else ())):
+        for given in ELEMENTWISE[2:] + (PAIRS[1:2] if kernel in GATHERING else ()):
             seen = set()
             for shape in kernel.benchmarks:
-                for dtype in ("bfloat16", "float32"):
+                for dtype in ("bfloat16", "float32") if len(given) > 1 else ("bfloat16",):
                     columns = 2 * shape.n if "gate" in given else shape.n
                     config = kernel.default_config(dataclasses.replace(shape, n=columns), 4, dtype)
                     if (config, dtype) not in seen:

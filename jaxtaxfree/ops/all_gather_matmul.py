@@ -54,7 +54,7 @@ def all_gather_matmul(
       preferred_element_type: dtype of the result. Sums are f32 in any case.
       gate: [K, N], a second `rhs`, as of SwiGLU: the result is `activation(G @ gate) * (G @ rhs)`, for G the gathered
         lhs. So the activation is that of the gate's product alone.
-      bias: [N], added to `G @ rhs`, before what follows.
+      bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, added last.
       return_gathered: return the gathered lhs as well. Its bytes are written once more, and the gradient of rhs then
@@ -62,8 +62,7 @@ def all_gather_matmul(
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
         DEBUG level why not. Gradients, and products with a gate, are fused with "fused" alone, because their kernels
-        have not been measured yet.
-        "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
+        have not been measured yet. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With

@@ -49,7 +49,7 @@ def matmul_reduce_scatter(
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case. Each rank's part is rounded to
         the operands' dtype on its way, unless the rows are few or `config` asks for `exact_wire`, and the sum is
         rounded once.
-      bias: [N], the whole of it on every rank, added once to the sum over all ranks, before what follows.
+      bias: [N], the whole of it on every rank, added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: plain `lax` as well, because the kernel has not
