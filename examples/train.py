@@ -70,32 +70,51 @@ def learning_rate(step: jax.Array, steps: int) -> jax.Array:
     return PEAK_LR * jnp.minimum((step + 1) / warmup, 0.5 * (1 + jnp.cos(jnp.pi * progress)))
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "steps"), donate_argnums=(0, 1))
-def update(
-    params: Params, moments: tuple[Any, Any], rows: jax.Array, step: jax.Array, *, cfg: Config, steps: int
-) -> tuple[Params, tuple[Any, Any], jax.Array]:
-    """One step of Adam with decoupled weight decay on the matrices."""
-    loss, grads = jax.value_and_grad(loss_fn)(params, rows, cfg)
-    lr = learning_rate(step, steps)
+Moments = tuple[Params, Params]  # running means of the gradients and of their squares
+
+
+def no_moments(params: Params) -> Moments:
+    """Before the first step."""
+    return jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params)
+
+
+def adam(
+    params: Params, moments: Moments, grads: Params, step: jax.Array, learning_rate: jax.Array
+) -> tuple[Params, Moments]:
+    """One step of Adam with decoupled weight decay on the matrices. Every parameter is on its own."""
     mean = jax.tree.map(lambda m, g: BETA1 * m + (1 - BETA1) * g, moments[0], grads)
     square = jax.tree.map(lambda s, g: BETA2 * s + (1 - BETA2) * g * g, moments[1], grads)
 
     def apply(p: jax.Array, m: jax.Array, s: jax.Array) -> jax.Array:
         m_hat, s_hat = m / (1 - BETA1 ** (step + 1.0)), s / (1 - BETA2 ** (step + 1.0))
         decay = WEIGHT_DECAY * p if p.ndim == 2 else 0.0
-        return p - lr * (m_hat / (jnp.sqrt(s_hat) + EPS) + decay)
+        return p - learning_rate * (m_hat / (jnp.sqrt(s_hat) + EPS) + decay)
 
-    return jax.tree.map(apply, params, mean, square), (mean, square), loss
+    return jax.tree.map(apply, params, mean, square), (mean, square)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "steps"), donate_argnums=(0, 1))
+def update(
+    params: Params, moments: Moments, rows: jax.Array, step: jax.Array, *, cfg: Config, steps: int
+) -> tuple[Params, Moments, jax.Array]:
+    """One step of training on rows [B, T + 1]."""
+    loss, grads = jax.value_and_grad(loss_fn)(params, rows, cfg)
+    return *adam(params, moments, grads, step, learning_rate(step, steps)), loss
+
+
+def sample(data: np.ndarray, batch: int, length: int, rng: np.random.Generator) -> np.ndarray:
+    """Rows [batch, length + 1] from random places of the text."""
+    offsets = rng.integers(len(data) - length, size=batch)
+    return np.stack([data[i : i + length + 1] for i in offsets]).astype(np.int32)
 
 
 def train(data: np.ndarray, cfg: Config, steps: int, seed: int, log: Any = print) -> Params:
     params = transformer.init(jax.random.key(seed), cfg)
-    moments = (jax.tree.map(jnp.zeros_like, params), jax.tree.map(jnp.zeros_like, params))
+    moments = no_moments(params)
     rng = np.random.default_rng(seed)
     start, losses = time.perf_counter(), []
     for step in range(steps):
-        offsets = rng.integers(len(data) - cfg.context, size=BATCH)
-        rows = np.stack([data[i : i + cfg.context + 1] for i in offsets]).astype(np.int32)
+        rows = sample(data, BATCH, cfg.context, rng)
         params, moments, loss = update(params, moments, rows, np.int32(step), cfg=cfg, steps=steps)
         losses.append(float(loss))
         if (step + 1) % 100 == 0 or step + 1 == steps:

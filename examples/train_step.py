@@ -6,7 +6,7 @@
 The forward pass is that of decode_loop.py's prompts: an all-gather in the product before each block, a reduce-scatter
 in the product after it. Backward each product turns into others of the same kind, so that no activation or gradient of
 one is gathered or scattered by itself. What is left is small: the softmax over a vocabulary that the ranks share out
-(`jaxtaxfree.all_gather` and `psum` of one number a token), and the gradients of what every rank has (`psum`).
+(`jaxtaxfree.all_gather` of two numbers a token), and the gradients of what every rank has (`jaxtaxfree.psum`).
 
 The step is taken twice, by plain XLA and by the chosen implementation; loss, gradients and new parameters must agree.
 It takes four GPUs where there are four, and four virtual CPU devices where there is none. The model is in
@@ -59,13 +59,14 @@ def loss_share(
     x, _ = transformer.read_prompts(params, own, b, length, cfg, axis_name, implementation)
     logits = transformer.logits_shard(params, x.reshape(-1, cfg.d_model), axis_name, implementation)  # [B * T, V / W]
 
-    collective = {"axis_name": axis_name, "implementation": implementation}
     own_log_sum = jax.nn.logsumexp(logits, axis=-1)
-    log_sum = jax.nn.logsumexp(jtf.all_gather(own_log_sum, **collective), axis=0)  # [B * T], over the whole vocabulary
     place = rows[:, 1:].reshape(-1) - rank * logits.shape[1]
     is_own = (place >= 0) & (place < logits.shape[1])
-    logit = jnp.take_along_axis(logits, jnp.where(is_own, place, 0)[:, None], axis=-1)[:, 0]
-    logit = jtf.psum(jnp.where(is_own, logit, 0), **collective)
+    own_logit = jnp.take_along_axis(logits, jnp.where(is_own, place, 0)[:, None], axis=-1)[:, 0]
+    # Two numbers a token of each part of the vocabulary: [W, 2, B * T].
+    parts = jnp.stack([own_log_sum, jnp.where(is_own, own_logit, 0)])
+    parts = jtf.all_gather(parts, axis_name, implementation=implementation)
+    log_sum, logit = jax.nn.logsumexp(parts[:, 0], axis=0), jnp.sum(parts[:, 1], axis=0)
     # Every rank has the loss of all tokens.
     return jnp.mean(log_sum - logit) / (math.log(2) * world)
 
@@ -98,9 +99,7 @@ def take_step(
     state_specs = (specs, (specs, specs))
 
     @jax.jit
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(*state_specs, P()), out_specs=(*state_specs, P(), specs)
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(*state_specs, P()), out_specs=(*state_specs, P(), specs))
     def run(params, moments, rows):
         return step(params, moments, rows, cfg, implementation)
 

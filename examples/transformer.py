@@ -263,7 +263,7 @@ def attend_to_cache(
     Slots past the length of a sequence are empty or hold the padding of a short prompt. Nothing attends to them.
     """
     b = len(lengths)
-    qkv = lax.all_gather(qkv, axis_name, axis=2, tiled=True)
+    qkv = jtf.all_gather(qkv, axis_name, axis=2, tiled=True, implementation=implementation)
     q, k, v = split_qkv(qkv, lengths[:, None], cfg)  # the token's position is the length so far
     placement = {"placement": "round_robin", "block_size": BLOCK}
     keys, values = jtf.append_kv(past, k, v, lengths, axis_name, **placement)
@@ -366,7 +366,7 @@ def logits_shard(params: Params, x: jax.Array, axis_name: str = "tp", implementa
         return gather_matmul(x, params["unembed"], axis_name, implementation, preferred_element_type=jnp.float32)
 
 
-def greedy(logits: jax.Array, axis_name: str = "tp") -> jax.Array:
+def greedy(logits: jax.Array, axis_name: str = "tp", implementation: str | None = None) -> jax.Array:
     """logits [B, V / W] -> the likeliest token of each of this rank's sequences, [B / W].
 
     Of equal logits the smallest token wins, within a rank and between ranks (argmax takes the first, and ranks are
@@ -375,8 +375,8 @@ def greedy(logits: jax.Array, axis_name: str = "tp") -> jax.Array:
     with jax.named_scope("greedy"):
         b, v = logits.shape
         rank, world = lax.axis_index(axis_name), lax.axis_size(axis_name)
-        best = lax.all_gather(jnp.max(logits, axis=1), axis_name)  # [W, B]
-        token = lax.all_gather(jnp.argmax(logits, axis=1) + rank * v, axis_name)  # [W, B]
+        candidates = jnp.max(logits, axis=1), jnp.argmax(logits, axis=1) + rank * v
+        best, token = jtf.all_gather(candidates, axis_name, implementation=implementation)  # [W, B] each
         owner = jnp.argmax(best, axis=0)  # [B]
         token = jnp.take_along_axis(token, owner[None], axis=0)[0].astype(jnp.int32)
         return lax.dynamic_slice_in_dim(token, rank * (b // world), b // world)
@@ -405,7 +405,7 @@ def prefill(
     x, cache = read_prompts(params, prompts, len(lengths), length, cfg, axis_name, implementation)
     last = lax.dynamic_slice_in_dim(lengths, lax.axis_index(axis_name) * b_local, b_local) - 1
     x = x[jnp.arange(b_local), last]  # [B/W, D]
-    return greedy(logits_shard(params, x, axis_name, implementation), axis_name), cache
+    return greedy(logits_shard(params, x, axis_name, implementation), axis_name, implementation), cache
 
 
 def decode(
@@ -426,7 +426,7 @@ def decode(
     def one_token(state: DecodeState) -> DecodeState:
         i, token, cache, out = state
         x, cache = next_token(params, cache, token, lengths + i, cfg, axis_name, implementation)
-        token = greedy(logits_shard(params, x, axis_name, implementation), axis_name)
+        token = greedy(logits_shard(params, x, axis_name, implementation), axis_name, implementation)
         return i + 1, token, cache, out.at[:, i + 1].set(token)
 
     out = jnp.zeros((first.shape[0], n_tokens), jnp.int32).at[:, 0].set(first)

@@ -29,12 +29,7 @@ def multiply(
     """accumulator + lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
     if accumulator is None:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    m = tl.arange(0, BLOCK_M)
-    # Rows past the end read the last one again, and are not stored. If there are few, that row would be read far too
-    # often: they are left out.
-    few: tl.constexpr = M < BLOCK_M
-    if M % BLOCK_M != 0 and not few:
-        m = tl.minimum(m, rows - 1)
+    m = rows_to_read(rows, M, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     if LHS_TRANSPOSED:
@@ -50,12 +45,7 @@ def multiply(
         size = tl.multiple_of(tl.minimum(count, PART), 16)
         part = tl.load(source + element, mask=element < size)
     for start in range(0, K, BLOCK_K):
-        if few:
-            lhs = tl.load(lhs_ptrs, mask=(m[:, None] < rows) & (k[None, :] < K - start), other=0.0)
-        elif K % BLOCK_K == 0:
-            lhs = tl.load(lhs_ptrs)
-        else:
-            lhs = tl.load(lhs_ptrs, mask=k[None, :] < K - start, other=0.0)
+        lhs = load_rows(lhs_ptrs, m, rows, k, K - start, M, K, BLOCK_M, BLOCK_K)
         if K % BLOCK_K == 0 and N % BLOCK_N == 0:
             rhs = tl.load(rhs_ptrs)
         else:
@@ -92,19 +82,14 @@ def multiply_pair(
     """The same tile of lhs @ rhs and of lhs @ other, with lhs read once: two f32 [BLOCK_M, BLOCK_N]."""
     product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     other_product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    m = tl.arange(0, BLOCK_M)
-    if M % BLOCK_M != 0:
-        m = tl.minimum(m, rows - 1)  # as in `multiply`
+    m = rows_to_read(rows, M, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
     rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
     other_ptrs = other_ptr + k[:, None] * N + n[None, :]
     for start in range(0, K, BLOCK_K):
-        if K % BLOCK_K == 0:
-            lhs = tl.load(lhs_ptrs)
-        else:
-            lhs = tl.load(lhs_ptrs, mask=k[None, :] < K - start, other=0.0)
+        lhs = load_rows(lhs_ptrs, m, rows, k, K - start, M, K, BLOCK_M, BLOCK_K)
         if K % BLOCK_K == 0 and N % BLOCK_N == 0:
             rhs = tl.load(rhs_ptrs)
             other = tl.load(other_ptrs)
@@ -118,6 +103,33 @@ def multiply_pair(
         rhs_ptrs += BLOCK_K * N
         other_ptrs += BLOCK_K * N
     return product, other_product
+
+
+@triton.jit
+def rows_to_read(rows, M: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The rows of a tile, of which those past the end are the last one again: they are read, and not stored.
+
+    But in a matrix of less than a tile `load_rows` leaves them out, or that one row would be read far too often.
+    """
+    m = tl.arange(0, BLOCK_M)
+    if M > BLOCK_M and M % BLOCK_M != 0:
+        m = tl.minimum(m, rows - 1)
+    return m
+
+
+@triton.jit
+def load_rows(
+    pointers, m, rows, k, rest,
+    M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The part of a tile's rows that a step of K takes, of which `rest` is left."""
+    if M < BLOCK_M:
+        tile = tl.load(pointers, mask=(m[:, None] < rows) & (k[None, :] < rest), other=0.0)
+    elif K % BLOCK_K == 0:
+        tile = tl.load(pointers)
+    else:
+        tile = tl.load(pointers, mask=k[None, :] < rest, other=0.0)
+    return tile
 
 
 @triton.jit

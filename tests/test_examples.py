@@ -20,6 +20,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 import decode_loop  # noqa: E402
 import train  # noqa: E402
+import train_step  # noqa: E402
 import transformer  # noqa: E402
 
 TINY = transformer.Config(d_model=32, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_mlp=48, context=64)
@@ -110,6 +111,76 @@ def test_training_learns_and_is_deterministic():
     jax.tree.map(np.testing.assert_array_equal, first, second)
 
 
+def rows_to_train_on(batch: int, length: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(256, size=(batch, length + 1)).astype(np.int32)
+
+
+@pytest.mark.parametrize(
+    "world, implementation", [(1, "xla"), (2, "xla"), (4, "xla"), pytest.param(2, "simulate", marks=pytest.mark.slow)]
+)
+def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation):
+    params, rows = tiny_params(), rows_to_train_on(4, 12)
+    mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+    loss, grads, new, _ = train_step.take_step(params, rows, TINY, mesh, implementation)
+    want_loss, want_grads = jax.value_and_grad(train.loss_fn)(params, rows, TINY)
+    rate = train_step.LEARNING_RATE
+    want_new, _ = train.adam(params, train.no_moments(params), want_grads, np.int32(0), np.float32(rate))
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
+    assert max(train_step.relative_errors(grads, want_grads).values()) < 1e-5
+    assert max(train_step.relative_errors(new, want_new).values()) < 1e-5
+
+
+def test_a_step_of_training_has_no_collective_of_xlas():
+    """Lowered for GPUs, run nowhere."""
+    params, _, _ = transformer.load(decode_loop.WEIGHTS)
+    cfg, mesh = transformer.Config(), Mesh(np.array(jax.devices("cpu")[:4]), ("tp",))
+    specs = transformer.param_specs(cfg)
+
+    def gradients(params, rows, implementation):
+        return train_step.loss_and_gradients(params, rows, cfg, implementation=implementation)
+
+    def lowered(implementation):
+        run = jax.shard_map(
+            lambda params, rows: gradients(params, rows, implementation),
+            mesh=mesh,
+            in_specs=(specs, P()),
+            out_specs=(P(), specs),
+        )
+        traced = jax.jit(run).trace(params, jax.ShapeDtypeStruct((4, 9), jnp.int32))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    collectives = ("stablehlo.all_gather", "stablehlo.all_reduce", "stablehlo.reduce_scatter")
+    assert not [name for name in collectives if name in lowered("fused")]
+    assert [name for name in collectives if name in lowered("xla")] == list(collectives)
+
+
+def test_a_step_of_training_explains_what_it_cannot_do():
+    for changes, message in (
+        ({"weights": Path("nowhere")}, "train them with: python examples/train.py"),
+        ({"batch": 6}, "--batch 6 is not a multiple of the 4 devices"),
+        ({"length": 257}, "--length 257 is not from 1 to the model's context of 256"),
+    ):
+        defaults = {"weights": decode_loop.WEIGHTS, "dtype": "float32", "world": 4, "implementation": "auto"}
+        args = Namespace(**(defaults | {"batch": 8, "length": 128} | changes))
+        with pytest.raises(decode_loop.UsageError, match=message):
+            train_step.run(args, decode_loop.Console())
+
+
+def test_a_step_of_training_reports_a_gradient_that_differs(monkeypatch, capsys):
+    args = Namespace(weights=decode_loop.WEIGHTS, dtype="float32", world=2, implementation="auto", batch=2, length=8)
+    take_step = train_step.take_step
+
+    def wrong(params, rows, cfg, mesh, implementation):
+        loss, grads, new, seconds = take_step(params, rows, cfg, mesh, "xla")
+        if implementation != "xla":
+            grads["layers"][1]["w_o"] = 1.001 * grads["layers"][1]["w_o"]
+        return loss, grads, new, seconds
+
+    monkeypatch.setattr(train_step, "take_step", wrong)
+    assert train_step.run(args, decode_loop.Console(width=200)) == 1
+    assert "gradient ['layers'][1]['w_o'] differs by more than 0.0001" in capsys.readouterr().err
+
+
 def test_saved_weights_load_as_they_were(tmp_path):
     path, params = tmp_path / "new" / "tiny.safetensors", tiny_params()
     transformer.save(path, params, TINY, note="x")
@@ -148,9 +219,11 @@ def test_count_calls_counts_a_shared_function_once_per_call():
     assert decode_loop.count_calls(lowered, "triton_kernel_call") == 5
 
 
-@pytest.mark.parametrize("implementation, calls", [("fused", 5 * 4 + 1), (None, 2 * 4 + 1), ("xla", 0)])
+@pytest.mark.parametrize("implementation, calls", [("fused", 6 * 4 + 3), (None, 3 * 4 + 3), ("xla", 0)])
 def test_kernels_of_a_decode_step(implementation, calls):
-    """A layer: queries, keys and values; attention; its projection; gate and up; down. And the vocabulary.
+    """A layer: queries, keys and values; their gather; attention; its projection; gate and up; down.
+
+    And the vocabulary, and two gathers for the likeliest token.
 
     None leaves the projection, gate and up, and down to XLA, as long as `matmul_reduce_scatter` and gates have not been
     measured. Lowered for GPUs, run nowhere.
