@@ -78,6 +78,8 @@ def simulate(
     params: tuple,
     identity: str,
     team: Team,
+    descriptors: tuple = (),
+    num_warps: int = 4,
 ) -> Sequence[jax.Array]:
     """A call of `shmem_call`, to be traced inside `jax.shard_map`.
 
@@ -85,7 +87,7 @@ def simulate(
       *operands: of this rank.
       identity: tells calls apart that may not share a region.
       team: the ranks.
-      kernel, axes, out_types, grid, layout, name, params: parameters of the primitive.
+      kernel, axes, out_types, grid, layout, name, params, descriptors, num_warps: parameters of the primitive.
     """
     launch = Launch(
         kernel=kernel,
@@ -95,6 +97,8 @@ def simulate(
         out_types=out_types,
         layout=layout,
         params=dict(params),
+        descriptors=dict(descriptors),
+        num_warps=num_warps,
     )
     shapes = tuple((operand.shape, operand.dtype.name) for operand in operands)
     devices = tuple((device.process_index, device.id) for device in team.devices)

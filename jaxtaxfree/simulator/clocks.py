@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from jaxtaxfree.simulator.errors import DataRaceError, UninitializedReadError
+from jaxtaxfree.simulator.errors import DataRaceError, MissingFenceError, UninitializedReadError
 from jaxtaxfree.simulator.events import Event, Stack, who
 from jaxtaxfree.simulator.memory import Part
 
@@ -51,15 +51,20 @@ ORDERED, HEARD = 0, 1  # the rows of a pair of vector clocks
 class Clocks:
     """Vector clocks of all programs of all ranks. A program is one thread through all calls of its rank."""
 
+    _rows = 2  # of what a thread knows
+    _direct = slice(0, 2)  # rows in which it knows what it has done itself as soon as that is done
+
     def __init__(self, world: int, programs: int):
         threads = world * programs
-        self._programs = programs
-        # Of each thread that runs: up to which time it knows each other one, [2, threads].
+        self._world, self._programs = world, programs
+        # Of each thread that runs: up to which time it knows each other one, [rows, threads].
         self.known: dict[int, np.ndarray] = {}
         self._own = [0] * threads  # its own time of each thread
         self._barrier = [0] * threads  # a thread's own time at its last block barrier
-        self._before = np.zeros((world, 2, threads), np.int32)  # what is ordered before the current call of a rank
-        self._ended = np.zeros((world, 2, threads), np.int32)  # joined over the programs that have ended in it
+        self._before = np.zeros(
+            (world, self._rows, threads), np.int32
+        )  # what is ordered before the current call of a rank
+        self._ended = np.zeros((world, self._rows, threads), np.int32)  # joined over the programs that have ended in it
         self.events: list[Event | None] = [None]
         self.counters: dict[int, Counter] = {}
 
@@ -80,18 +85,22 @@ class Clocks:
 
     def _tick(self, thread: int) -> None:
         self._own[thread] += 1
-        self.known[thread][:, thread] = self._own[thread]
+        self.known[thread][self._direct, thread] = self._own[thread]
 
     def release(self, counter: Counter, rank: int, thread: int, scope: str) -> None:
         if scope == "cta":
             return
-        published = self.known[thread].copy()
-        published[:, thread] = self._barrier[thread]
+        published = self._published(thread)
         within = counter.within.get(rank)
         counter.within[rank] = published if within is None else np.maximum(within, published)
         if scope == "sys":
             before = counter.everywhere
             counter.everywhere = published if before is None else np.maximum(before, published)
+
+    def _published(self, thread: int) -> np.ndarray:
+        published = self.known[thread].copy()
+        published[self._direct, thread] = self._barrier[thread]
+        return published
 
     def acquire(self, counter: Counter, rank: int, thread: int, scope: str) -> None:
         if scope == "cta":
@@ -101,7 +110,7 @@ class Clocks:
             np.maximum(known, within, out=known)
         if scope == "sys" and counter.everywhere is not None:
             np.maximum(known, counter.everywhere, out=known)
-        known[:, thread] = self._own[thread]
+        known[self._direct, thread] = self._own[thread]
 
     def send(self, event: Event) -> int:
         """Remembers that messages were sent. Returns the index of the event."""
@@ -126,7 +135,7 @@ class Clocks:
         units = part.units(addresses, size)
         writers = part.writers[units]
         self.check_writers(part, units, writers, event, "reads", size)
-        if part.kind in ("scratch", "output"):
+        if part.kind in ("scratch", "output", "shared"):
             self._check_written(part, units, writers, event, size)
         self.remember_read(part, units, event)
 
@@ -159,18 +168,24 @@ class Clocks:
         first = int(writers[0])
         for index in (first,) if (writers == first).all() else np.unique(writers).tolist():
             writer = self.events[index]
-            if writer is None or writer.thread == event.thread:
-                continue
-            if writer.verb == event.verb == "atomic" or self._knows(ORDERED, event, writer):
+            if writer is None or self._ordered(part, event, writer):
                 continue
             element = self._element(part, int(units[np.argmax(writers == index)]), size)
-            raise DataRaceError(
-                f"Data race on {element}: {event} {does} what {writer} wrote, and nothing orders the one after the "
-                f"other. {self._missing(event, writer)}"
-            )
+            raise self._race(part, f"Data race on {element}: {event} {does} what {writer} wrote, ", event, writer)
+
+    def _ordered(self, part: Part, event: Event, writer: Event) -> bool:
+        """Whether an access comes after a write to the same place."""
+        del part
+        if writer.thread == event.thread or writer.verb == event.verb == "atomic":
+            return True
+        return self._knows(ORDERED, event, writer)
 
     def _knows(self, row: int, event: Event, other: Event) -> bool:
-        return self.known[event.thread][row, other.thread] >= other.clock
+        return self.known[event.knower][row, other.thread] >= other.clock
+
+    def _race(self, part: Part, what: str, event: Event, writer: Event) -> DataRaceError:
+        del part
+        return DataRaceError(f"{what}and nothing orders the one after the other. {self._missing(event, writer)}")
 
     def _missing(self, event: Event, writer: Event) -> str:
         """What would have made a store known to others."""
@@ -200,7 +215,7 @@ class Clocks:
 
     def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
         """Checks that a write is ordered after those who read there before."""
-        known = self.known[event.thread][row]
+        known = self.known[event.knower][row]
         low, high = int(units.min()), int(units.max())
         for thread, entries in part.reads.items():
             ordered = known[thread]
@@ -216,7 +231,13 @@ class Clocks:
                     raise DataRaceError(
                         f"Data race on {self._element(part, int(common[0]), size)}: {event} overwrites what {reader} "
                         "reads, and nothing orders the one after the other: on a GPU the reader may still be at it."
+                        f"{self._until(reader)}"
                     )
+
+    def _until(self, reader: Event) -> str:
+        """What makes it known that a read has ended, if more is to be said of it."""
+        del reader
+        return ""
 
     def forget(self, parts: list[Part]) -> None:
         """Drops the loads that are ordered before everything that can still come."""
@@ -232,4 +253,180 @@ class Clocks:
         return part.element(part.start + (unit << part.unit), size)
 
     def name(self, thread: int, call: int) -> str:
-        return who(thread // self._programs, thread % self._programs, call)
+        return who(thread // self._programs % self._world, thread % self._programs, call)
+
+
+SHARED, PROXIED, SHARED_PROXIED = 2, 3, 4  # further rows of `AgentClocks`
+
+
+class AgentClocks(Clocks):
+    """Clocks of Gluon kernels, whose programs are several threads.
+
+    Besides its own thread a program has lanes: threads of its partitions, of its mbarriers, and of the operations that
+    each partition begins and that run on their own. An operation is an access by such a lane, at a time that others
+    know when they have waited for it; what comes before it is what the partition knew that began it.
+
+    A GPU's asynchronous operations see memory by another path (proxy) than loads and stores do. So there are rows for
+    what is ordered before a thread in shared memory, and for what is ordered before the asynchronous operations that
+    it begins: a fence makes these two what the thread itself knows.
+    """
+
+    _rows = 5
+    _direct = slice(0, 3)
+
+    def __init__(self, world: int, programs: int):
+        super().__init__(world, programs)
+        self._arriving: dict[int, np.ndarray] = {}  # by the lane of an mbarrier: what those know who have arrived
+
+    def lane(self, thread: int, index: int) -> int:
+        """A thread of a program besides its own, from 1 on."""
+        lane = thread + index * self._world * self._programs
+        while lane >= len(self._own):
+            self._grow()
+        return lane
+
+    def _grow(self) -> None:
+        more = 8 * self._world * self._programs
+
+        def wider(vectors: np.ndarray) -> np.ndarray:
+            return np.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, more)])
+
+        self._own += [0] * more
+        self._barrier += [0] * more
+        self._before, self._ended = wider(self._before), wider(self._ended)
+        self.known = {thread: wider(known) for thread, known in self.known.items()}
+        self._arriving = {lane: wider(known) for lane, known in self._arriving.items()}
+        for counter in self.counters.values():
+            counter.within = {rank: wider(known) for rank, known in counter.within.items()}
+            if counter.everywhere is not None:
+                counter.everywhere = wider(counter.everywhere)
+        for event in self.events:
+            if event is not None and event.heard is not None:
+                event.heard = wider(event.heard)
+
+    def fork(self, thread: int, lane: int) -> None:
+        """A partition begins."""
+        self._own[lane] += 1
+        self.known[lane] = self.known[thread].copy()
+        self.known[lane][self._direct, thread] = self._barrier[thread]
+        self.barrier(lane)
+
+    def join(self, thread: int, lane: int) -> None:
+        """A partition has ended."""
+        known = self.known[thread]
+        np.maximum(known, self.known.pop(lane), out=known)
+
+    def end(self, rank: int, thread: int) -> None:
+        for lane in range(thread, len(self._own), self._world * self._programs):
+            self.known[thread][self._direct, lane] = self._own[lane]
+            if lane != thread:
+                self.known.pop(lane, None)
+                self._arriving.pop(lane, None)
+        super().end(rank, thread)
+
+    def end_call(self, rank: int) -> None:
+        super().end_call(rank)
+        before = self._before[rank]
+        before[PROXIED], before[SHARED_PROXIED] = before[ORDERED], before[SHARED]
+
+    def _published(self, thread: int) -> np.ndarray:
+        published = super()._published(thread)
+        published[PROXIED] = 0  # a fence comes after the acquire
+        return published
+
+    # Mbarriers.
+
+    def arrive(self, thread: int, lane: int) -> None:
+        """An arrival at an mbarrier, before which Triton puts a barrier of the partition."""
+        published = self.known[thread].copy()
+        self.barrier(thread)
+        before = self._arriving.get(lane)
+        self._arriving[lane] = published if before is None else np.maximum(before, published)
+
+    def complete(self, lane: int) -> None:
+        """A phase of an mbarrier is complete."""
+        known = self._arriving.pop(lane)
+        if lane in self.known:
+            np.maximum(known, self.known[lane], out=known)
+        known[:, lane] = self._own[lane]
+        self.known[lane] = known
+        self._own[lane] += 1
+
+    def learn(self, thread: int, lane: int) -> None:
+        """A thread has seen that the phases of an mbarrier are complete, as far as they are."""
+        if lane in self.known:
+            known = self.known[thread]
+            np.maximum(known, self.known[lane], out=known)
+            known[self._direct, thread] = self._own[thread]
+
+    # Asynchronous operations.
+
+    def now(self, lane: int) -> int:
+        """The time of the phase of an mbarrier that goes on."""
+        return self._own[lane]
+
+    def begin(self, lane: int) -> int:
+        """The time of the next operation of a lane."""
+        self._own[lane] += 1
+        return self._own[lane]
+
+    def sees(self, thread: int, event: Event) -> bool:
+        """Whether something that was done to shared memory is ordered before a thread."""
+        return bool(self.known[thread][SHARED, event.thread] >= event.clock)
+
+    def know(self, thread: int, lane: int, time: int, rows: slice | list[int]) -> None:
+        """A thread has waited for a lane's operations until this time."""
+        known = self.known[thread]
+        known[rows, lane] = np.maximum(known[rows, lane], time)
+
+    def fence(self, thread: int, row: int, proxied: int) -> None:
+        known = self.known[thread]
+        np.maximum(known[proxied], known[row], out=known[proxied])
+        self._tick(thread)
+
+    def _ordered(self, part: Part, event: Event, writer: Event) -> bool:
+        if event.issuer is None and (part.kind != "shared" or writer.thread == event.thread):
+            return super()._ordered(part, event, writer)
+        return self._knows(self._row(part, event, writer), event, writer)
+
+    @staticmethod
+    def _row(part: Part, event: Event, writer: Event) -> int:
+        """What an access has to know of a write to the same place."""
+        if part.kind == "shared":
+            return SHARED if event.issuer is None or writer.issuer is not None else SHARED_PROXIED
+        # A store by TMA need not see what it overwrites.
+        return PROXIED if event.verb == "TMA load" else ORDERED
+
+    def _race(self, part: Part, what: str, event: Event, writer: Event) -> DataRaceError:
+        shared = part.kind == "shared"
+        if self._row(part, event, writer) in (PROXIED, SHARED_PROXIED) and self._knows(
+            SHARED if shared else ORDERED, event, writer
+        ):
+            fence = "fence_async_shared()" if shared else "shmem.fence_proxy() after the wait"
+            return MissingFenceError(
+                f"{what}and nothing orders the one after the other but for ordinary loads: asynchronous operations go "
+                f"by another path, and need {fence}."
+            )
+        return super()._race(part, what, event, writer)
+
+    def _missing(self, event: Event, writer: Event) -> str:
+        if writer.issuer is not None:
+            return self._until(writer).strip()
+        if self._same_program(event, writer):
+            return "What a partition does, another one knows only by an mbarrier at which the first arrives."
+        return super()._missing(event, writer)
+
+    def _until(self, reader: Event) -> str:
+        if reader.issuer is None:
+            return ""
+        wait = _WAITS.get(reader.verb, "mbarrier.wait")
+        return f" A {reader.verb} goes on after the line that begins it, until {wait} has seen it complete."
+
+    def _same_program(self, event: Event, writer: Event) -> bool:
+        return (event.rank, event.program, event.call) == (writer.rank, writer.program, writer.call)
+
+    def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
+        super().check_readers(part, units, event, SHARED if part.kind == "shared" else row, size)
+
+
+_WAITS = {"TMA store": "tma.store_wait", "warpgroup MMA": "warpgroup_mma_wait"}

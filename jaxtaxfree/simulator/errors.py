@@ -20,8 +20,12 @@ class DataRaceError(SimulationError):
     """Two programs touch the same memory, at least one of them writes, and nothing orders the two."""
 
 
+class MissingFenceError(DataRaceError):
+    """An asynchronous operation comes after a store, but no fence between the proxies does."""
+
+
 class UninitializedReadError(SimulationError):
-    """A program read symmetric scratch that nobody has written in this call, or an output that nobody has written."""
+    """A program read scratch that nobody has written in this call, or an output or shared memory that nobody has."""
 
 
 class OutOfBoundsError(SimulationError):
@@ -49,6 +53,14 @@ class MessageError(SimulationError):
 
     Only `shmem.send` and `shmem.receive` may touch messages, or `shmem.send_words` and `shmem.receive_words`.
     """
+
+
+class MbarrierError(SimulationError):
+    """An mbarrier was used before it was initialised, or arrived at more often than it counts."""
+
+
+class UnfinishedOperationError(SimulationError):
+    """A program ended, and nobody has waited for an asynchronous operation that it had begun."""
 
 
 class EpochMismatchError(SimulationError):

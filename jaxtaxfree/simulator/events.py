@@ -11,6 +11,7 @@ import numpy as np
 MARKER = "__simulated__"
 
 DEVICE_API = "jaxtaxfree.kernels.shmem"
+GLUON_API = "jaxtaxfree.kernels.shmem_gluon"
 
 type Stack = tuple[tuple[CodeType, int, str], ...]
 
@@ -32,7 +33,7 @@ def where(lines: Stack) -> str:
     own = [line for line in lines if not line[2].startswith("triton.")]
     if not own:
         return "an unknown line"
-    kernel = next((line for line in own if line[2] != DEVICE_API), own[0])
+    kernel = next((line for line in own if line[2] not in (DEVICE_API, GLUON_API)), own[0])
     place = _line(kernel)
     if own[0] is not kernel:
         place += f" ({own[0][0].co_name}, {_file(own[0][0])}:{own[0][1]})"
@@ -55,13 +56,14 @@ class Event:
     """An access.
 
     Attributes:
-      verb: "load", "store", "atomic", "send", "receive" or "clear".
+      verb: "load", "store", "atomic", "send", "receive" or "clear", or an asynchronous operation by its name.
       rank, program, call: who.
       thread: index of the program among those of all ranks.
       clock: the program's own time.
       step: the simulation's time.
       lines: where in the source.
       heard: of a send, what its program had heard of the others before; see `Clocks`.
+      issuer: of an asynchronous operation, the thread that began it.
     """
 
     verb: str
@@ -73,6 +75,12 @@ class Event:
     step: int
     lines: Stack
     heard: np.ndarray | None = None
+    issuer: int | None = None
+
+    @property
+    def knower(self) -> int:
+        """The thread whose knowledge decides what comes before the access."""
+        return self.thread if self.issuer is None else self.issuer
 
     def __str__(self) -> str:
         return f"the {self.verb} of {who(self.rank, self.program, self.call)} at {where(self.lines)}"

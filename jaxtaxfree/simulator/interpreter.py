@@ -331,6 +331,7 @@ class _Module:
 
 
 _functions: dict[int, Function] = {}  # by the id of the kernel, which they keep alive
+_replaced: dict[int, tuple[Any, Callable]] = {}  # by the id of what they stand for, which is kept alive
 _hooks: dict[tuple[str, str], Callable[[Callable], Callable]] = {}
 
 
@@ -344,8 +345,21 @@ def hook(module: str, name: str) -> Callable:
     return register
 
 
+def replace(*originals: Any) -> Callable:
+    """Registers what stands for functions of a language that cannot be called as they are."""
+
+    def register(function: Callable) -> Callable:
+        for original in originals:
+            _replaced[id(original)] = original, function
+        return function
+
+    return register
+
+
 def convert(value: Any) -> Any:
     """What stands for a value of a kernel's globals while it is interpreted."""
+    if id(value) in _replaced:
+        return _replaced[id(value)][1]
     if isinstance(value, JITFunction):
         # By identity: Triton compares functions by their source, and takes long to.
         if id(value) not in _functions:

@@ -19,7 +19,7 @@ from jaxtaxfree.simulator.errors import (
     WaitOrderError,
     WaitTimeoutError,
 )
-from jaxtaxfree.simulator.events import DEVICE_API, Event, Stack, stack, where, who
+from jaxtaxfree.simulator.events import DEVICE_API, GLUON_API, Event, Stack, stack, where, who
 from jaxtaxfree.simulator.memory import Heap, Messages, Part, Space
 from jaxtaxfree.simulator.scheduler import Program, Scheduler
 from jaxtaxfree.simulator.trace import Span, Trace
@@ -88,7 +88,16 @@ class _Reception:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class _Work:
+class Sleep:
+    """A part of a program that waits for another one: since when, where, and for what, in words."""
+
+    begin: int
+    lines: Stack
+    what: Callable[[], str]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Work:
     """What a program has done since its last wait or publish."""
 
     begin: int
@@ -102,10 +111,12 @@ class Machine:
     Attributes:
       running: the machine of the simulation that runs, for the hooks in the device API.
       scheduler: to be set before it runs.
+      num_warps: of a program.
     """
 
     running: "Machine | None" = None
     scheduler: Scheduler
+    num_warps = 4
 
     def __init__(
         self,
@@ -120,16 +131,21 @@ class Machine:
         self.grid = grid
         self._name, self._space, self._heap, self._clocks = name, space, heap, clocks
         self._settings, self._trace = settings, trace
-        self._waits: dict[Program, _Wait | _Reception] = {}
+        self._waits: dict[Program, _Wait | _Reception | Sleep] = {}
         self._sending: set[Program] = set()
         self._ended: dict[int, int] = {}  # by call: ranks that have ended it
         self._peer: dict[Program, int | None] = {}
         self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
-        self._work: dict[Program, _Work] = {}
+        self._work: dict[Program, Work] = {}
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
         self._pokes = 0
         self._deadlock: str | None = None  # seen, and got round by a slot more than there are
         self._look_out = settings.patience // 4
+
+    @staticmethod
+    def describe(address: int, array: np.ndarray, block: tuple[int, ...]) -> Any:
+        """A kernel's argument that is a TMA descriptor of an array."""
+        raise TypeError("TMA descriptors of operands and results are for Gluon kernels.")
 
     @property
     def _program(self) -> Program:
@@ -145,7 +161,7 @@ class Machine:
 
     def begin(self, program: Program) -> None:
         self._clocks.start(program.rank, program.thread)
-        self._work[program] = _Work(self.scheduler.step)
+        self._work[program] = Work(self.scheduler.step)
 
     def end(self, program: Program) -> None:
         self._end_work(program)
@@ -168,8 +184,8 @@ class Machine:
                 if isinstance(part, Messages):
                     self._check(messages.check_complete, part, call, self._clocks)
         # Waits are counted anew in the next call.
-        threads = range(rank * self._programs, (rank + 1) * self._programs)
-        self._waited = {key: count for key, count in self._waited.items() if key[0] not in threads}
+        world = len(self.scheduler.ranks)
+        self._waited = {key: count for key, count in self._waited.items() if key[0] // self._programs % world != rank}
 
     @property
     def _programs(self) -> int:
@@ -217,20 +233,29 @@ class Machine:
         self._pokes = 0
         event = self._event("store")
         for part, of in parts:
-            if part.kind in ("operand", "control"):
-                raise self._error(OutOfBoundsError, f"{event} writes into the {part.title}, which is not for it.")
-            if part.kind == "signals":
-                raise self._error(
-                    SignalCountError,
-                    f"{event} overwrites signal {part.element(int(of[0]), 4)}. Signals only grow: an epoch's count is "
-                    "told from the next one's by its size.",
-                )
-            self._check(self._clocks.write, part, of, size, event)
-            for address in self._polled.intersection(of.tolist()) if self._polled else ():
-                self._changed(address)
-            if part.kind == "scratch" and part.rank != program.rank:
-                work = self._work[program]
-                work.kind, work.label = "push", f"{part.name} to rank {part.rank}"
+            self._check_store(part, of, size, event)
+            self._written(of)
+            self._label_push(program, part)
+
+    def _check_store(self, part: Part, addresses: np.ndarray, size: int, event: Event) -> None:
+        if part.kind in ("operand", "control"):
+            raise self._error(OutOfBoundsError, f"{event} writes into the {part.title}, which is not for it.")
+        if part.kind == "signals":
+            raise self._error(
+                SignalCountError,
+                f"{event} overwrites signal {part.element(int(addresses[0]), 4)}. Signals only grow: an epoch's count "
+                "is told from the next one's by its size.",
+            )
+        self._check(self._clocks.write, part, addresses, size, event)
+
+    def _written(self, addresses: np.ndarray) -> None:
+        for address in self._polled.intersection(addresses.tolist()) if self._polled else ():
+            self._changed(address)
+
+    def _label_push(self, program: Program, part: Part) -> None:
+        if part.kind == "scratch" and part.rank != program.rank:
+            work = self._work[program]
+            work.kind, work.label = "push", f"{part.name} to rank {part.rank}"
 
     def look(self, addresses: np.ndarray) -> None:
         self._pause()
@@ -300,6 +325,9 @@ class Machine:
 
     def barrier(self) -> None:
         self._clocks.barrier(self._program.thread)
+
+    def fence_proxy(self) -> None:
+        """Means nothing where nothing is asynchronous."""
 
     def product(self) -> None:
         self._work[self._program].kind = "multiply"
@@ -447,7 +475,7 @@ class Machine:
         del self._waits[program]
         blocks = wait.blocks.values()
         self._span("wait", wait.begin, ", ".join(block.part.title_of(block.units) for block in blocks))
-        self._work[program] = _Work(self.scheduler.step)
+        self._work[program] = Work(self.scheduler.step)
         for block in blocks:
             received = block.part, block.units, block.writers, block.event
             for send in self._check(messages.receive, self._clocks, *received):
@@ -514,7 +542,7 @@ class Machine:
         assert isinstance(wait, _Wait)
         label = ", ".join(self._signal(address) for address in wait.addresses[:3])
         self._span("wait", wait.begin, label)
-        self._work[program] = _Work(self.scheduler.step)
+        self._work[program] = Work(self.scheduler.step)
         for address in wait.addresses:
             for thread, call in self._clocks.counters[address].raised[max(0, wait.expected - 1024) : wait.expected]:
                 self._check_order(program, wait, f"signal {self._signal(address)}", thread, call)
@@ -566,6 +594,10 @@ class Machine:
                 lines.append(f"  {_who(program)} waits at {where(wait.lines)}:")
                 lines.extend(f"    {line}." for line in self._describe_reception(wait))
                 continue
+            if isinstance(wait, Sleep):
+                lines.append(f"  {_who(program)} waits at {where(wait.lines)}:")
+                lines.append(f"    {wait.what()}.")
+                continue
             for address in wait.addresses:
                 seen = int.from_bytes(ctypes.string_at(address, 4), "little", signed=True)
                 if wait.expected and seen >= wait.expected:
@@ -610,7 +642,9 @@ class Machine:
         if peer is None and len(wait.addresses) > 1:
             peer = wait.addresses.index(address)
         raisers = sorted({thread for thread, _ in self._clocks.counters[address].raised}) if part else []
-        so_far = ", ".join(f"program {t % self._programs} of rank {t // self._programs}" for t in raisers[:6])
+        world = len(self.scheduler.ranks)
+        places = dict.fromkeys((t % self._programs, t // self._programs % world) for t in raisers)
+        so_far = ", ".join(f"program {program} of rank {rank}" for program, rank in list(places)[:6])
         text = f"raised so far by {so_far}" if so_far else "nobody has raised it so far"
         if peer is None or not 0 <= peer < len(self.scheduler.ranks):
             return text
@@ -624,6 +658,8 @@ class Machine:
             if waited > patience:
                 if isinstance(wait, _Wait):
                     what = f"signal {self._signal(wait.addresses[0])}"
+                elif isinstance(wait, Sleep):
+                    what = wait.what()
                 else:
                     what = "; ".join(self._describe_reception(wait))
                 raise self._error(
@@ -651,14 +687,14 @@ class Machine:
     def _span(self, kind: str, begin: int, label: str) -> None:
         program = self._program
         self._trace.spans.append(
-            Span(kind, program.rank, program.program, program.call, begin, self.scheduler.step, label)
+            Span(kind, program.rank, program.program, program.call, begin, self.scheduler.step, label, program.part)
         )
 
     def _end_work(self, program: Program) -> None:
         work = self._work[program]
         if self.scheduler.step > work.begin:
             self._span(work.kind, work.begin, work.label)
-        self._work[program] = _Work(self.scheduler.step)
+        self._work[program] = Work(self.scheduler.step)
 
     def _publish(self, label: str) -> None:
         self._end_work(self._program)
@@ -700,6 +736,29 @@ def _poll(function: Callable) -> Callable:
         return arrived
 
     return poll
+
+
+@interpreter.hook(DEVICE_API, "fence_proxy")
+def _fence_proxy(function: Callable) -> Callable:
+    def fence_proxy() -> None:
+        function()
+        if Machine.running is not None:
+            Machine.running.fence_proxy()
+
+    return fence_proxy
+
+
+# Gluon kernels wait in assembly; here they do as others do.
+
+
+@interpreter.hook(GLUON_API, "wait")
+def _gluon_wait(function: Callable) -> Callable:
+    return lambda *args: function.__globals__["shmem"].wait(*args)
+
+
+@interpreter.hook(GLUON_API, "_poll")
+def _gluon_poll(function: Callable) -> Callable:
+    return lambda me, index, count: function.__globals__["shmem"]._poll(me, index, 1, count)
 
 
 @interpreter.hook(DEVICE_API, "send")

@@ -12,7 +12,7 @@ POLICIES = ("round-robin", "random", "ahead", "straggler")
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Program:
-    """One program of one rank in one call.
+    """One program of one rank in one call, or a part of one that runs beside it.
 
     Attributes:
       rank, program, call: which; calls count from 1.
@@ -21,6 +21,7 @@ class Program:
       steps: memory operations so far.
       seen: counters that it has looked at since it last did anything else, and their versions.
       parked: addresses of the counters it waits for.
+      part: 0 for the program itself.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Program:
     steps: int = 0
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     parked: tuple[int, ...] = ()
+    part: int = 0
     run: greenlet = dataclasses.field(init=False)
 
 
@@ -177,18 +179,33 @@ class Scheduler:
         program = Program(rank, state.next, state.call, rank * self._programs + state.next, self._index(state.next))
         state.next += 1
         state.live += 1
-        program.run = greenlet(lambda: self._live(program), parent=self._hub)
+        self._launch(program, lambda: self._live(program))
+
+    def spawn(self, part: Program, body: Callable[[], None]) -> None:
+        """Starts a part of a program. It needs no slot, and ends before its program does."""
+
+        def live() -> None:
+            body()
+            self._retire(part)
+
+        self._launch(part, live)
+
+    def _launch(self, program: Program, live: Callable[[], None]) -> None:
+        program.run = greenlet(live, parent=self._hub)
         # NumPy keeps its error state, which the interpreter sets, in the context; a greenlet would begin with none.
         program.run.gr_context = contextvars.copy_context()
-        state.runnable.append(program)
+        self.ranks[program.rank].runnable.append(program)
         self.live[program] = None
+
+    def _retire(self, program: Program) -> None:
+        self.ranks[program.rank].runnable.remove(program)
+        del self.live[program]
 
     def _live(self, program: Program) -> None:
         self._body(program)
+        self._retire(program)
         state = self.ranks[program.rank]
-        state.runnable.remove(program)
         state.live -= 1
-        del self.live[program]
         if state.live == 0 and state.next == self._programs:
             self._end_call(program.rank, state.call)
             self._next_call(program.rank)

@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from jaxtaxfree.heap.layout import Layout, header
 from jaxtaxfree.simulator import interpreter
-from jaxtaxfree.simulator.clocks import Clocks
+from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
 from jaxtaxfree.simulator.events import who
 from jaxtaxfree.simulator.machine import Machine
@@ -59,6 +59,8 @@ class Launch:
       out_types: shape and dtype of each result.
       layout: of the region.
       params: the kernel's other parameters.
+      descriptors: those of its parameters that are TMA descriptors of operands or results, and the shapes of blocks.
+      num_warps: of a program, for Gluon kernels that ask.
       shapes: of the scratch, the signals and the messages, where they are known.
     """
 
@@ -69,7 +71,19 @@ class Launch:
     out_types: tuple[Any, ...]
     layout: Layout
     params: Mapping[str, Any]
+    descriptors: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    num_warps: int = 4
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+def _kind_of(kernel: JITFunction) -> tuple[type[Machine], type[Clocks]]:
+    """What runs a kernel of this language."""
+    if not kernel.is_gluon():
+        return Machine, Clocks
+    # Here, because Gluon's language is experimental, and takes long to import.
+    from jaxtaxfree.simulator import gluon
+
+    return gluon.GluonMachine, AgentClocks
 
 
 class Session:
@@ -80,7 +94,8 @@ class Session:
         self.calls = 0  # that have been run
         programs = math.prod(launch.grid)
         self.space = Space()
-        self.clocks = Clocks(launch.world, programs)
+        self._machine, clocks = _kind_of(launch.kernel)
+        self.clocks = clocks(launch.world, programs)
         self.heap = Heap(self.space, launch.world, launch.layout, dict(launch.shapes), header(_MAGIC, 0, _NO_TIMEOUT))
         self.broken: SimulationError | None = None
 
@@ -109,7 +124,8 @@ class Session:
         trace = Trace(launch.name)
         programs = math.prod(launch.grid)
         x, y, z = (*launch.grid, 1, 1)[:3]
-        machine = Machine(launch.name, self.space, self.heap, self.clocks, (x, y, z), settings, trace)
+        machine = self._machine(launch.name, self.space, self.heap, self.clocks, (x, y, z), settings, trace)
+        machine.num_warps = launch.num_warps
         function = interpreter.convert(launch.kernel)
         arguments: dict[tuple[int, int], dict[str, Any]] = {}
         arrays: dict[tuple[int, int], list[Part]] = {}
@@ -204,7 +220,10 @@ class Session:
         for name, (kind, value) in zip(pointers, values):
             part, copy = self.space.array(name, kind, rank, value)
             parts.append(part)
-            bound[name] = interpreter.pointer(part.start, value.dtype)
+            if (block := launch.descriptors.get(name)) is not None:
+                bound[name] = self._machine.describe(part.start, value, block)
+            else:
+                bound[name] = interpreter.pointer(part.start, value.dtype)
             if kind == "output":
                 outs.append(copy)
         return parts, outs, bound
@@ -219,6 +238,7 @@ def run(
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
     messages: Mapping[str, Any] | None = None,
+    descriptors: Mapping[str, tuple[int, ...]] | None = None,
     calls: int = 3,
     seed: int = 0,
     policy: str = "random",
@@ -231,29 +251,30 @@ def run(
     cost_estimate: Mapping[str, int] | None = None,
     **params: Any,
 ) -> tuple[list[Any], Trace]:
-    """Runs a Triton kernel for all ranks on the CPU, and raises what a GPU would hide.
+    """Runs a Triton or Gluon kernel for all ranks on the CPU, and raises what a GPU would hide.
 
     Takes what `shmem_call` takes, and NumPy arrays:
 
         outs, trace = run(kernel, [x_of_rank_0, x_of_rank_1], world=2, grid=4, out_type=..., signals={"arrived": 2})
 
     Args:
-      kernel: a function decorated with `triton.jit`.
+      kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *arrays: operands: for each one a sequence with an array for each rank.
       world: number of ranks.
-      grid, out_type, scratch, signals, messages, name, **params: as for `shmem_call`. `out_type` is one object with
-        `shape` and `dtype`, or a sequence of them.
+      grid, out_type, scratch, signals, messages, descriptors, name, **params: as for `shmem_call`. `out_type` is one
+        object with `shape` and `dtype`, or a sequence of them.
       calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
         show their faults.
       seed, policy, slots, patience, tickets: as in `Settings`.
-      num_warps, num_stages, cost_estimate: taken and ignored, as they mean nothing here.
+      num_warps: what `gl.num_warps` says outside of partitions.
+      num_stages, cost_estimate: taken and ignored, as they mean nothing here.
 
     Returns: (for each rank its result in the last call, or its results if `out_type` is a sequence; the trace).
 
     Raises:
       SimulationError: one of its kinds, with the source lines of both sides.
     """
-    del num_warps, num_stages, cost_estimate
+    del num_stages, cost_estimate
     single = hasattr(out_type, "shape")
     out_types = (out_type,) if single else tuple(out_type)
     scratch, signals, messages = dict(scratch or {}), dict(signals or {}), dict(messages or {})
@@ -272,6 +293,8 @@ def run(
         out_types=out_types,
         layout=Layout.of(grid, scratch, signals, messages),
         params=params,
+        descriptors=dict(descriptors or {}),
+        num_warps=num_warps or 4,
         shapes={
             key: getattr(of, "shape", of)
             for key, of in {**scratch, **signals, **messages}.items()

@@ -17,6 +17,7 @@ class Span:
       rank, program, call: who.
       begin, end: steps. A step is one memory operation of one program.
       label: what for: the signal, or the source line.
+      part: of the program: 0, or the number of a partition of a Gluon kernel.
     """
 
     kind: str
@@ -26,6 +27,7 @@ class Span:
     begin: int
     end: int
     label: str
+    part: int = 0
 
 
 class Trace:
@@ -57,9 +59,14 @@ class Trace:
             lanes[key] = lane
         return lanes
 
+    def _rows(self) -> dict[Span, int]:
+        """For each span its row among those of its rank: a program has one for each of its parts."""
+        lanes, parts = self.lanes(), 1 + max((span.part for span in self.spans), default=0)
+        return {span: lanes[span.rank, span.call, span.program] * parts + span.part for span in self.spans}
+
     def save_chrome(self, path: str | os.PathLike) -> None:
         """Writes the trace for chrome://tracing and ui.perfetto.dev: a process for each rank, a step as 1 us."""
-        lanes = self.lanes()
+        rows = self._rows()
         ranks = sorted({span.rank for span in self.spans})
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{self.name}, rank {rank}"}}
@@ -70,7 +77,7 @@ class Trace:
                 "name": f"{span.kind} {span.label}",
                 "cat": span.kind,
                 "pid": span.rank,
-                "tid": lanes[span.rank, span.call, span.program],
+                "tid": rows[span],
                 "ts": span.begin,
                 "args": {"program": span.program, "call": span.call},
             }
@@ -89,10 +96,10 @@ class Trace:
             from matplotlib.patches import Patch
         except ImportError as error:
             raise ImportError("Trace.save_png needs matplotlib: pip install 'jaxtaxfree[simulator]'") from error
-        lanes = self.lanes()
+        row_of = self._rows()
         height: dict[int, int] = {}
-        for (rank, _, _), lane in lanes.items():
-            height[rank] = max(height.get(rank, 0), lane + 1)
+        for span, row in row_of.items():
+            height[span.rank] = max(height.get(span.rank, 0), row + 1)
         top, at = {}, 0
         for rank in sorted(height):
             top[rank] = at
@@ -102,7 +109,7 @@ class Trace:
         axes = figure.add_subplot()
         for kind, color in _COLORS.items():
             spans = [span for span in self.spans if span.kind == kind]
-            rows = [top[span.rank] + lanes[span.rank, span.call, span.program] for span in spans]
+            rows = [top[span.rank] + row_of[span] for span in spans]
             if kind == "publish":
                 axes.plot([span.begin for span in spans], rows, "|", color=color, markersize=7, markeredgewidth=1.5)
             else:
