@@ -90,15 +90,12 @@ def shmem_call(
       ValueError: if there is no such implementation, or messages are of another dtype.
       TypeError: if the kernel's parameters and the arguments do not match.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
-      NotImplementedError: where the kernel cannot run, such as on a CPU, when the program is lowered; if a Gluon
-      kernel is to be simulated.
+      NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
     name = name or kernel.fn.__name__
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
-    if implementation == "simulate" and kernel.is_gluon():
-        raise NotImplementedError(f"{name} is a Gluon kernel, and the simulator runs Triton kernels only.")
     axes = check_axes(axis_name, name)
     world = lax.axis_size(axes)
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
@@ -207,7 +204,7 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
 
     with interpreter.lock:  # a kernel cannot be hashed while Triton's language is bound to a simulation
         identity = _digest(params)
-    for of_compiled_code in ("descriptors", "num_warps", "num_stages", "cost_estimate"):
+    for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
     call = functools.partial(callback.simulate, team=team_of(ctx, params["axes"]), identity=identity, **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels import shmem_gluon as shmem
 
 
 @gluon.jit

@@ -239,11 +239,6 @@ def test_unknown_versions_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         lower()
 
 
-def test_no_simulation() -> None:
-    with fails(NotImplementedError, "exchange_kernel is a Gluon kernel", "simulator"):
-        lower(functools.partial(exchange, implementation="simulate"))
-
-
 def test_rows_that_tma_cannot_take() -> None:
     with fails(NotImplementedError, "exchange_kernel moves bfloat16[256, 60] by TMA", "multiple of 16 bytes"):
         lower(shape=(SHAPE[0], 60))

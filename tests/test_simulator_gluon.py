@@ -1,13 +1,17 @@
 """The simulator of Gluon kernels: right ones pass in every interleaving, and planted faults are found."""
 
 import dataclasses
+import functools
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -30,6 +34,8 @@ from jaxtaxfree.simulator import (
     UninitializedReadError,
 )
 from tests import gluon_products
+from tests.conftest import MeshFactory
+from tests.gluon_kernels import BLOCK, PROGRAMS, exchange, exchange_by_xla
 from tests.simulator_kernels import Call, Simulated, integers, load
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
@@ -120,6 +126,23 @@ def test_many_interleavings_are_right(kernel: Simulated, world: int, first: int)
     for seed in range(first, first + 50):
         call, settings = kernel.case(seed, world)
         call.run(kernel.kernel, **settings)
+
+
+@pytest.mark.parametrize("own_descriptor", (False, True), ids=("pointer", "descriptor"))
+def test_a_kernel_that_runs_on_gpus(cpu_mesh: MeshFactory, own_descriptor: bool) -> None:
+    mesh = cpu_mesh(4, "tp")
+    rows = 2 * BLOCK[0] * PROGRAMS
+    x = jax.device_put(integers(0, (4 * rows, BLOCK[1]), F32), NamedSharding(mesh, P("tp")))
+
+    def program(function: Callable[..., jax.Array], **keywords: Any) -> jax.Array:
+        call = functools.partial(function, **keywords)
+        return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))(x)
+
+    expected = program(exchange_by_xla)
+    for seed in range(2):
+        with simulator.simulating(seed=seed, slots=2):
+            out = program(exchange, own_descriptor=own_descriptor, implementation="simulate")
+            np.testing.assert_array_equal(out, expected)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -515,7 +538,8 @@ def fence_proxy():
 
 
 @gluon.jit
-def take_part(me, inbox, arrived, desc, buffer, came, out_ptr, LAYOUT: gl.constexpr, FAULT: gl.constexpr):
+def take_part(me, mine, arrived, buffer, came, out_ptr, LAYOUT: gl.constexpr, FAULT: gl.constexpr):
+    desc = tma.make_tensor_descriptor(mine, [8, 16], [16, 1], [8, 16], buffer.layout)
     want = me.epoch.to(gl.int32)
     pointer = (me.signals + arrived * 4).to(gl.pointer_type(gl.int32))
     polls = 0
@@ -553,14 +577,13 @@ def roles_kernel(x_ptr, x_desc, team, inbox, arrived, out_ptr, FAULT: gl.constex
     me = shmem.start(team)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     mine = shmem.scratch(me, inbox, gl.float32)
-    desc = tma.make_tensor_descriptor(mine, [8, 16], [16, 1], [8, 16], x_desc.layout)
     buffer = gl.allocate_shared_memory(gl.float32, [8, 16], x_desc.layout)
     bars = mbarrier.allocate_mbarrier(batch=2)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(i), count=1)
     gl.warp_specialize(
         [
-            (take_part, (me, inbox, arrived, desc, buffer, bars.index(0), out_ptr, LAYOUT, FAULT)),
+            (take_part, (me, mine, arrived, buffer, bars.index(0), out_ptr, LAYOUT, FAULT)),
             (write_part, (me, x_ptr, mine, bars.index(1), LAYOUT, FAULT)),
             (tell_part, (me, arrived, bars.index(1), FAULT)),
         ],

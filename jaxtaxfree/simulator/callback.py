@@ -78,8 +78,8 @@ def simulate(
     params: tuple,
     identity: str,
     team: Team,
-    descriptors: tuple = (),
-    num_warps: int = 4,
+    descriptors: tuple,
+    num_warps: int,
 ) -> Sequence[jax.Array]:
     """A call of `shmem_call`, to be traced inside `jax.shard_map`.
 
