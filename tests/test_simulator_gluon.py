@@ -37,6 +37,7 @@ from tests import gluon_products
 from tests.conftest import MeshFactory
 from tests.gluon_kernels import BLOCK, PROGRAMS, exchange, exchange_by_xla
 from tests.simulator_kernels import Call, Simulated, integers, load
+from tests.test_simulator import exchange_kernel as triton_kernel
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
 F32 = np.dtype(np.float32)
@@ -702,6 +703,22 @@ def loose_kernel(team, out_ptr, FAULT: gl.constexpr):
         buffer = gl.allocate_shared_memory(gl.float32, [8, 16], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
         buffer.store(gl.zeros([8, 8], gl.float32, gl.AutoLayout()))
     shmem.finish(me)
+
+
+def test_descriptors_do_not_fit() -> None:
+    with pytest.raises(TypeError, match="has no pointer 'y_desc' to be a descriptor"):
+        simulator.run(loose_kernel, world=1, grid=1, out_type=shape_of(1), FAULT="", descriptors={"y_desc": (16,)})
+    with pytest.raises(TypeError, match="are for Gluon kernels"):
+        x = [np.zeros(8, F32)] * 2
+        descriptors = {"x_ptr": (8,)}
+        keywords = {"scratch": {"inbox": x[0]}, "signals": {"arrived": 1}, "BLOCK": 8, "FAULT": ""}
+        simulator.run(triton_kernel, x, world=2, grid=1, out_type=x[0], descriptors=descriptors, **keywords)
+
+
+def test_rows_that_tma_cannot_take() -> None:
+    with pytest.raises(ValueError, match="lie multiples of 16 bytes apart"):
+        call = matmul(1, F32, (16, 16, 9, 2, 1))
+        call.run(gluon_products.matmul_kernel)
 
 
 @pytest.mark.parametrize(

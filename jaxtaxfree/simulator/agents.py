@@ -99,6 +99,11 @@ class Accumulator:
             raise AttributeError(name)
         raise self._machine.unretired(self._event)
 
+    def _use(self, _: Any) -> Any:
+        raise self._machine.unretired(self._event)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _use
+
 
 class GluonMachine(Machine):
     """The machine of kernels whose programs consist of several agents."""

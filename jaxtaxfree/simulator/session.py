@@ -217,6 +217,10 @@ class Session:
                 f"The kernel of {launch.name} has {len(pointers)} parameters for arrays ({', '.join(pointers)}), and "
                 f"the call has {len(operands)} operands and {len(launch.out_types)} results."
             )
+        if unknown := sorted(launch.descriptors.keys() - set(pointers)):
+            raise TypeError(
+                f"The kernel of {launch.name} has no pointer {', '.join(map(repr, unknown))} to be a descriptor."
+            )
         for name, (kind, value) in zip(pointers, values):
             part, copy = self.space.array(name, kind, rank, value)
             parts.append(part)
