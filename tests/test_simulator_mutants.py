@@ -608,7 +608,7 @@ MUTANTS = (
         name="messages at GPU scope",
         kernel="decode_attention",
         api=True,
-        edits=((SEND, SEND.replace('"sys"', '"gpu"')),),
+        edits=((SEND, SEND.replace('"sys"', '"gpu"'), 2),),
         errors=(MessageError,),
     ),
     Mutant(
