@@ -46,6 +46,10 @@ class Counter:
 
 
 ORDERED, HEARD = 0, 1  # the rows of a pair of vector clocks
+SHARED, PROXIED, SHARED_PROXIED = 2, 3, 4  # and those that `AgentClocks` has besides
+
+# What waits for an asynchronous operation, where that is no mbarrier.
+_WAITS = {"TMA store": "tma.store_wait", "warpgroup MMA": "warpgroup_mma_wait"}
 
 
 class Clocks:
@@ -256,9 +260,6 @@ class Clocks:
         return who(thread // self._programs % self._world, thread % self._programs, call)
 
 
-SHARED, PROXIED, SHARED_PROXIED = 2, 3, 4  # further rows of `AgentClocks`
-
-
 class AgentClocks(Clocks):
     """Clocks of Gluon kernels, whose programs are several threads.
 
@@ -422,11 +423,9 @@ class AgentClocks(Clocks):
         wait = _WAITS.get(reader.verb, "mbarrier.wait")
         return f" A {reader.verb} goes on after the line that begins it, until {wait} has seen it complete."
 
-    def _same_program(self, event: Event, writer: Event) -> bool:
+    @staticmethod
+    def _same_program(event: Event, writer: Event) -> bool:
         return (event.rank, event.program, event.call) == (writer.rank, writer.program, writer.call)
 
     def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
         super().check_readers(part, units, event, SHARED if part.kind == "shared" else row, size)
-
-
-_WAITS = {"TMA store": "tma.store_wait", "warpgroup MMA": "warpgroup_mma_wait"}
