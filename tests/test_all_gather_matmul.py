@@ -559,7 +559,7 @@ def test_exports_with_the_check_for_custom_calls_disabled(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize("implementation, calls", (("fused", 3), (None, 1)))
 def test_kernels_of_a_gradient_program(mesh: Mesh, implementation: str | None, calls: int) -> None:
-    """None keeps that of the forward product, which alone was measured against XLA."""
+    """None keeps that of the forward product, which alone was faster than XLA."""
     program = column_parallel(mesh, implementation=implementation)
     loss = lambda a, b: jnp.sin(program(a, b)).sum()  # noqa: E731
     text = lower_for_cuda(jax.grad(loss, (0, 1)), *shapes(mesh))

@@ -33,11 +33,12 @@ CASES: dict[str, dict[str, Any]] = {
     "rows-16": {"m": 16},
     "rows-16-two-shots": {"m": 16, "shots": 2},
     "rows-64": {"m": 64},
+    "rows-64-messages": {"m": 64, "sums_as_scratch": False, "add_rows": 16},
     "rows-128": {"m": 128},
-    "rows-128-scratch": {"m": 128, "sums_as_scratch": True},
+    "rows-128-messages": {"m": 128, "exact_wire": True, "sums_as_scratch": False, "add_rows": 16},
+    "rows-128-exact": {"m": 128, "exact_wire": True},
     "rows-256": {"m": 256},
-    "rows-256-scratch": {"m": 256, "sums_as_scratch": True},
-    "rows-128-rounded": {"m": 128, "exact_wire": False, "sums_as_scratch": True},
+    "rows-256-messages": {"m": 256, "exact_wire": True, "sums_as_scratch": False, "add_rows": 16},
     "apart": {"m": 16, "n": 28672},
     "rows-64-apart": {"m": 64, "apart": True, "linger": True},
     "float32": {"m": 16, "dtype": "float32"},
@@ -113,7 +114,7 @@ def test_sm_90(name: str) -> None:
 
 
 @pytest.mark.parametrize("world", (2, 8))
-@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256-scratch"))
+@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256"))
 def test_other_worlds(name: str, world: int) -> None:
     call = compiled(name, world=world)
     assert narrow_messages(call) == []
@@ -122,7 +123,7 @@ def test_other_worlds(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("compute_capability", (80, 89, 100))
-@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256-scratch"))
+@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256"))
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     call = compiled(name, compute_capability)
     assert f".target sm_{compute_capability}" in call.ptx
@@ -131,7 +132,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize("name", ("rows-1", "rows-128", "rows-256-scratch"))
+@pytest.mark.parametrize("name", ("rows-1", "rows-128-messages", "rows-256-messages"))
 def test_gfx942(name: str) -> None:
     code = compile_for_amd(compiled(name, amd=True)).asm["amdgcn"]
     assert "mfma" in code
@@ -167,10 +168,10 @@ def test_narrow_messages_are_reported() -> None:
         (r"st\.relaxed\.sys", "st.relaxed.gpu", "0 stores of 16 bytes"),
         (r"(ld\.\S*\.global)\.v4\.b32", r"\1.v2.b32", "0 polls of 16 bytes"),
     ):
-        assert any(report in line for line in narrow_messages(tampered("rows-128", pattern, replacement)))
+        assert any(report in line for line in narrow_messages(tampered("rows-128-messages", pattern, replacement)))
 
 
 def test_lost_polls_are_reported() -> None:
-    call = tampered("rows-128", r"ld\.relaxed\.sys", "ld.weak")
+    call = tampered("rows-128-messages", r"ld\.relaxed\.sys", "ld.weak")
     assert polling_loops(parse(call.ptx)) < receptions(call)
     assert not any(is_message(s) and s.starts("ld.") for s in parse(call.ptx))

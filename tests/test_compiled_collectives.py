@@ -64,9 +64,9 @@ def compiled(
 
 def chosen(name: str, nbytes: int, dtype: str) -> str:
     """The protocol of a call of 4 ranks."""
-    if name != "all_gather" and dtype != "int8":
-        return "words"
-    return "messages" if nbytes <= 128 << 10 else "signals"
+    if nbytes > 512 << 10:
+        return "signals"
+    return "words" if name != "all_gather" and nbytes > 16 << 10 and dtype != "int8" else "messages"
 
 
 def shots(call: Compiled) -> int:

@@ -519,6 +519,8 @@ def test_default_config() -> None:
     by_rows = {m: default_config(m, 8192, 4, "bfloat16", 90) for m in (1, 16, 17, 128, 256, 257)}
     assert [config.small for config in by_rows.values()] == [True] * 5 + [False]
     assert [config.shots for config in by_rows.values()] == [1, 1, 2, 2, 2, 2]
+    assert [config.exact_wire for config in by_rows.values()] == [True, True, True, False, False, True]
+    assert [config.sums_as_scratch for config in by_rows.values()] == [False, False, False, True, True, False]
     assert default_config(256, 8192, 2, "bfloat16", 90).shots == 1
     assert [default_config(16, n, 4, "bfloat16", 90).apart for n in (8192, 28672)] == [False, True]
     for world in (2, 3, 4, 8):
@@ -568,11 +570,9 @@ def test_the_shapes_of_the_benchmarks_can_be_fused(mesh: Mesh, shape: MatmulShap
     (
         (4096, 2048, 512, "float32", None, "TF32 products of many rows"),
         (64, 4096, 4096, "float32", "highest", "more than TF32 precision"),
-        (64, 4096, 4096, "bfloat16", None, "not been measured"),
-        (8192, 4096, 4096, "bfloat16", None, "not been measured"),
     ),
 )
-def test_xla_is_taken_unless_the_kernel_was_measured_faster(
+def test_xla_is_taken_where_it_was_measured_faster(
     mesh: Mesh, caplog: pytest.LogCaptureFixture, m: int, k: int, n: int, dtype: str, precision: str | None, why: str
 ) -> None:
     arrays = shapes(mesh, dtype, m, k, n)
@@ -580,6 +580,11 @@ def test_xla_is_taken_unless_the_kernel_was_measured_faster(
         assert_not_fused(lower_for_cuda(row_parallel(mesh, precision=precision), *arrays), "all_reduce")
     assert why in caplog.text
     assert_fused(lower_for_cuda(row_parallel(mesh, precision=precision, implementation="fused"), *arrays))
+
+
+@pytest.mark.parametrize("rows", (16, 64, 256, 512, 8192))
+def test_the_kernel_is_taken_where_it_was_measured_faster(mesh: Mesh, rows: int) -> None:
+    assert_fused(lower_for_cuda(row_parallel(mesh), *shapes(mesh, "bfloat16", rows, 4096, 4096)))
 
 
 def test_one_rank_has_nothing_to_add_up(caplog: pytest.LogCaptureFixture) -> None:

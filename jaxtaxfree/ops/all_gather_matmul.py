@@ -61,8 +61,9 @@ def all_gather_matmul(
         needs no second gather.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
-        DEBUG level why not. Gradients, and products with a gate, are fused with "fused" alone, because their kernels
-        have not been measured yet. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
+        DEBUG level why not. Gradients are fused with "fused" alone, because XLA's are faster, and so are products
+        with a gate, because they have not been measured yet. "simulate": the kernel, run for all ranks on the CPU; see
+        `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
@@ -346,7 +347,9 @@ def _slower(
     if 256 <= rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
-    return matmul.UNMEASURED if rhs_transposed or epilogue.gated else None
+    if rhs_transposed:
+        return matmul.SLOWER_GRADIENTS
+    return matmul.UNMEASURED if epilogue.gated else None
 
 
 def _batch_lhs(

@@ -130,11 +130,11 @@ def launch(
 
 
 def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
-    """Why XLA is taken: no shape has been measured yet."""
+    """Why XLA is taken, measured on 4 H200."""
     if lax.axis_size(axes) == 1:
         return "there is one rank, so nothing to gather"
     why = matmul.slower(lhs, precision, rhs.shape[0], 2 * lhs.shape[1] * math.prod(rhs.shape))
-    return why or matmul.UNMEASURED
+    return why or matmul.SLOWER_GRADIENTS
 
 
 all_gather_transposed_matmul_p = bilinear(

@@ -173,13 +173,14 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
     # One access of 16 bytes, in programs of few warps: the fewer they are, the sooner they agree that all has come.
     num_warps = 1 if part <= 16 << 10 else 2 if part <= 64 << 10 else 4 if part <= 256 << 10 else 8
     block = 512 * num_warps // itemsize
-    if operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating) and block <= longest:
+    words = operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating)
+    if words and 16 << 10 < size * itemsize <= 512 << 10 and block <= longest:
         return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
     if size * itemsize > (512 << 10 if shots == 2 else 128 << 10):
         # Two accesses of 16 bytes for each thread and rank.
         return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)
-    words = part * _words(dtype) // itemsize
-    num_warps = 1 if words <= 8192 else 2 if words <= 32768 else 4
+    messages = part * _words(dtype) // itemsize
+    num_warps = 1 if messages <= 8192 else 2 if messages <= 32768 else 4
     block = min(128 * num_warps // _words(dtype), longest)
     return Config(protocol="messages", shots=shots, block=block, num_warps=num_warps)
 
