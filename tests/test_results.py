@@ -11,7 +11,8 @@ README = (table.ROOT / "README.md").read_text()
 
 
 def results() -> list:
-    return sorted((table.ROOT / "benchmarks" / "results").rglob("*.json"))
+    """Those of benchmarks, in folders that begin with their date."""
+    return sorted((table.ROOT / "benchmarks" / "results").glob("[0-9]*/*.json"))
 
 
 def operation_of(path):
