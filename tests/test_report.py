@@ -13,7 +13,7 @@ from benchmarks import compare, plots, report, run, table
 
 COMMON = {"gpu": "NVIDIA G", "jax": "0", "triton": "0", "commit": "abc", "date": "2000-01-01"}
 MATMUL = run.OPERATIONS["all_gather_matmul"]
-COMMITTED = sorted(path for path in report.RESULTS.iterdir() if path.is_dir())
+COMMITTED = sorted(path for path in report.RESULTS.glob("[0-9]*") if path.is_dir())
 
 
 def row(name: str, us: float | None, *, mode: str = "sustained", apart: float = 0.0, shape: int = 0) -> dict[str, Any]:
