@@ -38,6 +38,7 @@ from tests.conftest import MeshFactory
 from tests.gluon_kernels import BLOCK, PROGRAMS, exchange, exchange_by_xla
 from tests.simulator_kernels import Call, Simulated, integers, load
 from tests.test_simulator import exchange_kernel as triton_kernel
+from tests.test_simulator_kernels import PORTION, PORTIONS
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
 F32 = np.dtype(np.float32)
@@ -119,12 +120,11 @@ def test_every_interleaving_is_right(kernel: Simulated, world: int) -> None:
         call.run(kernel.kernel, **settings)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize("first", PORTIONS)
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_many_interleavings_are_right(kernel: Simulated, world: int, first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + PORTION):
         call, settings = kernel.case(seed, world)
         call.run(kernel.kernel, **settings)
 

@@ -6,10 +6,13 @@ from tests.simulator_kernels import KERNELS, WORLDS, Simulated
 
 SEEDS = 200
 PORTION = 50  # seeds of a test, so that several processes share the work
+# The first portion always, the others by `make soak`.
+PORTIONS = [
+    pytest.param(first, marks=pytest.mark.soak if first else pytest.mark.slow) for first in range(0, SEEDS, PORTION)
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, SEEDS, PORTION))
+@pytest.mark.parametrize("first", PORTIONS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:

@@ -96,6 +96,7 @@ SEND = 'words, mask=mask & me.ready, sem="relaxed", scope="sys")'
 SPLIT_SENT = "    send_partial(me, acc, top, total, acc_at, sums_at, rows, row, row < rows, HV, me.rank)\n"
 MERGED_SENT = "            send_partial(me, acc, top, total, acc_at, sums_at, results, place, wanted, HV, peer)\n"
 REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
+PART_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
 RIGHT_HALF = """                give_out(me, right, out, outbox + half, rows, column + half, N, WORLD, BLOCK_M, BLOCK_N)
 """
@@ -638,7 +639,7 @@ MUTANTS = (
     Mutant(
         name="no wait for the parts of a sum",
         kernel="matmul_all_reduce",
-        edits=((PARTIAL_WAIT, "me.ready"),),
+        edits=((PART_WAIT, "me.ready"),),
         errors=TOO_EARLY,
     ),
     Mutant(
