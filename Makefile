@@ -6,7 +6,7 @@
 JAX_VERSION ?=
 VENV ?= .venv$(if $(JAX_VERSION),-jax$(JAX_VERSION))
 # On GPUs one test at a time: each may fill them.
-PYTEST_ARGS ?= $(if $(filter cpu,$(BACKEND)),-n auto)
+PYTEST_ARGS ?= $(if $(filter cpu,$(BACKEND)),-n auto --dist worksteal)
 DEMO_ARGS ?=
 BENCH_ARGS ?=
 REPORT_ARGS ?=
