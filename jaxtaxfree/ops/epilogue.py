@@ -2,19 +2,31 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.primitive import DTYPES
 
+# JAX 0.12.0 cannot differentiate its own in `shard_map`.
+_erf = jax.custom_jvp(lax.erf)
+_erf.defjvps(lambda tangent, _, x: tangent * (2 * math.pi**-0.5) * jnp.exp(-x * x))
+
+
+def _gelu_exact(x: jax.Array) -> jax.Array:
+    """`jax.nn.gelu(x, approximate=False)`."""
+    return 0.5 * x * (1 + _erf(x * 2**-0.5))
+
+
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_exact": _gelu_exact,
 }
 _NAMES = {jax.nn.silu: "silu", jax.nn.gelu: "gelu_tanh"}  # as these functions do it by default
 
