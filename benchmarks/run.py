@@ -3,7 +3,8 @@
     python benchmarks/run.py all_gather_matmul --json results.json
     python benchmarks/run.py matmul_reduce_scatter --implementations fused --config exact_wire=True
     python benchmarks/run.py matmul_all_reduce --implementations gemm fused --config shots=1 --config shots=2
-    python benchmarks/run.py decode_attention --check
+    python benchmarks/run.py psum all_gather decode_attention --json results.json
+    python benchmarks/run.py --check
     python benchmarks/run.py decode_attention --implementations fused --config block_s=128 --config block_s=32,splits=66
 
 Each --config is one more fused implementation; what it does not say is chosen by shape, if the operation can do that.
@@ -50,6 +51,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -223,15 +225,33 @@ def reason(error: Exception) -> str:
     return one_line(f"{kind}: {error}")
 
 
-def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int = 1) -> Run:
-    xs, ys = operands.of(implementation)
-    program = jax.jit(make_program(implementation, mesh, rounds)).lower(xs, ys)
-    executable = program.compile(compiler_options=implementation.options or None)
+def compile_program(implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int) -> Any:
+    program = jax.jit(make_program(implementation, mesh, rounds)).lower(*operands.of(implementation))
+    return program.compile(compiler_options=implementation.options or None)
+
+
+def compile_peers(
+    implementations: Sequence[Implementation], mesh: Mesh, operands: Operands, rounds: int
+) -> dict[str, futures.Future[Any]]:
+    """The programs of XLA's by name, compiled side by side. Done when it returns: nothing compiles while others run."""
+    alone = [each for each in implementations if not (each.alternatives or is_ours(each.name))]
+    with futures.ThreadPoolExecutor(max(1, len(alone))) as pool:
+        return {each.name: pool.submit(compile_program, each, mesh, operands, rounds) for each in alone}
+
+
+def prepare(
+    label: str,
+    implementation: Implementation,
+    mesh: Mesh,
+    operands: Operands,
+    rounds: int = 1,
+    compiled: futures.Future[Any] | None = None,
+) -> Run:
     return Run(
         label=f"{label}, {implementation.name}",
-        executable=executable,
-        operands=(xs, ys),
-        calls=len(xs) * rounds,
+        executable=compiled.result() if compiled else compile_program(implementation, mesh, operands, rounds),
+        operands=operands.of(implementation),
+        calls=len(operands.of(implementation)[0]) * rounds,
         queue=can_queue(mesh),
     )
 
@@ -322,6 +342,9 @@ def bench_shape(
             for reference in {each.name: each for each in references.values()}.values()
         }
 
+    show(f"{shape.name}: compilation")
+    with guard(f"{shape.name}, compilation", timeout):
+        compiled = compile_peers(implementations, mesh, operands, rounds)
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
     chosen = {each.name: each for each in implementations}
@@ -334,7 +357,7 @@ def bench_shape(
                 checked[each.name] = "ok"
             else:
                 with guard(f"{shape.name}, {each.name}, compilation and check", timeout):
-                    run = prepare(shape.name, each, mesh, operands, rounds)
+                    run = prepare(shape.name, each, mesh, operands, rounds, compiled.get(each.name))
                     checked[each.name] = check(run, want)
         except Exception as error:
             checked[each.name] = reason(error)
@@ -559,10 +582,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0] if __doc__ else None, epilog=f"Implementations of {' '.join(listed)}"
     )
-    parser.add_argument("op", choices=list(OPERATIONS))
+    parser.add_argument("ops", nargs="*", metavar="op", help=f"of {', '.join(OPERATIONS)}; default: all")
     parser.add_argument("--json", type=Path, help="write the rows here, after each shape")
     parser.add_argument(
-        "--shapes", nargs="+", metavar="M,K,N", help="or B,S of decode_attention, or bytes; default: all listed"
+        "--shapes",
+        nargs="+",
+        metavar="M,K,N",
+        help="of a single operation; or B,S of decode_attention, or bytes; default: all listed",
     )
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument(
@@ -594,60 +620,52 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
     args = parser.parse_args(argv)
 
-    operation = OPERATIONS[args.op]
-    implementations = operation.implementations()
+    if unknown := [name for name in args.ops if name not in OPERATIONS]:
+        parser.error(f"there is no operation {unknown[0]!r}: choose from {', '.join(OPERATIONS)}")
+    args.ops = args.ops or list(OPERATIONS)
+    operations = [OPERATIONS[name] for name in args.ops]
+    asked = " or ".join(args.ops)
+    implementations = dict.fromkeys(name for operation in operations for name in operation.implementations())
     if unknown := [name for name in args.implementations or () if name not in implementations]:
-        parser.error(f"{args.op} has no implementation {unknown[0]!r}: choose from {', '.join(implementations)}")
-    known = peers_of(operation)
+        parser.error(f"{asked} has no implementation {unknown[0]!r}: choose from {', '.join(implementations)}")
+    known = dict.fromkeys(peer for operation in operations for peer in peers_of(operation))
     if unknown := [peer for peer in args.peers or () if peer not in known]:
-        parser.error(f"{args.op} has no peer {unknown[0]!r}: choose from {', '.join(known)}")
+        parser.error(f"{asked} has no peer {unknown[0]!r}: choose from {', '.join(known)}")
+    if len(operations) > 1 and (args.shapes or args.config):
+        parser.error("--shapes and --config are of a single operation")
     try:
-        args.shapes = [operation.parse_shape(text) for text in args.shapes or ()]
+        args.shapes = [operations[0].parse_shape(text) for text in args.shapes or ()]
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
     return args
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    operation = OPERATIONS[args.op]
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        # Only counts where there is no GPU. Must precede the first use of a device.
-        jax.config.update("jax_num_cpu_devices", args.world or CHECK_WORLD)
-    started = time.perf_counter()
-    available = len(jax.devices())
-    world = args.world or (min(CHECK_WORLD, available) if args.check else available)
-    if world > available:
-        raise SystemExit(f"--world {world}: there are only {available} devices")
-    on_gpu = jax.default_backend() == "gpu"
-    common = environment() | ({"commit": args.commit} if args.commit else {})
-    mesh = make_mesh(jax.devices()[:world])
+def measure(
+    operation: Operation, args: argparse.Namespace, mesh: Mesh, before: Sequence[Row], common: Row, console: Console
+) -> tuple[list[Row], int]:
+    """The rows of an operation, and how many shapes could not be measured.
+
+    Args:
+      before: rows of other operations, which stay in the file.
+    """
+    world = mesh.shape[AXIS]
     implementations, with_torch, left_out = choose(operation, args)
     shapes = args.shapes or (operation.tiny_shapes if args.check else operation.shapes)
     modes = [] if args.check else [mode for mode in MODES if mode.name in args.modes]
-
-    console = Console(width=WIDTH)
-    settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "XLA_FLAGS"))}
-    console.print(
-        f"{world} x {common['gpu']}, JAX {common['jax']}, Triton {common['triton']}, commit {common['commit']}"
-    )
-    console.print(f"environment: {settings or 'no NCCL_* and no XLA_FLAGS'}", markup=False, highlight=False)
     for line in left_out:
         console.print(line, markup=False, highlight=False)
-    if not (on_gpu or args.check):
-        console.print("These are CPU devices: the times below say nothing about the kernels.")
 
     bandwidth = math.inf
     if not args.check:
         with guard("bandwidth", args.timeout):
-            measured = operation.ceilings(mesh, on_gpu)
+            measured = operation.ceilings(mesh, jax.default_backend() == "gpu")
         bandwidth = max(measured.values(), default=math.inf)
         found = ", ".join(f"{way} {value / 1e9:.0f}" for way, value in measured.items())
         console.print(f"{operation.ceiling}: {found or 'one device'}; the floors use the best")
 
     rows: list[Row] = []
-    faults = 0
-    with steps(console, len(shapes) * (len(implementations) + len(modes)) + with_torch) as show:
+    failed = 0
+    with steps(console, len(shapes) * (len(implementations) + len(modes) + 1) + with_torch) as show:
         for shape in shapes:
             shape_started = time.perf_counter()
             try:
@@ -665,11 +683,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             except Exception as error:
                 # One shape, out of memory perhaps, must not cost the results of the others.
-                faults += 1
+                failed += 1
                 traceback.print_exc()
                 console.print(f"{shape.name}: {reason(error)}", markup=False)
             if args.json:
-                write_rows(args.json, rows)
+                write_rows(args.json, [*before, *rows])
             # The operands and executables of a shape are worth gigabytes; do not wait for the collector.
             gc.collect()
             console.print(f"{shape.name}: {time.perf_counter() - shape_started:.0f} s", highlight=False)
@@ -689,7 +707,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             names = [mode.name for mode in modes] or ["check"]
             rows += torch_rows(operation, found, rows, world=world, modes=names, common=common)
             if args.json:
-                write_rows(args.json, rows)
+                write_rows(args.json, [*before, *rows])
 
     tables, notes = summarize(operation, rows)
     if not args.check:
@@ -697,7 +715,37 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(*tables)
     for note in [*notes, *operation.remarks(rows)]:
         console.print(note, markup=False, highlight=False)
-    faults += sum(map(is_fault, rows))
+    return rows, failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # Only counts where there is no GPU. Must precede the first use of a device.
+        jax.config.update("jax_num_cpu_devices", args.world or CHECK_WORLD)
+    started = time.perf_counter()
+    available = len(jax.devices())
+    world = args.world or (min(CHECK_WORLD, available) if args.check else available)
+    if world > available:
+        raise SystemExit(f"--world {world}: there are only {available} devices")
+    common = environment() | ({"commit": args.commit} if args.commit else {})
+    mesh = make_mesh(jax.devices()[:world])
+
+    console = Console(width=WIDTH)
+    settings = {key: value for key, value in sorted(os.environ.items()) if key.startswith(("NCCL_", "XLA_FLAGS"))}
+    console.print(
+        f"{world} x {common['gpu']}, JAX {common['jax']}, Triton {common['triton']}, commit {common['commit']}"
+    )
+    console.print(f"environment: {settings or 'no NCCL_* and no XLA_FLAGS'}", markup=False, highlight=False)
+    if not (args.check or jax.default_backend() == "gpu"):
+        console.print("These are CPU devices: the times below say nothing about the kernels.")
+
+    rows: list[Row] = []
+    faults = 0
+    for name in args.ops:
+        of_operation, failed = measure(OPERATIONS[name], args, mesh, rows, common, console)
+        rows += of_operation
+        faults += failed + sum(map(is_fault, of_operation))
     passed = sum(row["checked"] == "ok" for row in rows)
     console.print(
         f"{passed} of {len(rows)} rows checked and right, {time.perf_counter() - started:.0f} s", markup=False
