@@ -170,7 +170,14 @@ class DecodeAttention(Operation):
         chain_seconds = self.calls_per_program(shape, world) * self.fastest_seconds(shape, world)
         return max(2, round(4e-3 / chain_seconds))
 
-    def operands(self, shape: AttentionShape, mesh: Mesh, calls: int) -> Operands:
+    def usual_turns(self, shape: AttentionShape, calls: int) -> int:
+        return calls
+
+    def y_bytes(self, shape: AttentionShape, world: int) -> int:
+        del world
+        return shape.kv_bytes()
+
+    def operands(self, shape: AttentionShape, mesh: Mesh, calls: int, turns: int) -> Operands:
         world = mesh.shape[AXIS]
         slots = world * shape.s
         make_query = normal((shape.b, shape.n, shape.h), NamedSharding(mesh, _QUERY))
@@ -180,7 +187,7 @@ class DecodeAttention(Operation):
         keys = jax.random.split(jax.random.key(0), (calls, 3))
         return Operands(
             xs={"sharded": tuple(make_query(key) for key in keys[:, 0])},
-            ys=tuple((make_kv(key), make_kv(value), lengths, own_lengths) for key, value in keys[:, 1:]),
+            ys=tuple((make_kv(key), make_kv(value), lengths, own_lengths) for key, value in keys[:turns, 1:]),
         )
 
     def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:

@@ -81,7 +81,8 @@ class _Collective(Operation):
         """What each rank has to receive from its peers."""
         return shape.nbytes * (world - 1)
 
-    def operands(self, shape: CollectiveShape, mesh: Mesh, calls: int) -> Operands:
+    def operands(self, shape: CollectiveShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        del turns
         world = mesh.shape[AXIS]
         elements = world * self.operand_bytes(shape, world) // jnp.dtype(DTYPE).itemsize
         make = normal((elements,), NamedSharding(mesh, P(AXIS)))

@@ -54,14 +54,19 @@ class Change:
 
 def timed(rows: Sequence[Row]) -> dict[Key, Row]:
     """What has a time, the last where something was measured several times."""
-    keys = ("op", "name", "world", "mode", "implementation")
-    return {tuple(row[key] for key in keys): row for row in rows if row["median_us"]}
+    return {(*place_of(row), row["implementation"]): row for row in rows if row["median_us"]}
+
+
+def place_of(row: Row) -> tuple[str, str, int, str]:
+    """What tells a measurement from the others, but for the implementation."""
+    l2 = row.get("l2", "usual")
+    return row["op"], row["name"], row["world"], row["mode"] + (f", {l2} L2" if l2 != "usual" else "")
 
 
 def compare(old: Sequence[Row], new: Sequence[Row], tolerance: float) -> list[Change]:
     """What both measured, and what OLD has of the operations and shapes that NEW has. The worst first."""
     before, after = timed(old), timed(new)
-    tried = {(row["op"], row["name"], row["world"], row["mode"]) for row in new}
+    tried = set(map(place_of, new))
 
     def noise_of(rows: Mapping[Key, Row], key: Key) -> float:
         row = rows.get(key)

@@ -94,9 +94,11 @@ class MatmulOperation(Operation):
             sizes = " and ".join(self.shared_out)
             raise ValueError(f"{shape}: {sizes} must be multiples of the {world} devices; choose others, or --world")
 
-    def count_rhs(self, shape: MatmulShape) -> int:
-        """How many rhs the calls of a chain take turns with."""
+    def usual_turns(self, shape: MatmulShape, calls: int) -> int:
         return 2 if shape.m <= DECODE_ROWS else 1
+
+    def y_bytes(self, shape: MatmulShape, world: int) -> int:
+        return shape.k * shape.n // world * jnp.dtype(DTYPE).itemsize
 
     def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
         return max(shape.flops(world) / 800e12, 2 * shape.k * shape.n / world / 4.8e12)
@@ -153,9 +155,9 @@ class AllGatherMatmul(MatmulOperation):
     def expected_from(self, implementation: Implementation) -> Implementation:
         return GATHERED if implementation.name == "collective" else REFERENCE
 
-    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
+    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int, turns: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
-        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
+        keys = jax.random.split(jax.random.key(0), calls + turns)
         make_lhs, make_rhs = normal((shape.m, shape.k), rows), normal((shape.k, shape.n), columns)
         gather = jax.jit(lambda lhs: lhs, out_shardings=whole)
         sharded = tuple(make_lhs(key) for key in keys[:calls])
@@ -203,9 +205,9 @@ class _RowParallel(MatmulOperation):
 
     shared_out = ("m", "k")
 
-    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
+    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int, turns: int) -> Operands:
         rows, columns = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS)))
-        keys = jax.random.split(jax.random.key(0), calls + self.count_rhs(shape))
+        keys = jax.random.split(jax.random.key(0), calls + turns)
         make_lhs, make_rhs = normal((shape.m, shape.k), columns), normal((shape.k, shape.n), rows)
         make_partial = normal((mesh.shape[AXIS] * shape.m, shape.n), rows)
         return Operands(

@@ -92,18 +92,26 @@ class MlpGradients(MatmulOperation):
         # Nothing else gives what the products of a rank alone give.
         return implementation if implementation.name == "gemm" else REFERENCE
 
-    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int) -> Operands:
+    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int, turns: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
-        keys = jax.random.split(jax.random.key(0), calls + 3)
+        keys = jax.random.split(jax.random.key(0), calls + 3 * turns)
         make = normal((shape.m, shape.k), rows)
         xs = tuple(make(key) for key in keys[:calls])
         gather = jax.jit(lambda x: x, out_shardings=whole)
         scale = jax.jit(lambda x: (x / 64).astype(DTYPE))
-        up = scale(normal((shape.k, shape.n), columns)(keys[calls]))
-        down = scale(normal((shape.n, shape.k), rows)(keys[calls + 1]))
+        make_up, make_down = normal((shape.k, shape.n), columns), normal((shape.n, shape.k), rows)
+        ys = tuple(
+            (scale(make_up(up)), scale(make_down(down)), make(ct)) for up, down, ct in keys[calls:].reshape(turns, 3)
+        )
         # One at a time, because virtual CPU devices deadlock over two collective programs in flight.
         gathered = tuple(jax.block_until_ready(gather(x)) for x in xs)
-        return Operands(xs={"sharded": xs, "gathered": gathered}, ys=((up, down, make(keys[calls + 2])),))
+        return Operands(xs={"sharded": xs, "gathered": gathered}, ys=ys)
+
+    def usual_turns(self, shape: MatmulShape, calls: int) -> int:
+        return 1
+
+    def y_bytes(self, shape: MatmulShape, world: int) -> int:
+        return 2 * super().y_bytes(shape, world)
 
     def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
         return 6 * shape.flops(world) / 800e12

@@ -16,6 +16,7 @@ An operation describes itself by a subclass of `Operation`; `run.py` measures, c
 """
 
 import abc
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,6 +41,10 @@ FLAG_SETS: dict[str, dict[str, Any]] = {
     "nccl_symmetric": NCCL_SYMMETRIC,
     "both": LATENCY_HIDING | NCCL_SYMMETRIC,
 }
+
+# What calls find in the L2 cache of weights and caches: what the operation says; as much as fits; nothing.
+L2 = ("usual", "warm", "cold")
+COLD_BYTES = 2 * 60 * 10**6  # read in between: twice the L2 cache of an H200
 
 Config = dict[str, Any]
 Call = Callable[..., jax.Array]
@@ -124,7 +129,30 @@ class Operation(abc.ABC):
         """What gives the right results for this one. It runs a single call and is not timed."""
 
     @abc.abstractmethod
-    def operands(self, shape: Any, mesh: Mesh, calls: int) -> Operands: ...
+    def operands(self, shape: Any, mesh: Mesh, calls: int, turns: int) -> Operands:
+        """An x for each of the calls, and `turns` y."""
+
+    def usual_turns(self, shape: Any, calls: int) -> int:
+        """How many y the calls take turns with if nothing else is asked for."""
+        del shape, calls
+        return 1
+
+    def y_bytes(self, shape: Any, world: int) -> int:
+        """Of the part of a y that a rank has; 0 where calls read nothing but their x."""
+        del shape, world
+        return 0
+
+    def turns(self, shape: Any, world: int, calls: int, l2: str) -> int:
+        """How many y the calls take turns with, so that they find in the L2 cache what `l2` says: see L2.
+
+        Raises:
+          ValueError: if there is no y.
+        """
+        if l2 == "usual":
+            return self.usual_turns(shape, calls)
+        if not (nbytes := self.y_bytes(shape, world)):
+            raise ValueError(f"{self.name} has no weights and no cache that could be in the L2 cache or not")
+        return 1 if l2 == "warm" else min(calls, 1 + math.ceil(COLD_BYTES / nbytes))
 
     @abc.abstractmethod
     def fastest_seconds(self, shape: Any, world: int) -> float:

@@ -24,7 +24,9 @@ Both are wall time over the number of calls, with nothing subtracted. A time who
 20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,
 `mlp.py`, `attention.py` and `collectives.py` describe the operations, what they are compared with, and their floors.
 
-Calls follow each other without a pause, and nothing is flushed between them. What they find in the L2 cache:
+Calls follow each other without a pause, and nothing is flushed between them. --l2 says what they find of weights or
+keys and values in the L2 cache. cold: nothing, since they take turns between so many that twice the cache is read in
+between. warm: as much as fits, since all calls have the same. Each call has an x of its own in any case. usual:
 
 decode_attention: nothing. Each call of a chain has a cache of its own, together many times the L2 cache.
 all_gather_matmul, matmul_reduce_scatter, mlp_gradients: what the call before has left of the weights, 29 MB a rank
@@ -77,6 +79,7 @@ from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
     DTYPE,
+    L2,
     Config,
     Implementation,
     Operands,
@@ -322,6 +325,7 @@ def bench_shape(
     seconds: float,
     timeout: float,
     modes: Sequence[Mode] = MODES,
+    l2: str = "usual",
     common: Row,
     show: Callable[[str], None] = lambda step: None,
 ) -> list[Row]:
@@ -336,7 +340,7 @@ def bench_shape(
     references = {each.name: operation.expected_from(each) for each in implementations}
 
     with guard(f"{shape.name}, operands and reference", timeout):
-        operands = operation.operands(shape, mesh, calls)
+        operands = operation.operands(shape, mesh, calls, operation.turns(shape, world, calls, l2))
         expected = {
             reference.name: expected_results(reference, mesh, operands)
             for reference in {each.name: each for each in references.values()}.values()
@@ -614,6 +618,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     names = [mode.name for mode in MODES]
     parser.add_argument("--modes", nargs="+", choices=names, default=names, help="default: both")
+    parser.add_argument("--l2", choices=L2, default="usual", help="what calls find in the L2 cache; see above")
     parser.add_argument("--seconds-per-shape", type=float, default=10.0, metavar="S", help="measuring; default: 10")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a step, then exit; default: 120")
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
@@ -678,6 +683,7 @@ def measure(
                     seconds=args.seconds_per_shape,
                     timeout=args.timeout,
                     modes=modes,
+                    l2=args.l2,
                     common=common,
                     show=show,
                 )
@@ -701,6 +707,7 @@ def measure(
                 seconds=args.seconds_per_shape,
                 python=args.torch_python,
                 timeout=args.timeout,
+                l2=args.l2,
             )
             if failure:
                 console.print(f"PyTorch ended early: {failure}", markup=False)
@@ -728,7 +735,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     world = args.world or (min(CHECK_WORLD, available) if args.check else available)
     if world > available:
         raise SystemExit(f"--world {world}: there are only {available} devices")
-    common = environment() | ({"commit": args.commit} if args.commit else {})
+    common = environment() | {"l2": args.l2} | ({"commit": args.commit} if args.commit else {})
     mesh = make_mesh(jax.devices()[:world])
 
     console = Console(width=WIDTH)

@@ -59,20 +59,17 @@ def measure(
     seconds: float,
     python: str,
     timeout: float,
+    l2: str = "usual",
 ) -> tuple[list[Found], str]:
     """What was found at each shape, and why the processes ended early, if they did.
 
     They are killed when they are silent for `timeout` seconds.
     """
-    jobs = [
-        {
-            "op": operation.name,
-            "calls": operation.calls_per_program(shape, world),
-            "count_rhs": operation.count_rhs(shape),
-            **vars(shape),
-        }
-        for shape in shapes
-    ]
+    jobs = []
+    for shape in shapes:
+        calls = operation.calls_per_program(shape, world)
+        turns = operation.turns(shape, world, calls, l2)
+        jobs.append({"op": operation.name, "calls": calls, "count_rhs": turns, **vars(shape)})
     request = {"world": world, "modes": [mode.name for mode in modes], "seconds": seconds, "jobs": jobs}
     answers, failure = _converse([python, str(SCRIPT)], request, timeout)
     found = []

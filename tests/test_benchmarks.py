@@ -40,8 +40,8 @@ from benchmarks.shapes import (  # noqa: E402
 
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
 REQUIRED |= {"floor_us", "gpu", "jax", "triton", "commit", "date"}
-ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy"}
-COMMON = {"gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
+ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy", "l2"}
+COMMON = {"l2": "usual", "gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
 MATMUL = run.OPERATIONS["all_gather_matmul"]
 SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
 REDUCE = run.OPERATIONS["matmul_all_reduce"]
@@ -64,7 +64,9 @@ def mesh() -> Mesh:
     return operation.make_mesh(jax.devices("cpu")[:4])
 
 
-def bench(op: Operation, mesh: Mesh, *names: str, timed: bool = False, **settings: Any) -> dict[tuple[str, str], Any]:
+def bench(
+    op: Operation, mesh: Mesh, *names: str, timed: bool = False, l2: str = "usual", **settings: Any
+) -> dict[tuple[str, str], Any]:
     implementations = [each for each in op.implementations(**settings).values() if each.name in names or each.config]
     rows = run.bench_shape(
         op,
@@ -75,6 +77,7 @@ def bench(op: Operation, mesh: Mesh, *names: str, timed: bool = False, **setting
         seconds=0.0,
         timeout=60.0,
         modes=sampling.MODES if timed else (),
+        l2=l2,
         common=COMMON,
     )
     return {(row["implementation"], row["mode"]): row for row in rows}
@@ -149,7 +152,7 @@ def test_timed_rows_of_attention(mesh: Mesh, few_calls: None, kernels_by_xla: li
 def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kernels_by_xla: list[Any]) -> None:
     """The local kernel and the merge take what a rank has of sequences that end in the middle of it."""
     shape, calls = SMALL[ATTENTION], 1
-    operands = ATTENTION.operands(shape, mesh, calls)
+    operands = ATTENTION.operands(shape, mesh, calls, calls)
     key, value, *_ = operands.ys[0]
     lengths = jnp.array([70, 256], jnp.int32)
     own = jnp.clip(lengths - shape.s * jnp.arange(mesh.shape["tp"])[:, None], 0, shape.s).reshape(-1)
@@ -408,7 +411,7 @@ def test_result_that_goes_wrong_while_it_is_timed_has_no_time(
     ids=["gather", "scatter", "reduce", "attention"],
 )
 def test_stale_result_is_caught(op: Operation, name: str, mesh: Mesh) -> None:
-    operands = op.operands(SMALL[op], mesh, 4)
+    operands = op.operands(SMALL[op], mesh, 4, op.usual_turns(SMALL[op], 4))
     implementation = op.implementations()[name]
     honest = run.prepare("small", implementation, mesh, operands)
     expected = run.expected_results(op.expected_from(implementation), mesh, operands)
@@ -442,6 +445,23 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
     assert run.is_fault(row)
 
 
+def test_what_calls_find_in_the_cache(mesh: Mesh, few_calls: None) -> None:
+    decode, _, prefill, *_ = ALL_GATHER_MATMUL
+    assert [MATMUL.turns(decode, 4, 64, l2) for l2 in operation.L2] == [2, 1, 3]
+    assert [MATMUL.turns(prefill, 4, 64, l2) for l2 in operation.L2] == [1, 1, 3]
+    assert MATMUL.turns(prefill, 4, 2, "cold") == 2
+    read = ATTENTION.turns(DECODE_ATTENTION[0], 4, 64, "cold") * DECODE_ATTENTION[0].kv_bytes()
+    assert read - DECODE_ATTENTION[0].kv_bytes() > 2 * 60e6
+    assert ATTENTION.turns(DECODE_ATTENTION[0], 4, 64, "usual") == 64
+    with pytest.raises(ValueError, match="psum has no weights"):
+        COLLECTIVES[0].turns(SMALL[COLLECTIVES[0]], 4, 64, "cold")
+    for op in (MATMUL, MLP, ATTENTION):
+        turns = op.turns(SMALL[op], 4, 4, "cold")
+        assert len(op.operands(SMALL[op], mesh, 4, turns).ys) == turns == 4
+    rows = bench(MATMUL, mesh, "gemm", "xla/default", timed=True, l2="warm")
+    assert {row["checked"] for row in rows.values()} == {"ok"}
+
+
 @pytest.mark.parametrize(
     "op, name, collectives, products",
     [
@@ -461,7 +481,7 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
     ids=lambda value: getattr(value, "name", str(value)),
 )
 def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, products: int, mesh: Mesh) -> None:
-    operands = op.operands(SMALL[op], mesh, 8)
+    operands = op.operands(SMALL[op], mesh, 8, op.usual_turns(SMALL[op], 8))
     prepared = run.prepare("small", op.implementations()[name], mesh, operands)
     assert isinstance(prepared.executable, jax.stages.Compiled)
     instructions = Counter(
