@@ -27,38 +27,42 @@ DTYPE = jnp.bfloat16
 
 # Of decode_attention: query heads, key/value heads and their size.
 N, KV_HEADS, H = 64, 8, 128
+CACHES = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """A chain of calls, each on operands of its own, none of which begins before the one before has ended.
+    """A chain of calls, none of which begins before the one before has ended.
 
     Attributes:
-      calls: how many.
-      operands: of all of them, on the mesh.
+      operands: of each call the first operand; and the other operands, in tuples that the calls take turns with.
       in_specs, out_spec: of the operands of one call, and of its result.
       implementations: by name, functions of the operands of one call.
     """
 
-    calls: int
-    operands: tuple[tuple[jax.Array, ...], ...]
+    operands: tuple[tuple[jax.Array, ...], tuple[tuple[jax.Array, ...], ...]]
     in_specs: tuple[P, ...]
     out_spec: P
     implementations: dict[str, Callable[..., jax.Array]]
+
+    @property
+    def calls(self) -> int:
+        return len(self.operands[0])
 
     def jitted(self, name: str, mesh: Mesh) -> Any:
         # One trace and one lowering for all calls, but for no other program.
         call = jax.jit(lambda *operands: self.implementations[name](*operands))
 
-        def chain(operands: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
+        def chain(xs: Sequence[jax.Array], others: Sequence[tuple[jax.Array, ...]]) -> list[jax.Array]:
             outs: list[jax.Array] = []
-            for x, *others in operands:
+            for i, x in enumerate(xs):
                 if outs:
                     x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
-                outs.append(call(x, *others))
+                outs.append(call(x, *others[i % len(others)]))
             return outs
 
-        specs = ((self.in_specs,) * self.calls,)
+        x_spec, *other_specs = self.in_specs
+        specs = ((x_spec,) * self.calls, (tuple(other_specs),) * len(self.operands[1]))
         return jax.jit(jax.shard_map(chain, mesh=mesh, in_specs=specs, out_specs=self.out_spec, check_vma=False))
 
 
@@ -71,8 +75,7 @@ def all_gather_matmul_program(sizes: Sequence[int], mesh: Mesh) -> Program:
     # Two, so that neither stays in the L2 cache from call to call.
     rhs = _normal(mesh, specs[1], (k, n), 2)
     return Program(
-        calls=calls,
-        operands=tuple((x, rhs[call % 2]) for call, x in enumerate(lhs)),
+        operands=(lhs, tuple((w,) for w in rhs)),
         in_specs=specs,
         out_spec=P(None, AXIS),
         implementations={
@@ -85,11 +88,13 @@ def all_gather_matmul_program(sizes: Sequence[int], mesh: Mesh) -> Program:
 def decode_attention_program(sizes: Sequence[int], mesh: Mesh) -> Program:
     """One token of B sequences over S keys a rank, all of them used."""
     b, s = sizes
-    calls = 16 if b * s <= 2**16 else 4
+    # A step has to last longer than its dispatch, or the launch tax is all that there is to see.
+    calls = 64 if b * s <= 2**14 else 16
     cache = P(None, AXIS, None, None)
     slots = s * mesh.size
     query = _normal(mesh, P(), (b, N, H), calls)
-    keys_and_values = _normal(mesh, cache, (b, slots, KV_HEADS, H), 2 * calls)
+    # So many that none stays in the L2 cache until its turn comes again.
+    keys_and_values = _normal(mesh, cache, (b, slots, KV_HEADS, H), 2 * CACHES)
     lengths = jax.device_put(np.full((b,), slots, np.int32), NamedSharding(mesh, P()))
 
     def attend(implementation: Any) -> Callable[..., jax.Array]:
@@ -98,8 +103,7 @@ def decode_attention_program(sizes: Sequence[int], mesh: Mesh) -> Program:
         )
 
     return Program(
-        calls=calls,
-        operands=tuple((q, k, v, lengths) for q, k, v in zip(query, keys_and_values[::2], keys_and_values[1::2])),
+        operands=(query, tuple((k, v, lengths) for k, v in zip(keys_and_values[::2], keys_and_values[1::2]))),
         in_specs=(P(), cache, cache, P()),
         out_spec=P(),
         implementations={"XLA": attend("xla"), "fused": attend("fused")},
@@ -117,10 +121,10 @@ PROGRAMS: dict[str, tuple[str, tuple[tuple[int, ...], ...], Callable[[Sequence[i
 }
 
 
-def _normal(mesh: Mesh, spec: P, shape: tuple[int, ...], count: int) -> list[jax.Array]:
+def _normal(mesh: Mesh, spec: P, shape: tuple[int, ...], count: int) -> tuple[jax.Array, ...]:
     """Random arrays: zeros would draw less power, and so run at higher clocks."""
     make = jax.jit(lambda key: jax.random.normal(key, shape, DTYPE), out_shardings=NamedSharding(mesh, spec))
-    return [make(key) for key in jax.random.split(jax.random.key(0), count)]
+    return tuple(make(key) for key in jax.random.split(jax.random.key(0), count))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +179,7 @@ def _account_for(
         with console.status(f"{title}, {name}"):
             made = account(
                 program.jitted(name, mesh),
-                program.operands,
+                *program.operands,
                 name=f"{title}, {name}",
                 calls=program.calls,
                 compiler_options=dict(flag.split("=", 1) for flag in options.xla_option) if name == "XLA" else None,
