@@ -264,6 +264,31 @@ def wait_all(me, index, count):
 
 
 @triton.jit
+def claim(me, index, draws):
+    """Draws a ticket on this rank: 0, 1, 2, ... in each call, whichever programs draw.
+
+    Work that others wait for may belong to tickets: those that are drawn belong to programs that run. Work of one
+    ticket may wait for that of lower ones, on any rank.
+
+    Args:
+      index: i32, a signal of which nothing else is done.
+      draws: how many tickets are drawn in each call, always, by all programs together. If each one stops at the first
+        ticket that has no work, these are the pieces of work and the number of programs.
+    """
+    drawn = tl.atomic_add(_signal_of(me, index, me.rank), 1, sem="relaxed", scope="gpu")
+    return drawn - ((me.epoch - 1) * draws).to(tl.int32)
+
+
+@triton.jit
+def failed(me):
+    """Whether this rank has given up, in this call or before, so that what was waited for may not be there.
+
+    For those who did not wait themselves, but behind an mbarrier at which the one arrived that did.
+    """
+    return tl.load((me.base + HEADER_FAILED).to(tl.pointer_type(tl.int32)), volatile=True) != 0
+
+
+@triton.jit
 def messages(me, region):
     """This rank's copy of an array of messages for this call: a pointer to i32, for those functions alone that send and
     receive. An array of dtype int32 is for `send_words` and `receive_words`, another one for `send` and `receive`.

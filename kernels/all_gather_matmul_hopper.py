@@ -1,0 +1,225 @@
+"""All-gather and matrix product in one Gluon kernel for Hopper, for products of many rows.
+
+Persistent programs, one for each multiprocessor, each of three roles (partitions of warps) that run side by side:
+
+* `push`: sends this rank's rows to all others, in units of a few rows and one part of K, in the order in which they
+  are multiplied there: all units of the first peer, part after part. Units are claimed by ticket, so that they are
+  sent soon by whoever runs, however few programs the GPU has started.
+* `load`: brings tiles of rows and columns into shared memory by TMA, and waits for a part of K of a block of rows just
+  before it loads the first step of it. So the product begins with the first parts that arrive.
+* `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer.
+
+A tile needs the rows of one rank only. Tiles of this rank's own rows come first; the others follow in the order
+rank + 1, rank + 2, ... Nobody waits for a tile, so their programs may start late.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from jaxtaxfree.kernels import matmul_hopper as matmul
+from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels import tiles
+
+
+class Work(NamedTuple):
+    """The sizes of a call, as constants."""
+
+    M: Any
+    N: Any
+    K: Any
+    WORLD: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    GROUP_M: Any
+    PART: Any
+    UNIT: Any
+
+
+@gluon.jit
+def all_gather_matmul_hopper_kernel(
+    lhs_ptr,  # [1, M, K], this rank's rows
+    lhs_desc,  # the same, in blocks [1, BLOCK_M, BLOCK_K]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    team,
+    gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
+    arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT from each rank for each part of its rows
+    tickets,  # signal: to claim units
+    out_desc,  # [WORLD, M, N], in blocks [1, BLOCK_M, columns stored at a time]
+    gathered_ptr,  # [WORLD, M, K]: where the gathered rows go as well, or None
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    WORLD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,  # steps of K in flight
+    PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
+    UNIT: gl.constexpr,  # rows that are sent together, of one part
+):
+    me = shmem.start(team)
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT)
+    gl.warp_specialize(
+        [
+            (multiply, (me, ring, out_desc, work)),
+            (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
+            (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
+        ],
+        [1, 2],
+        [64, 64],
+    )
+    shmem.finish(me)
+
+
+@gluon.jit
+def multiply(me, ring, out_desc, work):
+    """Multiplies and stores this program's tiles."""
+    position = (0, 0)
+    count = tile_count(work)
+    whole = matmul.whole(count)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        position = multiply_tile(me, ring, position, out_desc, tile, 0, work, False)
+    for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
+        position = multiply_tile(me, ring, position, out_desc, half // 2, half % 2, work, True)
+    matmul.finish_stores()
+
+
+@gluon.jit
+def multiply_tile(me, ring, position, out_desc, tile, half, work, HALF: gl.constexpr):
+    source, row, column = place(me, tile, half, work)
+    product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), HALF)
+    matmul.store_tile(out_desc, ring, product, source, row, column)
+    return stage, phase
+
+
+@gluon.jit
+def load(me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work):
+    """Loads this program's tiles, those of other ranks from where they arrive."""
+    inbox = shmem.scratch(me, gathered, lhs_desc.dtype)
+    inbox_desc = tma.make_tensor_descriptor(
+        inbox,
+        [work.WORLD, work.M, work.K],
+        [work.M * work.K, work.K, 1],
+        [1, work.BLOCK_M, work.BLOCK_K],
+        lhs_desc.layout,
+    )
+    position = (0, 1)
+    count = tile_count(work)
+    whole = matmul.whole(count)
+    for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
+        position = load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile, 0, work, False)
+    for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
+        position = load_tile(
+            me, ring, position, lhs_desc, inbox_desc, half_desc, arrived, half // 2, half % 2, work, True
+        )
+
+
+@gluon.jit
+def load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile, half, work, HALF: gl.constexpr):
+    source, row, column = place(me, tile, half, work)
+    steps = gl.cdiv(work.K, work.BLOCK_K)
+    if source == me.rank:
+        position = matmul.load_steps(ring, position, lhs_desc, 0, row, rhs_desc, column, 0, steps, HALF)
+    else:
+        parts = gl.cdiv(work.K, work.PART)
+        steps_a_part = work.PART // work.BLOCK_K
+        for part in range(parts):
+            wait_for_part(me, arrived, source, row, part, work)
+            shmem.fence_proxy()
+            end = gl.minimum((part + 1) * steps_a_part, steps)
+            position = matmul.load_steps(
+                ring, position, inbox_desc, source, row, rhs_desc, column, part * steps_a_part, end, HALF
+            )
+    return position
+
+
+@gluon.jit
+def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
+    """Sends this rank's rows to all others, as many units as this program can claim; then copies, if it has to."""
+    inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
+    size = work.M * work.K
+    parts = gl.cdiv(work.K, work.PART)
+    units_a_part = gl.cdiv(work.M, work.BLOCK_M) * work.BLOCK_M // work.UNIT
+    units = units_a_part * parts  # for each peer
+    sends = (work.WORLD - 1) * units
+    copies = 0 if gathered_ptr is None else work.WORLD * units
+    draws = sends + copies + gl.num_programs(0)
+    step = 0
+    ticket = shmem.claim(me, tickets, draws)
+    while ticket < sends + copies:
+        unit = ticket % units
+        part = unit // units_a_part
+        row = unit % units_a_part * work.UNIT
+        if ticket < sends:
+            if ticket // units > step:
+                # In step with the peers, each link carries one stream at a time; out of step it reaches little over
+                # half its speed. So the one who sent to this rank must have sent the last part.
+                step = ticket // units
+                wait_for_part(me, arrived, (me.rank + step) % work.WORLD, work.M - 1, parts - 1, work)
+            peer = (me.rank + work.WORLD - 1 - step) % work.WORLD
+            dest = shmem.remote(me, inbox + me.rank.to(gl.int64) * size, peer)
+            copy(dest, lhs_ptr, row, part, me.ready, True, work)
+            shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)
+        elif gathered_ptr is not None:
+            source = (me.rank + (ticket - sends) // units) % work.WORLD
+            dest = gathered_ptr + source.to(gl.int64) * size
+            if source == me.rank:
+                copy(dest, lhs_ptr, row, part, True, True, work)
+            else:
+                came = wait_for_part(me, arrived, source, row, part, work)
+                copy(dest, inbox + source.to(gl.int64) * size, row, part, True, came, work)
+        ticket = shmem.claim(me, tickets, draws)
+
+
+@gluon.jit
+def copy(dest, source, row, part, mask, valid, work):
+    """Copies a unit: some rows of a part of K, or NaN if they are not valid."""
+    # A warp for each 512 bytes of a row, so that data cross the wire in whole lines.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
+    CHUNK: gl.constexpr = 4  # rows, of which all loads are in flight at a time
+    rows = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
+    columns = gl.arange(0, work.PART, gl.SliceLayout(0, LAYOUT))[None, :]
+    offset = rows * work.K + columns
+    for first in range(0, work.UNIT, CHUNK):
+        start = gl.multiple_of((row + first).to(gl.int64) * work.K + part * work.PART, 8)
+        inside = (row + first + rows < work.M) & (part * work.PART + columns < work.K)
+        value = gl.load(source + start + offset, mask=inside)
+        gl.store(dest + start + offset, gl.where(valid, value, float("nan")), mask=inside & mask)
+
+
+@gluon.jit
+def place(me, tile, half, work):
+    """The source of a tile, and its first row and column."""
+    row_blocks = gl.cdiv(work.M, work.BLOCK_M)
+    column_blocks = gl.cdiv(work.N, work.BLOCK_N)
+    source = (me.rank + tile // (row_blocks * column_blocks)) % work.WORLD
+    row_block, column_block = tiles.grouped(
+        tile % (row_blocks * column_blocks), row_blocks, column_blocks, work.GROUP_M
+    )
+    return source, row_block * work.BLOCK_M, column_block * work.BLOCK_N + half * (work.BLOCK_N // 2)
+
+
+@gluon.jit
+def tile_count(work):
+    return work.WORLD * gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
+
+
+@gluon.jit
+def signal_of(source, row, part, arrived, work):
+    """The signal of a part of K of the block of rows that `row` belongs to."""
+    block = source * gl.cdiv(work.M, work.BLOCK_M) + row // work.BLOCK_M
+    return arrived + block * gl.cdiv(work.K, work.PART) + part
+
+
+@gluon.jit
+def wait_for_part(me, arrived, source, row, part, work):
+    """Waits for all units of a part of K of a block of rows of another rank."""
+    count = me.epoch * (work.BLOCK_M // work.UNIT)
+    return shmem.wait(me, signal_of(source, row, part, arrived, work), count, source)

@@ -1,0 +1,172 @@
+"""A matrix product by parts, for Gluon kernels on Hopper: tiles loaded by TMA, multiplied by warpgroups, stored by TMA.
+
+A kernel of persistent programs has one warp that loads (`load_steps`) and eight that multiply (`multiply_tile`,
+`store_tile`). Each has its own loop over the program's tiles, the same tiles in the same order, and they meet at the
+stages of a `Ring`. The loop that loads may wait, before any step, for what it loads: the others then wait for it.
+
+The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by
+itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 bytes).
+
+    position = begin_loading()                     | position = begin_multiplying()
+    for tile in range(id, whole, programs):        | for tile in range(id, whole, programs):
+        position = load_steps(ring, position, ...) |     product, position = multiply_tile(me, ring, position, ...)
+                                                   |     store_tile(out_desc, ring, product, ...)
+    for half in range(2 * whole + id, ...):        | for half in range(2 * whole + id, ...): ...
+                                                   | finish_stores()
+
+Of a last wave that is at most half full the programs compute half tiles: `whole` says how many tiles come before.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from jaxtaxfree.kernels import shmem_gluon as shmem
+
+
+class Ring(NamedTuple):
+    """The shared memory of a program: the stages between loads and products, and what waits to be stored."""
+
+    ready: Any  # mbarriers [STAGES]: the stage is loaded
+    empty: Any  # mbarriers [STAGES]: the stage is multiplied
+    lhs: Any  # [STAGES, 1, BLOCK_M, BLOCK_K]
+    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N]
+    half: Any  # the same memory for half tiles: [2 * STAGES, BLOCK_K, BLOCK_N // 2], of which every other one is used
+    results: Any  # [2, 1, BLOCK_M, columns that are stored at a time]
+
+
+@gluon.jit
+def whole(tiles):
+    """How many of a program's tiles are computed whole, when they are dealt out in turn."""
+    rest = tiles % gl.num_programs(0)
+    return gl.where(2 * rest <= gl.num_programs(0), tiles - rest, tiles)
+
+
+@gluon.jit
+def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
+    """The program's `Ring`. Called by the kernel itself, before `gl.warp_specialize`.
+
+    Args:
+      lhs_desc: blocks [1, BLOCK_M, BLOCK_K].
+      rhs_desc: blocks [BLOCK_K, BLOCK_N].
+      half_desc: of the same array, blocks [BLOCK_K, BLOCK_N // 2].
+      out_desc: blocks [1, BLOCK_M, columns], of which a tile has a power of 2.
+    """
+    BLOCK_M: gl.constexpr = lhs_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = rhs_desc.block_type.shape[0]
+    BLOCK_N: gl.constexpr = rhs_desc.block_type.shape[1]
+    COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
+    lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], lhs_desc.layout)
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
+    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, BLOCK_K, BLOCK_N // 2], half_desc.layout)
+    results = gl.allocate_shared_memory(out_desc.dtype, [2, 1, BLOCK_M, COLUMNS], out_desc.layout)
+    ready = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    return Ring(ready, empty, lhs, rhs, half, results)
+
+
+@gluon.jit
+def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, end, HALF: gl.constexpr):
+    """Loads the steps of K from `first` to before `end` into the next stages: the position behind them.
+
+    Args:
+      position: (stage, phase), (0, 1) in the beginning.
+      source, row: of the block of `lhs_desc`.
+      rhs_desc: `half_desc` for half tiles.
+      column: of the block of `rhs_desc`.
+      HALF: whether that is a half tile.
+    """
+    stage, phase = position
+    BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+    for step in range(first, end):
+        bar = ring.ready.index(stage)
+        mbarrier.wait(ring.empty.index(stage), phase)
+        mbarrier.expect(bar, lhs_desc.nbytes_per_cta + rhs_desc.nbytes_per_cta)
+        tma.async_load(lhs_desc, [source, row, step * BLOCK_K], bar, ring.lhs.index(stage))
+        if HALF:
+            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, ring.half.index(2 * stage))
+        else:
+            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, ring.rhs.index(stage))
+        stage, phase = _next(ring, stage, phase)
+    return stage, phase
+
+
+@gluon.jit
+def multiply_tile(me, ring, position, steps, HALF: gl.constexpr):
+    """The product of what arrives in the next stages, f32, and the position behind them.
+
+    It is NaN if this rank has given up: whoever loaded may not have waited.
+
+    Args:
+      position: (stage, phase), (0, 0) in the beginning.
+    """
+    stage, phase = position
+    rhs = ring.half if HALF else ring.rhs
+    BLOCK_M: gl.constexpr = ring.lhs.shape[2]
+    BLOCK_N: gl.constexpr = rhs.shape[2]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+    BLOCKS: gl.constexpr = 2 if HALF else 1
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
+    product = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    previous = stage
+    for step in range(steps):
+        mbarrier.wait(ring.ready.index(stage), phase)
+        lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K])
+        product = warpgroup_mma(lhs, rhs.index(stage * BLOCKS), product, use_acc=step > 0, is_async=True)
+        product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+        mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
+        previous = stage
+        stage, phase = _next(ring, stage, phase)
+    # On its way while the last step is multiplied.
+    failed = shmem.failed(me)
+    product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+    mbarrier.arrive(ring.empty.index(previous), count=1)
+    # A product, because ptxas takes a choice for a use of the sums within the loop, and no longer overlaps its steps.
+    return product * gl.where(failed, float("nan"), 1.0), stage, phase
+
+
+@gluon.jit
+def store_tile(out_desc, ring, tile, destination, row, column, PIECE: gl.constexpr = 0):
+    """Begins to store a tile, some columns after the others.
+
+    Args:
+      PIECE: how many pieces of the tile come before, an even number for a whole tile.
+    """
+    BLOCK_M: gl.constexpr = tile.shape[0]
+    BLOCK_N: gl.constexpr = tile.shape[1]
+    COLUMNS: gl.constexpr = ring.results.shape[3]
+    if BLOCK_N > COLUMNS:
+        left, right = tile.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute([0, 2, 1]).split()
+        store_tile(out_desc, ring, left, destination, row, column, PIECE)
+        store_tile(out_desc, ring, right, destination, row, column + BLOCK_N // 2, PIECE + BLOCK_N // 2 // COLUMNS)
+    else:
+        buffer = ring.results.index(PIECE % 2)
+        tma.store_wait(1)
+        buffer.reshape([BLOCK_M, COLUMNS]).store(tile.to(out_desc.dtype))
+        fence_async_shared()
+        tma.async_store(out_desc, [destination, row, column], buffer)
+
+
+@gluon.jit
+def finish_stores():
+    """Waits until what was to be stored has been read. Behind the last tile."""
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _next(ring, stage, phase):
+    """The position behind a stage."""
+    STAGES: gl.constexpr = ring.lhs.shape[0]
+    last = stage == STAGES - 1
+    return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
