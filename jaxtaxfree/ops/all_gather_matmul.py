@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
+from jaxtaxfree.kernels.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
@@ -150,6 +151,11 @@ class Config:
       units: parts in which a block of rows is sent, each with a signal; not if `small`.
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
       small: every tile has the rows of all ranks, so that `rhs` is read once.
+      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. The
+        pushers are warps of all of them. Of the settings above it has the first six and `group_m`.
+      programs: how many, if `hopper`: as many as the GPU has multiprocessors.
+      part, unit: columns and rows that are sent together, if `hopper`: of a multiple of `block_k`, and a divisor of
+        `block_m`.
     """
 
     block_m: int = 128
@@ -162,6 +168,10 @@ class Config:
     units: int = 2
     group_m: int = 8
     small: bool = False
+    hopper: bool = False
+    programs: int = 132
+    part: int = 512
+    unit: int = 16
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -187,6 +197,18 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     # With few columns the wire takes almost as long as the product, and wants more programs to feed it.
     pushers, units = (32, 1) if n <= 2560 else (16, 2)
     return Config(**tile, pushers=pushers, units=units)
+
+
+def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
+    """A configuration by shape for the kernel that is for Hopper alone; None where it cannot run, or is not faster.
+
+    Args: as of `default_config`, and k, columns of a rank's `lhs`.
+    """
+    if compute_capability != 90 or np.dtype(dtype).itemsize != 2 or world * m <= 768:
+        return None
+    if k % 8 or n % 8:
+        return None  # TMA takes rows of multiples of 16 bytes
+    return Config(hopper=True, group_m=16)
 
 
 def fused(
@@ -222,6 +244,10 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
+    if config is None and not epilogue and not rhs_transposed:
+        # The kernel for Hopper has neither.
+        config = hopper_config(m, k, n, world=world, dtype=lhs.dtype, compute_capability=compute_capability)
+    config = config or default_config(m, columns, world, lhs.dtype, compute_capability)
     kernel, keywords = launch(
         m,
         k,
@@ -233,13 +259,16 @@ def fused(
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
         epilogue=epilogue,
-        config=config or default_config(m, columns, world, lhs.dtype, compute_capability),
+        config=config,
     )
+    if config.hopper:
+        # Each of them as a pointer or in blocks of one shape and in those of another one.
+        arrays = (rows[None], rows[None], rhs, rhs)
+    else:
+        arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
     outs = shmem_call(
         kernel,
-        rows,
-        rhs,
-        *epilogue.rows_first(operands, axis),
+        *arrays,
         axis_name=axes,
         implementation=implementation,
         **keywords,
@@ -267,18 +296,34 @@ def launch(
     if epilogue.gated:
         columns = 2 * n
         config = dataclasses.replace(config, block_n=config.block_n // 2)
-    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
-    copied = {"out_type": out_type, "gathered_ptr": None}
-    if return_gathered:
-        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world * m, k), dtype))}
-    keywords = {
-        **copied,
+    common = {
         "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
         "name": "all_gather_matmul",
         "cost_estimate": {
             "flops": 2 * world * m * columns * k,
             "bytes_accessed": size * (world * m * (k + n) + k * columns),
         },
+    }
+    if config.hopper:
+        assert not epilogue and not rhs_transposed
+        own = _launch_hopper(
+            m,
+            k,
+            n,
+            world=world,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            return_gathered=return_gathered,
+            config=config,
+        )
+        return all_gather_matmul_hopper_kernel, common | own
+    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
+    copied = {"out_type": out_type, "gathered_ptr": None}
+    if return_gathered:
+        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world * m, k), dtype))}
+    keywords = {
+        **common,
+        **copied,
         **matmul.tile_keywords(m, k, n, precision, config),
         "PUSHERS": config.pushers,
         "CHUNK": config.chunk,
@@ -295,6 +340,40 @@ def launch(
         "signals": {"arrived": (world, row_blocks), "turn": config.pushers},
         "UNITS": config.units,
         "GROUP_M": config.group_m,
+    }
+
+
+def _launch_hopper(
+    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any, return_gathered: bool, config: Config
+) -> dict[str, Any]:
+    """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
+    out_type = jax.ShapeDtypeStruct((world, m, n), out_dtype)
+    copied = {"out_type": out_type, "gathered_ptr": None}
+    if return_gathered:
+        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    return {
+        **copied,
+        "grid": config.programs,
+        "num_warps": config.num_warps,
+        "signals": {"arrived": (world, math.ceil(m / block_m), math.ceil(k / config.part)), "tickets": 1},
+        "descriptors": {
+            "lhs_desc": (1, block_m, block_k),
+            "rhs_desc": (block_k, block_n),
+            "half_desc": (block_k, block_n // 2),
+            # 128 bytes, which is as much as TMA moves at a time.
+            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2)),
+        },
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.num_stages,
+        "PART": config.part,
+        "UNIT": config.unit,
     }
 
 
