@@ -147,35 +147,36 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
     size = work.M * work.K
     parts = gl.cdiv(work.K, work.PART)
     units_a_part = gl.cdiv(work.M, work.BLOCK_M) * work.BLOCK_M // work.UNIT
-    units = units_a_part * parts  # for each peer
-    sends = (work.WORLD - 1) * units
-    copies = 0 if gathered_ptr is None else work.WORLD * units
-    draws = sends + copies + gl.num_programs(0)
-    step = 0
+    units = units_a_part * parts  # of a rank's rows
+    draws = (work.WORLD - 1) * units + gl.num_programs(0)
+    before = 0
     ticket = shmem.claim(me, tickets, draws)
-    while ticket < sends + copies:
-        unit = ticket % units
-        part = unit // units_a_part
-        row = unit % units_a_part * work.UNIT
-        if ticket < sends:
-            if ticket // units > step:
-                # In step with the peers, each link carries one stream at a time; out of step it reaches little over
-                # half its speed. So the one who sent to this rank must have sent the last part.
-                step = ticket // units
-                wait_for_part(me, arrived, (me.rank + step) % work.WORLD, work.M - 1, parts - 1, work)
-            peer = (me.rank + work.WORLD - 1 - step) % work.WORLD
-            dest = shmem.remote(me, inbox + me.rank.to(gl.int64) * size, peer)
-            copy(dest, lhs_ptr, row, part, me.ready, True, work)
-            shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)
-        elif gathered_ptr is not None:
-            source = (me.rank + (ticket - sends) // units) % work.WORLD
-            dest = gathered_ptr + source.to(gl.int64) * size
-            if source == me.rank:
-                copy(dest, lhs_ptr, row, part, True, True, work)
-            else:
-                came = wait_for_part(me, arrived, source, row, part, work)
-                copy(dest, inbox + source.to(gl.int64) * size, row, part, True, came, work)
+    while ticket < (work.WORLD - 1) * units:
+        step = ticket // units
+        if step > before:
+            # In step with the peers, each link carries one stream at a time; out of step it reaches little over half
+            # its speed. So the one who sent to this rank must have sent the last part.
+            wait_for_part(me, arrived, (me.rank + step) % work.WORLD, work.M - 1, parts - 1, work)
+            before = step
+        peer = (me.rank + work.WORLD - 1 - step) % work.WORLD
+        row = ticket % units_a_part * work.UNIT
+        part = ticket % units // units_a_part
+        dest = shmem.remote(me, inbox + me.rank.to(gl.int64) * size, peer)
+        copy(dest, lhs_ptr, row, part, me.ready, True, work)
+        shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)
         ticket = shmem.claim(me, tickets, draws)
+
+    if gathered_ptr is not None:
+        for unit in range(gl.program_id(0), work.WORLD * units, gl.num_programs(0)):
+            source = (me.rank + unit // units) % work.WORLD
+            row = unit % units_a_part * work.UNIT
+            part = unit % units // units_a_part
+            came = me.ready
+            origin = lhs_ptr
+            if source != me.rank:
+                came = wait_for_part(me, arrived, source, row, part, work)
+                origin = inbox + source.to(gl.int64) * size
+            copy(gathered_ptr + source.to(gl.int64) * size, gl.multiple_of(origin, 16), row, part, True, came, work)
 
 
 @gluon.jit
