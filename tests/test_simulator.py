@@ -160,6 +160,28 @@ def test_a_wait_for_a_higher_id_may_be_declared() -> None:
 
 
 @triton.jit
+def claim_kernel(team, tickets, done, out_ptr, DRAWS: tl.constexpr):
+    """Whoever draws the second ticket waits for whoever has drawn the first one."""
+    me = shmem.start(team)
+    ticket = shmem.claim(me, tickets, DRAWS)
+    if ticket > 0:
+        shmem.wait(me, done, me.epoch, me.rank)
+    else:
+        shmem.signal(me, done, me.rank)
+    tl.store(out_ptr + ticket, 1.0)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("slots", (1, 2))
+def test_claimed_work_may_be_waited_for(slots: int) -> None:
+    call = {"world": 2, "grid": 2, "out_type": shape_of(2), "signals": {"tickets": 1, "done": 1}, "slots": slots}
+    for seed in range(5):
+        simulator.run(claim_kernel, **call, DRAWS=2, seed=seed)
+    with pytest.raises((simulator.OutOfBoundsError, simulator.DeadlockError)):
+        simulator.run(claim_kernel, **call, DRAWS=1)
+
+
+@triton.jit
 def epoch_kernel(team, out_ptr):
     me = shmem.start(team)
     tl.store(out_ptr, 1.0)

@@ -135,6 +135,7 @@ class Machine:
         self._sending: set[Program] = set()
         self._ended: dict[int, int] = {}  # by call: ranks that have ended it
         self._peer: dict[Program, int | None] = {}
+        self._claims: set[tuple[int, int]] = set()  # (thread, call) of those who have claimed work
         self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
         self._work: dict[Program, Work] = {}
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
@@ -510,6 +511,10 @@ class Machine:
             f"{'; '.join(sorted(raisers)) or 'nobody'}."
         )
 
+    def claim(self) -> None:
+        """The current program's work is its own from now on, whatever its id."""
+        self._claims.add((self._program.thread, self._program.call))
+
     def blame(self, peer: int | None) -> None:
         """The next wait of the current program is for this rank."""
         self._peer[self._program] = peer
@@ -549,7 +554,8 @@ class Machine:
 
     def _check_order(self, program: Program, wait: _Wait | _Reception, what: str, thread: int, call: int) -> None:
         """Checks that a program waited for none of a higher id."""
-        if self._settings.tickets or call != program.call or thread % self._programs <= program.program:
+        claimed = self._settings.tickets or (thread, call) in self._claims
+        if claimed or call != program.call or thread % self._programs <= program.program:
             return
         does = "raises" if isinstance(wait, _Wait) else "sends"
         raise self._error(
@@ -582,7 +588,7 @@ class Machine:
             return False
         if self._deadlock is None:
             self._deadlock = self._describe_waits(can_lend)
-        if not can_lend or self._settings.tickets:
+        if not can_lend or self._settings.tickets or self._claims:
             raise self._error(DeadlockError, self._deadlock)
         return True
 
@@ -736,6 +742,16 @@ def _poll(function: Callable) -> Callable:
         return arrived
 
     return poll
+
+
+@interpreter.hook(DEVICE_API, "claim")
+def _claim(function: Callable) -> Callable:
+    def claim(me: Any, index: Any, draws: Any) -> Any:
+        if Machine.running is not None:
+            Machine.running.claim()
+        return function(me, index, draws)
+
+    return claim
 
 
 @interpreter.hook(DEVICE_API, "fence_proxy")

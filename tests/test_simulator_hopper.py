@@ -1,0 +1,224 @@
+"""The kernels that are for Hopper alone, in the simulator: right in every interleaving, and planted faults are found."""
+
+import dataclasses
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.simulator import (
+    DataRaceError,
+    DeadlockError,
+    MissingFenceError,
+    SignalCountError,
+    SimulationError,
+    UnfinishedOperationError,
+)
+from tests.simulator_kernels import Call, Simulated, integers, load
+from tests.test_simulator_gluon import indent
+from tests.test_simulator_kernels import PORTION, PORTIONS
+from tests.test_simulator_mutants import TOO_EARLY, edit
+
+SEEDS = 10
+TILES = {"block_m": 8, "block_n": 16, "block_k": 8, "part": 16, "unit": 4, "num_stages": 2, "group_m": 2}
+
+
+def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, return_gathered = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    gathered = np.concatenate(lhs)
+    expected = [(gathered.astype(np.float32) @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    _, keywords = gather_ops.launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=dtype,
+        out_dtype=dtype,
+        precision="tf32",
+        return_gathered=return_gathered,
+        config=gather_ops.Config(**TILES, hopper=True, programs=programs),
+    )
+    del keywords["name"]
+    return Call(
+        arrays=(lhs, lhs, rhs, rhs),
+        keywords={"world": world, **keywords},
+        expected=[(out, gathered) for out in expected] if return_gathered else expected,
+    )
+
+
+KERNELS = (
+    Simulated(
+        name="all_gather_matmul",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul,
+        # M, N, K, programs, return_gathered; clipped at all ends, and with half tiles
+        shapes=lambda world: ((8, 16, 24, 2, True), (12, 8, 16, 2, False), (4, 24, 40, 3, False)),
+    ),
+)
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+
+
+@pytest.mark.parametrize("world", (2, 3, 4, 8))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
+    for seed in range(3 if world < 8 else 1):
+        call, settings = kernel.case(seed, world)
+        call.run(kernel.kernel, **settings)
+
+
+@pytest.mark.parametrize("first", PORTIONS)
+@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
+    for seed in range(first, first + PORTION):
+        call, settings = kernel.case(seed, world)
+        call.run(kernel.kernel, **settings)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+      edits: (text, what to put in its place, and how often it occurs if not once).
+      errors, says: of which kind the finding must be, and what it must say.
+      kernel: in whose calls it shows.
+      product: the fault is in `matmul_hopper`, not in the kernel's own file.
+      shape: of the call; None for all shapes of the kernel.
+    """
+
+    name: str
+    edits: tuple[tuple, ...]
+    errors: tuple[type[SimulationError], ...]
+    says: str = ""
+    kernel: str = "all_gather_matmul"
+    product: bool = False
+    shape: tuple | None = None
+
+
+GATHERED = (8, 16, 24, 2, True)
+CLAIM = "        ticket = shmem.claim(me, tickets, draws)\n"
+LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
+FENCE = "            shmem.fence_proxy()\n"
+SEND = "        copy(dest, lhs_ptr, row, part, me.ready, True, work)\n"
+SIGNAL = "        shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)\n"
+COPY_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
+RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
+
+MUTANTS = (
+    Mutant(
+        name="units claimed twice",
+        edits=((CLAIM, "        ticket += 1\n"),),
+        errors=(DataRaceError, SignalCountError),
+    ),
+    Mutant(
+        name="first tickets lost",
+        edits=(("draws)\n    while", "draws) + 1\n    while"),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="last draws forgotten",
+        edits=(("units + gl.num_programs(0)", "units"),),
+        errors=(DeadlockError,),
+    ),
+    Mutant(
+        name="wait for the part before",
+        edits=((LOAD_WAIT, LOAD_WAIT.replace("part,", "part // 2,")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for the first part alone",
+        edits=((LOAD_WAIT, "            if part == 0:\n" + indent(LOAD_WAIT)),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for a unit too few",
+        edits=(("me.epoch * (work.BLOCK_M // work.UNIT)", "me.epoch * (work.BLOCK_M // work.UNIT) - 1"),),
+        errors=(*TOO_EARLY, SignalCountError),
+    ),
+    Mutant(
+        name="no proxy fence",
+        edits=((FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="proxy fence before the wait",
+        edits=((LOAD_WAIT + FENCE, FENCE + LOAD_WAIT),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="signal before the unit",
+        edits=((SEND + SIGNAL, SIGNAL + SEND),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait before a copy",
+        edits=((COPY_WAIT, "came = me.ready"),),
+        errors=TOO_EARLY,
+        shape=GATHERED,
+    ),
+    Mutant(
+        name="full stages taken for empty ones",
+        edits=(("position = (0, 1)", "position = (0, 0)"),),
+        errors=(DeadlockError,),
+        says="arrivals",
+    ),
+    Mutant(
+        name="empty stages taken for full ones",
+        edits=(("position = (0, 0)", "position = (0, 1)"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a stage released too early",
+        product=True,
+        edits=((RETIRE, RETIRE.replace("=1", "=2")),),
+        errors=(DataRaceError,),
+        says="warpgroup MMA",
+    ),
+    Mutant(
+        name="one buffer for all pieces",
+        product=True,
+        edits=(("ring.results.index(PIECE % 2)", "ring.results.index(0)"),),
+        errors=(DataRaceError,),
+        says="TMA store",
+    ),
+    Mutant(
+        name="no wait for the last stores",
+        product=True,
+        edits=(("    tma.store_wait(0)\n", "    pass\n"),),
+        errors=(UnfinishedOperationError,),
+        says="TMA store",
+    ),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    """By the right detector under whichever seeds show it, and never as a wrong result without a finding."""
+    kernel = KERNEL[mutant.kernel]
+    faulty = matmul_hopper if mutant.product else kernel.module
+    module = load(edit(faulty, mutant.edits, tmp_path), faulty.__name__)
+    if mutant.product:
+        module = load(Path(kernel.module.__file__ or ""), kernel.module.__name__, matmul=module)
+    found = 0
+    for seed in range(SEEDS):
+        call, settings = kernel.case(seed, 3)
+        if mutant.shape is not None:
+            call = kernel.call(3, np.dtype(jnp.bfloat16), mutant.shape)
+        try:
+            call.run(getattr(module, kernel.function), **settings)
+        except SimulationError as error:
+            found += 1
+            assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
+            assert mutant.says in str(error)
+            assert str(error).startswith(f"{kernel.function}: ")
+    assert found, f"not found in {SEEDS} seeds"
