@@ -297,6 +297,9 @@ def compile_for_cuda(
     config = None
     if amd:
         config = dataclasses.replace(kernel.default_config(shape, world, dtype), **kernel.amd)
+    elif kernel.operation is all_gather_matmul and compute_capability == 90:
+        # Where the rows are many, it would choose the kernel that is for such GPUs alone.
+        config = kernel.default_config(shape, world, dtype)
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return kernel.operation(lhs, rhs, "tp", implementation="fused", config=config, precision=precision)

@@ -1,0 +1,113 @@
+"""What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree import all_gather_matmul
+from jaxtaxfree.kernels import all_gather_matmul_hopper, shmem
+from tests.support import Compiled, lower_for_cuda, mesh_of, sharded
+from tests.test_compiled import (
+    SHARED_MEMORY,
+    Statement,
+    bytes_of,
+    local_memory,
+    parse,
+    places_of,
+    ptxas_report,
+    publishes_out_of_order,
+    spilled_bytes,
+    waits_that_do_not_wait,
+)
+from tests.test_gluon import NAME, PTX, SHARED_MEMORY as SHARED, WARPS, launch_of
+
+# All sizes as of the whole; keywords of the operation.
+CASES: dict[str, dict[str, Any]] = {
+    "aligned": {},
+    "two-ranks": {"world": 2},
+    "eight-ranks": {"world": 8, "m": 16384, "n": 57344},
+    "odd": {"m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
+    "gathered": {"return_gathered": True},
+    "float32-result": {"preferred_element_type": "float32"},
+}
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@functools.cache
+def compiled(name: str) -> tuple[Compiled, list[Statement]]:
+    """The kernel of a call of this case's sizes, and its statements."""
+    case = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16", **CASES[name]}
+    world, m, k, n, dtype = (case.pop(key) for key in ("world", "m", "k", "n", "dtype"))
+    call = functools.partial(all_gather_matmul, axis_name="tp", implementation="fused", **case)
+    mesh, in_specs = mesh_of(world), (P("tp"), P(None, "tp"))
+    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, ((m, k), (k, n)))]
+    out_specs = (P(None, "tp"), P()) if "return_gathered" in case else P(None, "tp")
+    program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    kernel = launch_of(lower_for_cuda(program, *arrays))
+    assert kernel[NAME] == b"all_gather_matmul_hopper_kernel"
+    assert kernel[WARPS] == 12
+    ptx = kernel[PTX].decode()
+    return Compiled(ptx, kernel[SHARED], (), {}), parse(ptx)
+
+
+def products_that_do_not_overlap(report: str) -> list[str]:
+    """What ptxas has to say of `wgmma`: that it orders instructions that were to overlap."""
+    return re.findall(r"\(C75\d\d\).*", report)
+
+
+@each_case
+def test_every_role_is_there(name: str) -> None:
+    ptx = compiled(name)[0].ptx
+    assert ".target sm_90a" in ptx and ".version 8.8" in ptx
+    assert {"64x256x16", "64x128x16"} == {
+        "x".join(found) for found in re.findall(r"wgmma\.mma_async\.sync\.aligned\.m(\d+)n(\d+)k(\d+)", ptx)
+    }
+    rows_and_columns = r"cp\.async\.bulk\.tensor\.%dd\.shared::cta\.global"
+    # Rows of this rank's and of others, for whole and for half tiles; each load of columns takes several instructions.
+    assert len(re.findall(rows_and_columns % 3, ptx)) >= 4
+    assert re.findall(rows_and_columns % 2, ptx)
+    assert re.findall(r"cp\.async\.bulk\.tensor\.3d\.global\.shared::cta", ptx)
+    assert "tensormap.replace" in ptx
+
+
+@each_case
+def test_waits_and_publishes(name: str) -> None:
+    program = compiled(name)[1]
+    # The role that loads, for whole and for half tiles, is a single warp, and needs no barrier.
+    assert set(waits_that_do_not_wait(program, 3)) == {"no barrier behind a wait"}
+    claims = places_of(shmem.claim, "drawn = tl.atomic_add(")
+    assert len([s for s in program if s.place in claims and s.starts("atom")]) == 2
+    # Those that return a value are claims, and reports of a wait in vain.
+    assert publishes_out_of_order([s for s in program if not s.starts("atom.")]) == []
+
+
+@each_case
+def test_rows_travel_in_stores_of_16_bytes(name: str) -> None:
+    (place,) = places_of(all_gather_matmul_hopper.copy, "gl.store(")
+    stores = [s for s in compiled(name)[1] if s.place == place and s.starts("st.")]
+    assert stores
+    assert {bytes_of(store) for store in stores} == {16}
+
+
+@each_case
+def test_registers_and_shared_memory(name: str) -> None:
+    code, _ = compiled(name)
+    report = ptxas_report(code)
+    assert spilled_bytes(report) == 0
+    assert products_that_do_not_overlap(report) == []
+    assert local_memory(code.ptx) == []
+    assert code.shared <= SHARED_MEMORY[90]
+
+
+def test_products_that_do_not_overlap_are_reported() -> None:
+    code, _ = compiled("aligned")
+    first = re.search(r"wgmma\.wait_group\.sync\.aligned 1;", code.ptx)
+    assert first
+    accumulator = re.search(r"wgmma\.mma_async\S+ \{(%r\d+)", code.ptx)[1]
+    used = f"{code.ptx[: first.start()]}add.f32 {accumulator}, {accumulator}, {accumulator};\n"
+    report = ptxas_report(Compiled(used + code.ptx[first.start() :], 0, (), {}))
+    assert products_that_do_not_overlap(report) != []
