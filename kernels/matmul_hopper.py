@@ -119,7 +119,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr):
     BLOCKS: gl.constexpr = 2 if HALF else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     product = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
-    previous = stage
+    previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
     for step in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
         lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K])

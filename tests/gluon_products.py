@@ -18,7 +18,7 @@ def multiply_tile(ready, empty, lhs, rhs, stage, phase, steps, M: gl.constexpr, 
     """The product of what arrives in the next stages: (tile, stage, phase)."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 16])
     acc = gl.zeros((M, N), gl.float32, LAYOUT)
-    previous = stage
+    previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
     for step in range(steps):
         mbarrier.wait(ready.index(stage), phase)
         acc = warpgroup_mma(lhs.index(stage), rhs.index(stage), acc, use_acc=step > 0, is_async=True)
