@@ -16,6 +16,7 @@ from tests.test_compiled import (
     Statement,
     bytes_of,
     local_memory,
+    loops,
     parse,
     places_of,
     ptxas_report,
@@ -101,6 +102,33 @@ def test_registers_and_shared_memory(name: str) -> None:
     assert products_that_do_not_overlap(report) == []
     assert local_memory(code.ptx) == []
     assert code.shared <= SHARED_MEMORY[90]
+
+
+def stages_released_for_ever(program: list[Statement]) -> list[str]:
+    """Arrivals in a loop of products at an mbarrier whose address the loop does not compute.
+
+    Triton drops a variable that begins a loop as another one does, and becomes that one again in the loop.
+    """
+    wrong = []
+    for loop in loops(program):
+        body = [s.text for s in program[loop.start : loop.stop]]
+        if any(text.startswith("wgmma.mma_async") for text in body):
+            arrivals = [text for text in body if re.match(r"mbarrier\.arrive\.shared::cta\.b64 _", text)]
+            addresses = [(text, re.search(r"\[(%r\d+)\]", text)[1]) for text in arrivals]
+            wrong += [text for text, of in addresses if not any(re.match(rf"add\S+\s+{of},", line) for line in body)]
+            wrong += [] if arrivals else ["no arrival"]
+    return wrong
+
+
+@each_case
+def test_every_stage_is_released(name: str) -> None:
+    assert stages_released_for_ever(compiled(name)[1]) == []
+
+
+def test_a_stage_released_for_ever_is_reported() -> None:
+    code, _ = compiled("aligned")
+    arrival = r"(mbarrier\.arrive\.shared::cta\.b64 _, \[)%r\d+"
+    assert stages_released_for_ever(parse(re.sub(arrival, r"\1%r1", code.ptx))) != []
 
 
 def test_products_that_do_not_overlap_are_reported() -> None:

@@ -1,0 +1,127 @@
+"""The kernels that are for Hopper alone, on real GPUs: beside other kernels, and when a peer does not arrive."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtaxfree as jtf
+from jaxtaxfree import heap
+from tests import parity
+from tests.test_gpu import give_up, mesh
+
+pytestmark = pytest.mark.gpu(2)
+__all__ = ["mesh"]
+
+# Blocks of it leave a multiprocessor too little shared memory for another kernel that needs much.
+OCCUPY = """
+.version 8.0
+.target sm_90
+.address_size 64
+.extern .shared .align 16 .b8 taken[];
+.visible .entry occupy(.param .u64 nanoseconds)
+{
+    .reg .pred p;
+    .reg .b64 now, end;
+    ld.param.u64 end, [nanoseconds];
+    mov.u64 now, %globaltimer;
+    add.u64 end, end, now;
+AGAIN:
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 p, now, end;
+    @p bra AGAIN;
+    ret;
+}
+"""
+OCCUPIED_BYTES = 200 << 10
+
+
+@contextlib.contextmanager
+def occupied(devices: list[jax.Device], multiprocessors: int, seconds: float) -> Iterator[None]:
+    """So many multiprocessors of each device belong to a kernel of somebody else."""
+    import ctypes
+
+    driver = heap._heap._driver
+    for device in devices:
+        stream = driver._enter(device.local_hardware_id)
+        function = _occupy(device.local_hardware_id)
+        arguments = ((int(seconds * 1e9),), (ctypes.c_uint64,))
+        grid, block = (multiprocessors, 1, 1), (32, 1, 1)
+        driver._call("cuLaunchKernel", function, *grid, *block, OCCUPIED_BYTES, stream, arguments, 0)
+    try:
+        yield
+    finally:
+        for device in devices:
+            driver._call("cuStreamSynchronize", driver._enter(device.local_hardware_id))
+
+
+@functools.cache
+def _occupy(ordinal: int) -> object:
+    driver = heap._heap._driver
+    driver._enter(ordinal)
+    function = driver._call("cuModuleGetFunction", driver._call("cuModuleLoadData", OCCUPY.encode() + b"\0"), b"occupy")
+    attribute = driver._cuda.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    driver._call("cuFuncSetAttribute", function, attribute, OCCUPIED_BYTES)
+    return function
+
+
+def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
+    """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
+    call = parity.on_mesh(operation, mesh, implementation="fused")
+    return call, parity.operands(4 * 664, 1032, 4 * 520, jnp.bfloat16, mesh, operation=operation)
+
+
+each_operation = pytest.mark.parametrize("operation", (parity.GATHER,), ids=lambda operation: operation.name)
+
+
+@each_operation
+@pytest.mark.parametrize("multiprocessors", (1, 8, 64))
+def test_beside_another_kernel(mesh: jax.sharding.Mesh, operation: parity.Operation, multiprocessors: int) -> None:
+    call, operands = large_call(operation, mesh)
+    want = jtf.block_until_ready(call(*operands))
+    with occupied(list(mesh.devices.flat), multiprocessors, 2.0):
+        begin = time.perf_counter()
+        for _ in range(10):
+            assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
+        assert time.perf_counter() - begin < 1.5  # it has not waited for the other kernel's end
+
+
+@each_operation
+def test_when_another_kernel_comes_late(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    """One that has the whole of one GPU for a while: the others wait for that rank."""
+    call, operands = large_call(operation, mesh)
+    want = jtf.block_until_ready(call(*operands))
+    for device in mesh.devices.flat:
+        with occupied([device], 132, 0.05):
+            assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
+
+
+@each_operation
+def test_a_rank_that_does_not_arrive_is_named(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    """All that its peers have waited for is NaN, and no role of a program hangs."""
+    missing = mesh.devices.size - 2
+    call, operands = large_call(operation, mesh)
+    heap.set_timeout(1.0)
+    heap.reset()
+    try:
+        want = jtf.block_until_ready(call(*operands))
+        device = mesh.devices.flat[missing]
+        give_up(device)
+        with pytest.raises(jtf.PeerTimeoutError) as raised:
+            result = call(*operands)
+            jtf.block_until_ready(result)
+        for rank in range(mesh.devices.size):
+            assert (f"rank {rank} (device {mesh.devices.flat[rank].id}) waited 1 s" in str(raised.value)) == (
+                rank != missing
+            )
+        assert operation.name in str(raised.value) and "arrived[" in str(raised.value)
+        assert bool(jnp.isnan(result).any(axis=0).all())
+        heap.reset()
+        assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
+    finally:
+        heap.set_timeout(60.0)
+        heap.reset()
