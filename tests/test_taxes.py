@@ -549,7 +549,7 @@ def test_machine_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes", "calls"), [("all_gather_matmul", (8, 16, 32), 16), ("decode_attention", (2, 16), 64)]
+    ("name", "sizes", "calls"), [("all_gather_matmul", (8, 16, 32), 64), ("decode_attention", (2, 2**14), 64)]
 )
 def test_built_in_programs(name: str, sizes: tuple[int, ...], calls: int, cpu_mesh: Callable) -> None:
     """The function that all calls share is one kernel of ours, or has collectives of XLA's."""
