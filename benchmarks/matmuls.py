@@ -288,9 +288,8 @@ class MatmulAllReduce(_RowParallel):
     def expected_from(self, implementation: Implementation) -> Implementation:
         return {"collective": REDUCED, "gemm": PRODUCT}.get(implementation.name, REDUCE_REFERENCE)
 
-    def rounds(self, shape: MatmulShape, world: int) -> int:
-        chain_seconds = self.calls_per_program(shape, world) * self.fastest_seconds(shape, world)
-        return max(2, round(4e-3 / chain_seconds)) if shape.m <= DECODE_ROWS else 1
+    def is_repeated(self, shape: MatmulShape) -> bool:
+        return shape.m <= DECODE_ROWS
 
     def wire_bytes(self, shape: MatmulShape, world: int) -> int:
         """Of a reduce-scatter and an all-gather."""

@@ -191,10 +191,17 @@ class Operation(abc.ABC):
             calls *= 2
         return calls
 
+    def is_repeated(self, shape: Any) -> bool:
+        """Whether a program goes through its chain in a loop, as a decode step does."""
+        del shape
+        return False
+
     def rounds(self, shape: Any, world: int) -> int:
-        """How often a program goes through its chain."""
-        del shape, world
-        return 1
+        """How often a program goes through its chain: for some 4 ms, if it is repeated."""
+        if not self.is_repeated(shape):
+            return 1
+        chain_seconds = self.calls_per_program(shape, world) * self.fastest_seconds(shape, world)
+        return max(2, round(4e-3 / chain_seconds))
 
     def sizes_of(self, shape: Any) -> tuple[int, ...]:
         """Its sizes; `shape` may be a row of results."""

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
@@ -187,7 +188,7 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
 
 def _longest_block(world: int, dtype: Any) -> int:
     """Elements that a program can receive as messages."""
-    return MOST_MESSAGES // (_words(dtype) << (world - 1).bit_length())
+    return MOST_MESSAGES // (_words(dtype) * next_power_of_2(world))
 
 
 def _words(dtype: Any) -> int:

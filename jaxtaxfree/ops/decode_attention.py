@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import Placement, cache_sizes, placement_of
@@ -307,37 +308,32 @@ def default_config(
       paged: whether the cache is.
       compute_capability: of the GPU, 90 for 9.0.
     """
-    block_r = min(64, max(16, _power_of_2(rows)))
-    width = sum(map(_power_of_2, head_sizes))
+    block_r = min(64, max(16, next_power_of_2(rows)))
+    width = sum(map(next_power_of_2, head_sizes))
     # The tiles of a stage may take 32 KiB: then two programs share an SM and leave room for a merging one.
     widest = max(np.dtype(cache_dtype).itemsize, np.dtype(dtype).itemsize)
-    block_s = max(16, min(64, _power_of_2(32 * 1024 // (width * widest) + 1) // 2))
+    block_s = max(16, min(64, next_power_of_2(32 * 1024 // (width * widest) + 1) // 2))
     groups = batch * kv_heads * math.ceil(rows / block_r)
     places = 2 * _MULTIPROCESSORS.get(compute_capability, 132)
     # As many programs as run at a time, or a little less; but no split without a few tiles.
     splits = max(1, min(places // groups, math.ceil(slots / (2 * block_s)), 256))
     splits -= splits % 8 if splits > 8 else 0  # merged without a remainder
     # One program in two SMs merges, with as many words at a time as its registers hold.
-    merge_rows = min(_power_of_2(rows), max(1, _power_of_2(batch * kv_heads * rows // 64)))
-    words = 4096 // _power_of_2(head_sizes[1])
+    merge_rows = min(next_power_of_2(rows), max(1, next_power_of_2(batch * kv_heads * rows // 64)))
+    words = 4096 // next_power_of_2(head_sizes[1])
     merge_rows = min(merge_rows, words)
     return Config(
         splits=splits,
         block_s=block_s,
         block_r=block_r,
         merge_rows=merge_rows,
-        merge_splits=min(_power_of_2(splits), max(1, words // merge_rows)),
+        merge_splits=min(next_power_of_2(splits), max(1, words // merge_rows)),
         num_warps=8 if width * widest >= 1024 else 4,  # 4 have too few registers for rows of more
         num_stages=5 if paged else 3,  # pages are looked up stages before
     )
 
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 103: 148}
-
-
-def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not less."""
-    return 1 << max(0, n - 1).bit_length()
 
 
 def fused(

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree.primitive import DTYPES, settings_of
 from jaxtaxfree.teams import vary, varying
@@ -95,7 +96,7 @@ def large_tile(dtype: Any, compute_capability: int) -> dict[str, Any]:
 
 def small_tile(rows: int, dtype: Any, compute_capability: int) -> dict[str, Any]:
     """Settings for products of at most 256 rows: all of them in few tiles, and much of rhs in flight."""
-    block_m = min(128, max(16, 1 << (rows - 1).bit_length()))
+    block_m = min(128, max(16, next_power_of_2(rows)))
     block_k, stages = (128, 6) if block_m <= 32 else (64, 8)
     if not has_big_shared_memory(compute_capability):
         block_k, stages = 64, 3

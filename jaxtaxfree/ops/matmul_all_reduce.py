@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
@@ -154,7 +155,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     # Enough that every thread stores 16 bytes.
     sums_as_scratch = shots == 2 and m >= 64
     # A thread has 32 words of so many in its registers; if sums go through scratch, 64.
-    most = (8192 if sums_as_scratch else 4096) // (_power_of_2(world) * tile["block_n"])
+    most = (8192 if sums_as_scratch else 4096) // (next_power_of_2(world) * tile["block_n"])
     return Config(
         **tile,
         small=True,
@@ -162,7 +163,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
         exact_wire=shots == 1 or m <= EXACT_ROWS,
         sums_as_scratch=sums_as_scratch,
         apart=tiles > PLACES,
-        add_rows=max(1, min(_power_of_2(owned), most)),
+        add_rows=max(1, min(next_power_of_2(owned), most)),
     )
 
 
@@ -282,11 +283,6 @@ def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: A
 def _batch_lhs(primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, **params: Any) -> tuple[jax.Array, int]:
     # One more leading dimension: the rows of all examples are multiplied and added up at once.
     return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, **params), 0
-
-
-def _power_of_2(n: int) -> int:
-    """The smallest power of 2 that is not less."""
-    return 1 << (n - 1).bit_length()
 
 
 matmul_all_reduce_p = bilinear(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
@@ -272,7 +273,7 @@ def launch(
         "GROUP_M": config.group_m,
         "LAG": config.lag,
         "PART": part,
-        "CHUNK": max(threads, 1 << (part - 1).bit_length()),
+        "CHUNK": max(threads, next_power_of_2(part)),
     }
 
 
