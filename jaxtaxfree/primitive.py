@@ -16,6 +16,7 @@ from jax._src.core import NamedAxisEffect
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
+from jaxtaxfree import dispatch
 from jaxtaxfree.teams import team_of
 
 _log = logging.getLogger("jaxtaxfree")
@@ -61,6 +62,7 @@ def bilinear(
     reference: Callable[..., jax.Array],
     fused: Callable[..., jax.Array],
     slower: Callable[..., str | None],
+    case: Callable[..., dispatch.Case | None] | None = None,
     batch_lhs: Callable[..., tuple[jax.Array, int]] | None = None,
 ) -> Any:
     """Defines a primitive of two operands that is linear in each and communicates along mesh axes.
@@ -73,13 +75,16 @@ def bilinear(
       reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
       fused: the same by `shmem_call`, to which it passes its keyword `implementation`, for a `compute_capability` (90
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
-      slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None.
+      slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None; asked where the
+        tables say nothing.
+      case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
+        parameter `config` then, which is false if the caller leaves it to us.
       batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension), for
         `jax.vmap` over lhs alone; None: by the reference, like every other `jax.vmap`.
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower)
+    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case)
 
     def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
         lhs, rhs = operands
@@ -99,20 +104,21 @@ def linear(
     reference: Callable[..., jax.Array],
     fused: Callable[..., jax.Array],
     slower: Callable[..., str | None],
+    case: Callable[..., dispatch.Case | None] | None = None,
     transpose: Callable[..., jax.Array],
     batch: Callable[..., tuple[int, dict[str, Any]]],
 ) -> Any:
     """Defines a primitive of one operand that is linear in it and communicates along mesh axes.
 
     Args:
-      name, reference, fused, slower: as of `bilinear`, of one operand.
+      name, reference, fused, slower, case: as of `bilinear`, of one operand.
       transpose: (cotangent, the operand as an undefined primal, **params) -> the operand's cotangent.
       batch: (batch dimension of the operand, **params) -> (that of the result, the parameters that change), for
         `jax.vmap` over another axis.
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower)
+    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case)
     ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x, **params)])
 
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
@@ -131,6 +137,7 @@ def collective(
     reference: Callable[..., list[jax.Array]],
     fused: Callable[..., list[jax.Array]],
     slower: Callable[..., str | None],
+    case: Callable[..., dispatch.Case | None] | None = None,
 ) -> Any:
     """Defines a primitive that communicates along mesh axes, of any number of operands and results.
 
@@ -139,7 +146,7 @@ def collective(
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, multiple_results=True)
+    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case, multiple_results=True)
 
     def jvp(primals: Any, tangents: Any, *, implementation: str | None, **params: Any) -> Any:
         del implementation
@@ -174,6 +181,7 @@ def _communicating(
     reference: Callable[..., Any],
     fused: Callable[..., Any],
     slower: Callable[..., str | None],
+    case: Callable[..., dispatch.Case | None] | None,
     multiple_results: bool = False,
 ) -> Any:
     """A primitive with its types and its lowering by platform; the arguments are those of `bilinear`."""
@@ -202,22 +210,33 @@ def _communicating(
             raise Unsupported(name, [f"it is for NVIDIA GPUs, and the program is lowered for {platforms}"])
         return lower(reference, ctx, *operands, **params)
 
+    def case_of(ctx: Any, params: dict[str, Any]) -> dispatch.Case | None:
+        return case(*ctx.avals_in, team=team_of(ctx, params["axes"]), **params) if case else None
+
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
+        if case and not params["config"]:
+            params["config"] = dispatch.config(case_of(ctx, params)) or params["config"]
         target = team_of(ctx, params["axes"]).compute_capability
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
 
+    def why_reference(ctx: Any, params: dict[str, Any]) -> str | None:
+        is_slower = dispatch.is_slower(case_of(ctx, params))
+        if is_slower is None:
+            return slower(*ctx.avals_in, **params)
+        return dispatch.SLOWER if is_slower else None
+
     def lower_fused(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
-        why = slower(*ctx.avals_in, **params) if implementation is None else None
-        if why is None:
-            try:
+        try:
+            why = why_reference(ctx, params) if implementation is None else None
+            if why is None:
                 return lower_kernel(ctx, *operands, implementation=implementation, **params)
-            except NotImplementedError as error:
-                if implementation is None:
-                    why = str(error)
-                elif isinstance(error, Unsupported):
-                    raise
-                else:
-                    raise Unsupported(name, [str(error)]) from error
+        except NotImplementedError as error:
+            if implementation is None:
+                why = str(error)
+            elif isinstance(error, Unsupported):
+                raise
+            else:
+                raise Unsupported(name, [str(error)]) from error
         _log.debug("%s%s uses XLA: %s", name, [f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in], why)
         return lower(reference, ctx, *operands, **params)
 

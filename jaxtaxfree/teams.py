@@ -43,6 +43,12 @@ class Team:
             return int(os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90"))
         return int(self.devices[0].compute_capability.replace(".", ""))
 
+    @property
+    def device_kind(self) -> str:
+        """Of the GPUs, such as "NVIDIA H200"; empty if they are of several, or the program is only built for them."""
+        kinds = {device.device_kind for device in self.devices} if self.on_gpus else set()
+        return kinds.pop() if len(kinds) == 1 else ""
+
     def position(self) -> jax.Array:
         """Index of this device in `devices`, i32[]. Inside `shard_map`."""
         position = jnp.int32(0)

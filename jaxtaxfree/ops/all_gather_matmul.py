@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
@@ -19,7 +20,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes
+from jaxtaxfree.teams import Team, check_axes
 
 
 def all_gather_matmul(
@@ -431,6 +432,17 @@ def _slower(
     return matmul.UNMEASURED if epilogue.gated else None
 
 
+def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by."""
+
+    def default(m: int) -> Config:
+        return default_config(m, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+
+    return matmul.case(
+        "all_gather_matmul", lhs, rhs, default=default, take=lambda settings: Config(**settings), team=team, **params
+    )
+
+
 def _batch_lhs(
     primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, *, axis: int, **params: Any
 ) -> tuple[jax.Array, int]:
@@ -439,7 +451,7 @@ def _batch_lhs(
 
 
 all_gather_matmul_p = bilinear(
-    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
 )
 # With the gathered lhs as a second result.
 gathered_too_p = collective(

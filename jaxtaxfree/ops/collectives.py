@@ -1,6 +1,7 @@
 """`psum`, `all_gather` and `psum_scatter`: `lax`'s collectives for small arrays, where latency is all that counts."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,12 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.primitive import Unsupported, check_implementation, linear, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes, vary
+from jaxtaxfree.teams import Team, check_axes, vary
 
 # Of all ranks, that a program can wait for at a time.
 MOST_MESSAGES = 8192
@@ -377,6 +379,19 @@ def _slower(operation: str) -> Callable[..., str | None]:
     return why
 
 
+def case(operation: str, x: Any, *, team: Team, **_: Any) -> Case:
+    """What the tables know a call by."""
+    return Case(
+        operation=operation,
+        device_kind=team.device_kind,
+        same={"world": team.world, "dtype": x.dtype.name},
+        along="size",
+        size=_elements(operation, x, team.world),
+        default=lambda size: default_config(operation, size, team.world, x.dtype),
+        take=lambda settings: Config(**settings),
+    )
+
+
 def _transpose_psum(ct: Any, x: Any, *, axes: tuple[str, ...], **params: Any) -> jax.Array:
     if set(axes) <= x.aval.mat.varying:
         return vary(ct, axes)  # with types that say so, the sum is the same everywhere, and so is its cotangent
@@ -412,6 +427,7 @@ psum_p = linear(
     reference=_psum,
     fused=_fused_psum,
     slower=_slower("psum"),
+    case=functools.partial(case, "psum"),
     transpose=_transpose_psum,
     batch=_batch_psum,
 )
@@ -420,6 +436,7 @@ all_gather_p = linear(
     reference=_all_gather,
     fused=_fused_all_gather,
     slower=_slower("all_gather"),
+    case=functools.partial(case, "all_gather"),
     transpose=_transpose_all_gather,
     batch=_batch_all_gather,
 )
@@ -428,6 +445,7 @@ psum_scatter_p = linear(
     reference=_psum_scatter,
     fused=_fused_psum_scatter,
     slower=_slower("psum_scatter"),
+    case=functools.partial(case, "psum_scatter"),
     transpose=_transpose_psum_scatter,
     batch=_batch_psum_scatter,
 )

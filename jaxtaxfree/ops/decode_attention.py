@@ -11,11 +11,12 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import Placement, cache_sizes, placement_of
 from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes, varying
+from jaxtaxfree.teams import Team, check_axes, varying
 
 OUTPUTS = ("replicated", "heads")
 
@@ -333,6 +334,22 @@ def default_config(
     )
 
 
+def _by_shape(query: Any, key: Any, value: Any, spec: Spec, slots: int, compute_capability: int) -> Config:
+    """The same for the operands of a call, with so many slots."""
+    b, t, n, h = query.shape
+    return default_config(
+        batch=b,
+        kv_heads=spec.kv_heads,
+        rows=t * n // spec.kv_heads,
+        head_sizes=(h, value.shape[-1]),
+        slots=slots,
+        cache_dtype=key.dtype,
+        dtype=query.dtype,
+        paged=spec.page_size is not None,
+        compute_capability=compute_capability,
+    )
+
+
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 103: 148}
 
 
@@ -353,7 +370,7 @@ def fused(
     if reasons:
         raise Unsupported("decode_attention", reasons)
     query, key, value = given["query"], given["key"], given["value"]
-    b, t, n, h = query.shape
+    b = query.shape[0]
     world = lax.axis_size(axes)
     if "lengths" not in given:
         given["lengths"] = jnp.full((b,), world * spec.placement.slots, jnp.int32)
@@ -368,17 +385,7 @@ def fused(
         *(given[name].astype(jnp.float32) if name in given else nothing for name in ("key_scale", "value_scale")),
         given.get("sinks", nothing),
     ]
-    by_shape = default_config(
-        batch=b,
-        kv_heads=spec.kv_heads,
-        rows=t * n // spec.kv_heads,
-        head_sizes=(h, value.shape[-1]),
-        slots=spec.placement.slots,
-        cache_dtype=key.dtype,
-        dtype=query.dtype,
-        paged=spec.page_size is not None,
-        compute_capability=compute_capability,
-    )
+    by_shape = _by_shape(query, key, value, spec, spec.placement.slots, compute_capability)
     keywords = launch(
         query_shape=query.shape,
         value_head_size=value.shape[-1],
@@ -559,4 +566,27 @@ def _slower(query: Any, key: Any, value: Any, *_: Any, spec: Spec, **__: Any) ->
     return None
 
 
-decode_attention_p = collective("decode_attention", reference=reference, fused=fused, slower=_slower)
+_USUAL_OPERANDS = {"query", "key", "value", "lengths"}
+
+
+def case(
+    query: Any, key: Any, value: Any, *_: Any, team: Team, names: tuple[str, ...], spec: Spec, **__: Any
+) -> Case | None:
+    """What the tables know a call by; None if none of its kind is in them."""
+    unusual = spec.page_size, spec.head_major, spec.soft_cap, spec.by_heads, set(names) - _USUAL_OPERANDS
+    if any(unusual) or spec.window is not None or spec.dtype != query.dtype:
+        return None
+    b, t, n, h = query.shape
+    sizes = {"b": b, "t": t, "n": n, "kv_heads": spec.kv_heads, "h": h, "value_h": value.shape[-1]}
+    return Case(
+        operation="decode_attention",
+        device_kind=team.device_kind,
+        same={"world": team.world, "dtype": query.dtype.name, **sizes},
+        along="s",
+        size=spec.placement.slots,
+        default=lambda slots: _by_shape(query, key, value, spec, slots, team.compute_capability),
+        take=lambda settings: tuple(sorted(settings.items())),
+    )
+
+
+decode_attention_p = collective("decode_attention", reference=reference, fused=fused, slower=_slower, case=case)

@@ -1,5 +1,7 @@
 """What the operations that fuse a matrix product share: checks of operands and settings, and precisions."""
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +10,9 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.primitive import DTYPES, settings_of
-from jaxtaxfree.teams import vary, varying
+from jaxtaxfree.teams import Team, vary, varying
 
 # Why XLA is taken where nobody has measured which is faster.
 UNMEASURED = "the kernel has not been measured against XLA yet"
@@ -84,6 +87,38 @@ def slower(lhs: Any, precision: Any, rows: int, flops: float) -> str | None:
         if rows > 64:
             return "XLA's TF32 products of many rows are faster than Triton's"
     return None
+
+
+def case(
+    operation: str,
+    lhs: Any,
+    rhs: Any,
+    *,
+    default: Callable[[int], Any],
+    take: Callable[[dict[str, Any]], Any],
+    team: Team,
+    precision: Any,
+    preferred_element_type: Any,
+    rhs_transposed: bool = False,
+    **_: Any,
+) -> Case | None:
+    """What the tables know a product of a rank's operands [m, k] and [k, n] by; None if none of its kind is in them.
+
+    Args:
+      default, take: of the case; `default` is by m.
+    """
+    alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
+    if not alike or rhs_transposed or triton_precision(precision) != "tf32":
+        return None
+    return Case(
+        operation=operation,
+        device_kind=team.device_kind,
+        same={"world": team.world, "dtype": lhs.dtype.name, "k": rhs.shape[0], "n": rhs.shape[1]},
+        along="m",
+        size=math.prod(lhs.shape[:-1]),
+        default=default,
+        take=take,
+    )
 
 
 def large_tile(dtype: Any, compute_capability: int) -> dict[str, Any]:

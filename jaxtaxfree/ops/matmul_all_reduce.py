@@ -11,12 +11,13 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes, vary
+from jaxtaxfree.teams import Team, check_axes, vary
 
 
 def matmul_all_reduce(
@@ -280,11 +281,28 @@ def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: A
     return matmul.slower(lhs, precision, rows, 2 * rows * math.prod(rhs.shape))
 
 
+def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by."""
+
+    def default(m: int) -> Config:
+        return default_config(m, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+
+    return matmul.case(
+        "matmul_all_reduce",
+        lhs,
+        rhs,
+        default=default,
+        take=lambda settings: tuple(sorted(settings.items())),
+        team=team,
+        **params,
+    )
+
+
 def _batch_lhs(primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, **params: Any) -> tuple[jax.Array, int]:
     # One more leading dimension: the rows of all examples are multiplied and added up at once.
     return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, **params), 0
 
 
 matmul_all_reduce_p = bilinear(
-    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
 )

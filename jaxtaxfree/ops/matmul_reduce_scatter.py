@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
@@ -18,7 +19,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes
+from jaxtaxfree.teams import Team, check_axes
 
 
 def matmul_reduce_scatter(
@@ -328,6 +329,23 @@ def _slower(
     return matmul.SLOWER_GRADIENTS if rhs_transposed else None
 
 
+def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by."""
+
+    def default(m: int) -> Config:
+        return default_config(m // team.world, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+
+    return matmul.case(
+        "matmul_reduce_scatter",
+        lhs,
+        rhs,
+        default=default,
+        take=lambda settings: Config(**settings),
+        team=team,
+        **params,
+    )
+
+
 def _batch_lhs(
     primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, *, scatter_dimension: int, **params: Any
 ) -> tuple[jax.Array, int]:
@@ -336,7 +354,7 @@ def _batch_lhs(
 
 
 matmul_reduce_scatter_p = bilinear(
-    "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, batch_lhs=_batch_lhs
+    "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
 )
 # With an epilogue.
 with_epilogue_p = collective(

@@ -1,0 +1,419 @@
+"""Finds the fastest configuration of each operation's kernel at the listed shapes, for `jaxtaxfree/tuned/`.
+
+    python benchmarks/tune.py                                           # all operations: prints what it finds
+    python benchmarks/tune.py matmul_all_reduce psum --write            # and writes it for GPUs of this kind
+    python benchmarks/tune.py all_gather_matmul --shapes 16,8192,28672 --write FOLDER
+    python benchmarks/tune.py --check                                   # tiny shapes, also without a GPU
+
+Candidates are what `default_config` says, and the same with one setting changed (`VARIATIONS`). None of them changes
+how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. Then the
+slower half of them drops out, as long as there are more than two; these, the default and XLA's program are timed for
+longer. A time is that of the slowest GPU, because a program has ended when it has on all of them. All candidates take
+turns, so what throttles one throttles all.
+
+Another configuration than the default has to be faster by more than MARGIN to be written. With it go the times of it
+and of XLA's program under default flags, which is what `implementation=None` would take instead. Nothing is written of
+a shape where XLA or the default gave no right result, or any candidate a wrong one. Rows of other shapes stay.
+
+Programs are compiled side by side before anything of an operation is timed.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import gc
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import run
+from benchmarks.operation import AXIS, DTYPE, ONE, Implementation, Operation, config_name, make_mesh
+from benchmarks.sampling import SUSTAINED, Mode, quantiles
+from benchmarks.shapes import AttentionShape, CollectiveShape, MatmulShape
+from benchmarks.timing import Run, guard, sample_rounds
+from jaxtaxfree import dispatch
+from jaxtaxfree.ops import (
+    all_gather_matmul,
+    collectives,
+    decode_attention,
+    kv_cache,
+    matmul_all_reduce,
+    matmul_reduce_scatter,
+)
+from jaxtaxfree.teams import Team
+
+XLA = "xla/default"
+DEFAULT = "default"
+QUICK = Mode(name="quick", seconds=0.010, warm=0.25)
+FINALISTS = 2
+MOST_CANDIDATES = 12
+# What another configuration has to save: samples of one and the same lie that far apart.
+MARGIN = 0.01
+
+# Settings and the values to try, apart from the default's.
+Values = dict[str, tuple[Any, ...]]
+
+SMALL_PRODUCT: Values = {"block_n": (32, 128), "block_k": (64, 128), "num_stages": (4, 5, 6, 8), "num_warps": (8,)}
+LARGE_PRODUCT: Values = {"block_n": (128,), "group_m": (4, 8, 16), "num_stages": (3,)}
+
+
+def _all_gather_matmul(config: all_gather_matmul.Config) -> Values:
+    if config.small:
+        return SMALL_PRODUCT | {"pushers": (12, 32), "chunk": (1024, 4096)}
+    return LARGE_PRODUCT | {"pushers": (8, 16, 24, 32), "units": (1, 2, 4), "chunk": (4096,)}
+
+
+def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> Values:
+    return SMALL_PRODUCT if config.small else LARGE_PRODUCT | {"lag": (124, 132, 148, 264)}
+
+
+def _matmul_all_reduce(config: matmul_all_reduce.Config) -> Values:
+    if not config.small:
+        return LARGE_PRODUCT
+    ways: Values = {"apart": (False, True), "linger": (False,), "add_rows": (config.add_rows // 2, 2 * config.add_rows)}
+    return SMALL_PRODUCT | ways
+
+
+def _decode_attention(config: decode_attention.Config) -> Values:
+    return {
+        "splits": (config.splits // 2, config.splits * 3 // 4, config.splits * 3 // 2, 2 * config.splits),
+        "block_s": (max(16, config.block_s // 2), 2 * config.block_s),
+        "num_stages": (2, 4),
+        "num_warps": (8,),
+        "merge_rows": (config.merge_rows // 2, 2 * config.merge_rows),
+        "merge_splits": (config.merge_splits // 2,),
+    }
+
+
+def _all_gather(config: collectives.Config) -> Values:
+    return {
+        "protocol": ("messages", "signals"),
+        "block": (max(16, config.block // 2), 2 * config.block, 4 * config.block),
+        "num_warps": (1, 2, 4, 8),
+    }
+
+
+def _psum_scatter(config: collectives.Config) -> Values:
+    return _all_gather(config) | {"protocol": ("messages", "words", "signals")}
+
+
+def _psum(config: collectives.Config) -> Values:
+    return _psum_scatter(config) | {"shots": (1, 2)}
+
+
+VARIATIONS: dict[str, Callable[[Any], Values]] = {
+    "all_gather_matmul": _all_gather_matmul,
+    "matmul_reduce_scatter": _matmul_reduce_scatter,
+    "matmul_all_reduce": _matmul_all_reduce,
+    "decode_attention": _decode_attention,
+    "psum": _psum,
+    "all_gather": _all_gather,
+    "psum_scatter": _psum_scatter,
+}
+_PRODUCTS: dict[str, ModuleType] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
+}
+
+
+def case_of(operation: Operation, shape: Any, team: Team) -> dispatch.Case:
+    """The call that is timed, as the operation's lowering knows it."""
+    operand = partial(jax.ShapeDtypeStruct, dtype=DTYPE)
+    if isinstance(shape, MatmulShape):
+        if operation.name == "all_gather_matmul":
+            lhs, rhs = (shape.m // team.world, shape.k), (shape.k, shape.n // team.world)
+        else:
+            lhs, rhs = (shape.m, shape.k // team.world), (shape.k // team.world, shape.n)
+        usual = {"precision": None, "preferred_element_type": None}
+        return _PRODUCTS[operation.name].case(operand(lhs), operand(rhs), team=team, **usual)
+    if isinstance(shape, AttentionShape):
+        spec = decode_attention.Spec(
+            placement=kv_cache.placement_of("contiguous", None, shape.s, None, operation.name),
+            page_size=None, kv_heads=shape.kv_heads, head_major=False, scale=shape.h**-0.5, window=None, soft_cap=None,
+            by_heads=False, dtype=jnp.dtype(DTYPE),
+        )  # fmt: skip
+        query, cache = operand((shape.b, 1, shape.n, shape.h)), operand((shape.b, shape.s, shape.kv_heads, shape.h))
+        names = ("query", "key", "value", "lengths")
+        case = decode_attention.case(query, cache, cache, team=team, names=names, spec=spec)
+        assert case is not None
+        return case
+    assert isinstance(shape, CollectiveShape)
+    nbytes = shape.nbytes * (team.world if operation.name == "psum_scatter" else 1)
+    return collectives.case(operation.name, operand((nbytes // jnp.dtype(DTYPE).itemsize,)), team=team)
+
+
+def candidates(operation: str, default: Any) -> dict[str, Any]:
+    """Configurations by name: the default, and the same with one setting changed."""
+    found = {DEFAULT: default}
+    for name, values in VARIATIONS[operation](default).items():
+        for value in values:
+            half_of_1 = value == 0 and value is not False
+            if value != getattr(default, name) and not half_of_1:
+                found[config_name({name: value})] = dataclasses.replace(default, **{name: value})
+    return dict(list(found.items())[:MOST_CANDIDATES])
+
+
+@dataclasses.dataclass(kw_only=True)
+class Contest:
+    """One shape of an operation: what is compared there, and how it ended.
+
+    Attributes:
+      entrants: by name, XLA among them.
+      configs: those of the kernel.
+      runs: what could be compiled, and is right so far.
+      expected: what each has to give.
+      excluded: why others are out.
+      medians: microseconds of those who were timed to the end.
+    """
+
+    operation: Operation
+    shape: Any
+    case: dispatch.Case
+    configs: dict[str, Any]
+    entrants: dict[str, Implementation]
+    operands: Any
+    expected: list[Any]
+    runs: dict[str, Run] = dataclasses.field(default_factory=dict)
+    excluded: dict[str, str] = dataclasses.field(default_factory=dict)
+    medians: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, operation: Operation, shape: Any, mesh: Mesh, calls: int) -> "Contest":
+        team = Team(axes=(AXIS,), others=(ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
+        operation.check_shape(shape, team.world)
+        case = case_of(operation, shape, team)
+        configs = candidates(operation.name, case.default(case.size))
+        settings = [dataclasses.asdict(config) for config in configs.values()]
+        implementations = operation.implementations(settings)
+        ours = [each for each in implementations.values() if each.config in settings]
+        xla = implementations[XLA]
+        operands = operation.operands(shape, mesh, calls)
+        return cls(
+            operation=operation,
+            shape=shape,
+            case=case,
+            configs=configs,
+            entrants={XLA: xla, **{name: dataclasses.replace(each, name=name) for name, each in zip(configs, ours)}},
+            operands=operands,
+            expected=run.expected_results(operation.expected_from(xla), mesh, operands),
+        )
+
+    def check(self, name: str) -> None:
+        """Excludes an entrant whose results are wrong, or that fails."""
+        try:
+            found = run.check(self.runs[name], self.expected)
+        except Exception as error:
+            found = run.reason(error)
+        if found != "ok":
+            self.excluded[name] = found
+            del self.runs[name]
+
+    def race(self, seconds: float, timeout: float) -> None:
+        """Times those who are right: fewer and fewer, and the last ones for so many seconds."""
+        for name in list(self.runs):
+            with guard(f"{self.shape.name}, {name}, check", timeout):
+                self.check(name)
+        if missing := {XLA, DEFAULT} - self.runs.keys():
+            self.excluded["all"] = f"nothing is compared without {' and '.join(sorted(missing))}"
+            return
+        live = {name: each for name, each in self.runs.items() if name not in (XLA, DEFAULT)}
+        while len(live) > FINALISTS:
+            self.time(live, QUICK, 0.0, timeout)
+            keep = max(FINALISTS, math.ceil(len(live) / 2))
+            by_time = sorted((name for name in live if name in self.runs), key=lambda name: self.median(name, QUICK))
+            live = {name: live[name] for name in by_time[:keep]}
+        finalists = {XLA: self.runs[XLA], DEFAULT: self.runs[DEFAULT], **live}
+        self.time(finalists, SUSTAINED, seconds, timeout)
+        for name in finalists:
+            # Counters and double buffers that go wrong do so after many calls.
+            with guard(f"{self.shape.name}, {name}, check after timing", timeout):
+                if name in self.runs:
+                    self.check(name)
+            if name in self.runs:
+                self.medians[name] = self.median(name, SUSTAINED)
+
+    def time(self, runs: Mapping[str, Run], mode: Mode, seconds: float, timeout: float) -> None:
+        for name, error in sample_rounds(runs, mode, seconds, timeout).items():
+            self.excluded[name] = run.reason(error)
+            del self.runs[name]
+
+    def median(self, name: str, mode: Mode) -> float:
+        return quantiles(self.runs[name].samples[mode.name])[0]
+
+    @property
+    def wrong(self) -> bool:
+        """Whether a kernel of ours gave a wrong result."""
+        return any(why.startswith("wrong") for why in self.excluded.values())
+
+    @property
+    def fault(self) -> bool:
+        """Whether the run has to fail: a refusal is none."""
+        refused = self.excluded.get(DEFAULT, "").startswith("refused")
+        return self.wrong or not (refused or {XLA, DEFAULT} <= self.medians.keys())
+
+    def winner(self) -> str:
+        """The default, unless another one is faster by more than the margin."""
+        ours = {name: time for name, time in self.medians.items() if name != XLA}
+        best = min(ours, key=lambda name: ours[name])
+        return best if ours[best] < (1 - MARGIN) * ours[DEFAULT] else DEFAULT
+
+    def row(self, common: dispatch.Row) -> dispatch.Row | None:
+        """What the table is to say; None if this does not suffice."""
+        if self.wrong or not {XLA, DEFAULT} <= self.medians.keys():
+            return None
+        winner = self.winner()
+        return {
+            **self.case.row(),
+            "config": None if winner == DEFAULT else dataclasses.asdict(self.configs[winner]),
+            "fused_us": round(self.medians[winner], 2),
+            "xla_us": round(self.medians[XLA], 2),
+            "name": self.shape.name,
+            **common,
+        }
+
+
+def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
+    """Compiles every entrant of all the contests, side by side."""
+
+    def prepare(contest: Contest, name: str) -> Run:
+        rounds = contest.operation.rounds(contest.shape, mesh.shape[AXIS])
+        return run.prepare(contest.shape.name, contest.entrants[name], mesh, contest.operands, rounds)
+
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = [
+            (contest, name, pool.submit(prepare, contest, name)) for contest in contests for name in contest.entrants
+        ]
+        for contest, name, future in futures:
+            try:
+                contest.runs[name] = future.result()
+            except Exception as error:
+                contest.excluded[name] = run.reason(error)
+
+
+def merge(path: Path, rows: Sequence[dispatch.Row], keys: Sequence[str]) -> None:
+    """Writes the rows into a table, in place of those of the same shapes."""
+    old = json.loads(path.read_text()) if path.is_file() else []
+    by_key = {tuple(row[key] for key in keys): row for row in [*old, *rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    run.write_rows(path, [by_key[key] for key in sorted(by_key)])
+
+
+def summary(contests: Sequence[Contest]) -> Table:
+    table = Table(box=box.MARKDOWN)
+    for heading in ("shape", "fastest"):
+        table.add_column(heading, no_wrap=True)
+    for heading in ("us", "default, us", "XLA, us", "XLA / fastest"):
+        table.add_column(heading, justify="right")
+    for contest in contests:
+        times = contest.medians
+        if {XLA, DEFAULT} <= times.keys():
+            winner = contest.winner()
+            shown = (times[winner], times[DEFAULT], times[XLA], times[XLA] / times[winner])
+            table.add_row(contest.shape.name, winner.replace("[", r"\["), *(f"{value:.2f}" for value in shown))
+    return table
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(VARIATIONS)}; default: all")
+    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as of run.py; default: all listed")
+    parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        nargs="?",
+        const=dispatch.TUNED,
+        metavar="FOLDER",
+        help="of tables; default: the package's",
+    )
+    parser.add_argument(
+        "--seconds-per-shape", type=float, default=1.0, metavar="S", help="of the last round; default: 1"
+    )
+    parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a step, then exit; default: 120")
+    parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="programs compiled side by side")
+    parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
+    parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
+    args = parser.parse_args(argv)
+    if unknown := [name for name in args.operations if name not in VARIATIONS]:
+        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(VARIATIONS)}")
+    args.operations = args.operations or list(VARIATIONS)
+    try:
+        args.shapes = {
+            name: [run.OPERATIONS[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations
+        }
+    except ValueError as error:
+        parser.error(f"argument --shapes: {error}")
+    if args.check and args.write:
+        parser.error("--check times nothing, so there is nothing to --write")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", args.world or run.CHECK_WORLD)
+    devices = jax.devices()
+    mesh = make_mesh(devices[: args.world or (run.CHECK_WORLD if args.check else None)])
+    world = mesh.shape[AXIS]
+    common = run.environment() | ({"commit": args.commit} if args.commit else {})
+    kind = common.pop("gpu")
+    if args.write and jax.default_backend() != "gpu":
+        raise SystemExit("There is no GPU here, so there is nothing to write.")
+
+    console = Console(width=run.WIDTH)
+    console.print(f"{world} x {kind}, {common}", markup=False, highlight=False)
+    faults = 0
+    for name in args.operations:
+        operation, started = run.OPERATIONS[name], time.perf_counter()
+        contests = []
+        for shape in args.shapes[name] or (operation.tiny_shapes if args.check else operation.shapes):
+            calls = run.CHECK_CALLS if args.check else operation.calls_per_program(shape, world)
+            with guard(f"{shape.name}, operands and reference", args.timeout):
+                contests.append(Contest.of(operation, shape, mesh, calls))
+        with guard(f"{name}, compilation", args.timeout):
+            compile_all(contests, mesh, args.jobs)
+        compiled = time.perf_counter() - started
+        for contest in contests:
+            if args.check:
+                for each in list(contest.runs):
+                    contest.check(each)
+            else:
+                contest.race(args.seconds_per_shape, args.timeout)
+            contest.runs.clear()
+        rows = [row for contest in contests if (row := contest.row(common))]
+        if args.write and rows:
+            path = args.write / dispatch.path_of(kind, name).relative_to(dispatch.TUNED)
+            merge(path, rows, list(contests[0].case.row()))
+        console.print(f"{name}: compiled in {compiled:.0f} s, done in {time.perf_counter() - started:.0f} s")
+        if not args.check:
+            console.print(summary(contests))
+        for contest in contests:
+            for why in dict.fromkeys(contest.excluded.values()):
+                names = ", ".join(each for each, its in contest.excluded.items() if its == why)
+                console.print(f"{contest.shape.name}: {names}: {why}", markup=False, highlight=False)
+        faults += sum(contest.wrong if args.check else contest.fault for contest in contests)
+        # The operands and executables are worth gigabytes; do not wait for the collector.
+        del contests
+        gc.collect()
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

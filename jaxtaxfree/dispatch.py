@@ -1,0 +1,89 @@
+"""What was measured, and what follows from it: a kernel's configuration, and whether XLA is taken instead.
+
+`jaxtaxfree/tuned/<device kind>/<operation>.json` has a row for each shape that `benchmarks/tune.py` has timed: what has
+to be equal for the row to say something of a call, the fastest configuration (null if that was `default_config`'s), the
+microseconds of a call with it and by XLA, and with what and when that was measured.
+
+Everything here is a function of the shapes, the dtype, the number of ranks, the kind of GPU and these tables, so every
+rank decides alike. Programs that are built for GPUs which are not there have no kind, and no tables.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+TUNED = Path(__file__).with_name("tuned")
+# Between two measured sizes further apart than by this factor, nothing is concluded about which is faster.
+FARTHEST = 4
+SLOWER = "XLA was faster when this shape, or those next to it, were measured"
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A call of an operation, as the tables know it.
+
+    Attributes:
+      operation: its name.
+      device_kind: of the GPUs, such as "NVIDIA H200"; empty if there are no tables for them.
+      same: what is equal in every row that says something of the call: ranks, dtype, sizes.
+      along, size: name and value of the size in which such rows may differ.
+      default: the heuristics, by that size alone.
+      take: (the settings of a configuration) -> how the operation's primitive takes it.
+    """
+
+    operation: str
+    device_kind: str
+    same: dict[str, Any]
+    along: str
+    size: int
+    default: Callable[[int], Any]
+    take: Callable[[dict[str, Any]], Any]
+
+    def row(self) -> Row:
+        """What tells this case from the others of its operation, as a row has it."""
+        return {**self.same, self.along: self.size}
+
+    def rows(self) -> list[Row]:
+        """The rows that say something of the call."""
+        known = table(self.device_kind, self.operation)
+        return [row for row in known if all(row[name] == value for name, value in self.same.items())]
+
+
+def path_of(device_kind: str, operation: str) -> Path:
+    return TUNED / device_kind.lower().replace(" ", "_") / f"{operation}.json"
+
+
+@functools.cache
+def table(device_kind: str, operation: str) -> list[Row]:
+    """The rows of an operation; none if nothing was measured on such GPUs."""
+    path = path_of(device_kind, operation)
+    return json.loads(path.read_text()) if device_kind and path.is_file() else []
+
+
+def config(case: Case | None) -> Any:
+    """What was the fastest at the nearest size that the heuristics take for this one; None if that was their own."""
+    if case is None:
+        return None
+    by_size = {row[case.along]: row["config"] for row in case.rows()}
+    alike = [size for size in by_size if size == case.size or case.default(size) == case.default(case.size)]
+    nearest = min(alike, key=lambda size: (abs(math.log(size / case.size)), size), default=None)
+    return case.take(by_size[nearest]) if nearest is not None and by_size[nearest] else None
+
+
+def is_slower(case: Case | None) -> bool | None:
+    """Whether XLA was faster: at this size, or at the next ones on both sides. None if that is not known."""
+    if case is None:
+        return None
+    by_size = {row[case.along]: row for row in case.rows()}
+    below = max((size for size in by_size if size <= case.size), default=None)
+    above = min((size for size in by_size if size >= case.size), default=None)
+    if below is None or above is None or above > FARTHEST * below:
+        return None
+    slower = {by_size[size]["fused_us"] > by_size[size]["xla_us"] for size in (below, above)}
+    return slower.pop() if len(slower) == 1 else None
