@@ -63,6 +63,8 @@ DEFAULT = "default"
 QUICK = Mode(name="quick", seconds=0.010, warm=0.25)
 FINALISTS = 2
 MOST_CANDIDATES = 12
+# What else a row of a table says of its measurement.
+PROVENANCE = ("jax", "triton", "commit", "date")
 # What another configuration has to save: samples of one and the same lie that far apart.
 MARGIN = 0.01
 
@@ -274,7 +276,7 @@ class Contest:
         best = min(ours, key=lambda name: ours[name])
         return best if ours[best] < (1 - MARGIN) * ours[DEFAULT] else DEFAULT
 
-    def row(self, common: dispatch.Row) -> dispatch.Row | None:
+    def row(self, provenance: dispatch.Row) -> dispatch.Row | None:
         """What the table is to say; None if this does not suffice."""
         if self.wrong or not {XLA, DEFAULT} <= self.medians.keys():
             return None
@@ -285,7 +287,7 @@ class Contest:
             "fused_us": round(self.medians[winner], 2),
             "xla_us": round(self.medians[XLA], 2),
             "name": self.shape.name,
-            **common,
+            **provenance,
         }
 
 
@@ -372,13 +374,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     devices = jax.devices()
     mesh = make_mesh(devices[: args.world or (run.CHECK_WORLD if args.check else None)])
     world = mesh.shape[AXIS]
-    common = run.environment() | ({"commit": args.commit} if args.commit else {})
-    kind = common.pop("gpu")
+    environment = run.environment() | ({"commit": args.commit} if args.commit else {})
+    provenance = {name: environment[name] for name in PROVENANCE}
+    kind = environment["gpu"]
     if args.write and jax.default_backend() != "gpu":
         raise SystemExit("There is no GPU here, so there is nothing to write.")
 
     console = Console(width=run.WIDTH)
-    console.print(f"{world} x {kind}, {common}", markup=False, highlight=False)
+    console.print(f"{world} x {kind}, {provenance}", markup=False, highlight=False)
     faults = 0
     for name in args.operations:
         operation, started = run.OPERATIONS[name], time.perf_counter()
@@ -397,7 +400,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 contest.race(args.seconds_per_shape, args.timeout)
             contest.runs.clear()
-        rows = [row for contest in contests if (row := contest.row(common))]
+        rows = [row for contest in contests if (row := contest.row(provenance))]
         if args.write and rows:
             path = args.write / dispatch.path_of(kind, name).relative_to(dispatch.TUNED)
             merge(path, rows, list(contests[0].case.row()))

@@ -54,7 +54,8 @@ def test_wheel_holds_every_module(tmp_path: pathlib.Path) -> None:
     (wheel,) = tmp_path.glob("*.whl")
     names = {pathlib.Path(name) for name in zipfile.ZipFile(wheel).namelist()}
     packed = {name for name in names if ".dist-info" not in name.parts[0]}
-    expected = {installed(path) for path in sources()} | {pathlib.Path("jaxtaxfree/py.typed")}
+    tables = {path.relative_to(ROOT) for path in (ROOT / "jaxtaxfree" / "tuned").glob("*/*.json")}
+    expected = {installed(path) for path in sources()} | {pathlib.Path("jaxtaxfree/py.typed")} | tables
     assert pathlib.Path("jaxtaxfree/kernels/__init__.py") in expected
     assert packed == expected
 

@@ -1,0 +1,143 @@
+"""The tuner: its candidates, that no wrong one wins, and what it writes."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from benchmarks import operation, run, timing, tune
+from benchmarks.operation import AXIS, Operation
+from benchmarks.shapes import MatmulShape
+from jaxtaxfree import dispatch
+
+ROOT = Path(__file__).resolve().parents[1]
+MATMUL = run.OPERATIONS["all_gather_matmul"]
+PROVENANCE = dict.fromkeys(tune.PROVENANCE, "0")
+SHAPE = MatmulShape(name="small", m=64, k=256, n=256)
+each_operation = pytest.mark.parametrize(
+    "op", [run.OPERATIONS[name] for name in tune.VARIATIONS], ids=lambda op: op.name
+)
+
+
+@pytest.fixture
+def mesh() -> jax.sharding.Mesh:
+    return operation.make_mesh(jax.devices("cpu")[:4])
+
+
+@each_operation
+def test_candidates(op: Operation, mesh: jax.sharding.Mesh) -> None:
+    team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=tuple(mesh.devices.flat))
+    for shape in (*op.shapes, *op.tiny_shapes):
+        case = tune.case_of(op, shape, team)
+        default = case.default(case.size)
+        found = tune.candidates(op.name, default)
+        assert 4 <= len(found) <= tune.MOST_CANDIDATES
+        assert len(set(found.values())) == len(found) and found[tune.DEFAULT] == default
+        for name, config in found.items():
+            settings = dataclasses.asdict(config)
+            changed = {key: value for key, value in settings.items() if value != getattr(default, key)}
+            assert name == (operation.config_name(changed) if changed else tune.DEFAULT)
+            assert not changed.keys() & {"exact_wire", "small"}  # the first one is rounding, the second another kernel
+            assert case.take(settings)
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`all_gather_matmul` by XLA, which takes made-up times: 3 us, 2 with 12 pushers, and 2.5 by itself."""
+    times = {tune.XLA: 2.5, "fused[pushers=12]": 2.0}
+    wrong: dict[str, Callable[[jax.Array], jax.Array]] = {}
+
+    def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, axis: str, *, config: Any, **_: Any) -> jax.Array:
+        out = lax.all_gather(lhs, axis, tiled=True) @ rhs
+        return wrong.get(f"pushers={config['pushers']}", lambda out: out)(out)
+
+    def sample(self: timing.Run, mode: Any) -> None:
+        self.last_result = self.executable(*self.operands)
+        self.samples.setdefault(mode.name, []).append(times.get(self.label.partition(", ")[2], 3.0))
+
+    def change(new_times: dict[str, float] | None = None, **functions: Any) -> None:
+        times.update(new_times or {})
+        wrong.update({f"pushers={number[1:]}": function for number, function in functions.items()})
+
+    monkeypatch.setattr("jaxtaxfree.all_gather_matmul", all_gather_matmul)
+    monkeypatch.setattr(timing.Run, "sample", sample)
+    monkeypatch.setitem(tune.VARIATIONS, "all_gather_matmul", lambda config: {"pushers": (8, 12, 24, 32)})
+    yield change
+
+
+def contest(mesh: jax.sharding.Mesh) -> tune.Contest:
+    held = tune.Contest.of(MATMUL, SHAPE, mesh, 4)
+    tune.compile_all([held], mesh, 2)
+    held.race(0.0, 60.0)
+    return held
+
+
+def test_the_fastest_is_written(mesh: jax.sharding.Mesh, kernel: Callable[..., None], tmp_path: Path) -> None:
+    held = contest(mesh)
+    assert len(held.medians) == 2 + tune.FINALISTS and not held.fault
+    row = held.row(PROVENANCE)
+    assert row is not None
+    assert (row["m"], row["k"], row["n"], row["fused_us"], row["xla_us"]) == (16, 256, 64, 2.0, 2.5)
+    assert row["config"] == dataclasses.asdict(held.configs["fused[pushers=12]"])
+
+    path, keys = tmp_path / "nvidia_h200" / "all_gather_matmul.json", list(held.case.row())
+    tune.merge(path, [row | {"m": 128}, row], keys)
+    kernel({"fused[pushers=12]": 2.98})  # no more than the margin
+    again = contest(mesh).row(PROVENANCE)
+    assert again is not None and (again["config"], again["fused_us"]) == (None, 3.0)
+    tune.merge(path, [again], keys)
+    assert json.loads(path.read_text()) == [again, row | {"m": 128}]
+
+
+def test_a_wrong_candidate_spoils_its_shape(mesh: jax.sharding.Mesh, kernel: Callable[..., None]) -> None:
+    kernel(_24=lambda out: jnp.roll(out, 1, axis=0))
+    held = contest(mesh)
+    assert held.excluded["fused[pushers=24]"].startswith("wrong")
+    assert held.fault and held.row(PROVENANCE) is None
+
+
+def test_a_candidate_that_fails_is_left_out(mesh: jax.sharding.Mesh, kernel: Callable[..., None]) -> None:
+    kernel(_12=lambda out: 1 / 0)
+    held = contest(mesh)
+    row = held.row(PROVENANCE)
+    assert row is not None and row["config"] is None and not held.fault
+    assert held.excluded == {"fused[pushers=12]": "failed: ZeroDivisionError: division by zero"}
+
+
+@pytest.mark.parametrize("missing", [tune.XLA, tune.DEFAULT])
+def test_nothing_is_written_without_an_anchor(
+    missing: str, mesh: jax.sharding.Mesh, kernel: Callable[..., None]
+) -> None:
+    held = tune.Contest.of(MATMUL, SHAPE, mesh, 4)
+    tune.compile_all([held], mesh, 2)
+    del held.runs[missing]
+    held.race(0.0, 60.0)
+    assert held.row(PROVENANCE) is None and held.fault
+    assert held.excluded == {"all": f"nothing is compared without {missing}"}
+
+
+def test_check_runs_without_a_gpu(capsys: pytest.CaptureFixture) -> None:
+    def tuner(*arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "benchmarks/tune.py", *arguments]
+        environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+    done = tuner("psum", "--check")
+    assert done.returncode == 0 and "refused" in done.stdout, done.stdout + done.stderr
+    assert "no GPU here" in tuner("psum", "--write").stderr
+    with pytest.raises(SystemExit):
+        tune.parse_args(["mlp_gradients"])
+    assert "nothing to tune in 'mlp_gradients'" in capsys.readouterr().err
+
+
+def test_tables_lie_where_they_are_looked_for() -> None:
+    assert dispatch.path_of("NVIDIA H200", "psum") == dispatch.TUNED / "nvidia_h200" / "psum.json"
