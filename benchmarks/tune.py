@@ -5,8 +5,8 @@
     python benchmarks/tune.py all_gather_matmul --shapes 16,8192,28672 --write FOLDER
     python benchmarks/tune.py --check                                   # tiny shapes, also without a GPU
 
-Candidates are what `default_config` says, and the same with one setting changed (`VARIATIONS`). None of them changes
-how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. Then the
+Candidates are what `default_config` says, and the same with a setting or two changed (`VARIATIONS`). None of them
+changes how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. Then the
 slower half of them drops out, as long as there are more than two; these, the default and XLA's program are timed for
 longer. A time is that of the slowest GPU, because a program has ended when it has on all of them. All candidates take
 turns, so what throttles one throttles all.
@@ -43,7 +43,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import run
-from benchmarks.operation import AXIS, DTYPE, ONE, Implementation, Operation, config_name, make_mesh
+from benchmarks.operation import AXIS, DTYPE, ONE, Config, Implementation, Operation, config_name, make_mesh
 from benchmarks.sampling import SUSTAINED, Mode, quantiles
 from benchmarks.shapes import AttentionShape, CollectiveShape, MatmulShape
 from benchmarks.timing import Run, guard, sample_rounds
@@ -68,58 +68,83 @@ PROVENANCE = ("jax", "triton", "commit", "date")
 # What another configuration has to save: samples of one and the same lie that far apart.
 MARGIN = 0.01
 
-# Settings and the values to try, apart from the default's.
-Values = dict[str, tuple[Any, ...]]
-
-SMALL_PRODUCT: Values = {"block_n": (32, 128), "block_k": (64, 128), "num_stages": (4, 5, 6, 8), "num_warps": (8,)}
-LARGE_PRODUCT: Values = {"block_n": (128,), "group_m": (4, 8, 16), "num_stages": (3,)}
+# A block's shared memory on the GPUs whose tables these are, and bytes of an element.
+SHARED_MEMORY = 227 * 1024
+ITEMSIZE = jnp.dtype(DTYPE).itemsize
 
 
-def _all_gather_matmul(config: all_gather_matmul.Config) -> Values:
+def each(name: str, *values: Any) -> list[Config]:
+    """Changes of one setting."""
+    return [{name: value} for value in values]
+
+
+def _product(config: Any) -> list[Config]:
+    """What the products have in common. A smaller tile leaves room for more steps in flight, a larger one for fewer."""
+
+    def tile(**blocks: int) -> Config:
+        changed = dataclasses.replace(config, **blocks)
+        return blocks | {"num_stages": min(8, SHARED_MEMORY // _bytes_of_a_step(changed))}
+
     if config.small:
-        return SMALL_PRODUCT | {"pushers": (12, 32), "chunk": (1024, 4096)}
-    return LARGE_PRODUCT | {"pushers": (8, 16, 24, 32), "units": (1, 2, 4), "chunk": (4096,)}
+        blocks = [tile(block_n=32), tile(block_n=128), tile(block_k=64), tile(block_k=128)]
+        return [*blocks, *each("num_stages", 4, 5, 6, 8), *each("num_warps", 8)]
+    wide, narrow = {"block_n": 256, "num_warps": 8}, {"block_n": 128, "num_warps": 4}
+    return [wide, narrow, tile(block_n=128), *each("group_m", 4, 8, 16), *each("num_stages", 3)]
 
 
-def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> Values:
-    return SMALL_PRODUCT if config.small else LARGE_PRODUCT | {"lag": (124, 132, 148, 264)}
+def _bytes_of_a_step(config: Any) -> int:
+    """Of a product's loop, in shared memory."""
+    return (config.block_m + config.block_n) * config.block_k * ITEMSIZE
 
 
-def _matmul_all_reduce(config: matmul_all_reduce.Config) -> Values:
-    if not config.small:
-        return LARGE_PRODUCT
-    ways: Values = {"apart": (False, True), "linger": (False,), "add_rows": (config.add_rows // 2, 2 * config.add_rows)}
-    return SMALL_PRODUCT | ways
+def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
+    if config.small:
+        return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
+    return [*each("pushers", 8, 16, 24, 32), *each("units", 1, 2, 4), *_product(config)]
 
 
-def _decode_attention(config: decode_attention.Config) -> Values:
-    return {
-        "splits": (config.splits // 2, config.splits * 3 // 4, config.splits * 3 // 2, 2 * config.splits),
-        "block_s": (max(16, config.block_s // 2), 2 * config.block_s),
-        "num_stages": (2, 4),
-        "num_warps": (8,),
-        "merge_rows": (config.merge_rows // 2, 2 * config.merge_rows),
-        "merge_splits": (config.merge_splits // 2,),
-    }
+def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]:
+    return [*_product(config), *([] if config.small else each("lag", 124, 132, 148, 264))]
 
 
-def _all_gather(config: collectives.Config) -> Values:
-    return {
-        "protocol": ("messages", "signals"),
-        "block": (max(16, config.block // 2), 2 * config.block, 4 * config.block),
-        "num_warps": (1, 2, 4, 8),
-    }
+def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
+    rows = config.add_rows
+    ways = [*each("apart", False, True), *each("linger", False), *each("add_rows", rows // 2, 2 * rows)]
+    return [*(ways if config.small else []), *_product(config)]
 
 
-def _psum_scatter(config: collectives.Config) -> Values:
-    return _all_gather(config) | {"protocol": ("messages", "words", "signals")}
+def _decode_attention(config: decode_attention.Config) -> list[Config]:
+    splits, rows = config.splits, config.merge_rows
+    return [
+        *each("splits", splits // 2, splits * 3 // 4, splits * 3 // 2, 2 * splits),
+        *each("block_s", max(16, config.block_s // 2), 2 * config.block_s),
+        *each("num_stages", 2, 4),
+        *each("num_warps", 8),
+        *each("merge_rows", rows // 2, 2 * rows),
+        *each("merge_splits", config.merge_splits // 2),
+    ]
 
 
-def _psum(config: collectives.Config) -> Values:
-    return _psum_scatter(config) | {"shots": (1, 2)}
+def _all_gather(config: collectives.Config) -> list[Config]:
+    block = config.block
+    return [
+        *each("protocol", "messages", "signals"),
+        *each("block", max(16, block // 2), 2 * block, 4 * block),
+        *each("num_warps", 1, 2, 4, 8),
+    ]
 
 
-VARIATIONS: dict[str, Callable[[Any], Values]] = {
+def _psum_scatter(config: collectives.Config) -> list[Config]:
+    return [*each("protocol", "words"), *_all_gather(config)]
+
+
+def _psum(config: collectives.Config) -> list[Config]:
+    return [*each("shots", 1, 2), *_psum_scatter(config)]
+
+
+# For each operation what to change of a configuration, the most promising first. What changes nothing, makes a half of
+# 1, or does not fit into shared memory is left out.
+VARIATIONS: dict[str, Callable[[Any], list[Config]]] = {
     "all_gather_matmul": _all_gather_matmul,
     "matmul_reduce_scatter": _matmul_reduce_scatter,
     "matmul_all_reduce": _matmul_all_reduce,
@@ -162,13 +187,15 @@ def case_of(operation: Operation, shape: Any, team: Team) -> dispatch.Case:
 
 
 def candidates(operation: str, default: Any) -> dict[str, Any]:
-    """Configurations by name: the default, and the same with one setting changed."""
+    """Configurations by name: the default, and the same with some setting changed."""
     found = {DEFAULT: default}
-    for name, values in VARIATIONS[operation](default).items():
-        for value in values:
-            half_of_1 = value == 0 and value is not False
-            if value != getattr(default, name) and not half_of_1:
-                found[config_name({name: value})] = dataclasses.replace(default, **{name: value})
+    for change in VARIATIONS[operation](default):
+        new = {name: value for name, value in change.items() if value != getattr(default, name)}
+        config = dataclasses.replace(default, **new)
+        too_large = operation in _PRODUCTS and config.num_stages * _bytes_of_a_step(config) > SHARED_MEMORY
+        half_of_1 = any(value == 0 and value is not False for value in new.values())
+        if config not in found.values() and not too_large and not half_of_1:
+            found[config_name(new)] = config
     return dict(list(found.items())[:MOST_CANDIDATES])
 
 

@@ -70,7 +70,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     monkeypatch.setattr("jaxtaxfree.all_gather_matmul", all_gather_matmul)
     monkeypatch.setattr(timing.Run, "sample", sample)
-    monkeypatch.setitem(tune.VARIATIONS, "all_gather_matmul", lambda config: {"pushers": (8, 12, 24, 32)})
+    monkeypatch.setitem(tune.VARIATIONS, "all_gather_matmul", lambda config: tune.each("pushers", 8, 12, 24, 32))
     yield change
 
 
