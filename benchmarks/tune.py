@@ -6,7 +6,7 @@
     python benchmarks/tune.py --check                                   # tiny shapes, also without a GPU
 
 Candidates are what `default_config` says, and the same with a setting or two changed (`VARIATIONS`). None of them
-changes how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. Then the
+changes how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. The
 slower half of them drops out, as long as there are more than two; these, the default and XLA's program are timed for
 longer. A time is that of the slowest GPU, because a program has ended when it has on all of them. All candidates take
 turns, so what throttles one throttles all.

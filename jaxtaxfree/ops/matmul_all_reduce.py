@@ -46,7 +46,7 @@ def matmul_all_reduce(
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of 65 to 256
         rows each rank's part is rounded to the operands' dtype on its way, unless `config` asks for `exact_wire`.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
-        slower, decided when the program is lowered, from shapes alone. The logger "jaxtaxfree" says at DEBUG level why
+        slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; what it does not say is chosen by shape.
 

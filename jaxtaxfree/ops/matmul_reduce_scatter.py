@@ -55,7 +55,7 @@ def matmul_reduce_scatter(
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
-        slower, decided when the program is lowered, from shapes alone. The logger "jaxtaxfree" says at DEBUG level why
+        slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. Gradients are fused with "fused" alone, because XLA's are faster. "simulate": the kernel, run for all ranks
         on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
