@@ -100,6 +100,16 @@ def _bytes_of_a_step(config: Any) -> int:
 def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
     if config.small:
         return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
+    if config.hopper:
+        triton = {"hopper": False, "group_m": 8}
+        others = [triton, triton | {"pushers": 32, "units": 1}, triton | {"block_n": 128, "num_warps": 4}]
+        return [
+            *others,
+            *each("part", 256, 1024),
+            *each("unit", 8, 32),
+            *each("group_m", 8, 32),
+            *each("num_stages", 3),
+        ]
     return [*each("pushers", 8, 16, 24, 32), *each("units", 1, 2, 4), *_product(config)]
 
 
@@ -233,7 +243,7 @@ class Contest:
         implementations = operation.implementations(settings)
         ours = [each for each in implementations.values() if each.config in settings]
         xla = implementations[XLA]
-        operands = operation.operands(shape, mesh, calls)
+        operands = operation.operands(shape, mesh, calls, operation.turns(shape, team.world, calls, "usual"))
         return cls(
             operation=operation,
             shape=shape,

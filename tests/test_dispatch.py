@@ -70,7 +70,7 @@ def lowered(op: Operation, implementation: str | None, config: Any = None) -> st
         return function(*(x, y) if op.sizes == ("m", "k", "n") else (x,), AXIS, **keywords)
 
     like = dataclasses.replace(op.implementations()["fused"], call=call)
-    return lower_for_cuda(operation.make_program(like, mesh), *op.operands(op.tiny_shapes[0], mesh, 1).of(like))
+    return lower_for_cuda(operation.make_program(like, mesh), *op.operands(op.tiny_shapes[0], mesh, 1, 1).of(like))
 
 
 @each_operation
@@ -159,7 +159,7 @@ def test_rules(rows: list[dispatch.Row], size: int, random: Any) -> None:
 
 def lower_listed(op: Operation, shape: Any, mesh: Mesh, config: dict[str, Any]) -> None:
     fused = next(each for each in op.implementations([config]).values() if each.config)
-    operands = jax.eval_shape(lambda: op.operands(shape, mesh, 1).of(fused))
+    operands = jax.eval_shape(lambda: op.operands(shape, mesh, 1, 1).of(fused))
     lower_for_cuda(operation.make_program(fused, mesh), *operands)
 
 

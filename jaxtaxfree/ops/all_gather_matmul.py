@@ -436,7 +436,8 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
     def default(m: int) -> Config:
-        return default_config(m, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+        on = {"world": team.world, "dtype": lhs.dtype, "compute_capability": team.compute_capability}
+        return hopper_config(m, *rhs.shape, **on) or default_config(m, rhs.shape[1], **on)
 
     return matmul.case(
         "all_gather_matmul", lhs, rhs, default=default, take=lambda settings: Config(**settings), team=team, **params
