@@ -53,7 +53,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent import futures
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -228,33 +227,16 @@ def reason(error: Exception) -> str:
     return one_line(f"{kind}: {error}")
 
 
-def compile_program(implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int) -> Any:
-    program = jax.jit(make_program(implementation, mesh, rounds)).lower(*operands.of(implementation))
-    return program.compile(compiler_options=implementation.options or None)
-
-
-def compile_peers(
-    implementations: Sequence[Implementation], mesh: Mesh, operands: Operands, rounds: int
-) -> dict[str, futures.Future[Any]]:
-    """The programs of XLA's by name, compiled side by side. Done when it returns: nothing compiles while others run."""
-    alone = [each for each in implementations if not (each.alternatives or is_ours(each.name))]
-    with futures.ThreadPoolExecutor(max(1, len(alone))) as pool:
-        return {each.name: pool.submit(compile_program, each, mesh, operands, rounds) for each in alone}
-
-
-def prepare(
-    label: str,
-    implementation: Implementation,
-    mesh: Mesh,
-    operands: Operands,
-    rounds: int = 1,
-    compiled: futures.Future[Any] | None = None,
-) -> Run:
+def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int = 1) -> Run:
+    xs, ys = operands.of(implementation)
+    # Never two at a time: XLA times kernels to choose between them while it compiles.
+    program = jax.jit(make_program(implementation, mesh, rounds)).lower(xs, ys)
+    executable = program.compile(compiler_options=implementation.options or None)
     return Run(
         label=f"{label}, {implementation.name}",
-        executable=compiled.result() if compiled else compile_program(implementation, mesh, operands, rounds),
-        operands=operands.of(implementation),
-        calls=len(operands.of(implementation)[0]) * rounds,
+        executable=executable,
+        operands=(xs, ys),
+        calls=len(xs) * rounds,
         queue=can_queue(mesh),
     )
 
@@ -346,9 +328,6 @@ def bench_shape(
             for reference in {each.name: each for each in references.values()}.values()
         }
 
-    show(f"{shape.name}: compilation")
-    with guard(f"{shape.name}, compilation", timeout):
-        compiled = compile_peers(implementations, mesh, operands, rounds)
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
     chosen = {each.name: each for each in implementations}
@@ -361,7 +340,7 @@ def bench_shape(
                 checked[each.name] = "ok"
             else:
                 with guard(f"{shape.name}, {each.name}, compilation and check", timeout):
-                    run = prepare(shape.name, each, mesh, operands, rounds, compiled.get(each.name))
+                    run = prepare(shape.name, each, mesh, operands, rounds)
                     checked[each.name] = check(run, want)
         except Exception as error:
             checked[each.name] = reason(error)
@@ -670,7 +649,7 @@ def measure(
 
     rows: list[Row] = []
     failed = 0
-    with steps(console, len(shapes) * (len(implementations) + len(modes) + 1) + with_torch) as show:
+    with steps(console, len(shapes) * (len(implementations) + len(modes)) + with_torch) as show:
         for shape in shapes:
             shape_started = time.perf_counter()
             try:
