@@ -80,3 +80,17 @@ def test_table_of_every_operation(tmp_path, monkeypatch):
 def test_a_readme_without_a_place_for_the_table():
     with pytest.raises(ValueError, match="no place for the table of decode_attention"):
         table.in_readme("# no marks", "decode_attention", "table")
+
+
+def test_the_example_of_taxes_is_what_was_measured():
+    page = (ROOT / "docs" / "taxes.md").read_text()
+    table_lines = [line.strip("|").split("|") for line in page[page.index("| part | gather") :].splitlines()]
+    names = ("all_gather_matmul-16x8192x28672", "all_gather_matmul-8192x8192x28672")
+    names += ("decode_attention-1x8192", "decode_attention-8x32768")
+    folder = ROOT / "benchmarks" / "results" / "taxes-2026-11-20-4xh200"
+    accounts = [account for name in names for account in json.loads((folder / f"{name}.json").read_text())]
+    parts = {"bulk-synchronous": "bulk_synchronous", "data-locality": "locality"}
+    for part, *cells in table_lines[2:9]:
+        part = parts.get(part.strip(), part.strip())
+        assert [float(cell) for cell in cells] == [round(account[part] * 1e6, 1) + 0.0 for account in accounts]
+    assert part == "step"

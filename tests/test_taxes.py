@@ -463,7 +463,7 @@ def test_rest_is_what_the_trace_does_not_explain(step: float, launch: float, res
 
 
 def test_account_of_calls() -> None:
-    whole, single = (taxes.account_of(recording(), calls=calls) for calls in (1, 10))
+    whole, single = (taxes.account_of(recording(calls=calls)) for calls in (1, 10))
     assert parts_of(single) == {field: pytest.approx(value / 10) for field, value in parts_of(whole).items()}
     assert single.kernels[0].count == pytest.approx(0.1)
 

@@ -66,6 +66,13 @@ def account(
       NotImplementedError: if its devices belong to several processes.
     """
     recording = record(
-        fn, *args, steps=steps, bandwidth=bandwidth, compiler_options=compiler_options, fused=fused, keep=keep
+        fn,
+        *args,
+        calls=calls,
+        steps=steps,
+        bandwidth=bandwidth,
+        compiler_options=compiler_options,
+        fused=fused,
+        keep=keep,
     )
-    return account_of(recording, getattr(fn, "__name__", "program") if name is None else name, calls)
+    return account_of(recording, getattr(fn, "__name__", "program") if name is None else name)

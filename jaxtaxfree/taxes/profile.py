@@ -53,6 +53,7 @@ class Recording:
       hlo: the program; None if it is not known.
       groups: ordinals of the devices that communicate with each other; None for all of them.
       calibration: small collectives after the steps, which tell how the clocks of the devices differ.
+      calls: equal operations that a step consists of.
     """
 
     kernels: tuple[Kernel, ...]
@@ -63,6 +64,7 @@ class Recording:
     hlo: str | None
     groups: tuple[tuple[int, ...], ...] | None = None
     calibration: tuple[Kernel, ...] = ()
+    calls: int = 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
         pathlib.Path(path).write_text(json.dumps(dataclasses.asdict(self)))
@@ -79,6 +81,7 @@ class Recording:
 def record(
     fn: Callable[..., Any],
     *args: Any,
+    calls: int = 1,
     steps: int | None = None,
     bandwidth: float | None = None,
     compiler_options: Mapping[str, Any] | None = None,
@@ -115,6 +118,7 @@ def record(
         hlo=text,
         groups=_ordinals(hlo.groups(text) if text else None, devices),
         calibration=calibration,
+        calls=calls,
     )
     if keep is not None:
         folder = pathlib.Path(keep)

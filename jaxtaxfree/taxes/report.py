@@ -108,8 +108,9 @@ class Account:
         save_png([self], path)
 
 
-def account_of(recording: Recording, name: str = "", calls: int = 1) -> Account:
+def account_of(recording: Recording, name: str = "") -> Account:
     """Divides the time of a recorded program."""
+    calls = recording.calls
     seen = timeline.read(
         recording.kernels,
         recording.steps,
