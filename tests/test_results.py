@@ -83,11 +83,11 @@ def test_a_readme_without_a_place_for_the_table():
 
 
 def test_the_example_of_taxes_is_what_was_measured():
-    page = (ROOT / "docs" / "taxes.md").read_text()
+    page = (table.ROOT / "docs" / "taxes.md").read_text()
     table_lines = [line.strip("|").split("|") for line in page[page.index("| part | gather") :].splitlines()]
     names = ("all_gather_matmul-16x8192x28672", "all_gather_matmul-8192x8192x28672")
     names += ("decode_attention-1x8192", "decode_attention-8x32768")
-    folder = ROOT / "benchmarks" / "results" / "taxes-2026-11-20-4xh200"
+    folder = table.ROOT / "benchmarks" / "results" / "taxes-2026-11-20-4xh200"
     accounts = [account for name in names for account in json.loads((folder / f"{name}.json").read_text())]
     parts = {"bulk-synchronous": "bulk_synchronous", "data-locality": "locality"}
     for part, *cells in table_lines[2:9]:
