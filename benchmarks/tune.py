@@ -3,6 +3,7 @@
     python benchmarks/tune.py                                           # all operations: prints what it finds
     python benchmarks/tune.py matmul_all_reduce psum --write            # and writes it for GPUs of this kind
     python benchmarks/tune.py all_gather_matmul --shapes 16,8192,28672 --write FOLDER
+    python benchmarks/tune.py --from benchmarks/results/FOLDER/*.json   # writes what was measured already
     python benchmarks/tune.py --check                                   # tiny shapes, also without a GPU
 
 Candidates are what `default_config` says, and the same with a setting or two changed (`VARIATIONS`). None of them
@@ -27,7 +28,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -36,9 +37,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -234,11 +233,11 @@ class Contest:
     medians: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, operation: Operation, shape: Any, mesh: Mesh, calls: int) -> "Contest":
+    def of(cls, operation: Operation, shape: Any, mesh: Mesh, calls: int, most: int = MOST_CANDIDATES) -> "Contest":
         team = Team(axes=(AXIS,), others=(ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
         operation.check_shape(shape, team.world)
         case = case_of(operation, shape, team)
-        configs = candidates(operation.name, case.default(case.size))
+        configs = dict(list(candidates(operation.name, case.default(case.size)).items())[:most])
         settings = [dataclasses.asdict(config) for config in configs.values()]
         implementations = operation.implementations(settings)
         ours = [each for each in implementations.values() if each.config in settings]
@@ -327,6 +326,17 @@ class Contest:
             **provenance,
         }
 
+    def lines(self) -> Iterator[str]:
+        """The times, and why some have none."""
+        if {XLA, DEFAULT} <= self.medians.keys():
+            winner, xla = self.winner(), self.medians[XLA]
+            others = ", ".join(f"{name} {time:.2f}" for name, time in self.medians.items() if name != winner)
+            fastest = self.medians[winner]
+            yield f"{self.shape.name}: {winner} {fastest:.2f} us, {xla / fastest:.2f}x as fast as XLA; {others}"
+        for why in dict.fromkeys(self.excluded.values()):
+            names = [name for name, its in self.excluded.items() if its == why]
+            yield f"{self.shape.name}: {'all' if len(names) == len(self.configs) else ', '.join(names)}: {why}"
+
 
 def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
     """Compiles every entrant of all the contests, side by side."""
@@ -346,27 +356,33 @@ def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
                 contest.excluded[name] = run.reason(error)
 
 
-def merge(path: Path, rows: Sequence[dispatch.Row], keys: Sequence[str]) -> None:
-    """Writes the rows into a table, in place of those of the same shapes."""
-    old = json.loads(path.read_text()) if path.is_file() else []
-    by_key = {tuple(row[key] for key in keys): row for row in [*old, *rows]}
+def merge(folder: Path, kind: str, case: dispatch.Case, row: dispatch.Row) -> None:
+    """Writes a row into the table of such GPUs, in place of that of the same shape, whose configuration it may keep."""
+    path = folder / dispatch.path_of(kind, case.operation).relative_to(dispatch.TUNED)
+    keys = list(case.row())
+    rows = json.loads(path.read_text()) if path.is_file() else []
+    by_key = {tuple(each[key] for key in keys): each for each in rows}
+    key = tuple((case.row() | row)[each] for each in keys)
+    by_key[key] = {**case.row(), "config": by_key.get(key, {}).get("config"), **row}
     path.parent.mkdir(parents=True, exist_ok=True)
     run.write_rows(path, [by_key[key] for key in sorted(by_key)])
 
 
-def summary(contests: Sequence[Contest]) -> Table:
-    table = Table(box=box.MARKDOWN)
-    for heading in ("shape", "fastest"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("us", "default, us", "XLA, us", "XLA / fastest"):
-        table.add_column(heading, justify="right")
-    for contest in contests:
-        times = contest.medians
-        if {XLA, DEFAULT} <= times.keys():
-            winner = contest.winner()
-            shown = (times[winner], times[DEFAULT], times[XLA], times[XLA] / times[winner])
-            table.add_row(contest.shape.name, winner.replace("[", r"\["), *(f"{value:.2f}" for value in shown))
-    return table
+def take_results(path: Path, folder: Path) -> int:
+    """Writes what a run of run.py says of XLA and of the kernel as it is chosen. Returns how many shapes that were."""
+    found: dict[tuple, dict[str, run.Row]] = {}
+    for row in json.loads(path.read_text()):
+        if row["op"] in VARIATIONS and row["mode"] == SUSTAINED.name and row["median_us"] and row["checked"] == "ok":
+            sizes = run.OPERATIONS[row["op"]].sizes_of(row)
+            found.setdefault((row["op"], row["world"], *sizes), {})[row["implementation"]] = row
+    complete = [(key, rows) for key, rows in found.items() if {"fused", XLA} <= rows.keys()]
+    for (name, world, *sizes), rows in complete:
+        operation = run.OPERATIONS[name]
+        shape = operation.parse_shape(",".join(map(str, sizes)))
+        case = case_of(operation, shape, Team(axes=(AXIS,), others=(ONE,), world=world, devices=()))
+        row = {"fused_us": rows["fused"]["median_us"], "xla_us": rows[XLA]["median_us"], "name": shape.name}
+        merge(folder, rows["fused"]["gpu"], case, row | {key: rows["fused"][key] for key in PROVENANCE})
+    return len(complete)
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -386,6 +402,18 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--seconds-per-shape", type=float, default=1.0, metavar="S", help="of the last round; default: 1"
     )
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a step, then exit; default: 120")
+    parser.add_argument(
+        "--candidates", type=int, default=MOST_CANDIDATES, metavar="N", help=f"of a shape; default: {MOST_CANDIDATES}"
+    )
+    parser.add_argument(
+        "--from",
+        dest="results",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="measure nothing: write what these results of run.py say of XLA and of the kernel as it is chosen",
+    )
     parser.add_argument("--jobs", type=int, default=min(16, os.cpu_count() or 1), help="programs compiled side by side")
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
@@ -406,6 +434,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if args.results:
+        for path in args.results:
+            print(f"{path}: {take_results(path, args.write or dispatch.TUNED)} shapes")
+        return 0
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         jax.config.update("jax_num_cpu_devices", args.world or run.CHECK_WORLD)
     devices = jax.devices()
@@ -426,10 +458,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for shape in args.shapes[name] or (operation.tiny_shapes if args.check else operation.shapes):
             calls = run.CHECK_CALLS if args.check else operation.calls_per_program(shape, world)
             with guard(f"{shape.name}, operands and reference", args.timeout):
-                contests.append(Contest.of(operation, shape, mesh, calls))
+                contests.append(Contest.of(operation, shape, mesh, calls, args.candidates))
         with guard(f"{name}, compilation", args.timeout):
             compile_all(contests, mesh, args.jobs)
-        compiled = time.perf_counter() - started
+        console.print(f"{name}: compiled in {time.perf_counter() - started:.0f} s", highlight=False)
         for contest in contests:
             if args.check:
                 for each in list(contest.runs):
@@ -437,20 +469,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 contest.race(args.seconds_per_shape, args.timeout)
             contest.runs.clear()
-        rows = [row for contest in contests if (row := contest.row(provenance))]
-        if args.write and rows:
-            path = args.write / dispatch.path_of(kind, name).relative_to(dispatch.TUNED)
-            merge(path, rows, list(contests[0].case.row()))
-        console.print(f"{name}: compiled in {compiled:.0f} s, done in {time.perf_counter() - started:.0f} s")
-        if not args.check:
-            console.print(summary(contests))
-        for contest in contests:
-            for why in dict.fromkeys(contest.excluded.values()):
-                names = ", ".join(each for each, its in contest.excluded.items() if its == why)
-                console.print(f"{contest.shape.name}: {names}: {why}", markup=False, highlight=False)
+            if args.write and (row := contest.row(provenance)):
+                merge(args.write, kind, contest.case, row)
+            for line in contest.lines():
+                console.print(line, markup=False, highlight=False)
+        console.print(f"{name}: {time.perf_counter() - started:.0f} s", highlight=False)
         faults += sum(contest.wrong if args.check else contest.fault for contest in contests)
         # The operands and executables are worth gigabytes; do not wait for the collector.
-        del contests
+        del contests, contest
         gc.collect()
     return 1 if faults else 0
 

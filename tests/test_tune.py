@@ -90,13 +90,15 @@ def test_the_fastest_is_written(mesh: jax.sharding.Mesh, kernel: Callable[..., N
     assert (row["m"], row["k"], row["n"], row["fused_us"], row["xla_us"]) == (16, 256, 64, 2.0, 2.5)
     assert row["config"] == dataclasses.asdict(held.configs["fused[pushers=12]"])
 
-    path, keys = tmp_path / "nvidia_h200" / "all_gather_matmul.json", list(held.case.row())
-    tune.merge(path, [row | {"m": 128}, row], keys)
+    assert len(list(held.lines())) == 1
+    other = row | {"m": 128}
+    for each in (other, row):
+        tune.merge(tmp_path, "NVIDIA H200", held.case, each)
     kernel({"fused[pushers=12]": 2.98})  # no more than the margin
     again = contest(mesh).row(PROVENANCE)
     assert again is not None and (again["config"], again["fused_us"]) == (None, 3.0)
-    tune.merge(path, [again], keys)
-    assert json.loads(path.read_text()) == [again, row | {"m": 128}]
+    tune.merge(tmp_path, "NVIDIA H200", held.case, again)
+    assert json.loads((tmp_path / "nvidia_h200" / "all_gather_matmul.json").read_text()) == [again, other]
 
 
 def test_a_wrong_candidate_spoils_its_shape(mesh: jax.sharding.Mesh, kernel: Callable[..., None]) -> None:
@@ -142,3 +144,36 @@ def test_check_runs_without_a_gpu(capsys: pytest.CaptureFixture) -> None:
 
 def test_tables_lie_where_they_are_looked_for() -> None:
     assert dispatch.path_of("NVIDIA H200", "psum") == dispatch.TUNED / "nvidia_h200" / "psum.json"
+
+
+@each_operation
+def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> None:
+    """Of the first shape: that of the second one's XLA is missing, and of the third one's kernel it is wrong."""
+    common = dict.fromkeys(("jax", "triton", "commit", "date"), "0") | {"gpu": "NVIDIA H200"}
+    samples = {"fused": 2.0, tune.XLA: 3.0, "fused[a=1]": 1.0}
+    implementations = [op.implementations([{"a": 1}])[name] for name in samples]
+    rows = [
+        run.make_row(
+            op, shape, each, world=4, mode=mode, checked="wrong" if i == 2 else "ok",
+            samples=[samples[each.name]], common=common,
+        )
+        for i, shape in enumerate(op.shapes[:3])
+        for mode in ("sustained", "burst")
+        for each in implementations
+        if (i, each.name) != (1, tune.XLA)
+    ]  # fmt: skip
+    results = tmp_path / "results.json"
+    run.write_rows(results, rows)
+    team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=())
+    case = tune.case_of(op, op.shapes[0], team)
+    tuned = case.row() | {"config": {"a": 1}, "fused_us": 4.0, "xla_us": 5.0}
+    for before in ([], [tuned]):
+        path = tmp_path / "nvidia_h200" / f"{op.name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(before))
+        assert tune.main(["--from", str(results), "--write", str(tmp_path)]) == 0
+        (row,) = json.loads(path.read_text())
+        provenance = dict.fromkeys(tune.PROVENANCE, "0")
+        config = before[0]["config"] if before else None  # which the benchmark has taken from there
+        expected = {"config": config, "fused_us": 2.0, "xla_us": 3.0, "name": op.shapes[0].name}
+        assert row == case.row() | expected | provenance
