@@ -16,7 +16,7 @@ Another configuration than the default has to be faster by more than MARGIN to b
 and of XLA's program under default flags, which is what `implementation=None` would take instead. Nothing is written of
 a shape where XLA or the default gave no right result, or any candidate a wrong one. Rows of other shapes stay.
 
-Programs are compiled side by side before anything of an operation is timed.
+The kernels are compiled side by side, before anything of an operation is timed.
 """
 
 import argparse
@@ -339,19 +339,19 @@ class Contest:
 
 
 def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
-    """Compiles every entrant of all the contests, side by side."""
+    """Compiles XLA's programs, for which it times products, and then all others side by side."""
 
     def prepare(contest: Contest, name: str) -> Run:
         rounds = contest.operation.rounds(contest.shape, mesh.shape[AXIS])
         return run.prepare(contest.shape.name, contest.entrants[name], mesh, contest.operands, rounds)
 
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = [
-            (contest, name, pool.submit(prepare, contest, name)) for contest in contests for name in contest.entrants
-        ]
-        for contest, name, future in futures:
+    ours = [(contest, name) for contest in contests for name in contest.configs]
+    for several, each in ((1, [(contest, XLA) for contest in contests]), (jobs, ours)):
+        with concurrent.futures.ThreadPoolExecutor(several) as pool:
+            programs = [pool.submit(prepare, contest, name) for contest, name in each]
+        for (contest, name), program in zip(each, programs):
             try:
-                contest.runs[name] = future.result()
+                contest.runs[name] = program.result()
             except Exception as error:
                 contest.excluded[name] = run.reason(error)
 
