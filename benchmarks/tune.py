@@ -339,7 +339,7 @@ class Contest:
 
 
 def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
-    """Compiles XLA's programs, for which it times products, and then all others side by side."""
+    """Compiles XLA's programs, for which it times products, and then those of kernels alone, side by side."""
 
     def prepare(contest: Contest, name: str) -> Run:
         rounds = contest.operation.rounds(contest.shape, mesh.shape[AXIS])
