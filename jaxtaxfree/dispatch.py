@@ -68,7 +68,7 @@ def table(device_kind: str, operation: str) -> list[Row]:
 
 def config(case: Case | None) -> Any:
     """What was the fastest at the nearest size that the heuristics take for this one; None if that was their own."""
-    if case is None:
+    if case is None or case.size == 0:  # of empty operands
         return None
     by_size = {row[case.along]: row["config"] for row in case.rows()}
     alike = [size for size in by_size if size == case.size or case.default(size) == case.default(case.size)]

@@ -137,6 +137,7 @@ def test_rules(rows: list[dispatch.Row], size: int, random: Any) -> None:
             patch.setattr(dispatch, "table", lambda kind, name, table=table: table if kind == KIND else [])
             answers.append((dispatch.config(case_for(size)), dispatch.is_slower(case_for(size))))
             assert dispatch.config(case_for(size, "")) is dispatch.is_slower(case_for(size, "")) is None
+            assert dispatch.config(case_for(0)) is dispatch.is_slower(case_for(0)) is None
     (config, slower), again = answers
     assert again == (config, slower)  # the order of a file means nothing
 
