@@ -47,7 +47,7 @@ def test_candidates(op: Operation, mesh: jax.sharding.Mesh) -> None:
             changed = {key: value for key, value in settings.items() if value != getattr(default, key)}
             said = set(name.removeprefix("fused[").removesuffix("]").split(","))
             assert said == ({f"{key}={value}" for key, value in changed.items()} or {tune.DEFAULT})
-            assert "exact_wire" not in changed  # it is rounding
+            assert tune.ROUNDING not in changed
             assert case.take(settings)
 
 
@@ -146,34 +146,73 @@ def test_tables_lie_where_they_are_looked_for() -> None:
     assert dispatch.path_of("NVIDIA H200", "psum") == dispatch.TUNED / "nvidia_h200" / "psum.json"
 
 
-@each_operation
-def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> None:
-    """Of the first shape: that of the second one's XLA is missing, and of the third one's kernel it is wrong."""
+def results(op: Operation, path: Path, times: dict[str, float], configs: list[dict[str, Any]], **checked: str) -> None:
+    """A result file of the operation's first shape, in which others than those `checked` are right."""
     common = dict.fromkeys(("jax", "triton", "commit", "date"), "0") | {"gpu": "NVIDIA H200"}
-    samples = {"fused": 2.0, tune.XLA: 3.0, "fused[a=1]": 1.0}
-    implementations = [op.implementations([{"a": 1}])[name] for name in samples]
+    known = op.implementations(configs)
     rows = [
         run.make_row(
-            op, shape, each, world=4, mode=mode, checked="wrong" if i == 2 else "ok",
-            samples=[samples[each.name]], common=common,
+            op, op.shapes[0], known[name], world=4, mode=mode, checked=checked.get(name, "ok"), samples=[time],
+            common=common,
         )
-        for i, shape in enumerate(op.shapes[:3])
         for mode in ("sustained", "burst")
-        for each in implementations
-        if (i, each.name) != (1, tune.XLA)
+        for name, time in times.items()
     ]  # fmt: skip
-    results = tmp_path / "results.json"
-    run.write_rows(results, rows)
-    team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=())
+    run.write_rows(path, rows)
+
+
+@each_operation
+def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> None:
+    """Of the kernel as it was chosen, or with a configuration that was faster by more than the margin."""
+    team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=tuple(jax.devices("cpu")[:1]))
     case = tune.case_of(op, op.shapes[0], team)
-    tuned = case.row() | {"config": {"a": 1}, "fused_us": 4.0, "xla_us": 5.0}
-    for before in ([], [tuned]):
-        path = tmp_path / "nvidia_h200" / f"{op.name}.json"
-        path.parent.mkdir(exist_ok=True)
+    settings: dict[str, Any] = {"num_warps": 16}
+    if op.name == "matmul_reduce_scatter":
+        settings[tune.ROUNDING] = True  # as the default does at this shape
+    other = operation.config_name(settings)
+    file, path = tmp_path / "results.json", tmp_path / "nvidia_h200" / f"{op.name}.json"
+    path.parent.mkdir()
+
+    def taken(fused: float, changed: float, before: list[dispatch.Row]) -> dispatch.Row:
         path.write_text(json.dumps(before))
-        assert tune.main(["--from", str(results), "--write", str(tmp_path)]) == 0
+        results(op, file, {"fused": fused, other: changed, tune.XLA: 3.0}, [settings])
+        assert tune.main(["--from", str(file), "--write", str(tmp_path)]) == 0
         (row,) = json.loads(path.read_text())
-        provenance = dict.fromkeys(tune.PROVENANCE, "0")
-        config = before[0]["config"] if before else None  # which the benchmark has taken from there
-        expected = {"config": config, "fused_us": 2.0, "xla_us": 3.0, "name": op.shapes[0].name}
-        assert row == case.row() | expected | provenance
+        assert row.items() >= case.row().items() and case.take(row["config"] or {}) is not None
+        assert (row["xla_us"], row["name"]) == (3.0, op.shapes[0].name)
+        assert {key: row[key] for key in tune.PROVENANCE} == dict.fromkeys(tune.PROVENANCE, "0")
+        return row
+
+    row = taken(2.0, 1.99, [])
+    assert (row["config"], row["fused_us"]) == (None, 2.0)
+    faster = taken(2.0, 1.9, [])
+    assert faster["fused_us"] == 1.9 and faster["config"]["num_warps"] == 16
+    base = case.default(case.size)
+    if op.name in ("all_gather_matmul", "matmul_reduce_scatter"):
+        base = type(base)()
+    assert faster["config"] == dataclasses.asdict(dataclasses.replace(base, **settings))
+    # "fused" took the table's configuration then, and keeps it.
+    assert taken(1.8, 2.5, [faster]) == faster | {"fused_us": 1.8}
+
+
+def test_results_that_round_otherwise_are_not_taken(tmp_path: Path) -> None:
+    op = run.OPERATIONS["matmul_all_reduce"]
+    configs = [{"exact_wire": False}, {"exact_wire": True}]
+    names = [operation.config_name(config) for config in configs]
+    results(op, tmp_path / "results.json", {"fused": 3.0, names[0]: 1.0, names[1]: 2.0, tune.XLA: 3.0}, configs)
+    assert tune.main(["--from", str(tmp_path / "results.json"), "--write", str(tmp_path)]) == 0
+    (row,) = json.loads((tmp_path / "nvidia_h200" / f"{op.name}.json").read_text())
+    assert (row["config"], row["fused_us"]) == (None, 2.0)  # which is the default
+
+
+def test_results_that_say_too_little_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "results.json"
+    for times, checked in (
+        ({"fused": 1.0}, {}),
+        ({tune.XLA: 1.0}, {}),
+        ({"fused": 1.0, "fused[pushers=8]": 1.0, tune.XLA: 1.0}, {"fused[pushers=8]": "wrong"}),
+    ):
+        results(MATMUL, path, times, [{"pushers": 8}], **checked)
+        assert tune.main(["--from", str(path), "--write", str(tmp_path)]) == 0
+        assert "not enough is known" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == [path]
