@@ -24,22 +24,19 @@ OLDEST_COMPUTE_CAPABILITY = 90
 CUSTOM_CALL_TARGET = "triton_kernel_call_ffi"  # of jaxlib, as jax-triton uses it
 
 
-def check_support(name: str, compute_capability: int) -> None:
-    """Whether Gluon kernels can be launched with the installed versions, on such a GPU.
-
-    Raises:
-      NotImplementedError: if they cannot.
-    """
+def unsupported(name: str, compute_capability: int) -> str | None:
+    """Why Gluon kernels cannot be launched with the installed versions or on such a GPU; None if they can."""
     if compute_capability < OLDEST_COMPUTE_CAPABILITY:
-        raise NotImplementedError(
+        return (
             f"{name} is a Gluon kernel, for NVIDIA GPUs of compute capability {OLDEST_COMPUTE_CAPABILITY / 10} and "
             f"higher, and this program is lowered for {compute_capability / 10}."
         )
     if triton.__version__.split(".")[:2] != ["3", "9"] or jaxlib_version[:2] not in ((0, 11), (0, 12)):
-        raise NotImplementedError(
+        return (
             f"{name} is a Gluon kernel, and its launch is known for Triton 3.9 with jaxlib 0.11 or 0.12, not for "
             f"{triton.__version__} with {'.'.join(map(str, jaxlib_version))}."
         )
+    return None
 
 
 def gluon_call(

@@ -214,8 +214,8 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, **params: Any) -> Any:
     if simulate:
         return _lower_simulated(ctx, *args, **params)
     team = team_of(ctx, params["axes"])
-    if params["kernel"].is_gluon():
-        gluon.check_support(params["name"], team.compute_capability)
+    if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
+        raise NotImplementedError(why)
     call = functools.partial(_launch, team=team, region=_region(ctx, team, params), **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 

@@ -24,7 +24,8 @@ from tests.test_compiled import (
     spilled_bytes,
     waits_that_do_not_wait,
 )
-from tests.test_gluon import NAME, PTX, SHARED_MEMORY as SHARED, WARPS, launch_of
+from tests.test_gluon import NAME, PTX, WARPS, launch_of
+from tests.test_gluon import SHARED_MEMORY as SHARED
 
 # All sizes as of the whole; keywords of the operation.
 CASES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The kernels that are for Hopper alone, in the simulator: right in every interleaving, and planted faults are found."""
+"""The kernels for Hopper alone, in the simulator: right in every interleaving, and planted faults are found."""
 
 import dataclasses
 from pathlib import Path

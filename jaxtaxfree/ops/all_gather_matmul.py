@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
@@ -200,16 +201,29 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return Config(**tile, pushers=pushers, units=units)
 
 
-def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
-    """A configuration by shape for the kernel that is for Hopper alone; None where it cannot run, or is not faster.
+def hopper_config(m: int, world: int) -> Config | None:
+    """A configuration by shape of the kernel for Hopper, as in `default_config`; None where it is not faster."""
+    return Config(hopper=True, group_m=16) if world * m > 768 else None
 
-    Args: as of `default_config`, and k, columns of a rank's `lhs`.
-    """
-    if compute_capability != 90 or np.dtype(dtype).itemsize != 2 or world * m <= 768:
-        return None
+
+def unsupported_on_hopper(
+    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue, rhs_transposed: bool
+) -> list[str]:
+    """All that keeps the kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
+    reasons = []
+    if compute_capability != 90:
+        reasons.append(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}")
+    elif why := gluon.unsupported("it", compute_capability):
+        reasons.append(why)
+    if np.dtype(dtype).itemsize != 2:
+        reasons.append(f"it takes float16 and bfloat16, not {dtype}")
     if k % 8 or n % 8:
-        return None  # TMA takes rows of multiples of 16 bytes
-    return Config(hopper=True, group_m=16)
+        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
+    if epilogue:
+        reasons.append("it has no epilogue")
+    if rhs_transposed:
+        reasons.append("it takes rhs as [K, N] alone")
+    return reasons
 
 
 def fused(
@@ -245,10 +259,20 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
-    if config is None and not epilogue and not rhs_transposed:
-        # The kernel for Hopper has neither.
-        config = hopper_config(m, k, n, world=world, dtype=lhs.dtype, compute_capability=compute_capability)
-    config = config or default_config(m, columns, world, lhs.dtype, compute_capability)
+    reasons = unsupported_on_hopper(
+        k,
+        n,
+        dtype=lhs.dtype,
+        compute_capability=compute_capability,
+        epilogue=epilogue,
+        rhs_transposed=rhs_transposed,
+    )
+    if config is None:
+        config = (None if reasons else hopper_config(m, world)) or default_config(
+            m, columns, world, lhs.dtype, compute_capability
+        )
+    elif config.hopper and reasons:
+        raise Unsupported("all_gather_matmul with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -262,11 +286,10 @@ def fused(
         epilogue=epilogue,
         config=config,
     )
+    arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
     if config.hopper:
-        # Each of them as a pointer or in blocks of one shape and in those of another one.
+        # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
         arrays = (rows[None], rows[None], rhs, rhs)
-    else:
-        arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
     outs = shmem_call(
         kernel,
         *arrays,
