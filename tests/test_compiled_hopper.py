@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.kernels import all_gather_matmul_hopper, shmem
-from tests.support import Compiled, lower_for_cuda, mesh_of, sharded
+from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
     Statement,
@@ -27,7 +27,7 @@ from tests.test_compiled import (
 from tests.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.test_gluon import SHARED_MEMORY as SHARED
 
-# All sizes as of the whole; keywords of the operation.
+# Sizes and keywords of the operation.
 CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
     "two-ranks": {"world": 2},
@@ -39,17 +39,21 @@ CASES: dict[str, dict[str, Any]] = {
 each_case = pytest.mark.parametrize("name", CASES)
 
 
-@functools.cache
-def compiled(name: str) -> tuple[Compiled, list[Statement]]:
-    """The kernel of a call of this case's sizes, and its statements."""
-    case = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16", **CASES[name]}
-    world, m, k, n, dtype = (case.pop(key) for key in ("world", "m", "k", "n", "dtype"))
-    call = functools.partial(all_gather_matmul, axis_name="tp", implementation="fused", **case)
+def lowered(world: int, m: int, k: int, n: int, dtype: str, **keywords: Any) -> str:
+    """The program of a call of these sizes as of the whole."""
+    call = functools.partial(all_gather_matmul, axis_name="tp", implementation="fused", **keywords)
     mesh, in_specs = mesh_of(world), (P("tp"), P(None, "tp"))
     arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, ((m, k), (k, n)))]
-    out_specs = (P(None, "tp"), P()) if "return_gathered" in case else P(None, "tp")
+    out_specs = (P(None, "tp"), P()) if "return_gathered" in keywords else P(None, "tp")
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    kernel = launch_of(lower_for_cuda(program, *arrays))
+    return lower_for_cuda(program, *arrays)
+
+
+@functools.cache
+def compiled(name: str) -> tuple[Compiled, list[Statement]]:
+    """The kernel of a case, and its statements."""
+    call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
+    kernel = launch_of(lowered(**call | CASES[name]))
     assert kernel[NAME] == b"all_gather_matmul_hopper_kernel"
     assert kernel[WARPS] == 12
     ptx = kernel[PTX].decode()
@@ -140,3 +144,32 @@ def test_products_that_do_not_overlap_are_reported() -> None:
     used = f"{code.ptx[: first.start()]}add.f32 {accumulator}, {accumulator}, {accumulator};\n"
     report = ptxas_report(Compiled(used + code.ptx[first.start() :], 0, (), {}))
     assert products_that_do_not_overlap(report) != []
+
+
+@pytest.mark.parametrize(
+    ("changed", "hopper"),
+    (
+        ({}, True),
+        ({"m": 772}, True),
+        ({"m": 768}, False),
+        ({"dtype": "float32"}, False),
+        ({"k": 1028}, False),
+        ({"n": 4 * 260}, False),
+        ({"activation": "silu"}, False),
+        ({"compute_capability": 80}, False),
+        ({"compute_capability": 100}, False),
+    ),
+    ids=str,
+)
+def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"world": 4, "m": 1024, "k": 1024, "n": 1024, "dtype": "bfloat16", "compute_capability": 90, **changed}
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
+    assert (launch_of(lowered(**call))[NAME] == b"all_gather_matmul_hopper_kernel") == hopper
+
+
+def test_all_reasons_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+    parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "it has no epilogue")
+    with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
+        call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "activation": "silu"}
+        lowered(**call, config={"hopper": True})

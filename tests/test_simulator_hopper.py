@@ -1,12 +1,18 @@
 """The kernels for Hopper alone, in the simulator: right in every interleaving, and planted faults are found."""
 
 import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from jaxtaxfree import all_gather_matmul as operation
+from jaxtaxfree import simulator
 from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.simulator import (
@@ -17,6 +23,7 @@ from jaxtaxfree.simulator import (
     SimulationError,
     UnfinishedOperationError,
 )
+from tests.conftest import MeshFactory
 from tests.simulator_kernels import Call, Simulated, integers, load
 from tests.test_simulator_gluon import indent
 from tests.test_simulator_kernels import PORTION, PORTIONS
@@ -222,3 +229,25 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
             assert mutant.says in str(error)
             assert str(error).startswith(f"{kernel.function}: ")
     assert found, f"not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize("return_gathered", (False, True))
+def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool) -> None:
+    """Rows that are no leading dimension, and a result of another dtype."""
+    mesh = cpu_mesh(2, "tp")
+    lhs, rhs = integers(0, (3, 12, 24), np.dtype(jnp.bfloat16)), integers(1, (24, 32), np.dtype(jnp.bfloat16))
+    call = functools.partial(
+        operation, axis_name="tp", axis=1, return_gathered=return_gathered, preferred_element_type=np.float32
+    )
+    specs = {"mesh": mesh, "in_specs": (P(None, "tp"), P(None, "tp")), "check_vma": False}
+    out_specs = (P(None, None, "tp"), P()) if return_gathered else P(None, None, "tp")
+
+    def run(**keywords: Any) -> Any:
+        program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
+        return jax.block_until_ready(jax.jit(program)(lhs, rhs))
+
+    config = gather_ops.Config(**TILES, hopper=True, programs=2)
+    with simulator.simulating(seed=1):
+        found = run(implementation="simulate", config=config)
+    for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):
+        np.testing.assert_array_equal(one, other)
