@@ -16,6 +16,7 @@ What the functions do for the kernel's author:
 * Counters only grow and are never reset: in its n-th call (`Rank.epoch` is n) a kernel waits for n times the signals
   of one call. Comparisons wrap around, so a counter may overflow.
 * `signal` is a release at system scope behind a block barrier: everything the program stored before it is published.
+* `claim` deals out work by tickets, so that whoever waits for it waits for a program that runs.
 * `wait` is an acquire at system scope followed by a block barrier, and it is bounded in time. If it gives up it
   leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
   and signals do nothing.

@@ -1,9 +1,8 @@
 """The device API for Gluon kernels: `shmem.py` where it serves them, and in their own words where it does not.
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
-`scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `wait`, `claim`,
-`failed`, `fence_proxy`. Tensors of pointers bring their
-layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
+`scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `wait`, `claim`, `failed`, `fence_proxy`. Tensors of
+pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
 `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
