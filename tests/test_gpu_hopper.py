@@ -1,6 +1,7 @@
 """The kernels that are for Hopper alone, on real GPUs: beside other kernels, and when a peer does not arrive."""
 
 import contextlib
+import ctypes
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,9 @@ import pytest
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
 from tests import parity
-from tests.test_gpu import give_up, mesh
+from tests.test_gpu import give_up
 
 pytestmark = pytest.mark.gpu(2)
-__all__ = ["mesh"]
 
 # Blocks of it leave a multiprocessor too little shared memory for another kernel that needs much.
 OCCUPY = """
@@ -43,8 +43,6 @@ OCCUPIED_BYTES = 200 << 10
 @contextlib.contextmanager
 def occupied(devices: list[jax.Device], multiprocessors: int, seconds: float) -> Iterator[None]:
     """So many multiprocessors of each device belong to a kernel of somebody else."""
-    import ctypes
-
     driver = heap._heap._driver
     for device in devices:
         stream = driver._enter(device.local_hardware_id)
@@ -69,6 +67,11 @@ def _occupy(ordinal: int) -> object:
     return function
 
 
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.gpu(4))])
+def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
+    return parity.mesh_of(jax.devices("cuda")[: request.param], (request.param,), ("tp",))
+
+
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
     call = parity.on_mesh(operation, mesh, implementation="fused")
@@ -83,6 +86,7 @@ each_operation = pytest.mark.parametrize("operation", (parity.GATHER,), ids=lamb
 def test_beside_another_kernel(mesh: jax.sharding.Mesh, operation: parity.Operation, multiprocessors: int) -> None:
     call, operands = large_call(operation, mesh)
     want = jtf.block_until_ready(call(*operands))
+    assert bool(jnp.array_equal(call(*operands), want))  # all is compiled
     with occupied(list(mesh.devices.flat), multiprocessors, 1.0):
         begin = time.perf_counter()
         for _ in range(10):

@@ -30,12 +30,13 @@ from tests.test_simulator_kernels import PORTION, PORTIONS
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
 SEEDS = 10
-TILES = {"block_m": 8, "block_n": 16, "block_k": 8, "part": 16, "unit": 4, "num_stages": 2, "group_m": 2}
+TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
 
 
 def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, return_gathered = shape
+    m, n, k, programs, return_gathered, *rows = shape
+    block_m, unit = rows or (8, 4)
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs)
@@ -49,7 +50,7 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
         out_dtype=dtype,
         precision="tf32",
         return_gathered=return_gathered,
-        config=gather_ops.Config(**TILES, hopper=True, programs=programs),
+        config=gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs),
     )
     del keywords["name"]
     return Call(
@@ -65,8 +66,8 @@ KERNELS = (
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul,
-        # M, N, K, programs, return_gathered; clipped at all ends, and with half tiles
-        shapes=lambda world: ((8, 16, 24, 2, True), (12, 8, 16, 2, False), (4, 24, 40, 3, False)),
+        # M, N, K, programs, return_gathered, and rows of a tile and of a unit; clipped at all ends, and with half tiles
+        shapes=lambda world: ((8, 16, 24, 2, True), (20, 8, 16, 3, False, 16, 16), (4, 24, 24, 3, False)),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -246,7 +247,7 @@ def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool) -> 
         program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
         return jax.block_until_ready(jax.jit(program)(lhs, rhs))
 
-    config = gather_ops.Config(**TILES, hopper=True, programs=2)
+    config = gather_ops.Config(**TILES, block_m=8, unit=4, hopper=True, programs=2)
     with simulator.simulating(seed=1):
         found = run(implementation="simulate", config=config)
     for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):

@@ -31,8 +31,8 @@ class Settings:
       policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
       slots: programs of a rank that run at a time; None for all.
       patience: steps after which a wait has lasted too long.
-      tickets: the kernel's programs claim their work when they run, otherwise than by `shmem.claim`, so they may wait for
-        programs of a higher id.
+      tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
+        a higher id.
     """
 
     seed: int = 0
