@@ -33,10 +33,14 @@ fence_proxy = shmem.fence_proxy
 
 @gluon.jit
 def wait(me, index, count, peer):
-    """Waits until this rank's signal `index` has reached `count`. Like `shmem.wait`, for the calling partition."""
+    """Waits until this rank's signal `index` has reached `count`. Like `shmem.wait`, for the calling partition.
+
+    Where it is false, `failed` is true from then on, even if the signal came a moment later.
+    """
     arrived = _poll(me, index, count.to(gl.int32)) & me.ready
     if not arrived:
-        shmem._report_signal(me, index, count.to(gl.int32), peer)
+        seen = gl.load(shmem._signal_of(me, index, me.rank), volatile=True)
+        shmem._report(me, index, count.to(gl.int32), seen, peer)
     return arrived
 
 
