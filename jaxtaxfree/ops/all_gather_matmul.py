@@ -201,13 +201,18 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return Config(**tile, pushers=pushers, units=units)
 
 
-def hopper_config(m: int, world: int) -> Config | None:
-    """A configuration by shape of the kernel for Hopper, as in `default_config`; None where it is not faster."""
-    return Config(hopper=True, group_m=16) if world * m > 768 else None
+def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
+    """A configuration by shape of the kernel for Hopper; None where it cannot run, or is not faster.
+
+    Args: as of `default_config`, and k, columns of a rank's `lhs`.
+    """
+    if world * m <= 768 or unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
+        return None
+    return Config(hopper=True, group_m=16)
 
 
 def unsupported_on_hopper(
-    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue, rhs_transposed: bool
+    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue = NONE, rhs_transposed: bool = False
 ) -> list[str]:
     """All that keeps the kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
     reasons = []
@@ -259,20 +264,15 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
-    reasons = unsupported_on_hopper(
-        k,
-        n,
-        dtype=lhs.dtype,
-        compute_capability=compute_capability,
-        epilogue=epilogue,
-        rhs_transposed=rhs_transposed,
-    )
-    if config is None:
-        config = (None if reasons else hopper_config(m, world)) or default_config(
-            m, columns, world, lhs.dtype, compute_capability
-        )
-    elif config.hopper and reasons:
-        raise Unsupported("all_gather_matmul with hopper=True", reasons)
+    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
+    if config is None and not epilogue and not rhs_transposed:
+        config = hopper_config(m, k, n, **on)
+    config = config or default_config(m, columns, **on)
+    if config.hopper:
+        given = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
+        reasons = unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, **given)
+        if reasons:
+            raise Unsupported("all_gather_matmul with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -458,13 +458,17 @@ def _slower(
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
-    def default(m: int) -> Config:
-        on = {"world": team.world, "dtype": lhs.dtype, "compute_capability": team.compute_capability}
-        return hopper_config(m, *rhs.shape, **on) or default_config(m, rhs.shape[1], **on)
+    on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
-    return matmul.case(
-        "all_gather_matmul", lhs, rhs, default=default, take=lambda settings: Config(**settings), team=team, **params
-    )
+    def default(m: int) -> Config:
+        n = rhs.shape[1]
+        return hopper_config(m, *rhs.shape, world=team.world, **on) or default_config(m, n, world=team.world, **on)
+
+    def take(settings: dict[str, Any]) -> Config | None:
+        config = Config(**settings)
+        return None if config.hopper and unsupported_on_hopper(*rhs.shape, **on) else config
+
+    return matmul.case("all_gather_matmul", lhs, rhs, default=default, take=take, team=team, **params)
 
 
 def _batch_lhs(
