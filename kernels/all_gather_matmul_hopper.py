@@ -184,7 +184,8 @@ def copy(dest, source, row, part, mask, valid, work):
     """Copies a unit: some rows of a part of K, or NaN if they are not valid."""
     # A warp for each 512 bytes of a row, so that data cross the wire in whole lines.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
-    CHUNK: gl.constexpr = 8 if work.UNIT > 8 else work.UNIT  # rows, of which all loads are in flight at a time
+    # Rows of which all loads are in flight at a time. More of them, or more warps that push, fill the wire no better.
+    CHUNK: gl.constexpr = 4
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, work.PART, gl.SliceLayout(0, LAYOUT))[None, :]
     offset = rows * work.K + columns

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.kernels import all_gather_matmul_hopper, shmem
+from jaxtaxfree.ops.all_gather_matmul import HOPPER
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -52,7 +53,7 @@ def lowered(world: int, m: int, k: int, n: int, dtype: str, **keywords: Any) -> 
 @functools.cache
 def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
-    call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
+    call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16", "config": HOPPER}
     kernel = launch_of(lowered(**call | CASES[name]))
     assert kernel[NAME] == b"all_gather_matmul_hopper_kernel"
     assert kernel[WARPS] == 12
@@ -150,11 +151,11 @@ def test_products_that_do_not_overlap_are_reported() -> None:
     ("changed", "hopper"),
     (
         ({}, True),
-        ({"m": 772}, True),
-        ({"m": 768}, False),
+        ({"m": 2044}, False),
+        ({"n": 4 * 2560}, False),
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),
-        ({"n": 4 * 260}, False),
+        ({"n": 4 * 2700}, False),
         ({"activation": "silu"}, False),
         ({"compute_capability": 80}, False),
         ({"compute_capability": 100}, False),
@@ -162,7 +163,7 @@ def test_products_that_do_not_overlap_are_reported() -> None:
     ids=str,
 )
 def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = {"world": 4, "m": 1024, "k": 1024, "n": 1024, "dtype": "bfloat16", "compute_capability": 90, **changed}
+    call = {"world": 4, "m": 2048, "k": 512, "n": 4 * 2704, "dtype": "bfloat16", "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
     assert (launch_of(lowered(**call))[NAME] == b"all_gather_matmul_hopper_kernel") == hopper
 
@@ -172,4 +173,4 @@ def test_all_reasons_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "it has no epilogue")
     with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
         call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "activation": "silu"}
-        lowered(**call, config={"hopper": True})
+        lowered(**call, config=HOPPER)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
@@ -74,11 +75,52 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
-    call = parity.on_mesh(operation, mesh, implementation="fused")
+    call = parity.on_mesh(operation, mesh, implementation="fused", config={"hopper": True})
     return call, parity.operands(4 * 664, 1032, 4 * 520, jnp.bfloat16, mesh, operation=operation)
 
 
+def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, times: int) -> int:
+    """How many of so many calls, in a loop, with changing operands, do not give what the first ones gave."""
+
+    def local() -> jax.Array:
+        call = functools.partial(operation.function, axis_name="tp", implementation="fused", config={"hopper": True})
+        made = [parity.local_operands(operation, key, 2048, 1024, 4096, jnp.bfloat16) for key in (0, 1, 2)]
+        lhs, rhs = jnp.stack([lhs for lhs, _ in made]), made[0][1]
+        first = jnp.stack([call(x, rhs) for x in lhs])
+
+        def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
+            return wrong + jnp.where(jnp.array_equal(call(lhs[i % 3], rhs), first[i % 3]), 0, 1)
+
+        return lax.psum(lax.fori_loop(0, times, step, jnp.int32(0)), "tp")
+
+    return int(parity.on_ranks(mesh, local))
+
+
 each_operation = pytest.mark.parametrize("operation", (parity.GATHER,), ids=lambda operation: operation.name)
+
+
+@each_operation
+def test_values(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    call, operands = large_call(operation, mesh)
+    want = parity.on_mesh(operation, mesh, implementation="xla")(*operands)
+    assert parity.error(jtf.block_until_ready(call(*operands)), want) < parity.TOLERANCE["bfloat16"]
+
+
+def test_the_gathered_rows_are_exact(mesh: jax.sharding.Mesh) -> None:
+    def local() -> jax.Array:
+        lhs, rhs = parity.local_operands(parity.GATHER, 0, 4 * 333, 1000, 4 * 264, jnp.float16)
+        call = functools.partial(jtf.all_gather_matmul, lhs, rhs, "tp", implementation="fused", config={"hopper": True})
+        product, gathered = call(return_gathered=True)
+        wrong = jnp.sum(gathered != lax.all_gather(lhs, "tp", tiled=True)) + jnp.sum(product != call())
+        return lax.psum(wrong, "tp")
+
+    assert not parity.on_ranks(mesh, local)
+
+
+@each_operation
+def test_a_thousand_repetitions(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    assert wrong_repetitions(operation, mesh, 1000) == 0
+    jtf.heap.check()
 
 
 @each_operation

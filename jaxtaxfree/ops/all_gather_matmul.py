@@ -176,6 +176,9 @@ class Config:
     unit: int = 16
 
 
+HOPPER = Config(hopper=True, group_m=16)
+
+
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
     """A configuration by shape, from what was measured on H200.
 
@@ -206,9 +209,13 @@ def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_cap
 
     Args: as of `default_config`, and k, columns of a rank's `lhs`.
     """
-    if world * m <= 768 or unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
+    # With few columns the rows travel for longer than the product takes, and no faster than by the other kernel. Fewer
+    # rows have not been measured.
+    if world * m < 2048 or n <= 2560:
         return None
-    return Config(hopper=True, group_m=16)
+    if unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
+        return None
+    return HOPPER
 
 
 def unsupported_on_hopper(
@@ -265,7 +272,7 @@ def fused(
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
     on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
-    if config is None and not epilogue and not rhs_transposed:
+    if config is None and not (epilogue or rhs_transposed or return_gathered):  # the last one has not been measured
         config = hopper_config(m, k, n, **on)
     config = config or default_config(m, columns, **on)
     if config.hopper:
