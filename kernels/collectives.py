@@ -5,7 +5,8 @@ inbox of every rank, and collects one of each rank from its own inbox. PROTOCOL 
 
 * "messages", which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
   the bytes, or 4 times of 8-bit types, but takes no fence: the fastest way for what is small (NCCL's LL protocol).
-* "words", which do so too and carry 32 bits, but for one pattern that arrives as another NaN: for sums of floats.
+* "words", which do so too and carry 32 bits, but for one pattern that arrives as another NaN: for sums of floats. Each
+  thread polls its own, and a rank sends itself none.
 * "signals": as it is, and a signal after it. The other two need none.
 
 A sum takes one shot, in which every rank gets all that the others have, or two: each rank sums up its share of the
@@ -38,13 +39,14 @@ def psum_kernel(
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if TWO_SHOT:
-        blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, PART, WORLD, PROTOCOL)
-        later = arrived + tl.num_programs(0) * WORLD
-        blocks, all_came = gather(me, total(blocks, dtype, WORLD), sums, later, WORLD, PROTOCOL)
+        own = load_parts(me, x_ptr, element, SIZE, PART, PART, WORLD)
+        blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+        own = (total(blocks, dtype, WORLD),) * WORLD
+        blocks, all_came = exchange(me, own, sums, arrived + tl.num_programs(0) * WORLD, WORLD, PROTOCOL)
         store_gathered(out_ptr, blocks, came & all_came, element, SIZE, PART, PART, WORLD)
     else:
-        bits = load_bits(x_ptr + element, element < SIZE)
-        blocks, came = gather(me, bits, parts, arrived, WORLD, PROTOCOL)
+        own = (load_bits(x_ptr + element, element < SIZE),) * WORLD
+        blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
         store_bits(out_ptr + element, total(blocks, dtype, WORLD), came, element < SIZE)
     shmem.finish(me)
 
@@ -65,7 +67,8 @@ def psum_scatter_kernel(
 ):
     me = shmem.start(team, VERIFY=False)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    blocks, came = scatter(me, x_ptr, parts, arrived, element, SIZE, PART, INNER, WORLD, PROTOCOL)
+    own = load_parts(me, x_ptr, element, SIZE, PART, INNER, WORLD)
+    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
     store_bits(out_ptr + element, total(blocks, x_ptr.dtype.element_ty, WORLD), came, element < PART)
     shmem.finish(me)
 
@@ -86,70 +89,60 @@ def all_gather_kernel(
 ):
     me = shmem.start(team, VERIFY=False)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    blocks, came = gather(me, load_bits(x_ptr + element, element < PART), parts, arrived, WORLD, PROTOCOL)
+    own = (load_bits(x_ptr + element, element < PART),) * WORLD
+    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
     shmem.finish(me)
 
 
 @triton.jit
-def scatter(
-    me, x_ptr, region, arrived, element,
-    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr, PROTOCOL: tl.constexpr,
-):  # fmt: skip
-    """Puts some elements of each rank's part of x into its inbox. Returns what `collect` does."""
-    # All loads are under way before the first store.
-    own = ()
+def load_parts(me, x_ptr, element, SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr):
+    """Some elements of each rank's part of x: those of rank + 1, rank + 2, ..."""
+    parts = ()
     for i in tl.static_range(1, WORLD + 1):
         at, mask = place(element, (me.rank + i) % WORLD, SIZE, PART, INNER, WORLD)
-        own = own + (load_bits(x_ptr + at, mask),)
-    shmem.verify(me)
-    for i in tl.static_range(1, WORLD + 1):
-        put(me, region, own[i - 1], (me.rank + i) % WORLD, PROTOCOL)
-    return collect(me, region, arrived, own[0].dtype, element.shape[0], WORLD, PROTOCOL)
+        parts = parts + (load_bits(x_ptr + at, mask),)
+    return parts
 
 
 @triton.jit
-def gather(me, bits, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
-    """Puts a block into everybody's inbox. Returns what `collect` does."""
+def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
+    """Puts blocks into the inboxes of rank + 1, rank + 2, ..., and waits for what the program's twins have put here.
+
+    Returns: (the block of each rank, whether all came; words that did not come are NaN).
+    """
     shmem.verify(me)
-    for i in tl.static_range(1, WORLD + 1):
-        put(me, region, bits, (me.rank + i) % WORLD, PROTOCOL)
-    return collect(me, region, arrived, bits.dtype, bits.shape[0], WORLD, PROTOCOL)
-
-
-@triton.jit
-def put(me, region, bits, peer, PROTOCOL: tl.constexpr):
-    """Puts a block of this program into a rank's inbox."""
-    if PROTOCOL == "signals":
-        shmem.store(me, inbox(me, region, me.rank, bits.dtype, bits.shape[0]), bits, peer)
-    elif PROTOCOL == "words":
-        pairs = pair(bits)
-        shmem.send_words(me, inbox(me, region, me.rank, tl.int32, pairs.shape[0]), pairs, peer)
+    dtype: tl.constexpr = own[0].dtype
+    BLOCK: tl.constexpr = own[0].shape[0]
+    came = me.ready
+    blocks = ()
+    if PROTOCOL == "words":
+        WORDS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
+        for i in tl.static_range(1, WORLD):
+            to = inbox(me, region, me.rank, tl.int32, WORDS)
+            shmem.send_words(me, to, pair(own[i - 1]), (me.rank + i) % WORLD)
+        first = shmem.messages(me, region) + tl.program_id(0) * WORDS
+        words = shmem.receive_vectors(me, first + 4 * tl.arange(0, WORDS // 4), tl.num_programs(0) * WORDS, WORLD)
+        for rank in tl.static_range(WORLD):
+            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], unpair(words[rank], dtype)),)
+    elif PROTOCOL == "messages":
+        WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
+        for i in tl.static_range(1, WORLD + 1):
+            to = inbox(me, region, me.rank, tl.int32, WORDS)
+            shmem.send(me, to, pack(own[i - 1]), (me.rank + i) % WORLD)
+        ranks = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+        mask = (ranks < WORLD) & (tl.arange(0, WORDS)[None, :] >= 0)
+        values, came = shmem.receive(me, inbox(me, region, ranks, tl.int32, WORDS), ranks, mask)
+        bits = values.to(tl.int32, bitcast=True)
+        for rank in tl.static_range(WORLD):
+            blocks = blocks + (unpack(part(bits, rank), dtype),)
     else:
-        words = pack(bits)
-        shmem.send(me, inbox(me, region, me.rank, tl.int32, words.shape[0]), words, peer)
-
-
-@triton.jit
-def collect(me, region, arrived, dtype: tl.constexpr, BLOCK: tl.constexpr, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
-    """Waits for what the program's twins have put here: (the block of each rank, [ranks, BLOCK], whether all came)."""
-    rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-    if PROTOCOL == "signals":
+        for i in tl.static_range(1, WORLD + 1):
+            shmem.store(me, inbox(me, region, me.rank, dtype, BLOCK), own[i - 1], (me.rank + i) % WORLD)
         shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)
         came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)
-        blocks = tl.load(inbox(me, region, rank, dtype, BLOCK), mask=rank < WORLD, other=0)
-    elif PROTOCOL == "words":
-        PAIRS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
-        source = inbox(me, region, rank, tl.int32, PAIRS)
-        mask = (rank < WORLD) & (tl.arange(0, PAIRS)[None, :] >= 0)
-        pairs, came = shmem.receive_words(me, source, rank, mask)
-        blocks = unpair(pairs, dtype)
-    else:
-        WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
-        source = inbox(me, region, rank, tl.int32, WORDS)
-        mask = (rank < WORLD) & (tl.arange(0, WORDS)[None, :] >= 0)
-        words, came = shmem.receive(me, source, rank, mask)
-        blocks = unpack(words, dtype)
+        for rank in tl.static_range(WORLD):
+            blocks = blocks + (tl.load(inbox(me, region, rank, dtype, BLOCK)),)
     return blocks, came
 
 
@@ -164,16 +157,16 @@ def inbox(me, region, rank, dtype: tl.constexpr, BLOCK: tl.constexpr):
 def part(blocks, rank: tl.constexpr):
     """The block of one rank. A rank's blocks lie in registers of their own, so nothing of this sum is left."""
     here = tl.arange(0, blocks.shape[0])[:, None] == rank
-    return tl.sum(tl.where(here, blocks, 0), axis=0).to(blocks.dtype)
+    return tl.sum(tl.where(here, blocks, 0), axis=0)
 
 
 @triton.jit
 def total(blocks, dtype: tl.constexpr, WORLD: tl.constexpr):
     """The bits of the sum of all ranks' blocks: in f32 and in the order of the ranks, rounded once."""
     WIDE: tl.constexpr = tl.float32 if dtype.is_floating() else tl.int32
-    result = part(blocks, 0).to(dtype, bitcast=True).to(WIDE)
+    result = blocks[0].to(dtype, bitcast=True).to(WIDE)
     for rank in tl.static_range(1, WORLD):
-        result += part(blocks, rank).to(dtype, bitcast=True).to(WIDE)
+        result += blocks[rank].to(dtype, bitcast=True).to(WIDE)
     return result.to(dtype).to(bits_of(dtype), bitcast=True)
 
 
@@ -189,10 +182,9 @@ def pack(bits):
 
 @triton.jit
 def unpack(words, dtype: tl.constexpr):
-    """The blocks of integers that `pack` has made words of."""
-    words = words.to(tl.int32, bitcast=True)
+    """The block of integers that `pack` has made words of."""
     if dtype == tl.int32:
-        high, low = tl.split(words.reshape(words.shape[0], words.shape[1] // 2, 2))
+        high, low = tl.split(words.reshape(words.shape[0] // 2, 2))
         bits = high | ((low >> 16) & 65535)
     else:
         bits = (words >> 16).to(dtype)
@@ -211,10 +203,10 @@ def pair(bits):
 
 @triton.jit
 def unpair(words, dtype: tl.constexpr):
-    """The blocks of integers that `pair` has made words of."""
+    """The block of integers that `pair` has made words of."""
     bits = words
     if dtype == tl.int16:
-        bits = tl.join(words, words >> 16).reshape(words.shape[0], 2 * words.shape[1]).to(tl.int16)
+        bits = tl.join(words, words >> 16).reshape(2 * words.shape[0]).to(tl.int16)
     return bits
 
 
@@ -258,4 +250,4 @@ def store_gathered(
     """Stores some elements of every rank's part."""
     for rank in tl.static_range(WORLD):
         at, mask = place(element, rank, SIZE, PART, INNER, WORLD)
-        store_bits(out_ptr + at, part(blocks, rank), came, mask)
+        store_bits(out_ptr + at, blocks[rank], came, mask)

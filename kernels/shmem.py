@@ -442,6 +442,122 @@ def receive_words(me, source, peer, mask=None):
 
 
 @triton.jit
+def receive_vectors(me, source, stride, WORLD: tl.constexpr):
+    """Like `receive_words` of 4 words next to each other of each other rank.
+
+    Each thread polls words of its own, and looks at nothing else meanwhile.
+
+    Args:
+      source: a block of pointers, to 4 words each that rank 0 sends.
+      stride: i32, words from what a rank sends to what the next one sends, a multiple of 4.
+
+    Returns: for each rank a block of i32 words, 4 times as long as `source`; -1 for those that did not come within the
+      heap's timeout, which as a float is NaN, and for this rank.
+    """
+    BACKEND: tl.constexpr = _backend()
+    WORDS: tl.constexpr = 4 * source.shape[0]
+    words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
+    blocks = ()
+    if BACKEND == "cuda":
+        # As many ranks in one loop as there are registers for.
+        for begin in tl.static_range(0, WORLD, 8):
+            RANKS: tl.constexpr = min(8, WORLD - begin)
+            found = tl.inline_asm_elementwise(
+                _vectors_assembly(RANKS),
+                _vectors_constraints(RANKS),
+                [source + begin * stride, stride * 4, me.ready.to(tl.int32), me.rank - begin, me.base],
+                dtype=_repeated(tl.int32, 4 * RANKS + 1),
+                is_pure=False,
+                pack=1,
+            )
+            missing = found[4 * RANKS]  # 0, or 1 more than a rank of which words are missing
+            late = _any(tl.max(missing, axis=0))
+            for rank in tl.static_range(RANKS):
+                even = tl.join(found[4 * rank], found[4 * rank + 2])
+                odd = tl.join(found[4 * rank + 1], found[4 * rank + 3])
+                blocks = blocks + (~tl.join(even, odd).reshape(WORDS),)
+                # All threads have met in between: none still looks.
+                came = me.ready & (late == 0) & (me.rank != begin + rank)
+                tl.store(words + (begin + rank) * stride, tl.zeros([WORDS], tl.int32), mask=came)
+            if late != 0:
+                place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
+                first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
+                of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
+                _report(me, -1 - first, 4, 0, begin + of)
+    else:
+        rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
+        awaited = (rank < WORLD) & (rank != me.rank) & (tl.arange(0, WORDS)[None, :] >= 0)
+        words, came = receive_words(me, words[None, :] + rank * stride, rank, awaited)
+        words = tl.where(came & awaited, words, -1)
+        for of in tl.static_range(WORLD):
+            blocks = blocks + (tl.sum(tl.where(rank == of, words, 0), axis=0),)
+    return blocks
+
+
+@triton.jit
+def _any(late):
+    """Whether `late`, of which warps may have different values, is not 0 on one of them: 1 or 0. A block barrier.
+
+    Triton reduces a block that is shorter than the program has threads in every warp by itself.
+    """
+    return tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $1, 0; barrier.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }",
+        "=r,r",
+        [late],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.constexpr_function
+def _repeated(value, times):
+    return (value,) * times
+
+
+@triton.constexpr_function
+def _vectors_assembly(ranks):
+    """Assembly that polls 16 bytes of each rank but one until all words are other than 0.
+
+    Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing.
+    Operands: address, bytes from one rank to the next, whether to wait, the rank to leave out, the region's address.
+    """
+    missing = 4 * ranks
+    source, stride, wait, left_out, base = (f"${missing + 1 + i}" for i in range(5))
+    words = [[f"${4 * rank + i}" for i in range(4)] for rank in range(ranks)]
+    lines = [f"mov.b32 ${i}, 0;" for i in range(missing + 1)]
+    lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", "mov.b64 end, 0;", "mov.b32 polls, 0;"]
+    for rank in range(ranks):
+        lines += [
+            f"mad.wide.u32 at{rank}, {stride}, {rank}, {source};",
+            f"setp.ne.s32 looks{rank}, {left_out}, {rank};",
+        ]
+    lines += ["AGAIN:"]
+    for rank in range(ranks):
+        lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [at{rank}];"]
+    lines += ["mov.pred p, 0;"]
+    for rank, (a, b, c, d) in enumerate(words):
+        lines += [f"min.u32 v, {a}, {b};", f"min.u32 least, {c}, {d};", "min.u32 least, least, v;"]
+        lines += [f"setp.eq.and.u32 looks{rank}, least, 0, looks{rank};", f"or.pred p, p, looks{rank};"]
+    lines += ["@!p bra DONE;"]
+    # The header and the clock now and then: a look at them takes as long as one at the words.
+    lines += ["add.u32 polls, polls, 1;", "and.b32 v, polls, 15;", "setp.ne.u32 p, v, 0;", "@p bra AGAIN;"]
+    lines += [f"ld.volatile.global.b32 v, [{base} + 4];", "setp.ne.u32 p, v, 0;", "@p bra LATE;"]
+    lines += ["mov.u64 now, %globaltimer;", "setp.ne.u64 p, end, 0;", "@p bra CLOCK;"]
+    lines += [f"ld.volatile.global.b64 end, [{base} + 16];", "add.u64 end, end, now;"]
+    lines += ["CLOCK:", "setp.lt.u64 p, now, end;", "@p bra AGAIN;", "LATE:"]
+    lines += [f"@looks{rank} mov.b32 ${missing}, {rank + 1};" for rank in range(ranks)]
+    lines += ["DONE:", "bar.warp.sync 0xffffffff;"]
+    registers = f".reg .pred p, looks<{ranks}>; .reg .b32 v, least, polls; .reg .b64 now, end, at<{ranks}>;"
+    return "\n".join(["{", registers, *lines, "}"])
+
+
+@triton.constexpr_function
+def _vectors_constraints(ranks):
+    return ",".join(["=&r"] * (4 * ranks + 1) + ["l", "r", "r", "r", "l"])
+
+
+@triton.jit
 def linger(me, source, count, stride):
     """Waits for some messages at the least expense, of the memory and of time. `receive` has to follow.
 

@@ -493,8 +493,8 @@ MUTANTS = (
         kernel="psum",
         edits=(
             (
-                "    for i in tl.static_range(1, WORLD + 1):\n        put(me, region, bits,",
-                "    for i in tl.static_range(2, WORLD + 1):\n        put(me, region, bits,",
+                "for i in tl.static_range(1, WORLD):\n            to = inbox(",
+                "for i in tl.static_range(2, WORLD):\n            to = inbox(",
             ),
         ),
         errors=(DeadlockError, UninitializedReadError),
@@ -508,7 +508,7 @@ MUTANTS = (
     Mutant(
         name="one signal for both shots",
         kernel="psum",
-        edits=(("later = arrived + tl.num_programs(0) * WORLD", "later = arrived"),),
+        edits=(("sums, arrived + tl.num_programs(0) * WORLD,", "sums, arrived,"),),
         errors=(SignalCountError, *TOO_EARLY),
     ),
     Mutant(
@@ -522,8 +522,8 @@ MUTANTS = (
         kernel="all_gather",
         edits=(
             (
-                "words, came = shmem.receive(me, source, rank, mask)",
-                "words, came = tl.load(source, mask=mask, other=0).to(tl.float32, bitcast=True), me.ready",
+                "shmem.receive(me, inbox(me, region, ranks, tl.int32, WORDS), ranks, mask)",
+                "(tl.load(inbox(me, region, ranks, tl.float32, WORDS), mask=mask, other=0.0), me.ready)",
             ),
         ),
         errors=(MessageError, *TOO_EARLY),
@@ -531,7 +531,12 @@ MUTANTS = (
     Mutant(
         name="last word not sent",
         kernel="psum_scatter",
-        edits=(("words, peer)", "words, peer, tl.arange(0, words.shape[0]) < words.shape[0] - 1)"),),
+        edits=(
+            (
+                "pair(own[i - 1]), (me.rank + i) % WORLD)",
+                "pair(own[i - 1]), (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
+            ),
+        ),
         errors=(DeadlockError,),
     ),
     Mutant(

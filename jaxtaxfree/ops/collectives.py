@@ -173,12 +173,11 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
     shots = 2 if operation == "psum" and world > 2 and size * itemsize > 64 << 10 else 1
     longest = _longest_block(world, dtype)
     part = size * itemsize // (world if shots == 2 else 1)
-    # One access of 16 bytes, in programs of few warps: the fewer they are, the sooner they agree that all has come.
-    num_warps = 1 if part <= 16 << 10 else 2 if part <= 64 << 10 else 4 if part <= 256 << 10 else 8
-    block = 512 * num_warps // itemsize
-    words = operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating)
-    if words and 16 << 10 < size * itemsize <= 512 << 10 and block <= longest:
-        return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
+    if operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating):
+        # One access of 16 bytes for each thread.
+        num_warps = 1 if part <= 64 << 10 else 4 if part <= 512 << 10 else 8
+        if (block := 512 * num_warps // itemsize) <= longest:
+            return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
     if size * itemsize > (512 << 10 if shots == 2 else 128 << 10):
         # Two accesses of 16 bytes for each thread and rank.
         return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)
@@ -292,15 +291,15 @@ def launch(
         total, own = size, {"TWO_SHOT": two_shots}
     else:
         total, own = world * size, {"INNER": size // outer}
-    if dense:
+    if config.protocol == "signals":
         buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
+    elif config.block > (most := _longest_block(world, dtype)):
+        raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
+    elif config.protocol == "words":
+        sizes = {name: math.prod(shape) * dtype.itemsize // 4 for name, shape in inboxes.items()}
+        buffers = {"messages": {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}}
     else:
-        if config.block > (most := _longest_block(world, dtype)):
-            raise ValueError(f"{operation} over {world} ranks takes blocks of at most {most} of {dtype} as messages.")
         buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
-        if config.protocol == "words":
-            sizes = {name: math.prod(shape) * dtype.itemsize // 4 for name, shape in inboxes.items()}
-            buffers = {"messages": {name: jax.ShapeDtypeStruct((size,), np.int32) for name, size in sizes.items()}}
     return {
         "out_type": jax.ShapeDtypeStruct((total if operation == "all_gather" else size,), dtype),
         "grid": programs,
@@ -362,7 +361,7 @@ def _check(operation: str, x: Any, world: int) -> None:
 
 
 # The most bytes for which implementation=None takes the kernel: of a rank's operand, of psum_scatter of its result.
-FASTER_UP_TO = {"psum": 2 << 20, "all_gather": 2 << 20, "psum_scatter": 0}
+FASTER_UP_TO = {"psum": 4 << 20, "all_gather": 2 << 20, "psum_scatter": 1 << 20}
 
 
 def _slower(operation: str) -> Callable[..., str | None]:
