@@ -132,7 +132,7 @@ def _decode_attention(config: decode_attention.Config) -> list[Config]:
         *each("num_stages", 2, 4),
         *each("num_warps", 8),
         *each("merge_rows", rows // 2, 2 * rows),
-        *each("merge_splits", config.merge_splits // 2),
+        *each("alone", not config.alone),
     ]
 
 

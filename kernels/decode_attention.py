@@ -30,10 +30,10 @@ def decode_attention_kernel(
     value_scale_ptr,
     sinks_ptr,  # [N] if SINKS
     team,
-    partials,  # messages [B, K, SPLITS, T * G, HV]: acc of each split
-    partial_sums,  # messages [B, K, SPLITS, 2, T * G]: top and total
-    merged,  # messages [WORLD, B, T, N_OUT, HV]: acc of each rank
-    merged_sums,  # messages [WORLD, 2, B, T, N_OUT]
+    partials,  # messages [B, K, SPLITS, T * G, ~HV]: acc of each split
+    partial_sums,  # messages [B, K, SPLITS, T * G, 2]: top and total
+    merged,  # messages [WORLD, B, T, N_OUT, ~HV]: acc of each rank
+    merged_sums,  # messages [WORLD, B, T, N_OUT, 2]
     out_ptr,  # [B, T, N_OUT, HV]
     residual_ptr,  # f32 [B, T, N_OUT], log-sum-exp
     B: tl.constexpr,
@@ -58,8 +58,9 @@ def decode_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr,  # rows (new token, query head) of a tile
     BLOCK_S: tl.constexpr,  # keys of a tile
+    TEAMS: tl.constexpr,  # of warps, of which each attends to a part of every tile on its own
     MERGE_ROWS: tl.constexpr,  # rows that a merging program takes
-    MERGE_SPLITS: tl.constexpr,  # splits that it adds up at once
+    MERGE_GROUPS: tl.constexpr,  # groups of its threads, of which each adds up a share of the splits
 ):
     row_tiles: tl.constexpr = tl.cdiv(T * (N // K), BLOCK_R)
     attending: tl.constexpr = B * SPLITS * row_tiles * K
@@ -69,12 +70,12 @@ def decode_attention_kernel(
             team, program, query_ptr, key_ptr, value_ptr, lengths_ptr, tables_ptr, key_scale_ptr, value_scale_ptr,
             partials, partial_sums,
             T, N, K, H, HV, S, PAGE, PAGED, HEAD_MAJOR, STRETCH, WINDOW, SCALE, SOFT_CAP, KEY_SCALE, VALUE_SCALE,
-            WORLD, SPLITS, BLOCK_R, BLOCK_S,
+            WORLD, SPLITS, BLOCK_R, BLOCK_S, TEAMS,
         )  # fmt: skip
     else:
         merge(
             team, program - attending, partials, partial_sums, merged, merged_sums, sinks_ptr, out_ptr, residual_ptr,
-            B, T, N, N_OUT, K, HV, SINKS, WORLD, SPLITS, MERGE_ROWS, MERGE_SPLITS,
+            B, T, N, N_OUT, K, HV, SINKS, WORLD, SPLITS, MERGE_ROWS, MERGE_GROUPS,
         )  # fmt: skip
 
 
@@ -87,8 +88,13 @@ def attend(
     STRETCH: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr,
     WORLD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
+    TEAMS: tl.constexpr,
 ):  # fmt: skip
-    """Sends this rank the partial result of one split."""
+    """Sends this rank the partial result of one split.
+
+    With TEAMS, blocks have that many parts, one for each warp: no barrier but that of the copies into shared memory
+    stands in the loop, and the warps' results are added up behind it.
+    """
     group: tl.constexpr = N // K
     rows: tl.constexpr = T * group
     row_tiles: tl.constexpr = tl.cdiv(rows, BLOCK_R)
@@ -102,7 +108,7 @@ def attend(
     me = shmem.start(team, VERIFY=False)
 
     h = tl.arange(0, triton.next_power_of_2(H))
-    hv = tl.arange(0, triton.next_power_of_2(HV))
+    hv = tl.arange(0, width_of(HV))
     query_row = (sequence * T + row // group) * N + head * group + row % group
     valid = (row < rows)[:, None] & (h[None, :] < H)
     query = tl.load(query_ptr + query_row.to(tl.int64)[:, None] * H + h[None, :], mask=valid, other=0.0)
@@ -124,9 +130,17 @@ def attend(
     elif KEY_SCALE == "head":
         scale = SCALE * tl.load(key_scale_ptr + head)
 
-    acc, top, total = nothing(BLOCK_R, HV)
+    acc = tl.zeros((BLOCK_R, width_of(HV)), dtype=tl.float32)
+    total = tl.zeros((BLOCK_R,), dtype=tl.float32)
+    if TEAMS > 1:
+        query = tl.broadcast_to(query[None], (TEAMS, BLOCK_R, query.shape[1]))
+        acc = tl.broadcast_to(acc[None], (TEAMS, BLOCK_R, acc.shape[1]))
+        total = tl.broadcast_to(total[None], (TEAMS, BLOCK_R))
+    top = total - float("inf")
     for block in range(first, last):
         slot = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        if TEAMS > 1:
+            slot = slot.reshape(TEAMS, BLOCK_S // TEAMS)
         there = slot < stop
         if not PAGED:
             page = sequence.to(tl.int64)
@@ -140,54 +154,98 @@ def attend(
             cache_row = (page * PAGE + slot % PAGE) * K + head
 
         key = tl.load(
-            key_ptr + cache_row[:, None] * H + h[None, :], mask=there[:, None] & (h[None, :] < H), other=0.0
+            key_ptr + tl.expand_dims(cache_row, -1) * H + h, mask=tl.expand_dims(there, -1) & (h < H), other=0.0
         ).to(query.dtype)
-        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale  # [BLOCK_R, BLOCK_S]
+        # [BLOCK_R, BLOCK_S], or [TEAMS, BLOCK_R, BLOCK_S / TEAMS]
+        if TEAMS > 1:
+            logits = tl.dot(query, tl.trans(key, 0, 2, 1), input_precision="ieee") * scale
+        else:
+            logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         if KEY_SCALE == "token":
-            logits = logits * tl.load(key_scale_ptr + cache_row, mask=there, other=0.0)[None, :]
+            logits = logits * tl.load(key_scale_ptr + cache_row, mask=there, other=0.0).expand_dims(-2)
         if SOFT_CAP > 0:
             # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
             logits = SOFT_CAP * (1 - 2 / (tl.exp2(logits * (2 * LOG2_E / SOFT_CAP)) + 1))
         position = (slot // STRETCH * WORLD + me.rank) * STRETCH + slot % STRETCH
-        seen = there[None, :] & (position[None, :] <= position_of_row[:, None])
+        position = tl.expand_dims(position, -2)
+        seen = tl.expand_dims(there, -2) & (position <= position_of_row[:, None])
         if WINDOW >= 0:
-            seen = seen & (position[None, :] >= position_of_row[:, None] - WINDOW)
+            seen = seen & (position >= position_of_row[:, None] - WINDOW)
         logits = tl.where(seen, logits * LOG2_E, float("-inf"))
 
-        higher = tl.maximum(top, tl.max(logits, axis=1))
+        higher = tl.maximum(top, tl.max(logits, axis=-1))
         # A row that has seen no key yet keeps the weight 0 for all.
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight = tl.exp2(logits - base[:, None])
+        weight = tl.exp2(logits - tl.expand_dims(base, -1))
         kept = tl.exp2(top - base)
-        total = total * kept + tl.sum(weight, axis=1)
+        total = total * kept + tl.sum(weight, axis=-1)
         top = higher
         # Scales of an fp8 cache may be so small that weights times them are no f16: the largest goes to the sum.
         UNIT: tl.constexpr = VALUE_SCALE == "token" and query.dtype == tl.float16
         if VALUE_SCALE == "token":
             value_scale = tl.load(value_scale_ptr + cache_row, mask=there, other=0.0)
             if UNIT:
-                unit = tl.max(tl.abs(value_scale), axis=0)
+                unit = tl.max(tl.abs(value_scale))
                 value_scale = value_scale / tl.where(unit == 0, 1.0, unit)
-            weight = weight * value_scale[None, :]
+            weight = weight * tl.expand_dims(value_scale, -2)
         # What lies behind the last key may be anything, and 0 * NaN is NaN.
         value = tl.load(
-            value_ptr + cache_row[:, None] * HV + hv[None, :], mask=there[:, None] & (hv[None, :] < HV), other=0.0
+            value_ptr + tl.expand_dims(cache_row, -1) * HV + hv, mask=tl.expand_dims(there, -1) & (hv < HV), other=0.0
         ).to(query.dtype)
         if UNIT:
-            acc = acc * kept[:, None] + tl.dot(weight.to(query.dtype), value, input_precision="ieee") * unit
+            acc = acc * tl.expand_dims(kept, -1) + tl.dot(weight.to(query.dtype), value, input_precision="ieee") * unit
         else:
-            acc = tl.dot(weight.to(query.dtype), value, acc * kept[:, None], input_precision="ieee")
+            acc = tl.dot(weight.to(query.dtype), value, acc * tl.expand_dims(kept, -1), input_precision="ieee")
 
+    if TEAMS > 1:
+        if rows <= BLOCK_R // 2:
+            # Half of the rows is all there is.
+            acc = tl.split(acc.reshape(TEAMS, 2, BLOCK_R // 2, acc.shape[2]).permute(0, 2, 3, 1))[0]
+            top = tl.split(top.reshape(TEAMS, 2, BLOCK_R // 2).permute(0, 2, 1))[0]
+            total = tl.split(total.reshape(TEAMS, 2, BLOCK_R // 2).permute(0, 2, 1))[0]
+            row = tl.arange(0, BLOCK_R // 2)
+        highest = tl.max(top, axis=0)
+        kept = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest)[None, :])
+        total, top = tl.sum(total * kept, axis=0), highest
+        # Pair by pair: that takes one exchange through shared memory, and tl.sum many.
+        acc = (acc * kept[:, :, None]).permute(1, 2, 0)
+        for i in tl.static_range(TEAMS.bit_length() - 1):
+            left, right = tl.split(acc.reshape(acc.shape[0], acc.shape[1], TEAMS >> (i + 1), 2))
+            acc = left + right
+        acc = acc.reshape(acc.shape[0], acc.shape[1])
     if VALUE_SCALE == "tensor":
         acc = acc * tl.load(value_scale_ptr)
     elif VALUE_SCALE == "head":
         acc = acc * tl.load(value_scale_ptr + head)
     shmem.verify(me)
     at = (sequence * K + head) * SPLITS + split
-    acc_at = shmem.messages(me, partials) + at.to(tl.int64) * (rows * HV)
+    acc_at = shmem.messages(me, partials) + at.to(tl.int64) * (rows * words_of(HV))
     sums_at = shmem.messages(me, partial_sums) + at * (2 * rows)
-    send_partial(me, acc, top, total, acc_at, sums_at, rows, row, row < rows, HV, me.rank)
+    # Of top a message loses nothing that matters, if acc and total are made to fit what arrives.
+    sent = shmem.sendable(top)
+    shift = tl.where(top == sent, 1.0, tl.exp2(top - sent))
+    send_partial(me, acc * shift[:, None], sent, total * shift, acc_at, sums_at, row, row < rows, HV)
     shmem.finish(me)
+
+
+@triton.jit
+def send_partial(
+    me,
+    acc,  # [rows, ~HV]
+    top,  # [rows], sendable
+    total,
+    acc_at,  # messages [ROWS, ~HV]
+    sums_at,  # messages [ROWS, 2]
+    row,  # [rows], where they go
+    mask,
+    HV: tl.constexpr,
+):
+    """Sends this rank a partial result, the sums last: who waits polls them first."""
+    h = tl.arange(0, width_of(HV))
+    acc_ptrs = acc_at + row[:, None] * words_of(HV) + h[None, :]
+    shmem.send(me, acc_ptrs, acc, me.rank, mask[:, None] & (h[None, :] < words_of(HV)))
+    shmem.send(me, sums_at + 2 * row + 1, total, me.rank, mask)
+    shmem.send(me, sums_at + 2 * row, top, me.rank, mask)
 
 
 @triton.jit
@@ -195,58 +253,125 @@ def merge(
     team, program, partials, partial_sums, merged, merged_sums, sinks_ptr, out_ptr, residual_ptr,
     B: tl.constexpr, T: tl.constexpr, N: tl.constexpr, N_OUT: tl.constexpr, K: tl.constexpr, HV: tl.constexpr,
     SINKS: tl.constexpr, WORLD: tl.constexpr, SPLITS: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, MERGE_SPLITS: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, MERGE_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up some rows: the splits of this rank, then those of all ranks; stores the result."""
+    """Adds up some rows: the splits of this rank, then those of all ranks; stores the result.
+
+    Blocks are [group, place]: a place is 4 neighbours of a row of the result, and each group has a share of the parts
+    of all places.
+    """
     me = shmem.start(team)
     rows: tl.constexpr = T * (N // K)
     parts: tl.constexpr = tl.cdiv(rows, MERGE_ROWS)
-    group = program // parts
-    row = program % parts * MERGE_ROWS + tl.arange(0, MERGE_ROWS)
-    valid = row < rows
-    acc_from = shmem.messages(me, partials) + group.to(tl.int64) * (SPLITS * rows * HV)
-    sums_from = shmem.messages(me, partial_sums) + group * (SPLITS * 2 * rows)
-    acc, top, total = nothing(MERGE_ROWS, HV)
-    arrived = me.ready
-    for first in range(0, SPLITS, MERGE_SPLITS):
-        split = first + tl.arange(0, MERGE_SPLITS)
-        tops_from = sums_from + (first * (2 * rows) + program % parts * MERGE_ROWS)
-        patient = shmem.linger(me, tops_from, tl.minimum(SPLITS - first, MERGE_SPLITS), 2 * rows)
-        acc, top, total, came = add_partials(
-            me, acc, top, total, acc_from, sums_from, rows, split, split < SPLITS, row, valid, HV, me.rank, patient
-        )
-        arrived = arrived & came
+    PLACES: tl.constexpr = width_of(HV) // 4
+    at = tl.arange(0, MERGE_ROWS * PLACES)[None, :]
+    row = program % parts * MERGE_ROWS + at // PLACES
+    h = at % PLACES * 4
+    valid = (row < rows) & (h < HV)
+    group = tl.arange(0, MERGE_GROUPS)[:, None]
+    of = program // parts  # sequence and key/value head
+    acc, top, total, late, blamed = add_partials(
+        me,
+        shmem.messages(me, partials) + (of.to(tl.int64) * (SPLITS * rows) + row) * words_of(HV) + h,
+        rows * words_of(HV),
+        shmem.messages(me, partial_sums) + (of * SPLITS * rows + row) * 2,
+        rows * 2,
+        SPLITS, group, MERGE_GROUPS, me.rank, 0, valid,
+    )  # fmt: skip
 
-    head = group % K * (N // K) + row % (N // K)
-    place = ((group // K) * T + row // (N // K)) * N_OUT + head % N_OUT  # of the row in the result
+    head = of % K * (N // K) + row % (N // K)
+    result = ((of // K) * T + row // (N // K)) * N_OUT + head % N_OUT  # which row of the result
     if WORLD > 1:
         results: tl.constexpr = B * T * N_OUT
-        acc_from, sums_from = shmem.messages(me, merged), shmem.messages(me, merged_sums)
-        acc_at, sums_at = acc_from + me.rank.to(tl.int64) * (results * HV), sums_from + me.rank * (2 * results)
-        for i in tl.static_range(1, WORLD + 1):
-            peer = (me.rank + i) % WORLD
-            wanted = valid & ((N == N_OUT) | (head // N_OUT == peer))
-            send_partial(me, acc, top, total, acc_at, sums_at, results, place, wanted, HV, peer)
+        acc_from = shmem.messages(me, merged) + result.to(tl.int64) * words_of(HV) + h
+        sums_from = shmem.messages(me, merged_sums) + result * 2
+        sent = shmem.sendable(top)
+        shift = tl.where(top == sent, 1.0, tl.exp2(top - sent))
+        acc_at = acc_from + me.rank.to(tl.int64) * (results * words_of(HV))
+        sums_at = sums_from + me.rank * (results * 2)
+        acc = acc * shift[:, :, None]
+        for first in tl.static_range(0, WORLD, MERGE_GROUPS):
+            # Each group sends to another rank.
+            peer = (me.rank + 1 + first + group) % WORLD
+            wanted = valid & (first + group < WORLD) & ((N == N_OUT) | (head // N_OUT == peer))
+            word = tl.arange(0, 4)[None, None, :]
+            shmem.send(me, acc_at[:, :, None] + word, acc, peer[:, :, None], wanted[:, :, None] & (word >= 0))
+            shmem.send(me, sums_at + 1, total * shift, peer, wanted & (h == 0))
+            shmem.send(me, sums_at, sent, peer, wanted & (h == 0))
         valid = valid & ((N == N_OUT) | (head // N_OUT == me.rank))
-        rank = tl.arange(0, triton.next_power_of_2(WORLD))
-        acc, top, total = nothing(MERGE_ROWS, HV)
-        acc, top, total, came = add_partials(
-            me, acc, top, total, acc_from, sums_from, results,
-            rank, rank < WORLD, place, valid, HV, rank[:, None], me.ready,
+        shmem.report_late(me, late, blamed)
+        acc, top, total, late, blamed = add_partials(
+            me, acc_from, results * words_of(HV), sums_from, results * 2,
+            WORLD, tl.zeros((1, 1), tl.int32), 1, 0, 1, valid,
         )  # fmt: skip
-        arrived = arrived & came
 
     if SINKS:
         sink = tl.load(sinks_ptr + head, mask=valid, other=0.0).to(tl.float32) * LOG2_E
-        acc, top, total = add(acc, top, total, tl.zeros_like(acc), sink, 1.0)
-    h = tl.arange(0, triton.next_power_of_2(HV))
-    out = tl.where(total[:, None] == 0, 0.0, acc / total[:, None])
-    out = tl.where(arrived, out, float("nan"))
-    residual = tl.where(arrived, (top + tl.log2(total)) * LN_2, float("nan"))
-    out_ptrs = out_ptr + place.to(tl.int64)[:, None] * HV + h[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (h[None, :] < HV))
-    tl.store(residual_ptr + place, residual, mask=valid)
+        higher = tl.maximum(top, sink)
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(top - base)
+        acc, total, top = acc * kept[:, :, None], total * kept + tl.exp2(sink - base), higher
+    share = tl.where(total == 0, 0.0, 1 / total)
+    word = tl.arange(0, 4)[None, None, :]
+    out_ptrs = (out_ptr + result.to(tl.int64) * HV + h)[:, :, None] + word
+    out = acc * share[:, :, None]
+    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=valid[:, :, None] & (h[:, :, None] + word < HV))
+    tl.store(residual_ptr + result, (top + tl.log2(total)) * LN_2, mask=valid & (h == 0))
+    shmem.report_late(me, late, blamed)
     shmem.finish(me)
+
+
+@triton.jit
+def add_partials(
+    me,
+    acc_from,  # [1, places], of part 0
+    acc_stride,  # from one part to the next
+    sums_from,
+    sums_stride,
+    PARTS: tl.constexpr,
+    group,  # [groups, 1]
+    GROUPS: tl.constexpr,
+    peer,  # who sends part 0
+    peer_step: tl.constexpr,  # and each later one
+    mask,  # [1, places]
+):
+    """Adds up partial results as they arrive: (acc, top, total, and the two that `report_late` takes)."""
+    TOGETHER: tl.constexpr = min(9, tl.cdiv(PARTS, GROUPS))
+    EVEN: tl.constexpr = PARTS % (GROUPS * TOGETHER) == 0
+    zero = tl.zeros((GROUPS, mask.shape[1]), tl.float32)
+    a, b, c, d, top, total = zero, zero, zero, zero, zero - float("inf"), zero
+    late, blamed = zero.to(tl.int32), zero.to(tl.int32)
+    for first in range(0, PARTS, GROUPS * TOGETHER):
+        part = first + group * TOGETHER
+        begin = tl.minimum(part, PARTS - 1)
+        found, missing, of = shmem.receive_parts(
+            me, acc_from + begin.to(tl.int64) * acc_stride, acc_stride, sums_from + begin * sums_stride, sums_stride,
+            tl.minimum(PARTS - 1 - begin, TOGETHER - 1), peer + begin * peer_step, peer_step, TOGETHER, mask,
+        )  # fmt: skip
+        higher = top
+        for i in tl.static_range(TOGETHER):
+            higher = tl.maximum(higher, found[6 * i + 4])  # copies do no harm
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept = tl.exp2(top - base)
+        a, b, c, d, total, top = a * kept, b * kept, c * kept, d * kept, total * kept, higher
+        for i in tl.static_range(TOGETHER):
+            weight = tl.exp2(found[6 * i + 4] - base)
+            if not EVEN:
+                weight = tl.where(part + i < PARTS, weight, 0.0)
+            a += weight * found[6 * i]
+            b += weight * found[6 * i + 1]
+            c += weight * found[6 * i + 2]
+            d += weight * found[6 * i + 3]
+            total += weight * found[6 * i + 5]
+        late, blamed = tl.where(missing > 0, missing, late), tl.where(missing > 0, of, blamed)
+    acc = fours(a, b, c, d)
+    if GROUPS > 1:
+        highest = tl.max(top, axis=0, keep_dims=True)
+        kept = tl.exp2(top - tl.where(highest == float("-inf"), 0.0, highest))
+        acc = tl.sum(acc * kept[:, :, None], axis=0, keep_dims=True)
+        total = tl.sum(total * kept, axis=0, keep_dims=True)
+        top = highest
+    return acc, top, total, late, blamed
 
 
 @triton.jit
@@ -257,84 +382,19 @@ def keys_before(position, rank, WORLD: tl.constexpr, STRETCH: tl.constexpr):
     return position // turn * STRETCH + rest
 
 
-@triton.jit
-def nothing(ROWS: tl.constexpr, HV: tl.constexpr):
-    """The partial result of no keys."""
-    acc = tl.zeros((ROWS, triton.next_power_of_2(HV)), dtype=tl.float32)
-    return acc, tl.full((ROWS,), float("-inf"), dtype=tl.float32), tl.zeros((ROWS,), dtype=tl.float32)
+@triton.constexpr_function
+def words_of(hv):
+    """Messages for a row of acc: whole fours."""
+    return (hv + 3) // 4 * 4
+
+
+@triton.constexpr_function
+def width_of(hv):
+    """The same as a power of 2."""
+    return max(4, triton.next_power_of_2(hv))
 
 
 @triton.jit
-def add(acc, top, total, other_acc, other_top, other_total):
-    """The sum of two partial results."""
-    higher = tl.maximum(top, other_top)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    kept, others = tl.exp2(top - base), tl.exp2(other_top - base)
-    return acc * kept[:, None] + other_acc * others[:, None], higher, total * kept + other_total * others
-
-
-@triton.jit
-def send_partial(
-    me,
-    acc,  # [rows, HV]
-    top,  # [rows]
-    total,
-    acc_at,  # messages [ROWS, HV]
-    sums_at,  # messages [2, ROWS]
-    ROWS: tl.constexpr,
-    row,  # [rows], where they go
-    mask,
-    HV: tl.constexpr,
-    peer,
-):
-    """Sends a partial result, the sums last: who waits polls them alone."""
-    # Of top a message loses nothing that matters, if acc and total are made to fit what arrives.
-    sent = shmem.sendable(top)
-    shift = tl.where(top == sent, 1.0, tl.exp2(top - sent))
-    h = tl.arange(0, triton.next_power_of_2(HV))
-    acc_ptrs = acc_at + row[:, None] * HV + h[None, :]
-    shmem.send(me, acc_ptrs, acc * shift[:, None], peer, mask[:, None] & (h[None, :] < HV))
-    shmem.send(me, sums_at + ROWS + row, total * shift, peer, mask)
-    shmem.send(me, sums_at + row, sent, peer, mask)
-
-
-@triton.jit
-def add_partials(
-    me,
-    acc,  # [rows, HV]
-    top,  # [rows]
-    total,
-    acc_from,  # messages [PARTS, ROWS, HV]
-    sums_from,  # messages [PARTS, 2, ROWS]
-    ROWS: tl.constexpr,
-    part,  # [parts]
-    part_mask,
-    row,  # [rows], where they are
-    row_mask,
-    HV: tl.constexpr,
-    peer,  # who sends them, scalar or [parts, 1]
-    patient,
-):
-    """Adds partial results as they arrive: (acc, top, total, whether all came)."""
-    mask = part_mask[:, None] & row_mask[None, :]
-    h = tl.arange(0, triton.next_power_of_2(HV))
-    acc_ptrs = acc_from + (part[:, None] * ROWS + row[None, :])[:, :, None] * HV + h[None, None, :]
-    acc_mask = mask[:, :, None] & (h[None, None, :] < HV)
-    # Tops and totals as one block [2, parts, rows], so that one look fetches them.
-    which = tl.arange(0, 2)[:, None, None]
-    sums = sums_from + ((part[:, None] * (2 * ROWS) + row[None, :])[None, :, :] + which * ROWS)
-    sums_mask = mask[None, :, :] & (which >= 0)
-    acc_peer, sums_peer = peer, peer
-    if len(peer.shape) == 2:
-        acc_peer, sums_peer = peer[:, :, None], peer[None, :, :]
-    tops_totals, accs, came = shmem.receive_both(me, sums, acc_ptrs, sums_peer, acc_peer, sums_mask, acc_mask, patient)
-    tops = tl.max(tl.where((which == 0) & mask[None, :, :], tops_totals, float("-inf")), axis=0)
-    totals = tl.sum(tl.where((which == 1) & mask[None, :, :], tops_totals, 0.0), axis=0)
-
-    higher = tl.maximum(top, tl.max(tops, axis=0))
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.where(mask, tl.exp2(tops - base[None, :]), 0.0)
-    kept = tl.exp2(top - base)
-    total = total * kept + tl.sum(weights * totals, axis=0)
-    acc = acc * kept[:, None] + tl.sum(weights[:, :, None] * tl.where(mask[:, :, None], accs, 0.0), axis=0)
-    return acc, higher, total, came
+def fours(a, b, c, d):
+    """[..., 4] of 4 blocks."""
+    return tl.join(tl.join(a, c), tl.join(b, d)).reshape(a.shape[0], a.shape[1], 4)

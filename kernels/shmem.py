@@ -174,12 +174,12 @@ def remote(me, ptr, peer):
 
     Args:
       ptr: scalar pointer or tensor of pointers into this rank's scratch.
-      peer: i32 rank.
+      peer: i32 rank; or a block of them, one for each pointer.
     """
     # Whole elements, in a multiple of 16, so that the compiler still sees how the pointers are aligned and keeps
     # 16-byte accesses.
     size: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
-    return ptr + tl.multiple_of((_region_of(me, peer) - me.base) // size, 16)
+    return ptr + (_region_of(me, peer) - me.base) // (16 * size) * 16
 
 
 @triton.jit
@@ -360,33 +360,170 @@ def receive(me, source, peer, mask=None, patient=True):
 
 
 @triton.jit
-def receive_both(me, source, other, peer, other_peer, mask, other_mask, patient=True):
-    """Like `receive` of two blocks at the same time: (values, other values, whether all came)."""
-    tl.static_assert(source.numel <= 16384, "shmem.receive_both takes at most 16384 messages at a time")
-    tl.static_assert(other.numel <= 16384, "shmem.receive_both takes at most 16384 messages at a time")
-    words = _look(source, mask)
-    others = _look(other, other_mask)
-    missing = tl.sum(_late(me, words, mask)) + tl.sum(_late(me, others, other_mask))
-    if missing > 0:
-        end = _patience(me, _timeout(me), patient)
-        polls = end * 0
-        going = end > 0
-        while (missing > 0) & going:
-            late_all = _too_late(me, end, polls)
-            words = _look(source, mask)
-            others = _look(other, other_mask)
-            late = tl.sum(_late(me, words, mask) + late_all) + tl.sum(_late(me, others, other_mask))
-            missing, going = _count(late)
-            polls += 1
-        if missing > 0:
-            _report_words(me, _late(me, words, mask), source, peer, mask)
-            late = _late(me, others, other_mask)
-            missing_others = tl.sum(late)
-            if missing_others > 0:
-                # Only if nothing of `source` is missing. The place of the block alone, to save registers.
-                place = tl.min(((other.to(tl.int64) - me.base) // 4).to(tl.int32))
-                _report(me, -1 - place, missing_others, 0, tl.max(tl.where(late != 0, other_peer, 0)))
-    return _value(words), _value(others), (missing == 0) & me.ready
+def receive_parts(
+    me, source, stride, pairs, pair_stride, last, peer, peer_step: tl.constexpr, PARTS: tl.constexpr, mask
+):
+    """Waits until several parts have arrived, of each 4 messages next to each other and 2 others.
+
+    Each thread polls messages of its own. So nothing stands between their arrival and their use: no barrier, and no
+    message of another thread. Until a part is there, pairs alone are polled; then what is missing of all parts.
+
+    Args:
+      source: a block of pointers to the 4 messages of part 0.
+      stride: i32, words from one part's to the next one's, a multiple of 4.
+      pairs: a block of pointers to the 2 messages of part 0, which are sent last.
+      pair_stride: i32, words from one part's to the next one's, a multiple of 2.
+      last: i32 block, the last part to wait for. The parts behind it are copies of it.
+      peer: i32, who sends part 0, and `peer_step` more each later one.
+      mask: of which pointers to wait for all this.
+
+    Returns: (for each part 6 blocks of f32, the pair's last; for `report_late`, i32 blocks: 0, or 1 + the place of a
+      message that did not come within the heap's timeout, and who is to blame). What did not come is NaN.
+    """
+    BACKEND: tl.constexpr = _backend()
+    tl.static_assert(_of_triton(), "Gluon kernels cannot call shmem.receive_parts")
+    values = ()
+    if BACKEND == "cuda":
+        words = tl.inline_asm_elementwise(
+            _parts_assembly(PARTS),
+            _parts_constraints(PARTS),
+            [source, pairs, stride * 4, pair_stride * 4, last, (mask & me.ready).to(tl.int32), _call_bit(me), me.base],
+            dtype=_words(6 * PARTS + 1),
+            is_pure=False,
+            pack=1,
+        )
+        missing = words[6 * PARTS]  # 0, or 1 more than the part
+        for i in tl.static_range(6 * PARTS):
+            values = values + (_value(words[i]),)
+    else:
+        missing = last * 0
+        for part in tl.static_range(PARTS):
+            at = tl.minimum(part, last)
+            of = peer + at * peer_step
+            of_4, of_2 = tl.arange(0, 4)[None, None, :], tl.arange(0, 2)[None, None, :]
+            four_ptrs = (source + at * stride)[:, :, None] + of_4
+            two_ptrs = (pairs + at * pair_stride)[:, :, None] + of_2
+            four_mask = mask[:, :, None] & (of_4 >= 0) & (of[:, :, None] >= 0)
+            two_mask = mask[:, :, None] & (of_2 >= 0) & (of[:, :, None] >= 0)
+            four, came = receive(me, four_ptrs, of[:, :, None], four_mask)
+            two, both_came = receive(me, two_ptrs, of[:, :, None], two_mask)
+            even, odd = tl.split(four.reshape(four.shape[0], four.shape[1], 2, 2))
+            first, third = tl.split(even)
+            second, fourth = tl.split(odd)
+            top, total = tl.split(two)
+            values = values + (first, second, third, fourth, top, total)
+            missing = tl.where(came & both_came, missing, part + 1)
+    received = ()
+    for i in tl.static_range(6 * PARTS):
+        received = received + (tl.where(missing == 0, values[i], float("nan")),)
+    late = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + tl.minimum(missing - 1, last) * stride + 1
+    late = tl.where(mask & (missing > 0), late, 0)
+    return received, late, peer + tl.minimum(missing - 1, last) * peer_step
+
+
+@triton.jit
+def report_late(me, late, peer):
+    """Reports what `receive_parts` said is missing, if anything is."""
+    first = tl.min(tl.where(late > 0, late, 0x7FFFFFFF).reshape(late.numel), axis=0)
+    if first < 0x7FFFFFFF:
+        _report(me, -first, 1, 0, tl.max(tl.where(late == first, peer, 0).reshape(late.numel), axis=0))
+
+
+@triton.constexpr_function
+def _words(count):
+    return (tl.int32,) * count
+
+
+@triton.constexpr_function
+def _parts_constraints(parts):
+    return ",".join(["=&r"] * (6 * parts + 1) + ["l", "l", "r", "r", "r", "r", "r", "l"])
+
+
+@triton.constexpr_function
+def _parts_assembly(parts):
+    """Assembly that polls, of each part, 16 bytes and 8 others, until all words are of this call.
+
+    Results: the words, those of a part together, and 0 or 1 more than the last part that is missing.
+    Operands: two addresses, bytes from one part to the next of each, the last part, whether to wait, the bit that
+    messages of this call have, the region's address.
+    """
+    n = 6 * parts + 1
+    source, pairs, stride, pair_stride, last, wait, bit, base = (f"${n + i}" for i in range(8))
+    words = [[f"${6 * part + i}" for i in range(6)] for part in range(parts)]
+    missing = f"${6 * parts}"
+    lines = [
+        f".reg .pred p, near, miss<{parts}>; .reg .b32 v, polls, late<{parts}>;",
+        f".reg .b64 now, end, at<{parts}>, pair<{parts}>;",
+        *(f"mov.b32 ${i}, 0;" for i in range(n - 1)),
+        f"mov.b32 {missing}, 1;",
+        f"setp.eq.s32 p, {wait}, 0;",
+        "@p bra DONE;",
+        "mov.b64 end, 0;",
+        "mov.b32 polls, 0;",
+        "setp.ne.u32 near, polls, 0;",
+        *(f"setp.eq.u32 miss{part}, polls, 0;" for part in range(parts)),
+    ]
+    for part in range(parts):
+        lines += [
+            f"min.s32 v, {last}, {part};",
+            f"mul.wide.s32 at{part}, v, {stride};",
+            f"add.s64 at{part}, at{part}, {source};",
+            f"mul.wide.s32 pair{part}, v, {pair_stride};",
+            f"add.s64 pair{part}, pair{part}, {pairs};",
+        ]
+    lines += [
+        "AGAIN:",
+        "@near bra LOOK;",
+        *(f"ld.relaxed.sys.global.b32 late{part}, [pair{part}];" for part in range(parts)),
+        *(f"xor.b32 late{part}, late{part}, {bit};" for part in range(parts)),
+        "mov.b32 v, 1;",
+        *(f"and.b32 v, v, late{part};" for part in range(parts)),
+        "setp.ne.u32 p, v, 0;",
+        "@p bra LATE;",
+        "setp.eq.u32 near, v, 0;",
+        "LOOK:",
+    ]
+    for part, (a, b, c, d, top, total) in enumerate(words):
+        lines += [
+            f"@miss{part} ld.relaxed.sys.global.v2.b32 {{{top}, {total}}}, [pair{part}];",
+            f"@miss{part} ld.relaxed.sys.global.v4.b32 {{{a}, {b}, {c}, {d}}}, [at{part}];",
+        ]
+    lines += ["mov.b32 v, 0;"]
+    for part, those in enumerate(words):
+        lines += [
+            f"xor.b32 late{part}, {those[0]}, {bit};",
+            # late | (word ^ bit)
+            *(f"lop3.b32 late{part}, late{part}, {word}, {bit}, 0xF6;" for word in those[1:]),
+            f"and.b32 late{part}, late{part}, 1;",
+            f"setp.ne.u32 miss{part}, late{part}, 0;",
+            f"or.b32 v, v, late{part};",
+        ]
+    lines += [
+        "setp.eq.u32 p, v, 0;",
+        "@p bra CAME;",
+        "LATE:",
+        # The clock and the header, which take longer than a look, only now and then.
+        "add.u32 polls, polls, 1;",
+        "and.b32 v, polls, 31;",
+        "setp.ne.u32 p, v, 0;",
+        "@p bra AGAIN;",
+        f"ld.volatile.global.b32 v, [{base} + 4];",
+        "setp.ne.u32 p, v, 0;",
+        "@p bra BLAME;",
+        "mov.u64 now, %globaltimer;",
+        "setp.ne.u64 p, end, 0;",
+        "@p bra CLOCK;",
+        f"ld.volatile.global.b64 end, [{base} + 16];",
+        "add.u64 end, end, now;",
+        "CLOCK:",
+        "setp.lt.u64 p, now, end;",
+        "@p bra AGAIN;",
+        "BLAME:",
+    ]
+    for part in range(parts):
+        lines += [f"and.b32 v, late{part}, 1;", "setp.ne.u32 p, v, 0;", f"@p mov.b32 {missing}, {part + 1};"]
+    lines += ["bra DONE;", "CAME:", f"mov.b32 {missing}, 0;", "DONE:", "bar.warp.sync 0xffffffff;"]
+    return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.jit

@@ -246,7 +246,7 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.Confi
     return (
         (
             case(b=2, n=2, s=32, lengths=(world * 32 - 3, 5), sinks=True),
-            split(splits=2, merge_rows=1, merge_splits=1),
+            split(splits=2, merge_rows=1),
         ),
         (
             case(
@@ -260,11 +260,11 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.Confi
                 window=world * (10 if few else 20),
                 output="heads",
             ),
-            split(splits=2 if few else 3, merge_rows=max(2, world // 2), merge_splits=2),
+            split(splits=2 if few else 3, merge_rows=max(2, world // 2)),
         ),
         (
             case(n=3, s=32, page_size=16, cache="int8", lengths=(33,), kv_layout="BKSH"),
-            split(splits=2, merge_rows=4, merge_splits=2),
+            split(splits=2, merge_rows=4),
         ),
     )
 

@@ -44,7 +44,7 @@ CASES = {
     "h-192": case(h=192, hv=128),
     "h-256": case(h=256),
 }
-WAITS = 3  # places that wait: for a word of each split, for the splits, and for what the ranks send
+WAITS = 2  # places that wait: for the splits, and for what the ranks send
 each_case = pytest.mark.parametrize("name", CASES)
 
 

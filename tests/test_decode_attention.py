@@ -42,7 +42,7 @@ from tests.conftest import MeshFactory
 from tests.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
 
 # Small enough for the simulator: a few programs of each kind, tiles that nothing fills.
-SPLIT = {"splits": 3, "block_s": 16, "block_r": 16, "merge_rows": 2, "merge_splits": 2}
+SPLIT = {"splits": 3, "block_s": 16, "block_r": 16, "merge_rows": 2}
 
 
 def run(case: Case, mesh: Mesh | None = None, *arguments: Any, **keywords: Any) -> None:
@@ -110,10 +110,11 @@ def splits(choose: random.Random) -> Config:
     """A way to split the kernel's work."""
     return Config(
         splits=choose.randint(1, 5),
-        block_s=choose.choice((16, 32)),
+        block_s=choose.choice((16, 32, 64)),
         block_r=16,
         merge_rows=choose.choice((1, 2, 4, 8)),
-        merge_splits=choose.choice((1, 2, 4)),
+        alone=choose.choice((False, True)),
+        num_warps=choose.choice((1, 2, 4)),
     )
 
 
@@ -143,8 +144,8 @@ def test_every_rank_has_the_same_bits(keywords: dict[str, Any]) -> None:
 
 def test_what_splits_the_work_changes_nothing_but_rounding() -> None:
     case = features(small(2))["ends"]
-    for count, rows, at_once in ((1, 1, 1), (7, 4, 2), (2, 8, 8), (4, 1, 4)):
-        config = Config(splits=count, block_s=16, merge_rows=rows, merge_splits=at_once)
+    for count, rows in ((1, 1), (7, 4), (2, 8), (4, 1)):
+        config = Config(splits=count, block_s=16, merge_rows=rows)
         run(case, implementation="simulate", config=config)
 
 

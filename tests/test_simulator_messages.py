@@ -85,13 +85,7 @@ def gather_kernel(
     if FAULT == "ahead" and me.rank == 0:
         mask = mask & (source == 0)
     words = inbox - first + of * WORLD * ROWS * COLS + block
-    if FAULT == "both":
-        left = mask & (block % COLS < 2)
-        right = mask & (block % COLS >= 2)
-        got, more, ready = shmem.receive_both(me, words, words, source, source, left, right)
-        got = tl.where(left, got, more)
-    else:
-        got, ready = shmem.receive(me, words, source, mask)
+    got, ready = shmem.receive(me, words, source, mask)
     tl.store(out_ptr + first + block, tl.where(ready, got, float("nan")), mask=mask)
     shmem.finish(me)
 
@@ -122,7 +116,7 @@ def gather(world: int, fault: str = "", rows: int = 1, cols: int = 4, programs: 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_a_right_kernel_runs(world: int, policy: str, slots: int | None) -> None:
     for seed in range(5):
-        gather(world, ("", "both")[seed % 2], seed=seed, policy=policy, slots=slots, calls=5, programs=3)
+        gather(world, seed=seed, policy=policy, slots=slots, calls=5, programs=3)
 
 
 def test_every_seed_is_right() -> None:

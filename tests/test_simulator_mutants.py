@@ -93,8 +93,9 @@ SMALL_SIGNAL = """    meeting = arrived + tl.program_id(0) * WORLD
 """
 PANEL_WAIT = "shmem.wait(me, arrived + source * panels + block // GROUP, me.epoch * UNITS, source)"
 SEND = 'words, mask=mask & me.ready, sem="relaxed", scope="sys")'
-SPLIT_SENT = "    send_partial(me, acc, top, total, acc_at, sums_at, rows, row, row < rows, HV, me.rank)\n"
-MERGED_SENT = "            send_partial(me, acc, top, total, acc_at, sums_at, results, place, wanted, HV, peer)\n"
+SPLIT_SENT = "    send_partial(me, acc * shift[:, None], sent, total * shift, acc_at, sums_at, row, row < rows, HV)\n"
+MERGED_SENT = "            shmem.send(me, sums_at, sent, peer, wanted & (h == 0))\n"
+FOUR_RECEIVED = "four, came = receive(me, four_ptrs, of[:, :, None], four_mask)\n"
 REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
 PART_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
@@ -562,25 +563,22 @@ MUTANTS = (
     Mutant(
         name="merged result not sent to one peer",
         kernel="decode_attention",
-        edits=(("tl.static_range(1, WORLD + 1)", "tl.static_range(2, WORLD + 1)"),),
+        edits=(("(first + group < WORLD)", "(first + group > 0) & (first + group < WORLD)"),),
         errors=(DeadlockError,),
     ),
     Mutant(
         name="sums sent into the place of another rank",
         kernel="decode_attention",
-        edits=(("sums_from + me.rank * (2 * results)", "sums_from + me.rank // 2 * (2 * results)"),),
+        edits=(("sums_from + me.rank * (results * 2)", "sums_from + me.rank // 2 * (results * 2)"),),
         errors=(MessageError, DataRaceError),
     ),
     Mutant(
         name="sums received and the rest loaded",
         kernel="decode_attention",
+        api=True,
         edits=(
-            (
-                "tops_totals, accs, came = shmem.receive_both("
-                "me, sums, acc_ptrs, sums_peer, acc_peer, sums_mask, acc_mask, patient)",
-                "tops_totals, came = shmem.receive(me, sums, sums_peer, sums_mask)\n"
-                "    accs = tl.load(acc_ptrs, mask=acc_mask).to(tl.float32, bitcast=True)",
-            ),
+            (FOUR_RECEIVED, "four = tl.load(four_ptrs, mask=four_mask).to(tl.float32, bitcast=True)\n"),
+            ("(came & both_came, missing, part + 1)", "(both_came, missing, part + 1)"),
         ),
         errors=(MessageError,),
     ),

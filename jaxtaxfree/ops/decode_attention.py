@@ -272,7 +272,7 @@ class Config:
       block_s: keys of a tile, a power of 2, at least 16.
       block_r: rows of a tile (new tokens times the query heads of a key/value head), a power of 2, at least 16.
       merge_rows: rows that a merging program takes, a power of 2.
-      merge_splits: splits that it adds up at once, a power of 2.
+      alone: each warp attends to a part of a tile of its own and waits for no other one, if that makes 16 keys or more.
       num_warps, num_stages: warps of a program, and tiles of keys and values in flight.
     """
 
@@ -280,7 +280,7 @@ class Config:
     block_s: int = 64
     block_r: int = 16
     merge_rows: int = 8
-    merge_splits: int = 8
+    alone: bool = False
     num_warps: int = 4
     num_stages: int = 3
 
@@ -314,23 +314,27 @@ def default_config(
     # The tiles of a stage may take 32 KiB: then two programs share an SM and leave room for a merging one.
     widest = max(np.dtype(cache_dtype).itemsize, np.dtype(dtype).itemsize)
     block_s = max(16, min(64, next_power_of_2(32 * 1024 // (width * widest) + 1) // 2))
+    num_warps = 8 if width * widest >= 1024 else 4  # 4 have too few registers for rows of more
+    # Where tensor cores multiply, and a warp's registers hold a result; pages take many.
+    alone = block_r == 16 and block_s >= 16 * num_warps and np.dtype(dtype).itemsize == 2 and not paged
     groups = batch * kv_heads * math.ceil(rows / block_r)
-    places = 2 * _MULTIPROCESSORS.get(compute_capability, 132)
+    places = _MULTIPROCESSORS.get(compute_capability, 132)
+    # Few sequences: one program an SM with more tiles in flight leaves the fewest partial results to be added up.
+    single = alone and groups <= places // 8 and compute_capability in (90, 100, 103)
     # As many programs as run at a time, or a little less; but no split without a few tiles.
-    splits = max(1, min(places // groups, math.ceil(slots / (2 * block_s)), 256))
+    splits = max(1, min((places if single else 2 * places) // groups, math.ceil(slots / (2 * block_s)), 256))
     splits -= splits % 8 if splits > 8 else 0  # merged without a remainder
-    # One program in two SMs merges, with as many words at a time as its registers hold.
+    # One program in two SMs merges, with 4 neighbours of the result a thread at most.
     merge_rows = min(next_power_of_2(rows), max(1, next_power_of_2(batch * kv_heads * rows // 64)))
-    words = 4096 // next_power_of_2(head_sizes[1])
-    merge_rows = min(merge_rows, words)
+    merge_rows = max(1, min(merge_rows, 128 * num_warps // next_power_of_2(head_sizes[1])))
     return Config(
         splits=splits,
         block_s=block_s,
         block_r=block_r,
+        alone=alone,
         merge_rows=merge_rows,
-        merge_splits=min(next_power_of_2(splits), max(1, words // merge_rows)),
-        num_warps=8 if width * widest >= 1024 else 4,  # 4 have too few registers for rows of more
-        num_stages=5 if paged else 3,  # pages are looked up stages before
+        num_warps=num_warps,
+        num_stages=6 if single else 5 if paged else 3,  # pages are looked up stages before
     )
 
 
@@ -424,6 +428,10 @@ def launch(
     n_out = n // world if spec.by_heads else n
     attending = b * config.splits * math.ceil(rows / config.block_r) * k
     others = world if world > 1 else 0
+    words = -(-hv // 4) * 4  # of a row of messages
+    # Several threads of a merging program share the splits of each 4 neighbours of the result.
+    groups = 32 * config.num_warps // (config.merge_rows * max(4, next_power_of_2(hv)) // 4)
+    groups = max(1, min(groups, next_power_of_2(config.splits)))
     return {
         "out_type": (
             jax.ShapeDtypeStruct((b, t, n_out, hv), spec.dtype),
@@ -431,10 +439,10 @@ def launch(
         ),
         "grid": attending + b * k * math.ceil(rows / config.merge_rows),
         "messages": {
-            "partials": (b, k, config.splits, rows, hv),
-            "partial_sums": (b, k, config.splits, 2, rows),
-            "merged": (others, b, t, n_out, hv),
-            "merged_sums": (others, 2, b, t, n_out),
+            "partials": (b, k, config.splits, rows, words),
+            "partial_sums": (b, k, config.splits, rows, 2),
+            "merged": (others, b, t, n_out, words),
+            "merged_sums": (others, b, t, n_out, 2),
         },
         "name": "decode_attention",
         "num_warps": config.num_warps,
@@ -464,8 +472,9 @@ def launch(
         "SPLITS": config.splits,
         "BLOCK_R": config.block_r,
         "BLOCK_S": config.block_s,
+        "TEAMS": config.num_warps if config.alone and config.block_s >= 16 * config.num_warps else 1,
         "MERGE_ROWS": config.merge_rows,
-        "MERGE_SPLITS": config.merge_splits,
+        "MERGE_GROUPS": groups,
     }
 
 

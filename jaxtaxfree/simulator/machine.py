@@ -804,23 +804,6 @@ def _receive(function: Callable) -> Callable:
     return receive
 
 
-@interpreter.hook(DEVICE_API, "receive_both")
-def _receive_both(function: Callable) -> Callable:
-    def receive_both(
-        me: Any, source: Any, other: Any, peer: Any, other_peer: Any, mask: Any, other_mask: Any, *patient: Any
-    ) -> Any:
-        machine = Machine.running
-        assert machine is not None
-        machine.begin_receive(*_awaited(source, peer, mask))
-        machine.begin_receive(*_awaited(other, other_peer, other_mask))
-        received = function(me, source, other, peer, other_peer, mask, other_mask, *patient)
-        machine.end_receive()
-        machine.end_receive()
-        return received
-
-    return receive_both
-
-
 def _awaited(source: Any, peer: Any, mask: Any) -> tuple[np.ndarray, np.ndarray]:
     """The addresses of a block of messages, and who sends what is there."""
     lanes = np.True_ if mask is None else _data(mask)
