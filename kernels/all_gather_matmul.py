@@ -73,16 +73,9 @@ def all_gather_matmul_kernel(
                 element = at + tl.arange(0, CHUNK)
                 value = tl.load(lhs + element, mask=element < size)
                 tl.store(copy + element, tl.where(ready, value, float("nan")), mask=element < size)
-        if gate_ptr is None:
-            gate = None
-            product = matmul.multiply(
-                lhs, rhs_ptr, rows, column, M, N, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
-            )  # fmt: skip
-        else:
-            product, gate = matmul.multiply_pair(
-                lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-            )
+        product, gate = matmul.multiply_gated(
+            lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+        )
         product = tl.where(ready, product, float("nan"))
         row = source * M + row_block * BLOCK_M
         out = out_ptr + row.to(tl.int64) * N

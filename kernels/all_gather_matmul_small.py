@@ -52,16 +52,9 @@ def all_gather_matmul_small_kernel(
         rows = tl.minimum(all_rows - row, BLOCK_M)
         ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)
         lhs = inbox + row.to(tl.int64) * K
-        if gate_ptr is None:
-            gate = None
-            product = matmul.multiply(
-                lhs, rhs_ptr, rows, column, all_rows, N, K,
-                BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
-            )  # fmt: skip
-        else:
-            product, gate = matmul.multiply_pair(
-                lhs, rhs_ptr, gate_ptr, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-            )
+        product, gate = matmul.multiply_gated(
+            lhs, rhs_ptr, gate_ptr, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+        )
         if gathered_ptr is not None:
             for at in range((tl.program_id(0) - PUSHERS) * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
                 element = at + tl.arange(0, CHUNK)

@@ -106,6 +106,36 @@ def multiply_pair(
 
 
 @triton.jit
+def multiply_gated(
+    lhs_ptr,  # first row of the tile
+    rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
+    gate_ptr,  # [K, N], or None
+    rows,
+    column,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+):
+    """A tile of lhs @ rhs by `multiply`, and that of lhs @ gate, or None."""
+    if gate_ptr is None:
+        gate: tl.constexpr = None
+        product = multiply(
+            lhs_ptr, rhs_ptr, rows, column, M, N, K,
+            BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+        )  # fmt: skip
+    else:
+        product, gate = multiply_pair(
+            lhs_ptr, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+        )
+    return product, gate
+
+
+@triton.jit
 def rows_to_read(rows, M: tl.constexpr, BLOCK_M: tl.constexpr):
     """The rows of a tile, of which those past the end are the last one again: they are read, and not stored.
 

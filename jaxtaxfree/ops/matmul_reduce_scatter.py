@@ -75,13 +75,12 @@ def matmul_reduce_scatter(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_reduce_scatter")
     check_implementation(implementation)
+    scatter_dimension, shape = _check_operands(lhs, rhs, scatter_dimension, axes)
     params: dict[str, Any] = {
         "axes": axes,
-        "scatter_dimension": _check_operands(lhs, rhs, scatter_dimension, axes),
+        "scatter_dimension": scatter_dimension,
         **matmul.check_precision(precision, preferred_element_type),
     }
-    shape = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
-    shape[params["scatter_dimension"]] //= lax.axis_size(axes)
     epilogue, operands = epilogues.check(
         "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
     )
@@ -89,7 +88,7 @@ def matmul_reduce_scatter(
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_reduce_scatter", reasons)
-    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["scatter_dimension"] == lhs.ndim - 1:
+    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or scatter_dimension == lhs.ndim - 1:
         return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
     params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
     if epilogue:
@@ -283,20 +282,21 @@ def _tiles(m: int, n: int, config: Config) -> int:
     return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> int:
-    """The scattered dimension, from 0 on; raises ValueError if the operands do not fit."""
+def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
+    """The scattered dimension, from 0 on, and the result's shape; raises ValueError if the operands do not fit."""
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
     matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
-    result = jax.eval_shape(jnp.matmul, lhs, rhs).shape
+    result = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
     if not -len(result) <= dimension < len(result):
-        raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {list(result)}.")
+        raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result}.")
     dimension %= len(result)
     if result[dimension] % (world := lax.axis_size(axes)):
         raise ValueError(
-            f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {list(result)} over {world} "
+            f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result} over {world} "
             f"ranks: {result[dimension]} is not a multiple of {world}."
         )
-    return dimension
+    result[dimension] //= world
+    return dimension, result
 
 
 def _unsupported(
