@@ -3,9 +3,9 @@
 The tiles of the product are shared out among the ranks, neighbours to the same. First come the tiles that other ranks
 own, in the order rank + 1, rank + 2, ..., so that at any time each link carries the tiles of one rank; their programs
 push them into the owner's scratch and signal. Then come this rank's own: their programs add what the peers have sent in
-the meantime, round the sum, store it and push it to all ranks. The last programs copy the sums of the peers into the
-result. The order of additions is the same in every call: the owner's part, then those of rank - 1, rank - 2, ..., as
-they arrive.
+the meantime, apply the epilogue, round the tile, store it and push it to all ranks. The last programs copy the tiles of
+the peers into the result. The order of additions is the same in every call: the owner's part, then those of rank - 1,
+rank - 2, ..., as they arrive.
 
 An own tile waits for programs of lower ids alone, because on every rank the own tiles come after the others; and so
 does a copy.
@@ -14,7 +14,7 @@ does a copy.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 from jaxtaxfree.kernels.matmul_reduce_scatter import add_received
 
 
@@ -22,6 +22,8 @@ from jaxtaxfree.kernels.matmul_reduce_scatter import add_received
 def matmul_all_reduce_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
     team,
     partials,  # scratch [WORLD - 1, tiles a rank, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     sums,  # scratch [WORLD, tiles a rank, BLOCK_M, BLOCK_N], by owner
@@ -38,6 +40,7 @@ def matmul_all_reduce_kernel(
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
@@ -50,13 +53,14 @@ def matmul_all_reduce_kernel(
     place = owner * tiles_a_rank + tile
     if place < row_blocks * column_blocks:  # the last rank may own fewer
         row_block, column_block = tiles.grouped(place, row_blocks, column_blocks, GROUP_M)
-        rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
+        row = row_block * BLOCK_M
+        rows = tl.minimum(M - row, BLOCK_M)
         column = column_block * BLOCK_N
-        out = out_ptr + (row_block * BLOCK_M).to(tl.int64) * N
+        out = out_ptr + row.to(tl.int64) * N
         size: tl.constexpr = BLOCK_M * BLOCK_N
         outbox = shmem.scratch(me, sums, out_ptr.dtype.element_ty) + place.to(tl.int64) * size
         if step < WORLD:
-            lhs = lhs_ptr + (row_block * BLOCK_M).to(tl.int64) * K
+            lhs = lhs_ptr + row.to(tl.int64) * K
             product = matmul.multiply(
                 lhs, rhs_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
             )  # fmt: skip
@@ -78,9 +82,15 @@ def matmul_all_reduce_kernel(
                 # By halves, because the registers hold no second tile beside the product.
                 left, right = matmul.halves(product, BLOCK_M, BLOCK_N)
                 left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
-                give_out(me, left, out, outbox, rows, column, N, WORLD, BLOCK_M, BLOCK_N)
+                give_out(
+                    me, left, bias_ptr, residual_ptr, out, outbox, row, rows, column,
+                    N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
+                )  # fmt: skip
                 right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
-                give_out(me, right, out, outbox + half, rows, column + half, N, WORLD, BLOCK_M, BLOCK_N)
+                give_out(
+                    me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+                    N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
+                )  # fmt: skip
                 shmem.signal_all(me, added + place, WORLD)
         else:
             ready = shmem.wait(me, added + place, me.epoch, owner)
@@ -94,20 +104,41 @@ def matmul_all_reduce_kernel(
 @triton.jit
 def give_out(
     me,
-    total,  # f32 [BLOCK_M, BLOCK_N / 2]
+    total,  # f32 [BLOCK_M, BLOCK_N]: some columns of a tile
+    bias_ptr,
+    residual_ptr,
     out,  # first row of the tile; row stride N
-    outbox,  # where every rank keeps this half of the tile
+    outbox,  # where every rank keeps these columns of the tile
+    row,
     rows,
     column,
     N: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    STRIDE: tl.constexpr,  # columns of the whole tile
+    ACTIVATION: tl.constexpr,
 ):
-    """Rounds half a tile of sums, stores it in the result and pushes it to the peers."""
-    half: tl.constexpr = BLOCK_N // 2
-    rounded = total.to(out.dtype.element_ty)
-    matmul.store_tile(out, rounded, rows, column, N, BLOCK_M, half)
-    element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, half)[None, :]
-    for i in tl.static_range(1, WORLD):
-        shmem.store(me, outbox + element, rounded, (me.rank + i) % WORLD)
+    """Applies the epilogue to sums, rounds them, stores them in the result and pushes them to the peers."""
+    ALONE: tl.constexpr = bias_ptr is None and residual_ptr is None and ACTIVATION is None
+    if not ALONE and BLOCK_M * BLOCK_N > 64 * 128:
+        # By halves, because the registers hold no residual beside so many sums.
+        half: tl.constexpr = BLOCK_N // 2
+        left, right = matmul.halves(total, BLOCK_M, BLOCK_N)
+        give_out(
+            me, left, bias_ptr, residual_ptr, out, outbox, row, rows, column,
+            N, WORLD, BLOCK_M, half, STRIDE, ACTIVATION,
+        )  # fmt: skip
+        give_out(
+            me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+            N, WORLD, BLOCK_M, half, STRIDE, ACTIVATION,
+        )  # fmt: skip
+    else:
+        result = epilogue.apply(
+            total, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
+        )
+        rounded = result.to(out.dtype.element_ty)
+        matmul.store_tile(out, rounded, rows, column, N, BLOCK_M, BLOCK_N)
+        element = tl.arange(0, BLOCK_M)[:, None] * STRIDE + tl.arange(0, BLOCK_N)[None, :]
+        for i in tl.static_range(1, WORLD):
+            shmem.store(me, outbox + element, rounded, (me.rank + i) % WORLD)

@@ -5,7 +5,8 @@ say by themselves that they have arrived. Who adds the tiles up, in the order of
 or, where there are more tiles than run at a time, later ones: then nobody who multiplies waits.
 
 With one shot a tile goes to every rank, and each adds up all of it. With two, a rank adds up the rows that it owns
-alone, and sends the rounded sums to all: two ways over the wire instead of one, for a part of the bytes.
+alone, and sends the rounded sums to all: two ways over the wire instead of one, for a part of the bytes. Who adds up
+applies the epilogue as well.
 
 Partial sums, and sums, may go through scratch memory instead, in a type of fewer bytes and at the price of a signal.
 
@@ -15,13 +16,15 @@ Who adds waits for programs of lower ids, and for its twin on every other rank, 
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul, shmem, tiles
+from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
 
 
 @triton.jit
 def matmul_all_reduce_small_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
     team,
     partials,  # [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # [WORLD, OWNED, COLUMNS] with two shots: the rows that each rank has added up
@@ -43,6 +46,7 @@ def matmul_all_reduce_small_kernel(
     BLOCK_K: tl.constexpr,
     ADD_ROWS: tl.constexpr,  # rows of a tile that are added up at once
     PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)  # `send_tile` has time for it
     # Rows and columns that are sent; those past the end of the result are not stored.
@@ -77,6 +81,11 @@ def matmul_all_reduce_small_kernel(
             WORLD, OWNED, columns, not EXACT_WIRE, row_blocks, LINGER, BLOCK_N, ADD_ROWS,
         )  # fmt: skip
         total = tl.sum(tl.where(mask, values, 0.0), axis=0)
+        first_row = row if SHOTS == 1 else me.rank * OWNED + row
+        rows = tl.minimum(M - first_row, OWNED - row)
+        total = epilogue.apply(
+            total, None, bias_ptr, residual_ptr, first_row, rows, column, N, ADD_ROWS, BLOCK_N, ACTIVATION
+        )
         give_out(
             me, total, sums, added + part * WORLD, out_ptr, row, column,
             N, WORLD, OWNED, columns, SHOTS, SUMS_AS_SCRATCH, BLOCK_N, ADD_ROWS,
@@ -120,13 +129,13 @@ def send_tile(
 
 @triton.jit
 def give_out(
-    me, total, sums, added, out_ptr, row, column,
+    me, result, sums, added, out_ptr, row, column,
     N: tl.constexpr, WORLD: tl.constexpr, OWNED: tl.constexpr, COLUMNS: tl.constexpr, SHOTS: tl.constexpr,
     SUMS_AS_SCRATCH: tl.constexpr, BLOCK_N: tl.constexpr, ADD_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Rounds sums, and stores them in the result or sends them to all ranks."""
+    """Rounds rows of the result, and stores them or sends them to all ranks."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    rounded = total.to(dtype)
+    rounded = result.to(dtype)
     m = row + tl.arange(0, ADD_ROWS)[:, None]
     n = column + tl.arange(0, BLOCK_N)[None, :]
     mask = (m < OWNED) & (n >= 0)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MatmulShape
-from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter, simulator
+from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, simulator
 from jaxtaxfree.kernels import matmul as matmul_kernels
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests import test_compiled as compiled_code
@@ -54,7 +54,7 @@ PAIRS = (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Operation:
     """A fused product on a mesh with the axis "tp".
 
@@ -111,8 +111,18 @@ SCATTER = Operation(
     specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P("tp"), "out": P("tp")},
     tiles={"large": {**TILE, "group_m": 2}, "small": {**TILE, "small": True}},
 )
-OPERATIONS = (GATHER, SCATTER)
-EPILOGUES = [(GATHER, given) for given in ELEMENTWISE + PAIRS] + [(SCATTER, given) for given in ELEMENTWISE]
+REDUCE = Operation(
+    function=matmul_all_reduce,
+    specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P(), "out": P()},
+    tiles={"large": {**TILE, "group_m": 2}, "small": {**TILE, "small": True, "add_rows": 4}},
+)
+OPERATIONS = (GATHER, SCATTER, REDUCE)
+EPILOGUES = [
+    *((GATHER, given) for given in ELEMENTWISE + PAIRS),
+    *((operation, given) for operation in (SCATTER, REDUCE) for given in ELEMENTWISE),
+]
+# Of each operation the one with most in it.
+FULLEST = ((GATHER, PAIRS[-1]), (SCATTER, ELEMENTWISE[-1]), (REDUCE, ELEMENTWISE[-1]))
 
 
 def name_of(value: Any) -> str | None:
@@ -125,6 +135,7 @@ def name_of(value: Any) -> str | None:
 
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=name_of)
 each_epilogue = pytest.mark.parametrize(("operation", "given"), EPILOGUES, ids=name_of)
+each_fullest = pytest.mark.parametrize(("operation", "given"), FULLEST, ids=name_of)
 
 
 def names_of(given: dict[str, Any]) -> tuple[str, ...]:
@@ -181,7 +192,7 @@ def test_values(
 ) -> None:
     arrays = operation.operands(4, 5, 33, 9, dtype)
     # XLA adds up partial sums that it has rounded to the type of the result.
-    keywords = {"preferred_element_type": "float32"} if operation is SCATTER else {}
+    keywords = {} if operation is GATHER else {"preferred_element_type": "float32"}
     out = call(operation, mesh, given, arrays, implementation=implementation, **keywords)
     assert out.dtype == keywords.get("preferred_element_type", dtype)
     assert_close(out, expected(given, arrays), TOLERANCE[dtype])
@@ -199,7 +210,7 @@ def test_values_of_the_kernels(operation: Operation, given: dict[str, Any], tile
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("tiles", ("large", "small"))
-@pytest.mark.parametrize(("operation", "given"), (EPILOGUES[8], EPILOGUES[-1]), ids=name_of)
+@each_fullest
 def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, world: int) -> None:
     arrays = operation.operands(world, 5, 21, 19)
     wanted = expected(given, arrays)
@@ -220,7 +231,7 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
 
 
 @pytest.mark.parametrize("m", (16, 300))
-@pytest.mark.parametrize(("operation", "given"), (EPILOGUES[8], EPILOGUES[-1]), ids=name_of)
+@each_fullest
 def test_the_configuration_that_gpus_take(operation: Operation, given: dict[str, Any], m: int) -> None:
     arrays = operation.operands(2, m, 70, 200)
     out = call(operation, mesh_of(2), given, arrays, implementation="simulate")
@@ -231,8 +242,8 @@ def test_the_configuration_that_gpus_take(operation: Operation, given: dict[str,
 @pytest.mark.parametrize("implementation", ("xla", "simulate"))
 def test_rounds_once(mesh: Mesh, operation: Operation, implementation: str) -> None:
     """The residual cancels what bf16 has no bits for."""
-    if operation is SCATTER and implementation == "xla":
-        pytest.skip("XLA rounds what it scatters")
+    if operation is not GATHER and implementation == "xla":
+        pytest.skip("XLA rounds what it adds up")
     arrays = operation.operands(4, 4, 64, 8, "bfloat16")
     arrays |= {name: whole_numbers(i, *arrays[name].shape, limit=20) for i, name in enumerate(("lhs", "rhs"))}
     product = exact_product(arrays["lhs"], arrays["rhs"], "float32")
@@ -260,18 +271,22 @@ def test_operands_of_other_dtypes(mesh: Mesh, implementation: str, result: str) 
 @each_operation
 @pytest.mark.parametrize("implementation", ("xla", "simulate"))
 def test_another_dimension(operation: Operation, implementation: str) -> None:
-    """Gathered or scattered: a dimension that is not the first one, which the residual has as well."""
+    """Gathered or scattered: a dimension that is not the first one, which the residual has as well; or none."""
     mesh, (b, t, k, n) = mesh_of(2), (3, 8, 10, 6)
     draw = np.random.default_rng(0).standard_normal
     lhs, rhs, residual = (draw(shape).astype(np.float32) for shape in ((b, t, k), (k, n), (b, t, n)))
-    axis = {"axis": 1} if operation is GATHER else {"scatter_dimension": 1}
+    axis = {GATHER: {"axis": 1}, SCATTER: {"scatter_dimension": 1}, REDUCE: {}}[operation]
 
     def local(lhs: jax.Array, rhs: jax.Array, residual: jax.Array) -> jax.Array:
         keywords = {"precision": "highest", "implementation": implementation, "activation": "silu", **axis}
         return operation.function(lhs, rhs, "tp", residual=residual, **keywords)
 
     by_tokens, by_columns = P(None, "tp"), P(None, None, "tp")
-    lhs_spec, out_spec = (by_tokens, by_columns) if operation is GATHER else (by_columns, by_tokens)
+    lhs_spec, out_spec = {
+        GATHER: (by_tokens, by_columns),
+        SCATTER: (by_columns, by_tokens),
+        REDUCE: (by_columns, P()),
+    }[operation]
     program = jax.shard_map(local, mesh=mesh, in_specs=(lhs_spec, operation.specs["rhs"], out_spec), out_specs=out_spec)
     wanted = activated(lhs.astype(np.float64) @ rhs, "silu") + residual
     assert_close(program(lhs, rhs, residual), wanted, TOLERANCE["float32"])
@@ -463,6 +478,25 @@ def test_what_the_kernels_cannot_do(mesh: Mesh) -> None:
         GATHER.on_mesh(mesh, (), residual=np.ones((20, 9)), implementation="fused")(arrays["lhs"], arrays["rhs"])
 
 
+def test_a_residual_that_differs_between_ranks(mesh: Mesh) -> None:
+    """Each rank's own belongs to its result, and no rank has those of the others."""
+    arrays = REDUCE.operands(4, 5, 33, 9)
+
+    def local(implementation: str | None) -> Callable:
+        def call(lhs: jax.Array, rhs: jax.Array, residual: jax.Array) -> jax.Array:
+            keywords = {"precision": "highest", "implementation": implementation}
+            return matmul_all_reduce(lhs, rhs, "tp", residual=residual[0], **keywords)[None]
+
+        specs = (REDUCE.specs["lhs"], REDUCE.specs["rhs"], P("tp"))
+        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+
+    residuals = np.stack([rank * arrays["residual"] for rank in range(4)])
+    out = local(None)(arrays["lhs"], arrays["rhs"], residuals)
+    assert_close(out, expected({}, arrays) + residuals, TOLERANCE["float32"])
+    with fails(NotImplementedError, "takes a residual that is the same on all ranks along ('tp',)"):
+        local("simulate")(arrays["lhs"], arrays["rhs"], residuals)
+
+
 def shapes(operation: Operation, mesh: Mesh, names: tuple[str, ...], m: int = 2048) -> list[jax.ShapeDtypeStruct]:
     """Operands for lowering: m rows in all."""
     arrays = operation.operands(4, m // 4, 64, 128)
@@ -479,12 +513,15 @@ def test_lowers_to_one_kernel(mesh: Mesh, operation: Operation, given: dict[str,
 
 @each_epilogue
 def test_forward_and_backward_are_fused(mesh: Mesh, operation: Operation, given: dict[str, Any]) -> None:
-    """The product, and the gradients of lhs and rhs; with a gate not one kernel more."""
+    """The product, and the gradients of lhs and rhs; with a gate not one kernel more.
+
+    What an all-reduce gives is there on all ranks, and so are its gradients.
+    """
     names = names_of(given)
     program = operation.on_mesh(mesh, names, activation=given.get("activation"), implementation="fused")
     gradient = jax.grad(lambda *args: jnp.sin(program(*args)).sum(), (0, 1))
     text = lower_for_cuda(gradient, *shapes(operation, mesh, names))
-    assert_fused(text, calls=3)
+    assert_fused(text, calls=1 if operation is REDUCE else 3)
 
 
 def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
@@ -501,7 +538,9 @@ def with_epilogue(kernel: Kernel, given: dict[str, Any]) -> Kernel:
 
     def operation(lhs: jax.Array, rhs: jax.Array, axis_name: str, **keywords: Any) -> Any:
         world = lax.axis_size(axis_name)
-        rows = lhs.shape[0] * world if gathers else lhs.shape[0] // world
+        rows = lhs.shape[0]
+        if kernel.operation is not matmul_all_reduce:
+            rows = rows * world if gathers else rows // world
         arrays = {
             "gate": rhs,
             "bias": jnp.zeros(rhs.shape[1], rhs.dtype),
@@ -513,7 +552,11 @@ def with_epilogue(kernel: Kernel, given: dict[str, Any]) -> Kernel:
     return dataclasses.replace(kernel, name=f"{kernel.name}-{name_of(given)}", operation=operation)
 
 
-FORWARD = tuple(kernel for kernel in KERNELS if kernel.operation in (all_gather_matmul, matmul_reduce_scatter))
+FORWARD = tuple(
+    kernel
+    for kernel in KERNELS
+    if kernel.operation in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+)
 GATHERING = tuple(kernel for kernel in FORWARD if kernel.operation is all_gather_matmul)
 VARIANTS = (
     *(with_epilogue(kernel, given) for kernel in FORWARD for given in ELEMENTWISE[2:]),
@@ -536,13 +579,14 @@ def test_sm_90(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", FORWARD, ids=lambda kernel: kernel.name)
 def test_the_residual_is_read_as_the_result_is_stored(kernel: Kernel) -> None:
-    """In as few accesses."""
+    """In as few accesses. An all-reduce stores every tile in two places of its code: its own, and those of peers."""
     program = compiled_code.parse(compile_for_cuda(with_epilogue(kernel, {"residual": True}), kernel.aligned).ptx)
     loads = [s for s in program if s.starts("ld.global") and s.place.startswith("epilogue.py")]
     # `multiply` stores as well, what it carries.
     places = compiled_code.places_of(matmul_kernels.store_tile, "tl.store(")
     stores = [s for s in program if s.starts("st.global") and s.place in places]
-    assert sorted(map(compiled_code.bytes_of, loads)) == sorted(map(compiled_code.bytes_of, stores))
+    times = 2 if kernel.operation is matmul_all_reduce else 1
+    assert sorted(map(compiled_code.bytes_of, times * loads)) == sorted(map(compiled_code.bytes_of, stores))
 
 
 @pytest.mark.parametrize(

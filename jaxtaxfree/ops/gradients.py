@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_reduce_scatter
+from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
 from jaxtaxfree.ops.all_gather_transposed_matmul import all_gather_transposed_matmul_p
 from jaxtaxfree.ops.epilogue import Epilogue
@@ -171,6 +171,10 @@ def _scatter_linear(lhs: jax.Array, rhs: jax.Array, **params: Any) -> list[jax.A
     return [matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)]
 
 
+def _reduce_linear(lhs: jax.Array, rhs: jax.Array, **params: Any) -> list[jax.Array]:
+    return [matmul_all_reduce_p.bind(lhs, rhs, **params)]
+
+
 def _define_jvp(primitive: Any, linear: Callable[..., Any]) -> None:
     ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp_of(
         functools.partial(_separate, linear=linear, **params), primals, tangents
@@ -179,3 +183,4 @@ def _define_jvp(primitive: Any, linear: Callable[..., Any]) -> None:
 
 _define_jvp(all_gather_matmul.with_epilogue_p, _gather_linear)
 _define_jvp(matmul_reduce_scatter.with_epilogue_p, _scatter_linear)
+_define_jvp(matmul_all_reduce.with_epilogue_p, _reduce_linear)

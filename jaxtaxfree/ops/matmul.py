@@ -56,8 +56,13 @@ def check_precision(precision: Any, preferred_element_type: Any) -> dict[str, An
 
 def bind(primitive: Any, *operands: jax.Array, axes: tuple[str, ...], **params: Any) -> Any:
     """Binds a primitive, whose operands must vary along the same axes."""
+    return primitive.bind(*vary_alike(*operands, axes=axes), axes=axes, **params)
+
+
+def vary_alike(*operands: jax.Array, axes: tuple[str, ...]) -> list[jax.Array]:
+    """The operands as values that vary along these axes, and along those of each other."""
     along = set(axes).union(*map(varying, operands))
-    return primitive.bind(*(vary(x, along) for x in operands), axes=axes, **params)
+    return [vary(x, along) for x in operands]
 
 
 def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: Any) -> list[str]:

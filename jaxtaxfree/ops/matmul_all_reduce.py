@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,10 +14,12 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, settings_of
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import Team, check_axes, vary
+from jaxtaxfree.teams import Team, check_axes, vary, varying
 
 
 def matmul_all_reduce(
@@ -27,6 +29,9 @@ def matmul_all_reduce(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: Any = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
     implementation: str | None = None,
     config: "Config | Mapping[str, Any] | None" = None,
 ) -> jax.Array:
@@ -45,6 +50,9 @@ def matmul_all_reduce(
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of 65 to 256
         rows each rank's part is rounded to the operands' dtype on its way, unless `config` asks for `exact_wire`.
+      bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      residual: of the result's shape, the same on every rank, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
@@ -53,6 +61,11 @@ def matmul_all_reduce(
     Returns: [..., M, N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in every
       call and on every rank, which may be another one than XLA's. Messages give up the lowest bit of an f32: half a
       unit in its last place.
+
+    Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
+    to what `lax.psum` gives. In a program that is differentiated they follow the product, rounded to the dtype of the
+    result. Where `shard_map` keeps account of what is the same on all ranks (`check_vma=True`), the kernel refuses a
+    bias or residual that is not; elsewhere it takes each rank's for a part of the result.
 
     Raises:
       ValueError: if the operands do not fit together, or there is no such implementation.
@@ -65,27 +78,37 @@ def matmul_all_reduce(
     matmul.check_operands("matmul_all_reduce", lhs, rhs)
     matmul.check_contraction("matmul_all_reduce", lhs, rhs)
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
+    shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
+    epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
     settings = tuple(sorted(settings_of("matmul_all_reduce", Config, config).items()))
-    reasons = _unsupported(lhs, rhs, **params)
+    differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
+    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_all_reduce", reasons)
-    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2:
-        return reference(vary(lhs, axes), vary(rhs, axes), **params)
-    return matmul.bind(matmul_all_reduce_p, lhs, rhs, implementation=implementation, config=settings, **params)
+    lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
+    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or differing:
+        return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
+    params |= {"implementation": implementation, "config": settings}
+    if epilogue:
+        return with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)[0]
+    return matmul_all_reduce_p.bind(lhs, rhs, **params)
 
 
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     precision: Any,
     preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
     config: Any = None,
 ) -> jax.Array:
-    """What the operation means, in plain `lax`."""
+    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
     del config
-    return lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
+    total = lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
+    return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -171,16 +194,25 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
-    *,
+    *operands: jax.Array,
     axes: tuple[str, ...],
     precision: Any,
     preferred_element_type: Any,
     config: tuple[tuple[str, Any], ...],
     compute_capability: int,
+    epilogue: Epilogue = NONE,
     implementation: str | None = None,
 ) -> jax.Array:
     """The operation by one kernel."""
-    if reasons := _unsupported(lhs, rhs, axes=axes, precision=precision, preferred_element_type=preferred_element_type):
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
         raise Unsupported("matmul_all_reduce", reasons)
     precision = matmul.triton_precision(precision)
     assert precision is not None  # _unsupported has seen to it
@@ -197,14 +229,25 @@ def fused(
         dtype=lhs.dtype,
         out_dtype=preferred_element_type or lhs.dtype,
         precision=precision,
+        epilogue=epilogue,
         config=dataclasses.replace(by_shape, **settings),
     )
-    out = shmem_call(kernel, rows, rhs, axis_name=axes, implementation=implementation, **keywords)
+    flat = epilogue.rows_first(operands, 0)
+    out = shmem_call(kernel, rows, rhs, *flat, axis_name=axes, implementation=implementation, **keywords)
     return out.reshape(*lhs.shape[:-1], n)
 
 
 def launch(
-    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any, precision: str, config: Config
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    precision: str,
+    config: Config,
+    epilogue: Epilogue = NONE,
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
@@ -214,6 +257,7 @@ def launch(
         "name": "matmul_all_reduce",
         "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
         **matmul.tile_keywords(m, k, n, precision, config),
+        **epilogue.keywords("bias", "residual"),
     }
     column_blocks = math.ceil(n / config.block_n)
     if config.small:
@@ -266,14 +310,21 @@ def launch(
 
 
 def _unsupported(
-    lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, preferred_element_type: Any
+    lhs: Any,
+    rhs: Any,
+    *operands: Any,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
 ) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     del axes
-    return matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+    return reasons + epilogues.unsupported(epilogue, operands)
 
 
-def _slower(lhs: Any, rhs: Any, *, axes: tuple[str, ...], precision: Any, **_: Any) -> str | None:
+def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, **__: Any) -> str | None:
     """Why XLA is known to be faster, if it is. Measured on 4 H200."""
     rows = math.prod(lhs.shape[:-1])
     if lax.axis_size(axes) == 1:
@@ -305,4 +356,11 @@ def _batch_lhs(primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, **param
 
 matmul_all_reduce_p = bilinear(
     "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
+)
+# With an epilogue.
+with_epilogue_p = collective(
+    "matmul_all_reduce",
+    reference=lambda *operands, **params: [reference(*operands, **params)],
+    fused=lambda *operands, **params: [fused(*operands, **params)],
+    slower=_slower,
 )
