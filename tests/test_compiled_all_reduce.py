@@ -43,6 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
     "rows-64-apart": {"m": 64, "apart": True, "linger": True},
     "float32": {"m": 16, "dtype": "float32"},
     "odd": {"m": 13, "n": 777},
+    "rows-16-epilogue": {"m": 16, "epilogue": True},
+    "rows-16-two-shots-epilogue": {"m": 16, "shots": 2, "epilogue": True},
+    "rows-128-epilogue": {"m": 128, "epilogue": True},
 }
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -52,11 +55,17 @@ def compiled(name: str, compute_capability: int = 90, world: int = 4, amd: bool 
     """Compiles the kernel of a call of this case's sizes, [M, K / world] @ [K / world, N] on every rank."""
     case = {"n": N, "dtype": "bfloat16", **CASES[name]}
     m, n, dtype = case.pop("m"), case.pop("n"), case.pop("dtype")
-    call = functools.partial(
-        matmul_all_reduce, axis_name="tp", implementation="fused", config=case | ({"num_stages": 2} if amd else {})
-    )
-    mesh, in_specs = mesh_of(world), (P(None, "tp"), P("tp"))
-    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, ((m, K), (K, n)))]
+    mesh, in_specs, shapes = mesh_of(world), (P(None, "tp"), P("tp")), ((m, K), (K, n))
+    names = ()
+    if case.pop("epilogue", False):
+        names, in_specs, shapes = ("bias", "residual"), (*in_specs, P(), P()), (*shapes, (n,), (m, n))
+
+    def call(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> jax.Array:
+        keywords = {"implementation": "fused", "config": case | ({"num_stages": 2} if amd else {})}
+        keywords |= {**dict(zip(names, others)), "activation": "silu" if names else None}
+        return matmul_all_reduce(lhs, rhs, "tp", **keywords)
+
+    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=P())
     return compile_call(matmul_all_reduce_small_kernel, program, *arrays, compute_capability=compute_capability)
 
