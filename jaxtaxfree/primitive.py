@@ -131,6 +131,36 @@ def linear(
     return primitive
 
 
+def composed(name: str, function: Callable[..., jax.Array], transpose: Callable[..., list[Any]]) -> Any:
+    """Defines a primitive that is a function of other primitives, except that it has a transpose of its own.
+
+    Args:
+      function: (*operands, *, axes, **params) -> result.
+      transpose: (cotangent, *operands, **params) -> a cotangent, or None, for each operand.
+
+    Returns: the primitive.
+    """
+    primitive = jex_core.Primitive(name)
+
+    @primitive.def_effectful_abstract_eval
+    def _abstract_eval(*operands: Any, axes: tuple[str, ...], **params: Any) -> Any:
+        (out,) = jax.make_jaxpr(functools.partial(function, axes=axes, **params))(*operands).out_avals
+        return out, {NamedAxisEffect(axis) for axis in axes}
+
+    def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        call = functools.partial(function, **params)
+        return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
+
+    primitive.def_impl(function)
+    mlir.register_lowering(primitive, mlir.lower_fun(function, multiple_results=False))
+    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp_of(
+        functools.partial(function, **params), primals, tangents
+    )
+    ad.primitive_transposes[primitive] = transpose
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
+
+
 def collective(
     name: str,
     *,
@@ -138,11 +168,12 @@ def collective(
     fused: Callable[..., list[jax.Array]],
     slower: Callable[..., str | None],
     case: Callable[..., dispatch.Case | None] | None = None,
+    batch_lhs: Callable[..., tuple[list[jax.Array], list[int]]] | None = None,
 ) -> Any:
     """Defines a primitive that communicates along mesh axes, of any number of operands and results.
 
-    It is differentiated and mapped through its reference. The arguments are those of `bilinear`, but for lists of
-    results.
+    It is differentiated through its reference, and mapped through it where there is no `batch_lhs`. The arguments are
+    those of `bilinear`, but for lists of results.
 
     Returns: the primitive.
     """
@@ -155,6 +186,9 @@ def collective(
     ad.primitive_jvps[primitive] = jvp
 
     def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        others = {axis_data.name}.isdisjoint(params["axes"]) and all(dim is None for dim in dims[1:])
+        if batch_lhs is not None and others:
+            return batch_lhs(primitive, *operands, dims[0], **params)
         outs, _ = _batch_reference(name, reference, "it", axis_data, operands, dims, **params)
         return outs, [0] * len(outs)
 

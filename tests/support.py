@@ -31,6 +31,7 @@ from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 
 TRITON_CALL = "triton_kernel_call_ffi"
 DTYPES = ("float32", "bfloat16", "float16")
+ROWS, COLUMNS = P("tp"), P(None, "tp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)  # compared by identity, to be a key of a cache
@@ -235,6 +236,20 @@ class Compiled:
 def whole_numbers(seed: int, *shape: int, dtype: Any = "float32", limit: int = 3) -> np.ndarray:
     """Random integers. Sums of their products are exact in f32, in any order, so results can be compared exactly."""
     return np.random.default_rng(seed).integers(-limit, limit + 1, shape).astype(jnp.dtype(dtype))
+
+
+def row_parallel_operands(world: int = 4, dtype: Any = "float32", *, m: int, k: int, n: int) -> tuple:
+    """lhs [m, world * k] and rhs [world * k, n], so small that partial sums are exact in bf16."""
+    limit = 1 if dtype == "bfloat16" else 3
+    return (
+        whole_numbers(0, m, world * k, dtype=dtype, limit=limit),
+        whole_numbers(1, world * k, n, dtype=dtype, limit=limit),
+    )
+
+
+def row_parallel_shapes(mesh: Mesh, dtype: Any = "bfloat16", m: int = 64, k: int = 256, n: int = 128) -> tuple:
+    """Such operands for lowering."""
+    return sharded(mesh, COLUMNS, (m, k), dtype), sharded(mesh, ROWS, (k, n), dtype)
 
 
 def exact_product(lhs: Any, rhs: Any, dtype: Any) -> np.ndarray:

@@ -21,7 +21,9 @@ from jaxtaxfree import matmul_all_reduce
 from jaxtaxfree.ops.matmul_all_reduce import Config, default_config
 from tests.conftest import MeshFactory
 from tests.support import (
+    COLUMNS,
     DTYPES,
+    ROWS,
     TRITON_CALL,
     assert_fused,
     assert_not_fused,
@@ -29,11 +31,12 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    row_parallel_operands,
+    row_parallel_shapes as shapes,
     sharded,
     whole_numbers,
 )
 
-ROWS, COLUMNS = P("tp"), P(None, "tp")
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank
 SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": True}
 LARGE = {**SMALL, "small": False}
@@ -61,18 +64,7 @@ def plain(mesh: Mesh, *, check_vma: bool = True) -> Callable:
     )
 
 
-def operands(world: int = 4, dtype: Any = "float32", m: int = M, k: int = K, n: int = N) -> tuple:
-    """lhs [m, world * k] and rhs [world * k, n], so small that partial sums are exact in bf16."""
-    limit = 1 if dtype == "bfloat16" else 3
-    return (
-        whole_numbers(0, m, world * k, dtype=dtype, limit=limit),
-        whole_numbers(1, world * k, n, dtype=dtype, limit=limit),
-    )
-
-
-def shapes(mesh: Mesh, dtype: Any = "bfloat16", m: int = 64, k: int = 256, n: int = 128) -> tuple:
-    """Operands for lowering."""
-    return sharded(mesh, COLUMNS, (m, k), dtype), sharded(mesh, ROWS, (k, n), dtype)
+operands = functools.partial(row_parallel_operands, m=M, k=K, n=N)
 
 
 @pytest.fixture

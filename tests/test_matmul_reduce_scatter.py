@@ -21,7 +21,9 @@ from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.matmul_reduce_scatter import Config, default_config
 from tests.conftest import MeshFactory
 from tests.support import (
+    COLUMNS,
     DTYPES,
+    ROWS,
     TRITON_CALL,
     assert_fused,
     assert_not_fused,
@@ -29,11 +31,12 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    row_parallel_operands,
+    row_parallel_shapes as shapes,
     sharded,
     whole_numbers,
 )
 
-ROWS, COLUMNS = P("tp"), P(None, "tp")
 M, K, N = 60, 33, 37  # of the whole lhs and result, but K is that of a rank
 
 
@@ -58,18 +61,7 @@ def plain(mesh: Mesh) -> Callable:
     )
 
 
-def operands(world: int = 4, dtype: Any = "float32", m: int = M, k: int = K, n: int = N) -> tuple:
-    """lhs [m, world * k] and rhs [world * k, n], so small that partial sums are exact in bf16."""
-    limit = 1 if dtype == "bfloat16" else 3
-    return (
-        whole_numbers(0, m, world * k, dtype=dtype, limit=limit),
-        whole_numbers(1, world * k, n, dtype=dtype, limit=limit),
-    )
-
-
-def shapes(mesh: Mesh, dtype: Any = "bfloat16", m: int = 64, k: int = 256, n: int = 128) -> tuple:
-    """Operands for lowering."""
-    return sharded(mesh, COLUMNS, (m, k), dtype), sharded(mesh, ROWS, (k, n), dtype)
+operands = functools.partial(row_parallel_operands, m=M, k=K, n=N)
 
 
 @pytest.fixture

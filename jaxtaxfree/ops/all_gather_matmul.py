@@ -485,6 +485,11 @@ def _batch_lhs(
     return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, axis=axis + 1, **params), 0
 
 
+def _batch_lhs_gathered_too(*args: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
+    outs, dim = _batch_lhs(*args, **params)
+    return outs, [dim] * len(outs)
+
+
 all_gather_matmul_p = bilinear(
     "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
 )
@@ -494,6 +499,7 @@ gathered_too_p = collective(
     reference=functools.partial(reference, return_gathered=True),
     fused=functools.partial(fused, return_gathered=True),
     slower=_slower,
+    batch_lhs=_batch_lhs_gathered_too,
 )
 # With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
 with_epilogue_p = collective(

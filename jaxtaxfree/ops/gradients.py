@@ -9,6 +9,10 @@ With x sharded on rows, G = all_gather(x), and S for the sum over the ranks of w
 | `all_gather_transposed_matmul` G^T y | S(y ct^T) | G ct |
 | `matmul_all_reduce` psum(y w) | ct w^T | y^T ct |
 
+Where both operands of a product are differentiated nothing is gathered twice: the kernel that gathers, G w forward or
+all_gather(ct) w^T backward, gives the gathered rows as well, and the gradient of the second operand is a plain product
+with them. So `all_gather_transposed_matmul` is left to the gradients of a second operand alone.
+
 The operands of the products are never transposed in memory: the kernels read them as they lie.
 """
 
@@ -28,12 +32,14 @@ from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
 from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
-from jaxtaxfree.primitive import jvp_of
+from jaxtaxfree.primitive import composed, jvp_of
 
 
-def _gather(x: Any, w: Any, axis: int, transposed: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
-    """G @ w, or G @ w^T."""
-    return _bind(all_gather_matmul_p, x, w, dtype, params, axis=axis, rhs_transposed=transposed)
+def _gather(
+    x: Any, w: Any, axis: int, transposed: bool, dtype: Any, params: dict[str, Any], primitive: Any = all_gather_matmul_p
+) -> Any:
+    """G @ w, or G @ w^T; by `gathered_too_p` G as well."""
+    return _bind(primitive, x, w, dtype, params, axis=axis, rhs_transposed=transposed)
 
 
 def _scatter(y: Any, w: Any, dimension: int, transposed: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
@@ -47,7 +53,7 @@ def _contract(x: Any, y: Any, axis: int, swapped: bool, dtype: Any, params: dict
     return _bind(all_gather_transposed_matmul_p, x, y, dtype, params, swapped=swapped)
 
 
-def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> jax.Array:
+def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> Any:
     axes, precision, implementation = (params[name] for name in ("axes", "precision", "implementation"))
     if isinstance(precision, tuple):
         precision = precision[0] if precision[0] == precision[1] else None
@@ -99,6 +105,72 @@ ad.defbilinear(matmul_reduce_scatter_p, _scatter_lhs, _scatter_rhs)
 ad.defbilinear(all_gather_transposed_matmul_p, _contract_lhs, _contract_rhs)
 
 
+def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
+    if type(rhs_dot) is ad.Zero:
+        return all_gather_matmul_p.bind(lhs, rhs, **params), all_gather_matmul_p.bind(lhs_dot, rhs, **params)
+    out, gathered = gathered_too_p.bind(lhs, rhs, **params)
+    out_dot = _times_gathered(gathered, rhs_dot, out.dtype, **params)
+    if type(lhs_dot) is not ad.Zero:
+        out_dot = ad.add_tangents(all_gather_matmul_p.bind(lhs_dot, rhs, **params), out_dot)
+    return out, out_dot
+
+
+def _times_gathered(
+    gathered: jax.Array, rhs: jax.Array, dtype: Any, *, rhs_transposed: bool, precision: Any, **_: Any
+) -> jax.Array:
+    rhs = rhs.T if rhs_transposed else rhs
+    return jnp.matmul(gathered, rhs, precision=precision, preferred_element_type=dtype)
+
+
+ad.primitive_jvps[all_gather_matmul_p] = _gather_jvp
+
+
+def _scatter_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
+    (lhs, rhs), (lhs_dot, rhs_dot) = primals, tangents
+    scatter = functools.partial(matmul_reduce_scatter_p.bind, **params)
+    if type(rhs_dot) is ad.Zero:
+        out_dot = scatter(lhs_dot, rhs)
+    elif type(lhs_dot) is ad.Zero:
+        out_dot = scatter(lhs, rhs_dot)
+    else:
+        out_dot = _scatter_tangent_p.bind(lhs_dot, rhs_dot, lhs, rhs, **params)
+    return scatter(lhs, rhs), out_dot
+
+
+def _scatter_tangent(
+    lhs_dot: jax.Array, rhs_dot: jax.Array, lhs: jax.Array, rhs: jax.Array, **params: Any
+) -> jax.Array:
+    """S(lhs_dot @ rhs) + S(lhs @ rhs_dot)."""
+    scatter = functools.partial(matmul_reduce_scatter_p.bind, **params)
+    return ad.add_tangents(scatter(lhs_dot, rhs), scatter(lhs, rhs_dot))
+
+
+def _scatter_tangent_transpose(
+    ct: Any, lhs_dot: Any, rhs_dot: Any, lhs: Any, rhs: Any, *, scatter_dimension: int, rhs_transposed: bool, **params: Any
+) -> list[Any]:
+    own = {"scatter_dimension": scatter_dimension, "rhs_transposed": rhs_transposed}
+    if not ad.is_undefined_primal(rhs_dot):
+        return [_scatter_lhs(ct, lhs_dot, rhs, **own, **params), None, None, None]
+    if not ad.is_undefined_primal(lhs_dot):
+        return [None, _scatter_rhs(ct, lhs, rhs_dot, **own, **params), None, None]
+    dtype = lhs_dot.aval.dtype
+    lhs_bar, gathered = _gather(ct, rhs, scatter_dimension, not rhs_transposed, dtype, params, gathered_too_p)
+    rows = [x.reshape(-1, x.shape[-1]) for x in (lhs, gathered)]
+    rhs_bar = lax.dot_general(
+        *(reversed(rows) if rhs_transposed else rows),
+        (((0,), (0,)), ((), ())),
+        precision=params["precision"],
+        preferred_element_type=rhs_dot.aval.dtype,
+    )
+    return [lhs_bar, rhs_bar, None, None]
+
+
+# One linear function of both tangents, so that its transpose gathers once.
+_scatter_tangent_p = composed("matmul_reduce_scatter_tangent", _scatter_tangent, _scatter_tangent_transpose)
+ad.primitive_jvps[matmul_reduce_scatter_p] = _scatter_jvp
+
+
 def _reduce_lhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
     del implementation
     return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval)(ct)[0]
@@ -121,18 +193,18 @@ def _gathered_too_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[
     if type(lhs_dot) is not ad.Zero:
         out_dot, gathered_dot = gathered_too_p.bind(lhs_dot, rhs, **params)
     if type(rhs_dot) is not ad.Zero:
-        # With the gathered rows at hand, the gradient of rhs needs no second gather.
-        again = jnp.matmul(gathered, rhs_dot, precision=params["precision"], preferred_element_type=out.dtype)
-        out_dot = ad.add_tangents(out_dot, again)
+        out_dot = ad.add_tangents(out_dot, _times_gathered(gathered, rhs_dot, out.dtype, **params))
     return [out, gathered], [out_dot, gathered_dot]
 
 
-def _gathered_too_transpose(cts: Any, lhs: Any, rhs: Any, *, axis: int, **params: Any) -> list[Any]:
+def _gathered_too_transpose(
+    cts: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any
+) -> list[Any]:
     """Of `gathered_too_p` as a linear function of its lhs, as which alone the rule above leaves it."""
     ct, gathered_ct = cts
     parts = []
     if type(ct) is not ad.Zero:
-        parts.append(_scatter(ct, rhs, axis, True, lhs.aval.dtype, params))
+        parts.append(_scatter(ct, rhs, axis, not rhs_transposed, lhs.aval.dtype, params))
     if type(gathered_ct) is not ad.Zero:
         parts.append(lax.psum_scatter(gathered_ct, params["axes"], scatter_dimension=axis, tiled=True))
     return [functools.reduce(ad.add_tangents, parts), None]
