@@ -19,6 +19,7 @@ def multiply(
     PRECISION: tl.constexpr,  # of f32 operands: "tf32", "tf32x3" or "ieee"
     LHS_TRANSPOSED: tl.constexpr = False,
     RHS_TRANSPOSED: tl.constexpr = False,
+    other_ptr=None,  # [K, N], not with RHS_TRANSPOSED: the tile's right half is one of lhs @ other, of the same columns
     accumulator=None,  # f32 [BLOCK_M, BLOCK_N]; 0 if None
     source=None,  # what is to be copied meanwhile, or None
     dest=None,  # where to
@@ -29,6 +30,7 @@ def multiply(
     """accumulator + lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
     if accumulator is None:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    COLUMNS: tl.constexpr = BLOCK_N if other_ptr is None else BLOCK_N // 2
     m = rows_to_read(rows, M, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -40,13 +42,21 @@ def multiply(
         rhs_ptrs = rhs_ptr + k[:, None] + n[None, :] * K
     else:
         rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
+    if other_ptr is not None:
+        # One load for both halves, and one product, which makes better use of lhs than two of half the columns.
+        size: tl.constexpr = rhs_ptr.dtype.element_ty.primitive_bitwidth // 8
+        right = tl.arange(0, BLOCK_N) >= COLUMNS
+        rhs_ptrs += tl.where(right, (other_ptr.to(tl.int64) - rhs_ptr.to(tl.int64)) // size - COLUMNS, 0)[None, :]
+        n -= tl.where(right, COLUMNS, 0)
+        if N * size % 16 == 0:
+            rhs_ptrs = tl.max_contiguous(tl.multiple_of(rhs_ptrs, (1, 16)), (1, COLUMNS))
     if source is not None:
         element = tl.arange(0, CHUNK)
         size = tl.multiple_of(tl.minimum(count, PART), 16)
         part = tl.load(source + element, mask=element < size)
     for start in range(0, K, BLOCK_K):
         lhs = load_rows(lhs_ptrs, m, rows, k, K - start, M, K, BLOCK_M, BLOCK_K)
-        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+        if K % BLOCK_K == 0 and N % COLUMNS == 0:
             rhs = tl.load(rhs_ptrs)
         else:
             rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
@@ -62,47 +72,6 @@ def multiply(
             size = tl.multiple_of(tl.minimum(count, PART), 16)
             part = tl.load(source + element, mask=element < size)
     return accumulator
-
-
-@triton.jit
-def multiply_pair(
-    lhs_ptr,  # first row of the tile
-    rhs_ptr,  # [K, N]
-    other_ptr,  # [K, N]
-    rows,  # i32, rows of the tile that exist, at least 1
-    column,  # i32, first column of the tile
-    M: tl.constexpr,  # rows of lhs [M, K]
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,  # as of `multiply`
-):
-    """The same tile of lhs @ rhs and of lhs @ other, with lhs read once: two f32 [BLOCK_M, BLOCK_N]."""
-    product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    other_product = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    m = rows_to_read(rows, M, BLOCK_M)
-    n = column + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
-    rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
-    other_ptrs = other_ptr + k[:, None] * N + n[None, :]
-    for start in range(0, K, BLOCK_K):
-        lhs = load_rows(lhs_ptrs, m, rows, k, K - start, M, K, BLOCK_M, BLOCK_K)
-        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
-            rhs = tl.load(rhs_ptrs)
-            other = tl.load(other_ptrs)
-        else:
-            mask = (k[:, None] < K - start) & (n[None, :] < N)
-            rhs = tl.load(rhs_ptrs, mask=mask, other=0.0)
-            other = tl.load(other_ptrs, mask=mask, other=0.0)
-        product = tl.dot(lhs, rhs, product, input_precision=PRECISION)
-        other_product = tl.dot(lhs, other, other_product, input_precision=PRECISION)
-        lhs_ptrs += BLOCK_K
-        rhs_ptrs += BLOCK_K * N
-        other_ptrs += BLOCK_K * N
-    return product, other_product
 
 
 @triton.jit
@@ -129,9 +98,11 @@ def multiply_gated(
             BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
         )  # fmt: skip
     else:
-        product, gate = multiply_pair(
-            lhs_ptr, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
-        )
+        pair = multiply(
+            lhs_ptr, rhs_ptr, rows, column, M, N, K,
+            BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, other_ptr=gate_ptr,
+        )  # fmt: skip
+        product, gate = halves(pair, BLOCK_M, 2 * BLOCK_N)
     return product, gate
 
 

@@ -466,7 +466,7 @@ def check_epilogues(mesh: Mesh) -> None:
     sizes = (*MLPS[0], jnp.float32), (*MLPS[1], jnp.bfloat16)
     cases = [
         (operation, size, given)
-        for operation, size, given in itertools.product((GATHER, SCATTER), sizes, EPILOGUES)
+        for operation, size, given in itertools.product(OPERATIONS, sizes, EPILOGUES)
         if operation is GATHER or "gate" not in given
     ]
 
@@ -474,6 +474,8 @@ def check_epilogues(mesh: Mesh) -> None:
         lhs, rhs = local_operands(operation, 0, *size)
         call = functools.partial(operation.function, lhs, rhs, "tp", precision="highest")
         shape = jax.eval_shape(functools.partial(call, implementation="xla")).shape
+        if operation is REDUCE:
+            lhs, rhs = lax.psum((lhs, rhs), "tp")  # what is added to the result is the same on all ranks
         others = {"gate": rhs[::-1], "bias": lhs[0, :1] + rhs[0], "residual": jnp.resize(lhs, shape)}
         call = functools.partial(call, **{name: others.get(name, value) for name, value in given.items()})
         expected = call(implementation="xla", preferred_element_type=jnp.float32)

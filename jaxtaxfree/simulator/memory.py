@@ -170,8 +170,9 @@ class Space:
                 raise LookupError(f"reaches {self._nowhere(address, size)}")
             parts.append(self._parts[index])
             found.append((self._parts[index], of))
-        # One access may reach the same place on several ranks, but not two places.
-        if len({(part.name, part.note) for part in parts}) > 1:
+        # One access may reach the same place on several ranks, but not two places; except operands, each of which lies
+        # by itself.
+        if len({part.kind if part.kind == "operand" else (part.name, part.note) for part in parts}) > 1:
             titles = " and ".join(part.title for part in parts[:2])
             raise LookupError(f"runs from one array into another: {titles}")
         return found
