@@ -46,7 +46,7 @@ def all_gather_matmul_kernel(
     me = shmem.start(team)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
-        push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, K, PUSHERS, UNITS, CHUNK)
+        push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, PUSHERS, UNITS, CHUNK)
     else:
         row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
         column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
@@ -96,44 +96,35 @@ def push(
     K: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    PANEL: tl.constexpr,  # columns that travel together
     PUSHERS: tl.constexpr,
     UNITS: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Sends this rank's rows to every peer, a block of a panel at a time; first to the peer that needs them first.
+    """Sends this rank's rows to every peer, a block at a time; first to the peer that needs them first.
 
-    A block sends UNITS signals to arrived[rank, panel, row block].
+    A block sends UNITS signals to arrived[rank, row block].
     """
     pusher = tl.program_id(0)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
-    panels: tl.constexpr = tl.cdiv(K, PANEL)
-    unit_size: tl.constexpr = tl.cdiv(tl.cdiv(BLOCK_M * PANEL, UNITS), CHUNK) * CHUNK
-    for panel in range(panels):
-        for step in range(1, WORLD):
-            peer = (me.rank + WORLD - step) % WORLD
-            done = panel * (WORLD - 1) + step - 1
-            if done > 0:
-                # In step with the peers, each link carries one stream at a time; out of step it reaches little over
-                # half its speed.
-                before = tl.where(step > 1, step - 1, WORLD - 1)
-                count = (me.epoch - 1) * (panels * (WORLD - 1)) + done
-                shmem.wait(me, turn + pusher, count, (me.rank + before) % WORLD)
-            for unit in range(pusher, row_blocks * UNITS, PUSHERS):
-                row_block = unit // UNITS
-                first = (row_block * BLOCK_M).to(tl.int64) * K + panel * PANEL
-                size = tl.minimum(M - row_block * BLOCK_M, BLOCK_M) * PANEL
-                if M * PANEL % 16 == 0:
-                    size = tl.multiple_of(size, 16)
-                begin = unit % UNITS * unit_size
-                source = lhs_ptr + first
-                dest = inbox + (me.rank.to(tl.int64) * M * K + first)
-                for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
-                    element = at + tl.arange(0, CHUNK)
-                    mask = element < size
-                    if PANEL < K:
-                        mask &= panel * PANEL + element % PANEL < K
-                        element = element // PANEL * K + element % PANEL
-                    shmem.put(me, dest + element, source + element, peer, mask)
-                shmem.signal(me, arrived + (me.rank * panels + panel) * row_blocks + row_block, peer)
-            shmem.signal(me, turn + pusher, peer)
+    unit_size: tl.constexpr = tl.cdiv(tl.cdiv(BLOCK_M * K, UNITS), CHUNK) * CHUNK
+    for step in range(1, WORLD):
+        peer = (me.rank + WORLD - step) % WORLD
+        if step > 1:
+            # In step with the peers, each link carries one stream at a time; out of step it reaches little over half
+            # its speed.
+            count = (me.epoch - 1) * (WORLD - 1) + step - 1
+            shmem.wait(me, turn + pusher, count, (me.rank + step - 1) % WORLD)
+        for unit in range(pusher, row_blocks * UNITS, PUSHERS):
+            row_block = unit // UNITS
+            first = (row_block * BLOCK_M).to(tl.int64) * K
+            size = tl.minimum(M - row_block * BLOCK_M, BLOCK_M) * K
+            if M * K % 16 == 0:
+                size = tl.multiple_of(size, 16)
+            begin = unit % UNITS * unit_size
+            source = lhs_ptr + first
+            dest = inbox + (me.rank.to(tl.int64) * M * K + first)
+            for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
+                element = at + tl.arange(0, CHUNK)
+                shmem.put(me, dest + element, source + element, peer, element < size)
+            shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)
+        shmem.signal(me, turn + pusher, peer)

@@ -134,9 +134,7 @@ def give_out(
             N, WORLD, BLOCK_M, half, STRIDE, ACTIVATION,
         )  # fmt: skip
     else:
-        result = epilogue.apply(
-            total, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
-        )
+        result = epilogue.apply(total, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
         rounded = result.to(out.dtype.element_ty)
         matmul.store_tile(out, rounded, rows, column, N, BLOCK_M, BLOCK_N)
         element = tl.arange(0, BLOCK_M)[:, None] * STRIDE + tl.arange(0, BLOCK_N)[None, :]

@@ -18,7 +18,6 @@ from jaxtaxfree import simulator
 from jaxtaxfree.kernels import (
     all_gather_matmul,
     all_gather_matmul_small,
-    all_gather_transposed_matmul,
     collectives,
     decode_attention,
     matmul_all_reduce,
@@ -27,7 +26,6 @@ from jaxtaxfree.kernels import (
     matmul_reduce_scatter_small,
 )
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import all_gather_transposed_matmul as gradient_ops
 from jaxtaxfree.ops import collectives as collective_ops
 from jaxtaxfree.ops import decode_attention as attention_op
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
@@ -116,9 +114,7 @@ def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **co
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
 
 
-def _launch(
-    operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, own: dict | None = None, **config: Any
-) -> dict:
+def _launch(operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, **config: Any) -> dict:
     _, keywords = operation.launch(
         m,
         k,
@@ -128,7 +124,6 @@ def _launch(
         out_dtype=dtype,
         precision="ieee",
         config=operation.Config(**TILES, **config),
-        **(own or {}),
     )
     del keywords["name"]  # reports name the kernel, because several belong to one operation
     return {"world": world, **keywords}
@@ -180,19 +175,6 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "add_rows": add_rows,
     }
     return _matmul_all_reduce(world, dtype, (m, n, k), small=True, **config)
-
-
-def _all_gather_transposed_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
-    m, n, k, swapped, pushers, units, chunk = shape
-    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (world * m, n), dtype) for rank in range(world)]
-    gathered = np.concatenate(lhs).astype(np.float32)
-    expected = [gathered.T @ y.astype(np.float32) for y in rhs]
-    config = {"pushers": pushers, "units": units, "chunk": chunk, "panel": 16}
-    keywords = _launch(gradient_ops, m, k, n, world, dtype, {"swapped": swapped}, **config)
-    return Call(
-        arrays=(lhs, rhs), keywords=keywords, expected=[(x.T if swapped else x).astype(dtype) for x in expected]
-    )
 
 
 def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_op.Config]) -> Call:
@@ -388,18 +370,6 @@ KERNELS = (
             (5, 17, 9, 2, True, False, True, 4),
             (18, 9, 17, 2, False, True, False, 2),
             (9, 33, 5, 2, True, True, True, 1),
-        ),
-    ),
-    Simulated(
-        name="all_gather_transposed_matmul",
-        module=all_gather_transposed_matmul,
-        function="all_gather_transposed_matmul_kernel",
-        call=_all_gather_transposed_matmul,
-        # M, N, K, SWAPPED, PUSHERS, UNITS, CHUNK
-        shapes=lambda world: (
-            ((17, 9, 37, False, 2, 2, 128), (5, 19, 9, True, 1, 1, 32), (16, 16, 32, True, 3, 3, 64))
-            if world <= 4
-            else ((5, 9, 21, False, 2, 1, 64), (4, 16, 21, True, 1, 2, 64))
         ),
     ),
     Simulated(

@@ -19,12 +19,10 @@ from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUC
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
-from jaxtaxfree.kernels.all_gather_transposed_matmul import all_gather_transposed_matmul_kernel
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import all_gather_transposed_matmul as gradient_ops
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
@@ -78,21 +76,6 @@ def _matmul_reduce_scatter_config(shape: MatmulShape, world: int, dtype: str, co
 
 def _matmul_all_reduce_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
     return reduce_ops.default_config(shape.m, shape.n, world, dtype, compute_capability)
-
-
-def _all_gather_transposed_matmul(
-    lhs: jax.Array, rhs: jax.Array, axis_name: str, *, swapped: bool, precision: str | None, **params: Any
-) -> jax.Array:
-    return matmul.bind(
-        gradient_ops.all_gather_transposed_matmul_p,
-        lhs,
-        rhs,
-        axes=(axis_name,),
-        swapped=swapped,
-        precision=precision,
-        preferred_element_type=None,
-        **params,
-    )
 
 
 # A kernel that is added here gets every test of test_compiled.py.
@@ -167,24 +150,6 @@ KERNELS = (
         waits=2,
         dot="wgmma.mma_async",
         amd={"block_n": 128, "block_k": 32, "num_stages": 2},
-    ),
-    *(
-        Kernel(
-            name=f"all_gather_transposed_matmul_{name}",
-            function=all_gather_transposed_matmul_kernel,
-            operation=functools.partial(_all_gather_transposed_matmul, swapped=swapped),
-            in_specs=(P("tp"), P(None, "tp")),
-            out_specs=P("tp") if swapped else P(None, "tp"),
-            default_config=lambda shape, world, dtype, capability=90: gradient_ops.default_config(dtype, capability),
-            benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m > 256),
-            aligned=MatmulShape(name="aligned", m=4096, k=2048, n=4096),
-            odd=MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
-            waits=2,
-            dot="wgmma.mma_async",
-            amd={"block_n": 128, "block_k": 32, "num_stages": 2},
-            rhs_shape=lambda shape: (shape.m, shape.n),
-        )
-        for name, swapped in (("left", False), ("right", True))
     ),
 )
 

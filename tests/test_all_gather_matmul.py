@@ -557,14 +557,15 @@ def test_exports_with_the_check_for_custom_calls_disabled(mesh: Mesh) -> None:
         jax.export.export(program, platforms=("cuda",))(*shapes(mesh))
 
 
-@pytest.mark.parametrize("implementation, calls", (("fused", 3), (None, 1)))
+@pytest.mark.parametrize("implementation, calls", (("fused", 2), (None, 1)))
 def test_kernels_of_a_gradient_program(mesh: Mesh, implementation: str | None, calls: int) -> None:
-    """None keeps that of the forward product, which alone was faster than XLA."""
+    """None keeps that of the forward product, which alone was faster than XLA. Nothing is gathered twice."""
     program = column_parallel(mesh, implementation=implementation)
     loss = lambda a, b: jnp.sin(program(a, b)).sum()  # noqa: E731
     text = lower_for_cuda(jax.grad(loss, (0, 1)), *shapes(mesh))
     assert text.count(TRITON_CALL) == calls
-    assert ("stablehlo.reduce_scatter" in text) == ("stablehlo.all_gather" in text) == (implementation is None)
+    assert ("stablehlo.reduce_scatter" in text) == (implementation is None)
+    assert "stablehlo.all_gather" not in text
 
 
 def test_vmap_over_lhs_keeps_the_kernel(mesh: Mesh) -> None:

@@ -32,9 +32,11 @@ from tests.support import (
     lower_for_cuda,
     mesh_of,
     row_parallel_operands,
-    row_parallel_shapes as shapes,
     sharded,
     whole_numbers,
+)
+from tests.support import (
+    row_parallel_shapes as shapes,
 )
 
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank

@@ -32,9 +32,11 @@ from tests.support import (
     lower_for_cuda,
     mesh_of,
     row_parallel_operands,
-    row_parallel_shapes as shapes,
     sharded,
     whole_numbers,
+)
+from tests.support import (
+    row_parallel_shapes as shapes,
 )
 
 M, K, N = 60, 33, 37  # of the whole lhs and result, but K is that of a rank
@@ -400,8 +402,9 @@ def test_an_mlp_has_no_collective_forward_and_backward(mesh: Mesh, check_vma: bo
     arrays = [sharded(mesh, *of, "bfloat16") for of in ((ROWS, (64, 32)), (COLUMNS, (32, 128)), (ROWS, (128, 32)))]
     assert_fused(lower_for_cuda(program, *arrays), calls=2)
     text = lower_for_cuda(jax.grad(lambda *args: jnp.sin(program(*args)).sum(), (0, 1, 2)), *arrays)
-    assert_fused(text, calls=6)
-    assert "stablehlo.transpose" not in text
+    assert_fused(text, calls=4)
+    # No operand of a kernel; only the result of a plain product, for which that is a matter of its layout.
+    assert text.count("stablehlo.transpose") == 1
 
 
 def test_an_mlp_has_the_kernels_that_were_measured_faster(mesh: Mesh) -> None:

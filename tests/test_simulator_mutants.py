@@ -53,15 +53,11 @@ class Mutant:
 
 
 SIGNAL = 'tl.atomic_add(_signal_of(me, index, peer), 1, mask=mask & me.ready, sem="release", scope="sys")'
-PUSH_LOOP = """                for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
-                    element = at + tl.arange(0, CHUNK)
-                    mask = element < size
-                    if PANEL < K:
-                        mask &= panel * PANEL + element % PANEL < K
-                        element = element // PANEL * K + element % PANEL
-                    shmem.put(me, dest + element, source + element, peer, mask)
+PUSH_LOOP = """            for at in range(begin, tl.minimum(begin + unit_size, size), CHUNK):
+                element = at + tl.arange(0, CHUNK)
+                shmem.put(me, dest + element, source + element, peer, element < size)
 """
-PUSH_SIGNAL = "                shmem.signal(me, arrived + (me.rank * panels + panel) * row_blocks + row_block, peer)\n"
+PUSH_SIGNAL = "            shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)\n"
 TILE_WAIT = "shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)"
 TILE_STORES = """    if slot < sent:
         # A tile lies whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
@@ -91,7 +87,6 @@ SMALL_STORES = """    for i in tl.static_range(1, WORLD + 1):
 SMALL_SIGNAL = """    meeting = arrived + tl.program_id(0) * WORLD
     shmem.signal_all(me, meeting + me.rank, WORLD)
 """
-PANEL_WAIT = "shmem.wait(me, arrived + source * panels + block // GROUP, me.epoch * UNITS, source)"
 SEND = 'words, mask=mask & me.ready, sem="relaxed", scope="sys")'
 SPLIT_SENT = "    send_partial(me, acc * shift[:, None], sent, total * shift, acc_at, sums_at, row, row < rows, HV)\n"
 MERGED_SENT = "            shmem.send(me, sums_at, sent, peer, wanted & (h == 0))\n"
@@ -99,7 +94,10 @@ FOUR_RECEIVED = "four, came = receive(me, four_ptrs, of[:, :, None], four_mask)\
 REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
 PART_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
-RIGHT_HALF = """                give_out(me, right, out, outbox + half, rows, column + half, N, WORLD, BLOCK_M, BLOCK_N)
+RIGHT_HALF = """                give_out(
+                    me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+                    N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
+                )  # fmt: skip
 """
 SUM_SIGNAL = "                shmem.signal_all(me, added + place, WORLD)\n"
 TILE_MASK = "        mask = (within >= 0) & (within < OWNED) & (n >= 0)\n"
@@ -309,7 +307,7 @@ MUTANTS = (
     Mutant(
         name="signal once too seldom",
         kernel="all_gather_matmul",
-        edits=((PUSH_SIGNAL, PUSH_SIGNAL.replace("    shmem", "    if unit > 0:\n                    shmem")),),
+        edits=((PUSH_SIGNAL, PUSH_SIGNAL.replace("    shmem", "    if unit > 0:\n                shmem")),),
         errors=(DeadlockError,),
     ),
     Mutant(
@@ -470,24 +468,6 @@ MUTANTS = (
         api=True,
         edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
         errors=(DataRaceError,),
-    ),
-    Mutant(
-        name="no wait for a panel",
-        kernel="all_gather_transposed_matmul",
-        edits=((PANEL_WAIT, "me.ready"),),
-        errors=TOO_EARLY,
-    ),
-    Mutant(
-        name="wait for the first panel alone",
-        kernel="all_gather_transposed_matmul",
-        edits=((PANEL_WAIT, PANEL_WAIT.replace("block // GROUP", "0")),),
-        errors=TOO_EARLY,
-    ),
-    Mutant(
-        name="a part of a panel",
-        kernel="all_gather_transposed_matmul",
-        edits=((PANEL_WAIT, PANEL_WAIT.replace("me.epoch * UNITS", "(me.epoch - 1) * UNITS + 1")),),
-        errors=TOO_EARLY,
     ),
     Mutant(
         name="no block to one peer",

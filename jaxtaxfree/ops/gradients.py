@@ -1,4 +1,4 @@
-"""The derivatives of the fused matmuls. Three of them are made of each other, so they stay fused forward and backward.
+"""The derivatives of the fused matmuls. Two are each other's transpose, so they stay fused forward and backward.
 
 With x sharded on rows, G = all_gather(x), and S for the sum over the ranks of which each keeps its own rows:
 
@@ -6,12 +6,11 @@ With x sharded on rows, G = all_gather(x), and S for the sum over the ranks of w
 |---|---|---|
 | `all_gather_matmul` G w | S(ct w^T) | G^T ct |
 | `matmul_reduce_scatter` S(y w) | all_gather(ct) w^T | y^T all_gather(ct) |
-| `all_gather_transposed_matmul` G^T y | S(y ct^T) | G ct |
 | `matmul_all_reduce` psum(y w) | ct w^T | y^T ct |
 
-Where both operands of a product are differentiated nothing is gathered twice: the kernel that gathers, G w forward or
-all_gather(ct) w^T backward, gives the gathered rows as well, and the gradient of the second operand is a plain product
-with them. So `all_gather_transposed_matmul` is left to the gradients of a second operand alone.
+Nothing is gathered twice: the kernel that gathers, G w forward or all_gather(ct) w^T backward, gives the gathered rows
+as well, and the gradient of the second operand is a plain product with them. Only where the first operand of
+`matmul_reduce_scatter` is not differentiated there is no such kernel, and XLA gathers.
 
 The operands of the products are never transposed in memory: the kernels read them as they lie.
 """
@@ -27,7 +26,6 @@ from jax.interpreters import ad
 
 from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
-from jaxtaxfree.ops.all_gather_transposed_matmul import all_gather_transposed_matmul_p
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
 from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
@@ -36,7 +34,13 @@ from jaxtaxfree.primitive import composed, jvp_of
 
 
 def _gather(
-    x: Any, w: Any, axis: int, transposed: bool, dtype: Any, params: dict[str, Any], primitive: Any = all_gather_matmul_p
+    x: Any,
+    w: Any,
+    axis: int,
+    transposed: bool,
+    dtype: Any,
+    params: dict[str, Any],
+    primitive: Any = all_gather_matmul_p,
 ) -> Any:
     """G @ w, or G @ w^T; by `gathered_too_p` G as well."""
     return _bind(primitive, x, w, dtype, params, axis=axis, rhs_transposed=transposed)
@@ -47,10 +51,10 @@ def _scatter(y: Any, w: Any, dimension: int, transposed: bool, dtype: Any, param
     return _bind(matmul_reduce_scatter_p, y, w, dtype, params, scatter_dimension=dimension, rhs_transposed=transposed)
 
 
-def _contract(x: Any, y: Any, axis: int, swapped: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
-    """G^T @ y, or y^T @ G, over all dimensions but the last."""
-    x, y = (matmul.rows_first(operand, axis)[0] for operand in (x, y))
-    return _bind(all_gather_transposed_matmul_p, x, y, dtype, params, swapped=swapped)
+def _contract(x: Any, y: Any, swapped: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
+    """x^T @ y, or y^T @ x, over all dimensions but the last."""
+    rows = [operand.reshape(-1, operand.shape[-1]) for operand in ((y, x) if swapped else (x, y))]
+    return lax.dot_general(*rows, (((0,), (0,)), ((), ())), precision=params["precision"], preferred_element_type=dtype)
 
 
 def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> Any:
@@ -77,7 +81,8 @@ def _gather_lhs(ct: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool,
 
 
 def _gather_rhs(ct: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any) -> jax.Array:
-    return _contract(lhs, ct, axis, rhs_transposed, rhs.aval.dtype, params)
+    gathered = lax.all_gather(lhs, params["axes"], axis=axis, tiled=True)
+    return _contract(gathered, ct, rhs_transposed, rhs.aval.dtype, params)
 
 
 def _scatter_lhs(
@@ -89,20 +94,12 @@ def _scatter_lhs(
 def _scatter_rhs(
     ct: Any, lhs: Any, rhs: Any, *, scatter_dimension: int, rhs_transposed: bool, **params: Any
 ) -> jax.Array:
-    return _contract(ct, lhs, scatter_dimension, not rhs_transposed, rhs.aval.dtype, params)
-
-
-def _contract_lhs(ct: Any, lhs: Any, rhs: Any, *, swapped: bool, **params: Any) -> jax.Array:
-    return _scatter(rhs, ct, 0, not swapped, lhs.aval.dtype, params)
-
-
-def _contract_rhs(ct: Any, lhs: Any, rhs: Any, *, swapped: bool, **params: Any) -> jax.Array:
-    return _gather(lhs, ct, 0, swapped, rhs.aval.dtype, params)
+    gathered = lax.all_gather(ct, params["axes"], axis=scatter_dimension, tiled=True)
+    return _contract(lhs, gathered, rhs_transposed, rhs.aval.dtype, params)
 
 
 ad.defbilinear(all_gather_matmul_p, _gather_lhs, _gather_rhs)
 ad.defbilinear(matmul_reduce_scatter_p, _scatter_lhs, _scatter_rhs)
-ad.defbilinear(all_gather_transposed_matmul_p, _contract_lhs, _contract_rhs)
 
 
 def _gather_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[jax.Array, Any]:
@@ -147,7 +144,15 @@ def _scatter_tangent(
 
 
 def _scatter_tangent_transpose(
-    ct: Any, lhs_dot: Any, rhs_dot: Any, lhs: Any, rhs: Any, *, scatter_dimension: int, rhs_transposed: bool, **params: Any
+    ct: Any,
+    lhs_dot: Any,
+    rhs_dot: Any,
+    lhs: Any,
+    rhs: Any,
+    *,
+    scatter_dimension: int,
+    rhs_transposed: bool,
+    **params: Any,
 ) -> list[Any]:
     own = {"scatter_dimension": scatter_dimension, "rhs_transposed": rhs_transposed}
     if not ad.is_undefined_primal(rhs_dot):
@@ -156,14 +161,7 @@ def _scatter_tangent_transpose(
         return [None, _scatter_rhs(ct, lhs, rhs_dot, **own, **params), None, None]
     dtype = lhs_dot.aval.dtype
     lhs_bar, gathered = _gather(ct, rhs, scatter_dimension, not rhs_transposed, dtype, params, gathered_too_p)
-    rows = [x.reshape(-1, x.shape[-1]) for x in (lhs, gathered)]
-    rhs_bar = lax.dot_general(
-        *(reversed(rows) if rhs_transposed else rows),
-        (((0,), (0,)), ((), ())),
-        precision=params["precision"],
-        preferred_element_type=rhs_dot.aval.dtype,
-    )
-    return [lhs_bar, rhs_bar, None, None]
+    return [lhs_bar, _contract(lhs, gathered, rhs_transposed, rhs_dot.aval.dtype, params), None, None]
 
 
 # One linear function of both tangents, so that its transpose gathers once.
