@@ -43,8 +43,8 @@ class Work(NamedTuple):
 def all_gather_matmul_hopper_kernel(
     lhs_ptr,  # [1, M, K], this rank's rows
     lhs_desc,  # the same, in blocks [1, BLOCK_M, BLOCK_K]
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
-    half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]
+    half_desc,  # the same, in blocks of half the columns
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT from each rank for each part of its rows

@@ -38,7 +38,7 @@ class Ring(NamedTuple):
     ready: Any  # mbarriers [STAGES]: the stage is loaded
     empty: Any  # mbarriers [STAGES]: the stage is multiplied
     lhs: Any  # [STAGES, 1, BLOCK_M, BLOCK_K]
-    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N]
+    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N], or [STAGES, BLOCK_N, BLOCK_K] of a transposed array
     half: Any  # the same memory for half tiles: [2 * STAGES, BLOCK_K, BLOCK_N // 2], of which every other one is used
     results: Any  # [2, 1, BLOCK_M, columns that are stored at a time]
 
@@ -56,17 +56,18 @@ def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
 
     Args:
       lhs_desc: blocks [1, BLOCK_M, BLOCK_K].
-      rhs_desc: blocks [BLOCK_K, BLOCK_N].
-      half_desc: of the same array, blocks [BLOCK_K, BLOCK_N // 2].
+      rhs_desc: blocks [BLOCK_K, BLOCK_N]; of an array [N, K] blocks [BLOCK_N, BLOCK_K].
+      half_desc: of the same array, blocks of half the columns.
       out_desc: blocks [1, BLOCK_M, columns], of which a tile has a power of 2.
     """
     BLOCK_M: gl.constexpr = lhs_desc.block_type.shape[1]
-    BLOCK_K: gl.constexpr = rhs_desc.block_type.shape[0]
-    BLOCK_N: gl.constexpr = rhs_desc.block_type.shape[1]
+    BLOCK_K: gl.constexpr = lhs_desc.block_type.shape[2]
+    RHS: gl.constexpr = rhs_desc.block_type.shape
+    HALF: gl.constexpr = half_desc.block_type.shape
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], lhs_desc.layout)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
-    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, BLOCK_K, BLOCK_N // 2], half_desc.layout)
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, RHS[0], RHS[1]], rhs_desc.layout)
+    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, HALF[0], HALF[1]], half_desc.layout)
     results = gl.allocate_shared_memory(out_desc.dtype, [2, 1, BLOCK_M, COLUMNS], out_desc.layout)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -74,6 +75,12 @@ def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     return Ring(ready, empty, lhs, rhs, half, results)
+
+
+@gluon.constexpr_function
+def is_transposed(ring):
+    """Whether rhs is [N, K]: then half a tile has half of the first dimension."""
+    return ring.half.shape[1] != ring.rhs.shape[1]
 
 
 @gluon.jit
@@ -94,10 +101,11 @@ def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, e
         mbarrier.wait(ring.empty.index(stage), phase)
         mbarrier.expect(bar, lhs_desc.nbytes_per_cta + rhs_desc.nbytes_per_cta)
         tma.async_load(lhs_desc, [source, row, step * BLOCK_K], bar, ring.lhs.index(stage))
-        if HALF:
-            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, ring.half.index(2 * stage))
+        dest = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
+        if is_transposed(ring):
+            tma.async_load(rhs_desc, [column, step * BLOCK_K], bar, dest)
         else:
-            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, ring.rhs.index(stage))
+            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, dest)
         stage, phase = _next(ring, stage, phase)
     return stage, phase
 
@@ -114,7 +122,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr):
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
     BLOCK_M: gl.constexpr = ring.lhs.shape[2]
-    BLOCK_N: gl.constexpr = rhs.shape[2]
+    BLOCK_N: gl.constexpr = rhs.shape[1] if is_transposed(ring) else rhs.shape[2]
     BLOCK_K: gl.constexpr = ring.lhs.shape[3]
     BLOCKS: gl.constexpr = 2 if HALF else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
@@ -123,7 +131,10 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr):
     for step in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
         lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K])
-        product = warpgroup_mma(lhs, rhs.index(stage * BLOCKS), product, use_acc=step > 0, is_async=True)
+        columns = rhs.index(stage * BLOCKS)
+        if is_transposed(ring):
+            columns = columns.permute([1, 0])
+        product = warpgroup_mma(lhs, columns, product, use_acc=step > 0, is_async=True)
         product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
         mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage

@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.kernels import all_gather_matmul_hopper, shmem
-from jaxtaxfree.ops.all_gather_matmul import HOPPER
+from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -36,15 +37,21 @@ CASES: dict[str, dict[str, Any]] = {
     "odd": {"m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
     "gathered": {"return_gathered": True},
     "float32-result": {"preferred_element_type": "float32"},
+    "transposed": {"rhs_transposed": True},
+    "transposed-odd": {"rhs_transposed": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
 }
 each_case = pytest.mark.parametrize("name", CASES)
 
 
-def lowered(world: int, m: int, k: int, n: int, dtype: str, **keywords: Any) -> str:
+def lowered(world: int, m: int, k: int, n: int, dtype: str, *, rhs_transposed: bool = False, **keywords: Any) -> str:
     """The program of a call of these sizes as of the whole."""
     call = functools.partial(all_gather_matmul, axis_name="tp", implementation="fused", **keywords)
-    mesh, in_specs = mesh_of(world), (P("tp"), P(None, "tp"))
-    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, ((m, k), (k, n)))]
+    mesh, in_specs, shapes = mesh_of(world), (P("tp"), P(None, "tp")), ((m, k), (k, n))
+    if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
+        own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
+        call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
+        in_specs, shapes = (P("tp"), P("tp")), ((m, k), (n, k))
+    arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
     out_specs = (P(None, "tp"), P()) if "return_gathered" in keywords else P(None, "tp")
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return lower_for_cuda(program, *arrays)

@@ -35,7 +35,7 @@ TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
 
 def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, return_gathered, *rows = shape
+    m, n, k, programs, return_gathered, rhs_transposed, *rows = shape
     block_m, unit = rows or (8, 4)
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
@@ -50,9 +50,12 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
         out_dtype=dtype,
         precision="tf32",
         return_gathered=return_gathered,
+        rhs_transposed=rhs_transposed,
         config=gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs),
     )
     del keywords["name"]
+    if rhs_transposed:
+        rhs = [np.ascontiguousarray(w.T) for w in rhs]
     return Call(
         arrays=(lhs, lhs, rhs, rhs),
         keywords={"world": world, **keywords},
@@ -66,8 +69,14 @@ KERNELS = (
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul,
-        # M, N, K, programs, return_gathered, and rows of a tile and of a unit; clipped at all ends, and with half tiles
-        shapes=lambda world: ((8, 16, 24, 2, True), (20, 8, 16, 3, False, 16, 16), (4, 24, 24, 3, False)),
+        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit; clipped at all ends, and
+        # with half tiles
+        shapes=lambda world: (
+            (8, 16, 24, 2, True, False),
+            (20, 8, 16, 3, False, False, 16, 16),
+            (4, 24, 24, 3, False, False),
+            (4, 24, 24, 2, True, True),
+        ),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -111,7 +120,7 @@ class Mutant:
     shape: tuple | None = None
 
 
-GATHERED = (8, 16, 24, 2, True)
+GATHERED = (8, 16, 24, 2, True, False)
 CLAIM = "        ticket = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"

@@ -219,7 +219,7 @@ def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_cap
 
 
 def unsupported_on_hopper(
-    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue = NONE, rhs_transposed: bool = False
+    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue = NONE
 ) -> list[str]:
     """All that keeps the kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
     reasons = []
@@ -233,8 +233,6 @@ def unsupported_on_hopper(
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
     if epilogue:
         reasons.append("it has no epilogue")
-    if rhs_transposed:
-        reasons.append("it takes rhs as [K, N] alone")
     return reasons
 
 
@@ -272,12 +270,11 @@ def fused(
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     columns = 2 * n if epilogue.gated else n
     on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
-    if config is None and not (epilogue or rhs_transposed or return_gathered):  # the last one has not been measured
+    if config is None and not epilogue:
         config = hopper_config(m, k, n, **on)
     config = config or default_config(m, columns, **on)
     if config.hopper:
-        given = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
-        reasons = unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, **given)
+        reasons = unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, epilogue=epilogue)
         if reasons:
             raise Unsupported("all_gather_matmul with hopper=True", reasons)
     kernel, keywords = launch(
@@ -336,7 +333,7 @@ def launch(
         },
     }
     if config.hopper:
-        assert not epilogue and not rhs_transposed
+        assert not epilogue
         own = _launch_hopper(
             m,
             k,
@@ -344,6 +341,7 @@ def launch(
             world=world,
             dtype=dtype,
             out_dtype=out_dtype,
+            rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
             config=config,
         )
@@ -375,7 +373,16 @@ def launch(
 
 
 def _launch_hopper(
-    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any, return_gathered: bool, config: Config
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    rhs_transposed: bool,
+    return_gathered: bool,
+    config: Config,
 ) -> dict[str, Any]:
     """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
     out_type = jax.ShapeDtypeStruct((world, m, n), out_dtype)
@@ -390,8 +397,8 @@ def _launch_hopper(
         "signals": {"arrived": (world, math.ceil(m / block_m), math.ceil(k / config.part)), "tickets": 1},
         "descriptors": {
             "lhs_desc": (1, block_m, block_k),
-            "rhs_desc": (block_k, block_n),
-            "half_desc": (block_k, block_n // 2),
+            "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
+            "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
             # 128 bytes, which is as much as TMA moves at a time.
             "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2)),
         },

@@ -19,7 +19,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import Team, check_axes, vary, varying
+from jaxtaxfree.teams import Team, check_axes, varying
 
 
 def matmul_all_reduce(
