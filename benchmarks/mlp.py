@@ -40,6 +40,8 @@ def _gradients(gather_matmul: Any, matmul_scatter: Any, x: jax.Array, weights: W
         return matmul_scatter(jax.nn.silu(gather_matmul(x, up)), down)
 
     out, backward = jax.vjp(mlp, x, up, down)
+    # The cotangent comes after the forward pass, from the layers behind: XLA must not gather it any earlier.
+    out, ct = lax.optimization_barrier((out, ct))
     # Behind a barrier, or XLA would compute no more of the gradients than what is read of them.
     out, (x_bar, up_bar, down_bar) = lax.optimization_barrier((out, backward(ct)))
     return x_bar + (out[0, 0] + up_bar[0, 0] + down_bar[0, 0]).astype(x_bar.dtype)

@@ -237,8 +237,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 1
 
 
-def main() -> int:
-    args = parse_args()
+def main(args: argparse.Namespace, run: Callable[[argparse.Namespace, Console], int]) -> int:
+    """Runs an example on GPUs, or on virtual CPU devices; returns the exit status."""
     # This has to come before the first look at any device, when nobody knows yet whether there are GPUs; it is safe
     # because it leaves them alone: jax.devices() lists the CPUs only where it finds nothing better.
     jax.config.update("jax_num_cpu_devices", max(WORLDS[0], args.world or 0))
@@ -250,4 +250,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse_args(), run))

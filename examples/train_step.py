@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import train
 import transformer
-from decode_loop import WEIGHTS, WORLDS, UsageError, choose_devices
+from decode_loop import WEIGHTS, UsageError, choose_devices, main
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -179,15 +179,5 @@ def run(args: argparse.Namespace, console: Console) -> int:
     return 0
 
 
-def main() -> int:
-    args = parse_args()
-    jax.config.update("jax_num_cpu_devices", max(WORLDS[0], args.world or 0))  # see decode_loop.py
-    try:
-        return run(args, Console(highlight=False))
-    except UsageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(parse_args(), run))
