@@ -277,7 +277,7 @@ def compile_for_cuda(
     config = None
     if amd:
         config = dataclasses.replace(kernel.default_config(shape, world, dtype), **kernel.amd)
-    elif kernel.operation is all_gather_matmul and compute_capability == 90:
+    elif kernel.default_config is _all_gather_matmul_config and compute_capability == 90:
         # Where the rows are many, it would choose the kernel that is for such GPUs alone.
         config = kernel.default_config(shape, world, dtype)
 
