@@ -602,6 +602,43 @@ def test_the_operands_of_a_peer_are_out_of_bounds() -> None:
 
 
 @triton.jit
+def two_arrays_kernel(x_ptr, y_ptr, team, inbox, outbox, out_ptr, OPERANDS: tl.constexpr):
+    """One access that has an element of each of two arrays."""
+    me = shmem.start(team)
+    first, second = x_ptr, y_ptr
+    if not OPERANDS:
+        first = shmem.scratch(me, inbox, tl.float32)
+        second = shmem.scratch(me, outbox, tl.float32)
+        tl.store(first, 1.0)
+        tl.store(second, 2.0)
+    apart = (second.to(tl.int64) - first.to(tl.int64)) // 4
+    element = tl.arange(0, 2)
+    tl.store(out_ptr + element, tl.load(first + element * apart))
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("operands", (True, False))
+def test_only_operands_are_read_together(operands: bool) -> None:
+    def run() -> Any:
+        arrays = ([np.full(1, value, F32)] * 2 for value in (1, 2))
+        return simulator.run(
+            two_arrays_kernel,
+            *arrays,
+            world=2,
+            grid=1,
+            out_type=shape_of(2),
+            scratch={"inbox": shape_of(1), "outbox": shape_of(1)},
+            OPERANDS=operands,
+        )
+
+    if operands:
+        np.testing.assert_array_equal(run()[0][0], [1, 2])
+    else:
+        with pytest.raises(simulator.OutOfBoundsError, match="runs from one array into another"):
+            run()
+
+
+@triton.jit
 def volatile_kernel(x_ptr, team, flags, out_ptr, BLOCK: tl.constexpr):
     """Signals of its own: ranks swap blocks of flags, by relaxed atomics, and poll them by volatile loads."""
     me = shmem.start(team)

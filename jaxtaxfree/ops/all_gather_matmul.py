@@ -493,8 +493,8 @@ def _batch_lhs(
 
 
 def _batch_lhs_gathered_too(*args: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
-    outs, dim = _batch_lhs(*args, **params)
-    return outs, [dim] * len(outs)
+    (out, gathered), dim = _batch_lhs(*args, **params)
+    return [out, gathered], [dim, dim]
 
 
 all_gather_matmul_p = bilinear(

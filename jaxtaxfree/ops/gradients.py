@@ -53,8 +53,9 @@ def _scatter(y: Any, w: Any, dimension: int, transposed: bool, dtype: Any, param
 
 def _contract(x: Any, y: Any, swapped: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
     """x^T @ y, or y^T @ x, over all dimensions but the last."""
-    rows = [operand.reshape(-1, operand.shape[-1]) for operand in ((y, x) if swapped else (x, y))]
-    return lax.dot_general(*rows, (((0,), (0,)), ((), ())), precision=params["precision"], preferred_element_type=dtype)
+    left, right = (operand.reshape(-1, operand.shape[-1]) for operand in ((y, x) if swapped else (x, y)))
+    dimensions = (((0,), (0,)), ((), ()))
+    return lax.dot_general(left, right, dimensions, precision=params["precision"], preferred_element_type=dtype)
 
 
 def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> Any:
