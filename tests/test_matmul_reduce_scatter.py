@@ -407,12 +407,15 @@ def test_an_mlp_has_no_collective_forward_and_backward(mesh: Mesh, check_vma: bo
     assert text.count("stablehlo.transpose") == 1
 
 
-def test_an_mlp_has_the_kernels_that_were_measured_faster(mesh: Mesh) -> None:
-    """Those of its products, and not those of its gradients alone."""
+@pytest.mark.parametrize("rows, calls", ((64, 2), (1024, 3)))
+def test_an_mlp_has_the_kernels_that_were_measured_faster(mesh: Mesh, rows: int, calls: int) -> None:
+    """Those of its products, and of many rows that of a gradient that gathers; nothing is gathered by XLA beside it."""
     program = mlp(mesh)
-    arrays = [sharded(mesh, *of, "bfloat16") for of in ((ROWS, (64, 32)), (COLUMNS, (32, 128)), (ROWS, (128, 32)))]
-    for function in (program, jax.grad(lambda *args: jnp.sin(program(*args)).sum(), (0, 1, 2))):
-        assert lower_for_cuda(function, *arrays).count(TRITON_CALL) == 2
+    arrays = [sharded(mesh, *of, "bfloat16") for of in ((ROWS, (rows, 32)), (COLUMNS, (32, 128)), (ROWS, (128, 32)))]
+    assert lower_for_cuda(program, *arrays).count(TRITON_CALL) == 2
+    text = lower_for_cuda(jax.grad(lambda *args: jnp.sin(program(*args)).sum(), (0, 1, 2)), *arrays)
+    assert text.count(TRITON_CALL) == calls
+    assert text.count("stablehlo.all_gather") == 3 - calls
 
 
 def test_second_order(mesh: Mesh) -> None:

@@ -56,7 +56,7 @@ def matmul_reduce_scatter(
       residual: of the result's shape, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
-        not. Gradients are fused with "fused" alone, because XLA's are faster. "simulate": the kernel, run for all ranks
+        not. Gradients gather in a kernel where there are more than 768 rows. "simulate": the kernel, run for all ranks
         on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
@@ -326,7 +326,11 @@ def _slower(
         return "there is one rank, so nothing to scatter"
     if why := matmul.slower(lhs, precision, rows, 2 * rows * math.prod(rhs.shape)):
         return why
-    return matmul.SLOWER_GRADIENTS if rhs_transposed else None
+    if rhs_transposed:
+        # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
+        # scatters beside the gradient of the weights.
+        return "XLA is faster in the gradients of an MLP"
+    return None
 
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
