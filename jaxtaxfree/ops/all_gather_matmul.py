@@ -465,7 +465,7 @@ def _slower(
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
     # Of gradients, that of an MLP of 4096 rows was measured.
-    return matmul.UNMEASURED if epilogue.gated or (rhs_transposed and rows <= 768) else None
+    return matmul.UNMEASURED if epilogue.gated or (rhs_transposed and rows < 2048) else None
 
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:

@@ -56,7 +56,7 @@ def matmul_reduce_scatter(
       residual: of the result's shape, added last.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
-        not. Gradients gather in a kernel where there are more than 768 rows. "simulate": the kernel, run for all ranks
+        not. Gradients gather in a kernel where there are 2048 rows or more. "simulate": the kernel, run for all ranks
         on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
