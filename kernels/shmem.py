@@ -341,22 +341,8 @@ def receive(me, source, peer, mask=None, patient=True):
 
     Returns: (f32 values, i1: false if they did not come within the heap's timeout; then store NaN).
     """
-    tl.static_assert(source.numel <= 16384, "shmem.receive takes at most 16384 messages at a time")
-    timeout = _timeout(me)
-    words = _look(source, mask)
-    missing = tl.sum(_late(me, words, mask))
-    if missing > 0:
-        end = _patience(me, timeout, patient)
-        polls = end * 0
-        going = end > 0
-        while (missing > 0) & going:
-            late_all = _too_late(me, end, polls)
-            words = _look(source, mask)
-            missing, going = _count(tl.sum(_late(me, words, mask) + late_all))
-            polls += 1
-        if missing > 0:
-            _report_words(me, _late(me, words, mask), source, peer, mask)
-    return _value(words), (missing == 0) & me.ready
+    words, came = _receive(me, source, peer, mask, patient, False)
+    return _value(words), came & me.ready
 
 
 @triton.jit
@@ -557,23 +543,8 @@ def receive_words(me, source, peer, mask=None):
 
     Returns: (i32 words, i1: false if they did not come within the heap's timeout; then store NaN).
     """
-    tl.static_assert(source.numel <= 16384, "shmem.receive_words takes at most 16384 words at a time")
-    timeout = _timeout(me)
-    words = _look(source, mask)
-    missing = tl.sum(_absent(words, mask))
-    if missing > 0:
-        end = _patience(me, timeout, True)
-        polls = end * 0
-        going = end > 0
-        while (missing > 0) & going:
-            late_all = _too_late(me, end, polls)
-            words = _look(source, mask)
-            missing, going = _count(tl.sum(_absent(words, mask) + late_all))
-            polls += 1
-        if missing > 0:
-            _report_words(me, _absent(words, mask), source, peer, mask)
+    words, came = _receive(me, source, peer, mask, True, True)
     # The sum over the block lies in between: no thread still looks.
-    came = missing == 0
     tl.store(source, tl.zeros_like(words), mask=came if mask is None else mask & came)
     return ~words, came & me.ready
 
@@ -761,6 +732,37 @@ def linger(me, source, count, stride):
         )
         came = came & (all_came != 0)
     return came
+
+
+@triton.jit
+def _receive(me, source, peer, mask, patient, CLEARED: tl.constexpr):
+    """Waits for messages, of the kind that the receiver makes 0 or of the other one: (i32 words, whether all came)."""
+    tl.static_assert(source.numel <= 16384, "shmem.receive and shmem.receive_words take at most 16384 words at a time")
+    timeout = _timeout(me)
+    words = _look(source, mask)
+    missing = tl.sum(_missing(me, words, mask, CLEARED))
+    if missing > 0:
+        end = _patience(me, timeout, patient)
+        polls = end * 0
+        going = end > 0
+        while (missing > 0) & going:
+            late_all = _too_late(me, end, polls)
+            words = _look(source, mask)
+            missing, going = _count(tl.sum(_missing(me, words, mask, CLEARED) + late_all))
+            polls += 1
+        if missing > 0:
+            _report_words(me, _missing(me, words, mask, CLEARED), source, peer, mask)
+    return words, missing == 0
+
+
+@triton.jit
+def _missing(me, words, mask, CLEARED: tl.constexpr):
+    """1 for each word that has not arrived in this call."""
+    if CLEARED:
+        missing = _absent(words, mask)
+    else:
+        missing = _late(me, words, mask)
+    return missing
 
 
 @triton.jit
