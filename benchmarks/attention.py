@@ -143,7 +143,6 @@ class DecodeAttention(Operation):
     parts = ("local",)
     peers = ("xla", "local+gather")
     # Together the caches of a chain are many times the L2 cache.
-    program_seconds = 0.2e-3
     fewest_calls = 16
     ceiling = "GB/s of device memory"
 

@@ -44,7 +44,6 @@ class _Collective(Operation):
     tiny_shapes = COLLECTIVE_TINY
     sizes = ("nbytes",)
     parts = ()
-    program_seconds = 0.2e-3
     fewest_calls = 16
     ceiling = "GB/s received by a rank"
     out_spec: ClassVar[P]  # of the result

@@ -7,8 +7,8 @@ decode shapes, or if its configuration says `exact_wire=True`, and `matmul_all_r
 ways.
 
 Decode shapes take turns between two rhs. Four-way shards of the listed weights (117 MB) exceed the L2 cache of an
-H200, but a cache that does not evict strictly by age would still hold some of a single matrix from call to call. Those
-of `matmul_all_reduce` are repeated in a loop, as a decode step is.
+H200, but a cache that does not evict strictly by age would still hold some of a single matrix from call to call. They
+are repeated in a loop, as a decode step is.
 """
 
 import abc
@@ -93,6 +93,9 @@ class MatmulOperation(Operation):
         if any(getattr(shape, size) % world for size in self.shared_out):
             sizes = " and ".join(self.shared_out)
             raise ValueError(f"{shape}: {sizes} must be multiples of the {world} devices; choose others, or --world")
+
+    def is_repeated(self, shape: MatmulShape) -> bool:
+        return shape.m <= DECODE_ROWS
 
     def usual_turns(self, shape: MatmulShape, calls: int) -> int:
         return 2 if shape.m <= DECODE_ROWS else 1
@@ -274,7 +277,6 @@ class MatmulAllReduce(_RowParallel):
     shapes = MATMUL_ALL_REDUCE
     tiny_shapes = MATMUL_ALL_REDUCE_TINY
     shared_out = ("k",)
-    program_seconds = 0.2e-3  # the chain of a decode step is short, and repeated
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
@@ -287,9 +289,6 @@ class MatmulAllReduce(_RowParallel):
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         return {"collective": REDUCED, "gemm": PRODUCT}.get(implementation.name, REDUCE_REFERENCE)
-
-    def is_repeated(self, shape: MatmulShape) -> bool:
-        return shape.m <= DECODE_ROWS
 
     def wire_bytes(self, shape: MatmulShape, world: int) -> int:
         """Of a reduce-scatter and an all-gather."""

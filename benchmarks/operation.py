@@ -104,7 +104,6 @@ class Operation(abc.ABC):
       parts: implementations that do only a part of the operation, and may well be faster than its floor.
       peers: beginnings of the names of what the fused kernel has to be ahead of.
       optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
-      program_seconds: how long a program is to last at least.
       fewest_calls: in a chain.
       ceiling: in words, what `ceilings` measures.
     """
@@ -116,7 +115,6 @@ class Operation(abc.ABC):
     parts: ClassVar[tuple[str, ...]]
     peers: ClassVar[tuple[str, ...]] = ("xla",)
     optional_peers: ClassVar[tuple[str, ...]] = ()
-    program_seconds: ClassVar[float] = 2e-3
     fewest_calls: ClassVar[int] = 8
     ceiling: ClassVar[str]
 
@@ -184,10 +182,14 @@ class Operation(abc.ABC):
         return ()
 
     def calls_per_program(self, shape: Any, world: int) -> int:
-        """Calls in a chain: a power of two up to 64 that makes the program last several times its dispatch."""
+        """Calls in a chain: a power of two up to 64 that makes the program last several times its dispatch.
+
+        The chain of one that is repeated may be short: XLA captures each of its custom calls anew for every program.
+        """
         fastest = self.fastest_seconds(shape, world)
+        seconds = 0.2e-3 if self.is_repeated(shape) else 2e-3
         calls = self.fewest_calls
-        while calls < 64 and calls * fastest < self.program_seconds:
+        while calls < 64 and calls * fastest < seconds:
             calls *= 2
         return calls
 

@@ -99,6 +99,14 @@ def _bytes_of_a_step(config: Any) -> int:
 
 
 def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
+    if config.small and config.hopper:
+        stages = config.num_stages
+        return [
+            *each("pushers", 8, 12),
+            *each("part", 1024, 4096),
+            *each("chunk", 1024, 4096),
+            *each("num_stages", stages // 2, stages * 3 // 4),
+        ]
     if config.small:
         return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
     if config.hopper:

@@ -938,11 +938,12 @@ def _poll(me, index, counters, count):
 
 
 @triton.jit
-def _poll_in_warps(me, signals, count):
-    """Waits like `_poll`, with the first thread of each warp and without a barrier of the block.
+def _poll_in_warps(me, signals, counters, count):
+    """Waits like `_poll`, with the first threads of each warp and without a barrier of the block.
 
     Args:
-      signals: the address of one signal, for each thread.
+      signals: the address of a signal for each thread.
+      counters: how many threads of a warp poll theirs.
 
     Returns: 1 for each thread, 0 for those of a warp for which the time ran out.
     """
@@ -954,21 +955,21 @@ def _poll_in_warps(me, signals, count):
         .reg .b64 now, end;
         mov.b32 $0, 1;
         mov.u32 v, %laneid;
-        setp.ne.u32 p, v, 0;
+        setp.ge.u32 p, v, $2;
         @p bra DONE;
         ld.acquire.sys.global.b32 v, [$1];
-        sub.s32 v, v, $2;
+        sub.s32 v, v, $3;
         setp.ge.s32 p, v, 0;
         @p bra DONE;
-        ld.volatile.global.b64 end, [$3 + 16];
+        ld.volatile.global.b64 end, [$4 + 16];
         mov.u64 now, %globaltimer;
         add.u64 end, end, now;
         AGAIN:
         ld.acquire.sys.global.b32 v, [$1];
-        sub.s32 v, v, $2;
+        sub.s32 v, v, $3;
         setp.ge.s32 p, v, 0;
         @p bra DONE;
-        ld.volatile.global.b32 v, [$3 + 4];
+        ld.volatile.global.b32 v, [$4 + 4];
         setp.ne.s32 p, v, 0;
         @p bra MISSING;
         mov.u64 now, %globaltimer;
@@ -980,8 +981,8 @@ def _poll_in_warps(me, signals, count):
         bar.warp.sync 0xffffffff;
         }
         """,
-        "=&r,l,r,l",
-        [signals, count, me.base],
+        "=&r,l,r,r,l",
+        [signals, counters, count, me.base],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -31,6 +31,7 @@ ODD_SHAPES = [
     (1000, 516, 777),
     (2052, 1023, 513),
     (132, 4096, 96),
+    (100, 264, 224),
 ]
 # Rows, and sizes of a token in the model and in the hidden layer. Checks that share them share compiled kernels.
 MLPS = [(64, 129, 40), (1032, 129, 264)]

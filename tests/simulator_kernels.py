@@ -13,10 +13,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import (
     all_gather_matmul,
+    all_gather_matmul_decode_hopper,
     all_gather_matmul_small,
     collectives,
     decode_attention,
@@ -123,7 +125,7 @@ def _launch(operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np
         dtype=dtype,
         out_dtype=dtype,
         precision="ieee",
-        config=operation.Config(**TILES, **config),
+        config=operation.Config(**{**TILES, **config}),
     )
     del keywords["name"]  # reports name the kernel, because several belong to one operation
     return {"world": world, **keywords}
@@ -137,6 +139,12 @@ def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk = shape
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True)
+
+
+def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, chunk, part, stages = shape
+    config = {"block_m": triton.next_power_of_2(max(8, world * m)), "part": part, "num_stages": stages}
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
@@ -327,6 +335,23 @@ KERNELS = (
         call=_small,
         # M, N, K, PUSHERS, CHUNK
         shapes=lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+    ),
+    Simulated(
+        name="all_gather_matmul_decode_hopper",
+        module=all_gather_matmul_decode_hopper,
+        function="all_gather_matmul_decode_hopper_kernel",
+        call=_decode_hopper,
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES
+        shapes=lambda world: (
+            (
+                (3, 24, 136, 2, 32, 96, 2),
+                (1, 16, 40, 1, 32, 40, 3),
+                (5, 40, 104, 3, 64, 32, 2),
+                (2, 16, 392, 1, 256, 392, 10),
+            )
+            if world <= 4
+            else ((3, 24, 72, 2, 64, 64, 2), (1, 16, 32, 1, 32, 32, 3))
+        ),
     ),
     Simulated(
         name="matmul_reduce_scatter",

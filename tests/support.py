@@ -274,12 +274,10 @@ def compile_for_cuda(
       amd: take the configuration for gfx942.
     """
     mesh = mesh_of(world)
-    config = None
+    # Some operations would choose another kernel, which is for one kind of GPU alone.
+    config = kernel.default_config(shape, world, dtype, compute_capability)
     if amd:
-        config = dataclasses.replace(kernel.default_config(shape, world, dtype), **kernel.amd)
-    elif kernel.default_config is _all_gather_matmul_config and compute_capability == 90:
-        # Where the rows are many, it would choose the kernel that is for such GPUs alone.
-        config = kernel.default_config(shape, world, dtype)
+        config = dataclasses.replace(config, **kernel.amd)
 
     def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return kernel.operation(lhs, rhs, "tp", implementation="fused", config=config, precision=precision)

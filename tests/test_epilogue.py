@@ -230,6 +230,19 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
         assert_close(out, wanted, TOLERANCE["float32"])
 
 
+DECODE_HOPPER = {**GATHER.tiles["small"], "hopper": True, "block_n": 16, "part": 32, "num_stages": 2}
+
+
+@pytest.mark.parametrize("given", ELEMENTWISE + PAIRS, ids=name_of)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: str) -> None:
+    arrays = GATHER.operands(2, 7, 72, 24, dtype)
+    for seed in range(3):
+        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
+            out = call(GATHER, mesh_of(2), given, arrays, implementation="simulate", config=DECODE_HOPPER)
+        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("m", (16, 300))
 @each_fullest
 def test_the_configuration_that_gpus_take(operation: Operation, given: dict[str, Any], m: int) -> None:

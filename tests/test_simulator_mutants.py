@@ -13,7 +13,9 @@ from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
     EpochMismatchError,
+    MbarrierError,
     MessageError,
+    MissingFenceError,
     OutOfBoundsError,
     SignalCountError,
     SimulationError,
@@ -121,6 +123,9 @@ CUSTOM_STORES = """    for i in range(WORLD):
 CUSTOM_SIGNALS = """    for i in range(WORLD):
         shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
 """
+DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready\n"
+DECODE_FENCE = "        shmem.fence_proxy()\n"
+DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
 
 MUTANTS = (
     Mutant(
@@ -765,6 +770,67 @@ MUTANTS = (
         api=True,
         edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
         errors=(MessageError, DataRaceError),
+    ),
+    Mutant(
+        name="no wait for the rows",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=((DECODE_WAIT, ""),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for the first part alone",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=((DECODE_WAIT, "        if part == 0:\n    " + DECODE_WAIT),),
+        errors=TOO_EARLY,
+        shape=(3, 24, 136, 2, 32, 96, 2),
+    ),
+    Mutant(
+        name="wait for one pusher of each rank",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=(("me.epoch * PUSHERS) & ready", "(me.epoch - 1) * PUSHERS + 1) & ready"),),
+        errors=TOO_EARLY,
+        shape=(3, 24, 136, 2, 32, 96, 2),
+    ),
+    Mutant(
+        name="no proxy fence",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=((DECODE_FENCE, ""),),
+        errors=(MissingFenceError,),
+    ),
+    Mutant(
+        name="proxy fence before the wait",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=((DECODE_WAIT + DECODE_FENCE, DECODE_FENCE + DECODE_WAIT),),
+        errors=(MissingFenceError,),
+    ),
+    Mutant(
+        name="publish before the rows are stored",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=((DECODE_SIGNAL, ""), ("        for at in", DECODE_SIGNAL + "        for at in")),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait for an empty buffer",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=(("                mbarrier.wait(ring.empty.index(stage), phase)\n", ""),),
+        errors=(DataRaceError, MbarrierError),
+    ),
+    Mutant(
+        name="told before it is known",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=(("    mbarrier.wait(ring.told, 0)\n", ""),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="two copies of the rows in one place",
+        kernel="all_gather_matmul_decode_hopper",
+        edits=(
+            (
+                "inbox = shmem.scratch(me, gathered, rhs_desc.dtype)",
+                "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, rhs_desc.dtype)",
+            ),
+        ),
+        errors=TOO_EARLY,
     ),
 )
 

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from triton import next_power_of_2
 
 from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
+from jaxtaxfree.kernels.all_gather_matmul_decode_hopper import all_gather_matmul_decode_hopper_kernel
 from jaxtaxfree.kernels.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
@@ -153,11 +155,13 @@ class Config:
       units: parts in which a block of rows is sent, each with a signal; not if `small`.
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
       small: every tile has the rows of all ranks, so that `rhs` is read once.
-      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. The
-        pushers are warps of all of them. Of the settings above it has the first six and `group_m`.
-      programs: how many, if `hopper`: as many as the GPU has multiprocessors.
-      part, unit: columns and rows that are sent together, if `hopper`: of a multiple of `block_k`, and a divisor of
-        `block_m`.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
+        `block_m` is at least the rows of all ranks, a tile has `block_n` columns of each product, 16 times `num_warps`,
+        and `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are warps of all of
+        them; of the settings above there are the first six and `group_m`.
+      programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
+      part: columns that are sent together, if `hopper`: a multiple of `block_k`.
+      unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
     """
 
     block_m: int = 128
@@ -204,24 +208,51 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return Config(**tile, pushers=pushers, units=units)
 
 
-def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
-    """A configuration by shape of the kernel for Hopper; None where it cannot run, or is not faster.
+def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config | None:
+    """A configuration by shape of the kernels for Hopper, as in `default_config`; None where they are not faster.
 
-    Args: as of `default_config`, and k, columns of a rank's `lhs`.
+    Args:
+      m, world: as there.
+      n: columns of a rank's `rhs`, and of the gate if there is one.
+      gated: whether there is.
     """
-    # With few columns the rows travel for longer than the product takes, and no faster than by the other kernel. Fewer
-    # rows have not been measured.
-    if world * m < 2048 or n <= 2560:
+    rows = world * m
+    # With few columns the rows travel for longer than the product takes, and no faster than by the other kernel. What
+    # lies between these numbers of rows has not been measured.
+    if rows >= 2048 and n > 2560:
+        return HOPPER
+    if rows > 128:
         return None
-    if unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
-        return None
-    return HOPPER
+    block_m, block_n, block_k = max(8, next_power_of_2(rows)), 64, 64
+    stage = 2 * block_k * (block_m + (2 if gated else 1) * block_n)  # bytes
+    return Config(
+        block_m=block_m,
+        block_n=block_n,
+        block_k=block_k,
+        num_warps=4,
+        num_stages=min(16, (200 << 10) // stage),
+        pushers=20,
+        # Few rows are there before anyone needs them, many in the order in which they are needed.
+        chunk=2048 if rows <= 32 else 4096,
+        part=8192 if rows <= 32 else 2048,
+        small=True,
+        hopper=True,
+    )
 
 
 def unsupported_on_hopper(
-    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Epilogue = NONE
+    rows: int,
+    k: int,
+    n: int,
+    *,
+    dtype: Any,
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    config: Config,
 ) -> list[str]:
-    """All that keeps the kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
+    """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
     reasons = []
     if compute_capability != 90:
         reasons.append(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}")
@@ -231,9 +262,32 @@ def unsupported_on_hopper(
         reasons.append(f"it takes float16 and bfloat16, not {dtype}")
     if k % 8 or n % 8:
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
-    if epilogue:
-        reasons.append("it has no epilogue")
+    if not config.small:
+        return reasons + ["it has no epilogue"] * bool(epilogue)
+    if rhs_transposed:
+        reasons.append("with small=True it takes rhs as [K, N] alone")
+    if return_gathered:
+        reasons.append("with small=True it does not return the gathered rows")
+    if rows > config.block_m:
+        reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
     return reasons
+
+
+def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
+    """The configuration by shape, of whichever kernel can take the call and is the fastest.
+
+    Args:
+      m, k, n: a rank multiplies its lhs [m, k] by its rhs [k, n].
+      world, dtype, compute_capability: as of `default_config`.
+      **form: what else `unsupported_on_hopper` asks for.
+    """
+    on = {"dtype": dtype, "compute_capability": compute_capability}
+    epilogue = form.get("epilogue", NONE)
+    if not epilogue:  # with one, the kernel for few rows has not been measured
+        config = hopper_config(m, n, world)
+        if config and not unsupported_on_hopper(world * m, k, n, config=config, **on, **form):
+            return config
+    return default_config(m, 2 * n if epilogue.gated else n, world, **on)
 
 
 def fused(
@@ -268,15 +322,12 @@ def fused(
     world = lax.axis_size(axes)
     rows, lengths = matmul.rows_first(lhs, axis)
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
-    columns = 2 * n if epilogue.gated else n
-    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
-    if config is None and not epilogue:
-        config = hopper_config(m, k, n, **on)
-    config = config or default_config(m, columns, **on)
-    if config.hopper:
-        reasons = unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, epilogue=epilogue)
-        if reasons:
-            raise Unsupported("all_gather_matmul with hopper=True", reasons)
+    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
+    form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
+    if config is None:
+        config = choose(m, k, n, world=world, **on, **form)
+    elif config.hopper and (reasons := unsupported_on_hopper(world * m, k, n, config=config, **on, **form)):
+        raise Unsupported("all_gather_matmul with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -291,7 +342,7 @@ def fused(
         config=config,
     )
     arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
-    if config.hopper:
+    if config.hopper and not config.small:
         # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
         arrays = (rows[None], rows[None], rhs, rhs)
     outs = shmem_call(
@@ -323,7 +374,9 @@ def launch(
     columns = n
     if epilogue.gated:
         columns = 2 * n
-        config = dataclasses.replace(config, block_n=config.block_n // 2)
+        if not config.hopper:
+            config = dataclasses.replace(config, block_n=config.block_n // 2)
+    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
     common = {
         "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
         "name": "all_gather_matmul",
@@ -332,6 +385,10 @@ def launch(
             "bytes_accessed": size * (world * m * (k + n) + k * columns),
         },
     }
+    if config.hopper and config.small:
+        assert not (rhs_transposed or return_gathered)
+        own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
+        return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type}
     if config.hopper:
         assert not epilogue
         own = _launch_hopper(
@@ -346,7 +403,6 @@ def launch(
             config=config,
         )
         return all_gather_matmul_hopper_kernel, common | own
-    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world * m, k), dtype))}
@@ -415,6 +471,31 @@ def _launch_hopper(
     }
 
 
+def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: Config) -> dict[str, Any]:
+    """What is different for the kernel for few rows on Hopper."""
+    weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
+    # Whole steps.
+    part = math.ceil(min(config.part, k) / config.block_k) * config.block_k
+    return {
+        "grid": config.pushers + math.ceil(n / config.block_n),
+        "num_warps": config.num_warps,
+        "signals": {"arrived": (math.ceil(k / part), world)},
+        "descriptors": dict.fromkeys(weights, (config.block_k, config.block_n)),
+        **({} if epilogue.gated else {"gate_desc": None}),
+        **epilogue.keywords("bias", "residual"),
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+        "PUSHERS": config.pushers,
+        "PART": part,
+        "CHUNK": config.chunk,
+    }
+
+
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
@@ -470,16 +551,15 @@ def _slower(
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
-
+    rows = team.world * math.prod(lhs.shape[:-1])
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        n = rhs.shape[1]
-        return hopper_config(m, *rhs.shape, world=team.world, **on) or default_config(m, n, world=team.world, **on)
+        return choose(m, *rhs.shape, world=team.world, **on)
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
-        return None if config.hopper and unsupported_on_hopper(*rhs.shape, **on) else config
+        return None if config.hopper and unsupported_on_hopper(rows, *rhs.shape, config=config, **on) else config
 
     return matmul.case("all_gather_matmul", lhs, rhs, default=default, take=take, team=team, **params)
 

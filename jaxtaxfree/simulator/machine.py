@@ -774,7 +774,7 @@ def _gluon_wait(function: Callable) -> Callable:
 
 @interpreter.hook(GLUON_API, "_poll")
 def _gluon_poll(function: Callable) -> Callable:
-    return lambda me, index, count: function.__globals__["shmem"]._poll(me, index, 1, count)
+    return lambda *args: function.__globals__["shmem"]._poll(*args)
 
 
 @interpreter.hook(DEVICE_API, "send")

@@ -1,0 +1,127 @@
+"""What the compiler makes of all_gather_matmul's kernel for few rows on Hopper, read from the PTX: no GPU needed."""
+
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import pytest
+import triton
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree import all_gather_matmul
+from jaxtaxfree.ops.all_gather_matmul import hopper_config
+from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
+from tests.test_compiled import (
+    SHARED_MEMORY,
+    local_memory,
+    narrow_remote_stores,
+    parse,
+    ptxas_report,
+    publishes_out_of_order,
+    spilled_bytes,
+    waits_that_do_not_wait,
+)
+from tests.test_compiled_hopper import products_that_do_not_overlap, stages_released_for_ever
+from tests.test_gluon import NAME, PTX, WARPS, launch_of
+from tests.test_gluon import SHARED_MEMORY as SHARED
+
+KERNEL = b"all_gather_matmul_decode_hopper_kernel"
+# Sizes and keywords of the operation; of gate, bias and residual whether there is one.
+CASES: dict[str, dict[str, Any]] = {
+    "16-rows": {},
+    "128-rows": {"m": 128},
+    "8-ranks": {"m": 64, "world": 8},
+    "2-rows": {"m": 2, "world": 2},
+    "odd": {"m": 60, "k": 136, "n": 4 * 40, "dtype": "float16"},
+    "float32-result": {"preferred_element_type": "float32"},
+    "pair": {"gate": True, "activation": "silu"},
+    "128-rows-pair": {"m": 128, "gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
+    "128-rows-epilogue": {"m": 128, "bias": True, "activation": "gelu_tanh", "residual": True},
+}
+SPECS = {"gate": P(None, "tp"), "bias": P("tp"), "residual": P(None, "tp")}
+
+
+def lowered(**given: Any) -> str:
+    """The program of a call of these sizes as of the whole."""
+    call = {"world": 4, "m": 16, "k": 8192, "n": 28672, "dtype": "bfloat16", **given}
+    world, m, k, n, dtype = (call.pop(name) for name in ("world", "m", "k", "n", "dtype"))
+    names = [name for name in SPECS if call.pop(name, False)]
+    mesh = mesh_of(world)
+    shapes = {"gate": (k, n), "bias": (n,), "residual": (m, n)}
+    in_specs = (P("tp"), P(None, "tp"), *(SPECS[name] for name in names))
+
+    def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
+        return all_gather_matmul(lhs, rhs, "tp", implementation="fused", **dict(zip(names, others)), **call)
+
+    out_specs = (P(None, "tp"), P()) if call.get("return_gathered") else P(None, "tp")
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    sizes = ((m, k), (k, n), *(shapes[name] for name in names))
+    return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, sizes)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_code(name: str) -> None:
+    case = CASES[name]
+    # Asked for, because those with an epilogue are not chosen.
+    config = hopper_config(case.get("m", 16), 7168, 1, gated=case.get("gate", False))
+    assert config
+    kernel = launch_of(lowered(**case, config=dataclasses.asdict(config)))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    # The barriers of a partition of one warp are those of a warp.
+    program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
+    assert kernel[NAME] == KERNEL
+    assert kernel[WARPS] == 8
+    assert code.shared <= SHARED_MEMORY[90]
+    assert waits_that_do_not_wait(program, 1) == []
+    assert publishes_out_of_order(program) == []
+    assert narrow_remote_stores(program) == []
+    assert stages_released_for_ever(program) == []
+    assert local_memory(code.ptx) == []
+    report = ptxas_report(code)
+    assert spilled_bytes(report) == 0
+    assert products_that_do_not_overlap(report) == []
+    columns = max(8, triton.next_power_of_2(case.get("m", 16)))
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32", code.ptx)
+    assert {int(found) for found in products} == {columns}
+
+
+def test_weights_are_on_their_way_before_a_wait() -> None:
+    ptx = launch_of(lowered())[PTX].decode()
+    # From the first mbarrier to where the partitions begin.
+    before = re.search(r"mbarrier\.init.*?barrier\.sync\s+1;", ptx, re.DOTALL)[0]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", before)) == 8
+    assert "ld.acquire" not in before
+
+
+@pytest.mark.parametrize(
+    ("changed", "hopper"),
+    (
+        ({"m": 128}, True),
+        ({"m": 132}, False),
+        ({"dtype": "float32"}, False),
+        ({"k": 132}, False),
+        ({"n": 4 * 100}, False),
+        ({"return_gathered": True}, False),
+        ({"activation": "silu"}, False),
+        ({"compute_capability": 80}, False),
+        ({"compute_capability": 100}, False),
+    ),
+    ids=str,
+)
+def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"k": 1024, "n": 1024, "compute_capability": 90, **changed}
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
+    assert launch_of(lowered(**call))[NAME] == (KERNEL if hopper else b"all_gather_matmul_small_kernel")
+
+
+def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", "3.10.0")
+    assert launch_of(lowered(k=1024, n=1024))[NAME] == b"all_gather_matmul_small_kernel"
+
+
+def test_all_reasons_why_it_cannot_run() -> None:
+    parts = ("float16 and bfloat16, not float32", "not return the gathered rows", "64 are more than block_m=16")
+    with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
+        config = {"hopper": True, "small": True, "block_m": 16, "block_n": 64, "num_warps": 4}
+        lowered(m=64, k=1024, n=1024, dtype="float32", return_gathered=True, config=config)
