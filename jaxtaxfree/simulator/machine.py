@@ -135,7 +135,7 @@ class Machine:
         self._sending: set[Program] = set()
         self._ended: dict[int, int] = {}  # by call: ranks that have ended it
         self._peer: dict[Program, int | None] = {}
-        self._claims: set[tuple[int, int]] = set()  # (thread, call) of those who have claimed work
+        self._claims: set[tuple[int, int]] = set()  # (thread, call) of programs that have claimed work
         self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
         self._work: dict[Program, Work] = {}
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
@@ -191,6 +191,11 @@ class Machine:
     @property
     def _programs(self) -> int:
         return self._heap.layout.programs
+
+    @property
+    def _threads(self) -> int:
+        """Programs of all ranks. The threads of a program's parts are the same modulo this."""
+        return len(self.scheduler.ranks) * self._programs
 
     def finish(self) -> None:
         """After the last call: what can only be said of whole calls."""
@@ -513,7 +518,7 @@ class Machine:
 
     def claim(self) -> None:
         """The current program's work is its own from now on, whatever its id."""
-        self._claims.add((self._program.thread, self._program.call))
+        self._claims.add((self._program.thread % self._threads, self._program.call))
 
     def blame(self, peer: int | None) -> None:
         """The next wait of the current program is for this rank."""
@@ -554,7 +559,7 @@ class Machine:
 
     def _check_order(self, program: Program, wait: _Wait | _Reception, what: str, thread: int, call: int) -> None:
         """Checks that a program waited for none of a higher id."""
-        claimed = self._settings.tickets or (thread, call) in self._claims
+        claimed = self._settings.tickets or (thread % self._threads, call) in self._claims
         if claimed or call != program.call or thread % self._programs <= program.program:
             return
         does = "raises" if isinstance(wait, _Wait) else "sends"

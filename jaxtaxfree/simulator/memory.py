@@ -43,7 +43,7 @@ class Part:
 
     def __post_init__(self) -> None:
         if self.kind != "operand":
-            self.writers = np.zeros((self.stop - self.start + 3) >> self.unit, np.int32)
+            self.writers = np.zeros((self.stop - self.start + (1 << self.unit) - 1) >> self.unit, np.int32)
 
     def units(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """The units that accesses of `size` bytes touch. Splits the units if they are coarser than that."""
