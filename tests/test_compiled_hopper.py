@@ -2,14 +2,15 @@
 
 import functools
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtaxfree import all_gather_matmul
-from jaxtaxfree.kernels import all_gather_matmul_hopper, shmem
+from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
+from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_reduce_scatter_hopper, shmem
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
@@ -17,6 +18,7 @@ from tests.test_compiled import (
     SHARED_MEMORY,
     Statement,
     bytes_of,
+    is_barrier,
     local_memory,
     loops,
     parse,
@@ -40,19 +42,41 @@ CASES: dict[str, dict[str, Any]] = {
     "transposed": {"rhs_transposed": True},
     "transposed-odd": {"rhs_transposed": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
 }
+SCATTER_CASES: dict[str, dict[str, Any]] = {
+    "scatter-aligned": {},
+    "scatter-two-ranks": {"world": 2},
+    "scatter-eight-ranks": {"world": 8, "m": 16384, "k": 57344},
+    "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
+    "scatter-float32-result": {"preferred_element_type": "float32"},
+}
 each_case = pytest.mark.parametrize("name", CASES)
+each_scatter = pytest.mark.parametrize("name", SCATTER_CASES)
+each_kernel = pytest.mark.parametrize("name", CASES | SCATTER_CASES)
 
 
-def lowered(world: int, m: int, k: int, n: int, dtype: str, *, rhs_transposed: bool = False, **keywords: Any) -> str:
+def lowered(
+    world: int,
+    m: int,
+    k: int,
+    n: int,
+    dtype: str,
+    *,
+    operation: Callable = all_gather_matmul,
+    rhs_transposed: bool = False,
+    **keywords: Any,
+) -> str:
     """The program of a call of these sizes as of the whole."""
-    call = functools.partial(all_gather_matmul, axis_name="tp", implementation="fused", **keywords)
-    mesh, in_specs, shapes = mesh_of(world), (P("tp"), P(None, "tp")), ((m, k), (k, n))
+    call = functools.partial(operation, axis_name="tp", implementation="fused", **keywords)
+    rows, columns, mesh = P("tp"), P(None, "tp"), mesh_of(world)
+    in_specs, out_specs = ((rows, columns), columns) if operation is all_gather_matmul else ((columns, rows), rows)
+    shapes = ((m, k), (k, n))
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
-        in_specs, shapes = (P("tp"), P("tp")), ((m, k), (n, k))
+        in_specs, shapes = (rows, rows), ((m, k), (n, k))
+    if "return_gathered" in keywords:
+        out_specs = (out_specs, P())
     arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
-    out_specs = (P(None, "tp"), P()) if "return_gathered" in keywords else P(None, "tp")
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return lower_for_cuda(program, *arrays)
 
@@ -60,9 +84,11 @@ def lowered(world: int, m: int, k: int, n: int, dtype: str, *, rhs_transposed: b
 @functools.cache
 def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
-    call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16", "config": HOPPER}
-    kernel = launch_of(lowered(**call | CASES[name]))
-    assert kernel[NAME] == b"all_gather_matmul_hopper_kernel"
+    call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
+    operation = matmul_reduce_scatter if name in SCATTER_CASES else all_gather_matmul
+    call |= {"operation": operation, "config": {"hopper": True} if name in SCATTER_CASES else HOPPER}
+    kernel = launch_of(lowered(**call | (CASES | SCATTER_CASES)[name]))
+    assert kernel[NAME].decode() == f"{operation.__name__}_hopper_kernel"
     assert kernel[WARPS] == 12
     ptx = kernel[PTX].decode()
     return Compiled(ptx, kernel[SHARED], (), {}), parse(ptx)
@@ -107,7 +133,43 @@ def test_rows_travel_in_stores_of_16_bytes(name: str) -> None:
     assert {bytes_of(store) for store in stores} == {16}
 
 
-@each_case
+@each_scatter
+def test_waits_and_publishes_of_a_scatter(name: str) -> None:
+    program = compiled(name)[1]
+    assert waits_that_do_not_wait(program, 1) == []
+    claims = places_of(shmem.claim, "drawn = tl.atomic_add(")
+    assert len([s for s in program if s.place in claims and s.starts("atom")]) == 2
+    assert publishes_out_of_order([s for s in program if not s.starts("atom.")]) == []
+
+
+@each_scatter
+def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
+    """From the registers to the outbox, from there to a peer, and from there to the registers."""
+    program = compiled(name)[1]
+    staged = places_of(matmul_reduce_scatter_hopper.multiply, "gl.store(")
+    for place in (staged, places_of(shmem.store, "tl.store(")):
+        stores = [s for s in program if s.place in place and s.starts("st.")]
+        assert stores
+        assert {bytes_of(store) for store in stores} == {16}
+    peers = SCATTER_CASES[name].get("world", 4) - 1
+    loads = [s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]
+    assert len(loads) == 16 * peers + 8
+
+
+@each_scatter
+def test_a_hand_over_is_behind_a_barrier(name: str) -> None:
+    """All warps of a part have stored, or read, before its one thread arrives."""
+    program = compiled(name)[1]
+    functions = (matmul_reduce_scatter_hopper.give, matmul_reduce_scatter_hopper.release)
+    places = {place for function in functions for place in places_of(function, "mbarrier.arrive(")}
+    arrivals = [i for i, s in enumerate(program) if s.place in places and s.starts("mbarrier.arrive")]
+    behind = [any(is_barrier(s) for s in program[i - 6 : i]) for i in arrivals]
+    # The role that loads is one warp, and hands over in two places.
+    assert len(arrivals) - sum(behind) == 2
+    assert sum(behind) >= 4
+
+
+@each_kernel
 def test_registers_and_shared_memory(name: str) -> None:
     code, _ = compiled(name)
     report = ptxas_report(code)
@@ -133,7 +195,7 @@ def stages_released_for_ever(program: list[Statement]) -> list[str]:
     return wrong
 
 
-@each_case
+@each_kernel
 def test_every_stage_is_released(name: str) -> None:
     assert stages_released_for_ever(compiled(name)[1]) == []
 

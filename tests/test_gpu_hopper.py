@@ -76,7 +76,7 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
     call = parity.on_mesh(operation, mesh, implementation="fused", config={"hopper": True})
-    return call, parity.operands(4 * 664, 1032, 4 * 520, jnp.bfloat16, mesh, operation=operation)
+    return call, parity.operands(4 * 664, 1056, 4 * 520, jnp.bfloat16, mesh, operation=operation)
 
 
 def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, times: int) -> int:
@@ -96,7 +96,8 @@ def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, time
     return int(parity.on_ranks(mesh, local))
 
 
-each_operation = pytest.mark.parametrize("operation", (parity.GATHER,), ids=lambda operation: operation.name)
+OPERATIONS = (parity.GATHER, parity.SCATTER)
+each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
 
 
 @each_operation

@@ -38,6 +38,7 @@ from tests.support import (
 from tests.support import (
     row_parallel_shapes as shapes,
 )
+from tests.test_gluon import NAME, launch_of
 
 M, K, N = 60, 33, 37  # of the whole lhs and result, but K is that of a rank
 
@@ -151,6 +152,18 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
     lhs, rhs = operands(dtype=dtype, m=m)
     out = jax.jit(row_parallel(mesh, implementation="simulate", precision="highest"))(lhs, rhs)
     np.testing.assert_array_equal(out, exact_product(lhs, rhs, dtype))
+
+
+@pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 34, 24, 16), (3, 15, 40, 72), (4, 132, 16, 24)))
+@pytest.mark.parametrize("dtype, result", (("bfloat16", None), ("float16", "float32")))
+def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, result: str | None) -> None:
+    """Tiles that are clipped at all ends, by few programs."""
+    lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
+    config = {"block_m": 32, "block_n": 64, "block_k": 16, "hopper": True, "programs": 3, "chunk": 512}
+    program = row_parallel(
+        mesh_of(world), implementation="simulate", preferred_element_type=result, config={**config, "num_stages": 2}
+    )
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
 
 @pytest.mark.parametrize("world", (1, 2, 4))
@@ -549,6 +562,53 @@ def test_lowers_on_an_explicit_mesh() -> None:
     mesh = Mesh(mesh_of(4).devices, ("tp",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):
         assert_fused(lower_for_cuda(row_parallel(mesh, implementation="fused"), *shapes(mesh)))
+
+
+def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
+    """The name of the kernel that is launched for such operands."""
+    program = row_parallel(mesh, implementation="fused", **keywords)
+    return launch_of(lower_for_cuda(program, *shapes(mesh, *shape)))[NAME].decode()
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("m, k, n", ((8192, 8192, 8192), (8448, 544, 4096)))
+def test_hopper_has_a_kernel_of_its_own_for_many_short_tiles(mesh: Mesh, dtype: str, m: int, k: int, n: int) -> None:
+    assert kernel_of(mesh, dtype, m, k, n) == "matmul_reduce_scatter_hopper_kernel"
+
+
+@pytest.mark.parametrize(
+    "shape, keywords",
+    (
+        (("bfloat16", 4096, 8192, 8192), {}),  # few tiles
+        (("bfloat16", 8192, 28672, 8192), {}),  # long ones
+        (("float32", 8192, 512, 8192), {}),
+        (("bfloat16", 8192, 500, 8192), {}),  # rows that TMA does not take
+        (("bfloat16", 8192, 512, 8196), {}),
+        (("bfloat16", 8192, 512, 8192), {"activation": "silu"}),
+        (("bfloat16", 8192, 512, 8192), {"config": {"exact_wire": True}}),
+        (("bfloat16", 8192, 512, 8192), {"capability": 80}),
+        (("bfloat16", 8192, 512, 8192), {"capability": 100}),
+    ),
+)
+def test_others_are_multiplied_by_the_portable_kernel(
+    mesh: Mesh, shape: tuple, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keywords = dict(keywords)
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(keywords.pop("capability", 90)))
+    assert kernel_of(mesh, *shape, **keywords) == "matmul_reduce_scatter_kernel"
+
+
+@pytest.mark.parametrize("shape", MATMUL_REDUCE_SCATTER, ids=lambda shape: shape.name)
+def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
+    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"hopper": True})
+    assert name == "matmul_reduce_scatter_hopper_kernel"
+
+
+def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
+    parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "it has no epilogue")
+    with fails(NotImplementedError, "matmul_reduce_scatter with hopper=True", *parts):
+        kernel_of(mesh, "float32", 2048, 500, 512, activation="silu", config={"hopper": True})
 
 
 @pytest.mark.parametrize("body", (scanned, looped))

@@ -13,12 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul as operation
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper
+from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
     MissingFenceError,
+    OutOfBoundsError,
     SignalCountError,
     SimulationError,
     UnfinishedOperationError,
@@ -63,6 +65,31 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
+def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs = shape
+    lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
+    _, keywords = scatter_ops.launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=dtype,
+        out_dtype=dtype,
+        precision="tf32",
+        config=scatter_ops.Config(**tiles, hopper=True, programs=programs),
+    )
+    del keywords["name"]
+    return Call(
+        arrays=(lhs, rhs, rhs),
+        keywords={"world": world, **keywords},
+        expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
+    )
+
+
 KERNELS = (
     Simulated(
         name="all_gather_matmul",
@@ -77,6 +104,14 @@ KERNELS = (
             (4, 24, 24, 3, False, False),
             (4, 24, 24, 2, True, True),
         ),
+    ),
+    Simulated(
+        name="matmul_reduce_scatter",
+        module=matmul_reduce_scatter_hopper,
+        function="matmul_reduce_scatter_hopper_kernel",
+        call=matmul_reduce_scatter,
+        # M, N, K, programs; clipped at all ends, and with more programs than a rank has tiles
+        shapes=lambda world: ((17, 16, 24, 2), (5, 40, 16, 1), (16, 32, 40, 3)),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -127,6 +162,14 @@ FENCE = "            shmem.fence_proxy()\n"
 SEND = "        copy(dest, lhs_ptr, row, part, me.ready, True, work)\n"
 SIGNAL = "        shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)\n"
 COPY_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
+TILE_WAIT = "shmem.wait(me, signal, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
+STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
+GIVEN = "            to_push = give(staged, to_push, ticket)\n"
+CARRIED = """        for first in range(0, size, work.CHUNK):
+            shmem.put(me, dest + first + element, source + first + element, owner)
+"""
+RELEASED = "        place = release(staged, place)\n"
+TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 MUTANTS = (
@@ -193,6 +236,61 @@ MUTANTS = (
         name="empty stages taken for full ones",
         edits=(("position = (0, 0)", "position = (0, 1)"),),
         errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="tiles claimed twice",
+        kernel="matmul_reduce_scatter",
+        edits=(("        ticket = shmem.claim(me, tickets, count + gl.num_programs(0))\n", "        ticket += 1\n"),),
+        errors=(DataRaceError, SignalCountError, OutOfBoundsError),
+    ),
+    Mutant(
+        name="tile handed over before it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=((STAGED + GIVEN, GIVEN.replace("to_push =", "after =") + STAGED + "            to_push = after\n"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a place taken before it is free",
+        kernel="matmul_reduce_scatter",
+        edits=(("            wait_for_place(staged, to_push)\n", ""),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="a place released before it is carried",
+        kernel="matmul_reduce_scatter",
+        edits=((CARRIED + RELEASED, RELEASED.replace("place =", "after =") + CARRIED + "        place = after\n"),),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="signal before the tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_SIGNAL, ""), (CARRIED, TILE_SIGNAL + CARRIED)),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last lines not carried",
+        kernel="matmul_reduce_scatter",
+        edits=(("range(0, size, work.CHUNK)", "range(0, size - work.CHUNK, work.CHUNK)"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait for a peer's tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="tiles of the previous epoch",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_WAIT, TILE_WAIT.replace("me.epoch", "me.epoch - 1")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last ticket not handed over",
+        kernel="matmul_reduce_scatter",
+        edits=(("    give(staged, to_push, ticket)\n    matmul", "    matmul"),),
+        errors=(DeadlockError,),
+        says="arrivals",
     ),
     Mutant(
         name="a stage released too early",

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
-from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_decode_hopper import all_gather_matmul_decode_hopper_kernel
@@ -253,17 +252,10 @@ def unsupported_on_hopper(
     config: Config,
 ) -> list[str]:
     """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
-    reasons = []
-    if compute_capability != 90:
-        reasons.append(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}")
-    elif why := gluon.unsupported("it", compute_capability):
-        reasons.append(why)
-    if np.dtype(dtype).itemsize != 2:
-        reasons.append(f"it takes float16 and bfloat16, not {dtype}")
-    if k % 8 or n % 8:
-        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
+    on = {"dtype": dtype, "compute_capability": compute_capability}
     if not config.small:
-        return reasons + ["it has no epilogue"] * bool(epilogue)
+        return matmul.unsupported_on_hopper(k, n, **on, epilogue=epilogue)
+    reasons = matmul.unsupported_on_hopper(k, n, **on)
     if rhs_transposed:
         reasons.append("with small=True it takes rhs as [K, N] alone")
     if return_gathered:
@@ -445,27 +437,10 @@ def _launch_hopper(
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
-    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     return {
+        **matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed),
         **copied,
-        "grid": config.programs,
-        "num_warps": config.num_warps,
-        "signals": {"arrived": (world, math.ceil(m / block_m), math.ceil(k / config.part)), "tickets": 1},
-        "descriptors": {
-            "lhs_desc": (1, block_m, block_k),
-            "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
-            "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
-            # 128 bytes, which is as much as TMA moves at a time.
-            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2)),
-        },
-        "M": m,
-        "N": n,
-        "K": k,
-        "BLOCK_M": block_m,
-        "BLOCK_N": block_n,
-        "BLOCK_K": block_k,
-        "GROUP_M": config.group_m,
-        "STAGES": config.num_stages,
+        "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,
         "UNIT": config.unit,
     }

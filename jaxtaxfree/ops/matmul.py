@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from triton import next_power_of_2
 
+from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.primitive import DTYPES, settings_of
 from jaxtaxfree.teams import Team, vary, varying
@@ -168,6 +169,52 @@ def tile_keywords(m: int, k: int, n: int, precision: str, config: Any) -> dict[s
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "PRECISION": precision,
+    }
+
+
+def unsupported_on_hopper(
+    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Any = None, rhs_transposed: bool = False
+) -> list[str]:
+    """All that keeps a kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
+    reasons = []
+    if compute_capability != 90:
+        reasons.append(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}")
+    elif why := gluon.unsupported("it", compute_capability):
+        reasons.append(why)
+    if np.dtype(dtype).itemsize != 2:
+        reasons.append(f"it takes float16 and bfloat16, not {dtype}")
+    if k % 8 or n % 8:
+        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
+    if epilogue:
+        reasons.append("it has no epilogue")
+    if rhs_transposed:
+        reasons.append("it takes rhs as [K, N] alone")
+    return reasons
+
+
+def hopper_keywords(
+    m: int, k: int, n: int, out_dtype: Any, config: Any, rhs_transposed: bool = False
+) -> dict[str, Any]:
+    """As `tile_keywords`, for the kernels for Hopper."""
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    return {
+        "grid": config.programs,
+        "num_warps": config.num_warps,
+        "descriptors": {
+            "lhs_desc": (1, block_m, block_k),
+            "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
+            "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
+            # 128 bytes, which is as much as TMA moves at a time.
+            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2)),
+        },
+        "M": m,
+        "N": n,
+        "K": k,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.num_stages,
     }
 
 

@@ -13,6 +13,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter_hopper import PLACES, matmul_reduce_scatter_hopper_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
@@ -130,6 +131,10 @@ class Config:
       small: every tile has the rows of all ranks, so that `rhs` is read once.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
+      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. Of
+        the settings above it has those up to `group_m`.
+      programs: how many, if `hopper`: as many as the GPU has multiprocessors.
+      chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
     """
 
     block_m: int = 128
@@ -141,6 +146,9 @@ class Config:
     lag: int = 132
     small: bool = False
     exact_wire: bool = False
+    hopper: bool = False
+    programs: int = 132
+    chunk: int = 4096
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -161,6 +169,18 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     # A GPU runs some 132 of these programs at a time. Rather a short wait than tiles that are not carried.
     tiles = _tiles(m, n, config)
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
+
+
+def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
+    """A configuration by shape of the kernel for Hopper; None where it cannot run, or is not faster.
+
+    Args: as of `default_config`, and k, columns of a rank's `lhs`.
+    """
+    if matmul.unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
+        return None
+    config = Config(hopper=True)
+    # Its tiles follow each other without a pause, which is worth something where they are many and short.
+    return config if world * _tiles(m, n, config) >= 8 * config.programs and k <= 4096 else None
 
 
 def fused(
@@ -195,6 +215,15 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, scatter_dimension)
     m, k = rows.shape[0] // world, rows.shape[1]
     n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
+    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
+    if config is None and not epilogue and not rhs_transposed:
+        config = hopper_config(m, k, n, **on)
+    config = config or default_config(m, n, **on)
+    if config.hopper:
+        given = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
+        reasons = matmul.unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, **given)
+        if reasons:
+            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -205,13 +234,14 @@ def fused(
         precision=precision,
         rhs_transposed=rhs_transposed,
         epilogue=epilogue,
-        config=config or default_config(m, n, world, lhs.dtype, compute_capability),
+        config=config,
     )
+    arrays = (rows, rhs, *epilogue.rows_first(operands, scatter_dimension))
+    if config.hopper:
+        arrays = (rows.reshape(world, m, k), rhs, rhs)  # rhs in blocks and in halves of them
     out = shmem_call(
         kernel,
-        rows,
-        rhs,
-        *epilogue.rows_first(operands, scatter_dimension),
+        *arrays,
         axis_name=axes,
         implementation=implementation,
         **keywords,
@@ -235,13 +265,32 @@ def launch(
     """The kernel for lhs [world * m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
-    keywords = {
-        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
+    tiles = _tiles(m, n, config)
+    tile = (config.block_m, config.block_n)
+    peers = max(1, world - 1)  # no scratch is empty
+    common = {
         "name": "matmul_reduce_scatter",
         "cost_estimate": {
             "flops": 2 * world * m * n * k,
             "bytes_accessed": size * (world * m * k + k * n + m * n) + 2 * wire.itemsize * (world - 1) * m * n,
         },
+    }
+    if config.hopper:
+        assert not epilogue and not rhs_transposed
+        return matmul_reduce_scatter_hopper_kernel, {
+            **common,
+            **matmul.hopper_keywords(m, k, n, out_dtype, config),
+            "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
+            "scratch": {
+                "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
+                "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *tile), wire),
+            },
+            "signals": {"arrived": (peers, tiles), "tickets": 1},
+            "CHUNK": config.chunk,
+        }
+    keywords = {
+        **common,
+        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
         **matmul.tile_keywords(m, k, n, precision, config),
         "RHS_TRANSPOSED": rhs_transposed,
         "EXACT_WIRE": config.exact_wire,
@@ -254,10 +303,7 @@ def launch(
             "scratch": {"partials": jax.ShapeDtypeStruct((world, m, n), wire)},
             "signals": {"arrived": (programs, world)},
         }
-    tiles = _tiles(m, n, config)
-    peers = max(1, world - 1)  # no scratch is empty
     places = config.lag if config.lag <= peers * tiles else 1  # with a longer lag nothing is carried
-    tile = (config.block_m, config.block_n)
     # A step of K carries whole lines of 128 bytes, at most 16 bytes a thread. The last steps carry nothing, so that all
     # has arrived when the tile is published.
     threads = 32 * config.num_warps
@@ -336,18 +382,17 @@ def _slower(
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
-    def default(m: int) -> Config:
-        return default_config(m // team.world, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+    on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
-    return matmul.case(
-        "matmul_reduce_scatter",
-        lhs,
-        rhs,
-        default=default,
-        take=lambda settings: Config(**settings),
-        team=team,
-        **params,
-    )
+    def default(m: int) -> Config:
+        m, (k, n) = m // team.world, rhs.shape
+        return hopper_config(m, k, n, world=team.world, **on) or default_config(m, n, team.world, **on)
+
+    def take(settings: dict[str, Any]) -> Config | None:
+        config = Config(**settings)
+        return None if config.hopper and matmul.unsupported_on_hopper(*rhs.shape, **on) else config
+
+    return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
 
 
 def _batch_lhs(

@@ -1,0 +1,305 @@
+"""Matrix product and reduce-scatter in one Gluon kernel for Hopper, for products of many rows.
+
+Persistent programs, one for each multiprocessor, each of three roles (partitions of warps) that run side by side:
+
+* `load`: claims tiles by ticket, and brings their rows and columns into shared memory by TMA.
+* `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
+  a tile of this rank's own rows it adds what the peers have sent, and stores the sum.
+* `push`: carries tiles from the outbox to their owners.
+
+Tiles of the rows that other ranks own come first, in the order rank + 1, rank + 2, ..., so that at any time each link
+carries the tiles of one rank. Tiles of this rank's own rows come last. A program waits only for tiles of lower tickets
+on other ranks: programs that run have claimed them, and send them without waiting for anybody.
+
+The order of additions is the same in every call: a rank's own part, then those of rank - 1, rank - 2, ... Partial tiles
+travel as they lie in the registers of the warps that multiply, 16 bytes of each thread after the other. So those who
+send and those who add up move whole lines, and nothing from thread to thread.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from jaxtaxfree.kernels import matmul_hopper as matmul
+from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels import tiles
+
+PLACES = gl.constexpr(2)  # of an outbox
+
+
+class Work(NamedTuple):
+    """The sizes of a call, as constants."""
+
+    M: Any
+    N: Any
+    K: Any
+    WORLD: Any
+    BLOCK_M: Any
+    BLOCK_N: Any
+    BLOCK_K: Any
+    GROUP_M: Any
+    CHUNK: Any
+
+
+class Relay(NamedTuple):
+    """By which one role of a program hands numbers over to another one, and what it has stored before."""
+
+    numbers: Any  # i32 [PLACES, 1], in shared memory
+    given: Any  # mbarriers [PLACES]
+    taken: Any  # mbarriers [PLACES]
+
+
+@gluon.jit
+def matmul_reduce_scatter_hopper_kernel(
+    lhs_desc,  # [WORLD, M, K], in blocks [1, BLOCK_M, BLOCK_K]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    team,
+    partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
+    outbox,  # scratch [programs, PLACES, BLOCK_M, BLOCK_N] for tiles of this rank
+    arrived,  # signals [WORLD - 1, tiles]: in `partials`
+    tickets,  # signal: to claim tiles
+    out_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns stored at a time]
+    M: gl.constexpr,
+    N: gl.constexpr,
+    K: gl.constexpr,
+    WORLD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_K: gl.constexpr,
+    GROUP_M: gl.constexpr,
+    STAGES: gl.constexpr,  # steps of K in flight
+    CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's
+):
+    me = shmem.start(team)
+    inbox = shmem.scratch(me, partials, lhs_desc.dtype)
+    places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
+    claimed = allocate_relay()
+    staged = allocate_relay()
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK)
+    gl.warp_specialize(
+        [
+            (multiply, (me, ring, claimed, staged, inbox, places, arrived, out_desc, work)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, tickets, work)),
+            (push, (me, staged, inbox, places, arrived, work)),
+        ],
+        [1, 2],
+        [56, 56],
+    )
+    shmem.finish(me)
+
+
+@gluon.jit
+def load(me, ring, claimed, lhs_desc, rhs_desc, tickets, work):
+    """Loads as many tiles as this program can claim."""
+    count = work.WORLD * tiles_a_rank(work)
+    position = (0, 1)
+    place = (0, 1)
+    ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
+    while ticket < count:
+        place = give(claimed, place, ticket)
+        owner = owner_of(me, ticket, work)
+        row, column = start_of(ticket % tiles_a_rank(work), work)
+        steps = gl.cdiv(work.K, work.BLOCK_K)
+        position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
+        ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
+    give(claimed, place, ticket)
+
+
+@gluon.jit
+def multiply(me, ring, claimed, staged, inbox, places, arrived, out_desc, work):
+    """Multiplies the tiles; hands over what is for others, and completes what is for this rank."""
+    size = work.BLOCK_M * work.BLOCK_N
+    sent = (work.WORLD - 1) * tiles_a_rank(work)
+    position = (0, 0)
+    from_load = (0, 0)
+    to_push = (0, 1)
+    ticket, from_load = take_number(claimed, from_load)
+    while ticket < work.WORLD * tiles_a_rank(work):
+        product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False)
+        position = (stage, phase)
+        if ticket < sent:
+            wait_for_place(staged, to_push)
+            part = to_wire(product.to(inbox.dtype.element_ty))
+            gl.store(places + to_push[0] * size + in_order(part), part)
+            to_push = give(staged, to_push, ticket)
+        else:
+            tile = ticket - sent
+            ready = me.ready
+            for i in range(work.WORLD - 1):
+                signal = arrived + i * tiles_a_rank(work) + tile
+                ready &= shmem.wait(me, signal, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
+            row, column = start_of(tile, work)
+            received = inbox + tile.to(gl.int64) * size
+            complete(product, received, ready, out_desc, ring, row, column, work)
+        ticket, from_load = take_number(claimed, from_load)
+    give(staged, to_push, ticket)
+    matmul.finish_stores()
+
+
+@gluon.jit
+def push(me, staged, inbox, places, arrived, work):
+    """Carries tiles from the outbox to their owners, to the same places as they have in the order of tickets."""
+    LINES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    size = work.BLOCK_M * work.BLOCK_N
+    element = gl.arange(0, work.CHUNK, LINES)
+    place = (0, 0)
+    ticket = take(staged, place)
+    while ticket < (work.WORLD - 1) * tiles_a_rank(work):
+        owner = owner_of(me, ticket, work)
+        source = places + place[0] * size
+        dest = inbox + ticket.to(gl.int64) * size
+        for first in range(0, size, work.CHUNK):
+            shmem.put(me, dest + first + element, source + first + element, owner)
+        place = release(staged, place)
+        shmem.signal(me, arrived + ticket, owner)
+        ticket = take(staged, place)
+
+
+@gluon.jit
+def tiles_a_rank(work):
+    return gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
+
+
+@gluon.jit
+def owner_of(me, ticket, work):
+    """The rank whose tile a ticket is for."""
+    return (me.rank + 1 + ticket // tiles_a_rank(work)) % work.WORLD
+
+
+@gluon.jit
+def start_of(tile, work):
+    """The first row and column of a tile of a rank."""
+    row_block, column_block = tiles.grouped(
+        tile, gl.cdiv(work.M, work.BLOCK_M), gl.cdiv(work.N, work.BLOCK_N), work.GROUP_M
+    )
+    return row_block * work.BLOCK_M, column_block * work.BLOCK_N
+
+
+@gluon.jit
+def complete(tile, received, ready, out_desc, ring, row, column, work, PIECE: gl.constexpr = 0):
+    """Adds the peers' partial tiles to a tile, in the order in which they lie, and stores the sum.
+
+    By pieces, because the registers hold no second tile beside the product.
+
+    Args:
+      received: the same columns of the first partial tile.
+      ready: whether all of them have come.
+      PIECE: how many pieces of the tile come before.
+    """
+    COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
+    half: gl.constexpr = tile.shape[1] // 2
+    if tile.shape[1] > COLUMNS:
+        left, right = tile.reshape([work.BLOCK_M, 2, half]).permute([0, 2, 1]).split()
+        complete(left, received, ready, out_desc, ring, row, column, work, PIECE)
+        received += work.BLOCK_M * half
+        complete(right, received, ready, out_desc, ring, row, column + half, work, PIECE + half // COLUMNS)
+    else:
+        tile = to_wire(tile)
+        stride = tiles_a_rank(work) * work.BLOCK_M * work.BLOCK_N
+        for i in gl.static_range(work.WORLD - 1):
+            if i == 3:
+                gl.barrier()  # or there would be more loads at a time than registers
+            tile += gl.load(received + in_order(tile)).to(gl.float32)
+            received += stride
+        tile = from_wire(gl.where(ready, tile, float("nan")))
+        matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE)
+
+
+@gluon.jit
+def to_wire(tile):
+    """Columns of a product [M, N] as they travel, [N / 16, threads, 8], without leaving the registers.
+
+    A warp has 16 rows. Of them a thread has the rows r and r + 8, and of each 8 columns two next to each other.
+    """
+    M: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    tile = tile.reshape([M // 16, 2, 8, N // 16, 2, 4, 2]).permute([3, 0, 2, 5, 4, 1, 6])
+    return gl.convert_layout(tile.reshape([N // 16, 2 * M, 8]), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def from_wire(tile):
+    """What `to_wire` made of a tile, as it was."""
+    M: gl.constexpr = tile.shape[1] // 2
+    N: gl.constexpr = tile.shape[0] * 16
+    return tile.reshape([N // 16, M // 16, 8, 4, 2, 2, 2]).permute([1, 5, 2, 0, 4, 3, 6]).reshape([M, N])
+
+
+@gluon.jit
+def in_order(tile):
+    """Where the elements of a tile on the wire lie: one after the other."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    k = gl.arange(0, tile.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return (i * tile.shape[1] + j) * tile.shape[2] + k
+
+
+@gluon.jit
+def allocate_relay():
+    """A `Relay`. Called by the kernel itself, before `gl.warp_specialize`."""
+    numbers = gl.allocate_shared_memory(gl.int32, [PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    given = mbarrier.allocate_mbarrier(batch=PLACES)
+    taken = mbarrier.allocate_mbarrier(batch=PLACES)
+    for i in gl.static_range(PLACES):
+        mbarrier.init(given.index(i), count=1)
+        mbarrier.init(taken.index(i), count=1)
+    return Relay(numbers, given, taken)
+
+
+@gluon.jit
+def wait_for_place(relay, position):
+    """Waits until what was handed over at a position has been released.
+
+    Args:
+      position: (place, phase), (0, 1) in the beginning.
+    """
+    place, phase = position
+    mbarrier.wait(relay.taken.index(place), phase)
+
+
+@gluon.jit
+def give(relay, position, number):
+    """Hands a number over, and all that this role has stored: the next position."""
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    wait_for_place(relay, position)
+    place, phase = position
+    relay.numbers.index(place).store(gl.full([1], number, gl.int32, WARP))
+    mbarrier.arrive(relay.given.index(place), count=1)
+    return following(place, phase)
+
+
+@gluon.jit
+def take(relay, position):
+    """Waits for the number that is handed over at a position, (0, 0) in the beginning. `release` has to follow."""
+    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    place, phase = position
+    mbarrier.wait(relay.given.index(place), phase)
+    return gl.max(relay.numbers.index(place).load(WARP), 0)
+
+
+@gluon.jit
+def release(relay, position):
+    """Lets the other role use the place again: the next position."""
+    place, phase = position
+    mbarrier.arrive(relay.taken.index(place), count=1)
+    return following(place, phase)
+
+
+@gluon.jit
+def take_number(relay, position):
+    """`take` and `release` of a number with which nothing else comes: the number and the next position."""
+    number = take(relay, position)
+    place, phase = release(relay, position)
+    return number, (place, phase)
+
+
+@gluon.jit
+def following(place, phase):
+    last = place == PLACES - 1
+    return gl.where(last, 0, place + 1), gl.where(last, phase ^ 1, phase)
