@@ -27,7 +27,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import operation, run, sampling, timing, torch_peer  # noqa: E402
-from benchmarks.attention import DecodeAttention  # noqa: E402
 from benchmarks.operation import Operands, Operation  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
     ALL_GATHER_MATMUL,
@@ -86,7 +85,7 @@ def bench(
 @pytest.fixture
 def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Operation, "calls_per_program", lambda self, shape, world: 4)
-    monkeypatch.setattr(DecodeAttention, "rounds", lambda self, shape, world: 3)
+    monkeypatch.setattr(Operation, "rounds", lambda self, shape, world: 3 if self.is_repeated(shape) else 1)
     monkeypatch.setattr(timing, "MIN_ROUNDS", 2)
 
 
