@@ -126,7 +126,7 @@ def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
 
 
 @pytest.mark.parametrize("first", PORTIONS)
-@pytest.mark.parametrize("world", (2, 3, 4))
+@pytest.mark.parametrize("world", (2, 3, 4, pytest.param(8, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
     for seed in range(first, first + PORTION):
