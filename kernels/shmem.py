@@ -372,7 +372,7 @@ def receive_parts(
     if BACKEND == "cuda":
         words = tl.inline_asm_elementwise(
             _parts_assembly(PARTS),
-            _parts_constraints(PARTS),
+            _constraints(6 * PARTS + 1, "l", "l", "r", "r", "r", "r", "r", "l"),
             [source, pairs, stride * 4, pair_stride * 4, last, (mask & me.ready).to(tl.int32), _call_bit(me), me.base],
             dtype=_words(6 * PARTS + 1),
             is_pure=False,
@@ -418,11 +418,6 @@ def report_late(me, late, peer):
 @triton.constexpr_function
 def _words(count):
     return (tl.int32,) * count
-
-
-@triton.constexpr_function
-def _parts_constraints(parts):
-    return ",".join(["=&r"] * (6 * parts + 1) + ["l", "l", "r", "r", "r", "r", "r", "l"])
 
 
 @triton.constexpr_function
@@ -488,23 +483,7 @@ def _parts_assembly(parts):
         "setp.eq.u32 p, v, 0;",
         "@p bra CAME;",
         "LATE:",
-        # The clock and the header, which take longer than a look, only now and then.
-        "add.u32 polls, polls, 1;",
-        "and.b32 v, polls, 31;",
-        "setp.ne.u32 p, v, 0;",
-        "@p bra AGAIN;",
-        f"ld.volatile.global.b32 v, [{base} + 4];",
-        "setp.ne.u32 p, v, 0;",
-        "@p bra BLAME;",
-        "mov.u64 now, %globaltimer;",
-        "setp.ne.u64 p, end, 0;",
-        "@p bra CLOCK;",
-        f"ld.volatile.global.b64 end, [{base} + 16];",
-        "add.u64 end, end, now;",
-        "CLOCK:",
-        "setp.lt.u64 p, now, end;",
-        "@p bra AGAIN;",
-        "BLAME:",
+        *_bounded_assembly(32, base, "BLAME"),
     ]
     for part in range(parts):
         lines += [f"and.b32 v, late{part}, 1;", "setp.ne.u32 p, v, 0;", f"@p mov.b32 {missing}, {part + 1};"]
@@ -572,9 +551,9 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr):
             RANKS: tl.constexpr = min(8, WORLD - begin)
             found = tl.inline_asm_elementwise(
                 _vectors_assembly(RANKS),
-                _vectors_constraints(RANKS),
+                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "l"),
                 [source + begin * stride, stride * 4, me.ready.to(tl.int32), me.rank - begin, me.base],
-                dtype=_repeated(tl.int32, 4 * RANKS + 1),
+                dtype=_words(4 * RANKS + 1),
                 is_pure=False,
                 pack=1,
             )
@@ -619,11 +598,6 @@ def _any(late):
 
 
 @triton.constexpr_function
-def _repeated(value, times):
-    return (value,) * times
-
-
-@triton.constexpr_function
 def _vectors_assembly(ranks):
     """Assembly that polls 16 bytes of each rank but one until all words are other than 0.
 
@@ -648,12 +622,7 @@ def _vectors_assembly(ranks):
         lines += [f"min.u32 v, {a}, {b};", f"min.u32 least, {c}, {d};", "min.u32 least, least, v;"]
         lines += [f"setp.eq.and.u32 looks{rank}, least, 0, looks{rank};", f"or.pred p, p, looks{rank};"]
     lines += ["@!p bra DONE;"]
-    # The header and the clock now and then: a look at them takes as long as one at the words.
-    lines += ["add.u32 polls, polls, 1;", "and.b32 v, polls, 15;", "setp.ne.u32 p, v, 0;", "@p bra AGAIN;"]
-    lines += [f"ld.volatile.global.b32 v, [{base} + 4];", "setp.ne.u32 p, v, 0;", "@p bra LATE;"]
-    lines += ["mov.u64 now, %globaltimer;", "setp.ne.u64 p, end, 0;", "@p bra CLOCK;"]
-    lines += [f"ld.volatile.global.b64 end, [{base} + 16];", "add.u64 end, end, now;"]
-    lines += ["CLOCK:", "setp.lt.u64 p, now, end;", "@p bra AGAIN;", "LATE:"]
+    lines += _bounded_assembly(16, base, "LATE")
     lines += [f"@looks{rank} mov.b32 ${missing}, {rank + 1};" for rank in range(ranks)]
     lines += ["DONE:", "bar.warp.sync 0xffffffff;"]
     registers = f".reg .pred p, looks<{ranks}>; .reg .b32 v, least, polls; .reg .b64 now, end, at<{ranks}>;"
@@ -661,8 +630,36 @@ def _vectors_assembly(ranks):
 
 
 @triton.constexpr_function
-def _vectors_constraints(ranks):
-    return ",".join(["=&r"] * (4 * ranks + 1) + ["l", "r", "r", "r", "l"])
+def _bounded_assembly(polls, base, late):
+    """Assembly at the end of a look in vain: back to AGAIN, or on to `late` if this rank failed or the time is over.
+
+    It asks for that only once in so many polls, a power of 2, because that takes as long as a look. Uses the registers
+    p, v, now, and polls and end, which are 0 in the beginning.
+    """
+    return [
+        "add.u32 polls, polls, 1;",
+        f"and.b32 v, polls, {polls - 1};",
+        "setp.ne.u32 p, v, 0;",
+        "@p bra AGAIN;",
+        f"ld.volatile.global.b32 v, [{base} + 4];",
+        "setp.ne.u32 p, v, 0;",
+        f"@p bra {late};",
+        "mov.u64 now, %globaltimer;",
+        "setp.ne.u64 p, end, 0;",
+        "@p bra CLOCK;",
+        f"ld.volatile.global.b64 end, [{base} + 16];",
+        "add.u64 end, end, now;",
+        "CLOCK:",
+        "setp.lt.u64 p, now, end;",
+        "@p bra AGAIN;",
+        f"{late}:",
+    ]
+
+
+@triton.constexpr_function
+def _constraints(results, *operands):
+    """Of assembly that writes results before it has read all operands."""
+    return ",".join(["=&r"] * results + list(operands))
 
 
 @triton.jit

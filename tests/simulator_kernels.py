@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -99,6 +99,12 @@ class Simulated:
         choices = list(itertools.product(shapes, DTYPES, SLOTS, POLICIES))
         shape, dtype, slots, policy = choices[seed * 7 % len(choices)]
         return self.call(world, dtype, shape), {"seed": seed, "slots": slots, "policy": policy}
+
+    def run(self, seeds: Iterable[int], world: int) -> None:
+        """Runs the calls of these seeds, which have to be right, and without an alarm."""
+        for seed in seeds:
+            call, settings = self.case(seed, world)
+            call.run(self.kernel, **settings)
 
 
 def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

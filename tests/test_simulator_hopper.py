@@ -120,18 +120,14 @@ KERNEL = {kernel.name: kernel for kernel in KERNELS}
 @pytest.mark.parametrize("world", (2, 3, 4, 8))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    for seed in range(3 if world < 8 else 1):
-        call, settings = kernel.case(seed, world)
-        call.run(kernel.kernel, **settings)
+    kernel.run(range(3 if world < 8 else 1), world)
 
 
 @pytest.mark.parametrize("first", PORTIONS)
 @pytest.mark.parametrize("world", (2, 3, 4, pytest.param(8, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    for seed in range(first, first + PORTION):
-        call, settings = kernel.case(seed, world)
-        call.run(kernel.kernel, **settings)
+    kernel.run(range(first, first + PORTION), world)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

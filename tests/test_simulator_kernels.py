@@ -16,14 +16,10 @@ PORTIONS = [
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    for seed in range(first, first + PORTION):
-        call, settings = kernel.case(seed, world)
-        call.run(kernel.kernel, **settings)
+    kernel.run(range(first, first + PORTION), world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    for seed in range(3):
-        call, settings = kernel.case(seed, world)
-        call.run(kernel.kernel, **settings)
+    kernel.run(range(3), world)
