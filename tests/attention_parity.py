@@ -5,6 +5,7 @@ As in `parity`, everything ends in replicated numbers, and many cases share a pr
 
 import dataclasses
 import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.shapes import DECODE_ATTENTION
 from tests.attention_cases import LARGEST, TOLERANCE, Case, draw, features
+from tests.parity import program, run_all
 
-# Of one program.
-TOGETHER = 8
+# Cases of one program.
+TOGETHER = 3
 
 
 def operands(case: Case, key: jax.Array, rank: jax.Array) -> dict[str, Any]:
@@ -74,23 +76,22 @@ def distance(case: Case, found: tuple[jax.Array, jax.Array], wanted: tuple[jax.A
     return worst
 
 
-def per_rank(mesh: Mesh, local: Callable[[jax.Array], jax.Array], *, check_vma: bool = False) -> np.ndarray:
-    """The largest of what the ranks return, element by element; `local` takes the rank. NaN stays NaN."""
+def per_rank(mesh: Mesh, local: Callable[[jax.Array], jax.Array], *, check_vma: bool = False) -> Callable:
+    """A program for the largest of what the ranks return, element by element; `local` takes the rank. NaN stays NaN."""
 
     def largest() -> jax.Array:
         found = local(lax.axis_index("tp"))
         return jnp.max(lax.all_gather(found, "tp", to="invarying" if check_vma else "varying"), axis=0)
 
-    return np.asarray(jax.jit(jax.shard_map(largest, mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma))())
+    return program(mesh, largest, check_vma=check_vma)
 
 
-def check_cases(mesh: Mesh, cases: dict[str, Case]) -> None:
-    """The kernel agrees with XLA in each case."""
-    names, wrong = list(cases), {}
-    for first in range(0, len(names), TOGETHER):
-        some = names[first : first + TOGETHER]
+def check_cases(mesh: Mesh, cases: dict[str, Case], together: int = TOGETHER) -> None:
+    """The kernel agrees with XLA in each case; so many share a program."""
+    names = list(cases)
 
-        def local(rank: jax.Array, some: Sequence[str] = some) -> jax.Array:
+    def distances(some: Sequence[str]) -> Callable:
+        def local(rank: jax.Array) -> jax.Array:
             found = []
             for i, name in enumerate(some):
                 arrays = operands(cases[name], jax.random.key(i), rank)
@@ -98,8 +99,11 @@ def check_cases(mesh: Mesh, cases: dict[str, Case]) -> None:
                 found.append(distance(cases[name], *results))
             return jnp.stack(found)
 
-        distances = dict(zip(some, per_rank(mesh, local, check_vma=True).tolist(), strict=True))
-        wrong |= {name: (cases[name], found) for name, found in distances.items() if not found < 1}
+        return per_rank(mesh, local, check_vma=True)
+
+    parts = itertools.batched(names, together)
+    found = np.concatenate(run_all([distances(some) for some in parts]))
+    wrong = {name: (cases[name], each) for name, each in zip(names, found.tolist(), strict=True) if not each < 1}
     assert not wrong, wrong
     jtf.heap.check()
 
@@ -126,9 +130,11 @@ def check_combinations(mesh: Mesh, count: int = 12) -> None:
 
 def check_listed_shapes(mesh: Mesh) -> None:
     """The shapes of the benchmarks."""
+    cases = {}
     for shape in DECODE_ATTENTION:
         sizes = {"b": shape.b, "n": shape.n, "k": shape.kv_heads, "h": shape.h, "s": shape.s}
-        check_cases(mesh, {shape.name: Case(world=mesh.devices.size, dtype="bfloat16", **sizes)})
+        cases[shape.name] = Case(world=mesh.devices.size, dtype="bfloat16", **sizes)
+    check_cases(mesh, cases, together=1)
 
 
 def check_repetition(mesh: Mesh, case: Case, times: int) -> None:
@@ -146,7 +152,7 @@ def check_repetition(mesh: Mesh, case: Case, times: int) -> None:
 
         return lax.fori_loop(0, times, step, jnp.int32(0))
 
-    assert int(per_rank(mesh, local)) == 0
+    assert int(per_rank(mesh, local)()) == 0
     jtf.heap.check()
 
 
@@ -193,7 +199,7 @@ def check_growth(mesh: Mesh, case: Case, begin: np.ndarray, tokens: int) -> None
         state = 0, cache, jnp.asarray(begin, jnp.int32), jnp.float32(0)
         return lax.while_loop(lambda state: state[0] < tokens, step, state)[3]
 
-    assert per_rank(mesh, local) < 1
+    assert per_rank(mesh, local)() < 1
     jtf.heap.check()
 
 
@@ -219,7 +225,7 @@ def check_mixture(mesh: Mesh) -> None:
     def local(rank: jax.Array) -> jax.Array:
         return jnp.max(jnp.abs(run(rank, "fused") - run(rank, "xla")))
 
-    assert per_rank(mesh, local) < 1e-2
+    assert per_rank(mesh, local)() < 1e-2
     jtf.heap.check()
 
 

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.shapes import COLLECTIVE
 from jaxtaxfree.ops.collectives import DTYPES
+from tests.parity import program, run_all
 
 NAMES = ("psum", "all_gather", "psum_scatter")
 # Each way of moving data, with blocks that leave several programs to small arrays.
@@ -33,8 +34,8 @@ WORDS: tuple[dict[str, Any], ...] = (
     {"protocol": "words", "shots": 1, "block": 256, "num_warps": 1},
     {"protocol": "words", "shots": 2, "block": 128, "num_warps": 1},
 )
-# Of one program.
-TOGETHER = 16
+# Cases of one program.
+TOGETHER = 6
 
 
 def numbers(key: int, shape: tuple[int, ...], dtype: Any, rank: Any) -> jax.Array:
@@ -50,13 +51,18 @@ def wrong_bits(found: jax.Array, wanted: jax.Array) -> jax.Array:
     return jnp.sum(lax.bitcast_convert_type(found, kind) != lax.bitcast_convert_type(wanted, kind))
 
 
-def on_ranks(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> np.ndarray:
-    """The sums over the ranks of what each counts; `local` takes the rank."""
+def totals(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> Callable:
+    """A program for the sums over the ranks of what each counts; `local` takes the rank."""
 
     def total() -> jax.Array:
         return lax.psum(local(lax.axis_index(mesh.axis_names)), mesh.axis_names)
 
-    return np.asarray(jax.jit(jax.shard_map(total, mesh=mesh, in_specs=(), out_specs=P(), check_vma=False))())
+    return program(mesh, total)
+
+
+def on_ranks(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> np.ndarray:
+    """The sums over the ranks of what each counts."""
+    return np.asarray(totals(mesh, local)())
 
 
 def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimension: int = 0, **keywords: Any) -> Any:
@@ -73,11 +79,9 @@ def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimensi
 
 def check_cases(mesh: Mesh, cases: Sequence[tuple], axes: Any = "tp") -> None:
     """Each case (name, shape, dtype, dimension, config) gives what `lax` gives, bit for bit."""
-    wrong = []
-    for first in range(0, len(cases), TOGETHER):
-        some = cases[first : first + TOGETHER]
 
-        def local(rank: jax.Array, some: Sequence[tuple] = some) -> jax.Array:
+    def differences(some: Sequence[tuple]) -> Callable:
+        def local(rank: jax.Array) -> jax.Array:
             found = []
             for i, (name, shape, dtype, dimension, config) in enumerate(some):
                 x = numbers(i, shape, dtype, rank)
@@ -85,7 +89,10 @@ def check_cases(mesh: Mesh, cases: Sequence[tuple], axes: Any = "tp") -> None:
                 found.append(wrong_bits(ours, call(name, x, axes, None, dimension)))
             return jnp.stack(found)
 
-        wrong += [(case, count) for case, count in zip(some, on_ranks(mesh, local).tolist(), strict=True) if count]
+        return totals(mesh, local)
+
+    counts = np.concatenate(run_all([differences(some) for some in itertools.batched(cases, TOGETHER)]))
+    wrong = [(case, count) for case, count in zip(cases, counts.tolist(), strict=True) if count]
     assert not wrong, wrong
     jtf.heap.check()
 

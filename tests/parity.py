@@ -4,6 +4,7 @@ One process may drive all GPUs, or each its own: every comparison happens on the
 Operands are made where they are used, and many cases share a program, because compiling takes longest.
 """
 
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -127,9 +128,24 @@ def local_operands(operation: Operation, key: int, m: int, k: int, n: int, dtype
     ]
 
 
+def program(mesh: Mesh, local: Callable[[], jax.Array], *, check_vma: bool = False) -> Callable[[], jax.Array]:
+    """A program of no operands, of which every rank returns the same."""
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma))
+
+
 def on_ranks(mesh: Mesh, local: Callable[[], jax.Array], *, check_vma: bool = False) -> np.ndarray:
     """What every rank returns alike."""
-    return np.asarray(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(), check_vma=check_vma))())
+    return np.asarray(program(mesh, local, check_vma=check_vma)())
+
+
+def run_all(programs: Sequence[Callable[[], jax.Array]]) -> list[np.ndarray]:
+    """What programs return. They are compiled side by side, which takes longest, and run one after the other.
+
+    Processes that have to meet compile in the same order.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1 if jax.process_count() > 1 else 16) as pool:
+        compiled = list(pool.map(lambda each: each.lower().compile(), programs))
+    return [np.asarray(each()) for each in compiled]
 
 
 def on_mesh(operation: Operation, mesh: Mesh, **kwargs) -> Callable:
@@ -543,13 +559,3 @@ def name_of(check: Callable) -> str:
     if isinstance(check, functools.partial):
         return f"{check.func.__name__}-{check.keywords['operation'].name}"
     return check.__name__
-
-
-def check_all(devices: Sequence[jax.Device], repetitions: int = 1000) -> None:
-    """Everything above, on a mesh of one axis unless it says otherwise."""
-    mesh = mesh_of(devices, (len(devices),), ("tp",))
-    for check in CHECKS:
-        check(mesh)
-    for operation in OPERATIONS:
-        check_meshes(devices, operation)
-        check_repetition(mesh, operation, repetitions)

@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import random
+import re
 import time
 from collections.abc import Callable, Iterator
 
@@ -121,6 +123,67 @@ def test_the_gathered_rows_are_exact(mesh: jax.sharding.Mesh) -> None:
 @each_operation
 def test_a_thousand_repetitions(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
     assert wrong_repetitions(operation, mesh, 1000) == 0
+    jtf.heap.check()
+
+
+@each_operation
+def test_random_shapes(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    check_random_shapes(mesh, operation, 12)
+
+
+def check_random_shapes(mesh: jax.sharding.Mesh, operation: parity.Operation, count: int, seed: int = 0) -> None:
+    """Sizes drawn at random, of which TMA can take rows: many rows, and for the gather as often few."""
+    draw = random.Random(seed)
+    wide = 8 * mesh.devices.size
+
+    def case(many: bool) -> Callable:
+        m = round(2 ** draw.uniform(*((9, 12.5) if many else (0, 7))))
+        k, n, key = (draw.randint(1, 300) for _ in range(3))
+        dtype = draw.choice((jnp.bfloat16, jnp.float16))
+
+        def local() -> jax.Array:
+            operands = parity.local_operands(operation, key, m, wide * k, wide * n, dtype)
+            call = functools.partial(operation.function, *operands, "tp")
+            found = call(implementation="fused", config={"hopper": True} if many else None)
+            wanted = call(implementation="xla", preferred_element_type=jnp.float32)
+            wrong = parity.relative_error(found.astype(jnp.float32), wanted, "tp")
+            return wrong / parity.TOLERANCE[jnp.dtype(dtype).name]
+
+        return parity.program(mesh, local)
+
+    programs = [case(operation is parity.SCATTER or i % 2 == 0) for i in range(count)]
+    found = parity.run_all(programs)
+    assert all(each < 1 for each in found), found
+    jtf.heap.check()
+
+
+@each_operation
+def test_beside_nccl(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
+    """A collective of XLA's is under way while the kernel runs: on some ranks it has come first, on others second."""
+    world = mesh.devices.size
+
+    def local() -> jax.Array:
+        call = functools.partial(operation.function, axis_name="tp", implementation="fused", config={"hopper": True})
+        made = [parity.local_operands(operation, key, 2048, 1024, 4096, jnp.bfloat16) for key in (0, 1, 2)]
+        lhs, rhs = jnp.stack([lhs for lhs, _ in made]), made[0][1]
+        first = jnp.stack([call(x, rhs) for x in lhs])
+        ones = jnp.ones(1 << 22) + lax.axis_index("tp")
+
+        def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            wrong, x = state
+            total = lax.psum(x, "tp")  # nothing that the kernel needs
+            found = call(lhs[i % 3], rhs)
+            right = jnp.array_equal(found, first[i % 3]) & jnp.all(total == world * (world + 1) / 2)
+            return wrong + jnp.where(right, 0, 1), ones + 0 * total
+
+        return lax.psum(lax.fori_loop(0, 1000, step, (jnp.int32(0), ones))[0], "tp")
+
+    # Without graphs, in which XLA runs one thing at a time.
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_graph_min_graph_size": 1 << 20}
+    compiled = parity.program(mesh, local).lower().compile(compiler_options=options)
+    during = re.search(r"all-reduce-start\(.*?all-reduce-done\(", compiled.as_text(), re.DOTALL)
+    assert during and "custom-call(" in during[0], "nothing is under way beside the kernel"
+    assert int(compiled()) == 0
     jtf.heap.check()
 
 

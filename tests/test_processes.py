@@ -63,9 +63,9 @@ def run_processes(world: int, body: str, *, isolated: bool = False, timeout: flo
 )
 def test_parity(world, isolated):
     body = """
-    parity.check_all(devices)
-    for check in attention_parity.CHECKS:
-        check(mesh)
+    for operation in parity.OPERATIONS:
+        parity.check_repetition(mesh, operation)
+    attention_parity.check_mixture(mesh)
     print("rank", rank, "agrees")
     """
     for rank, output in enumerate(run_processes(world, body, isolated=isolated)):
