@@ -250,6 +250,11 @@ def is_ours(name: str) -> bool:
     return name.startswith(("fused", "local"))
 
 
+def is_written_by_hand(name: str) -> bool:
+    """Whether an implementation is a kernel of which XLA times nothing while it compiles."""
+    return family(name) in ("fused", "local", "pallas")
+
+
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
     # Auto rather than Explicit axes, because some implementations leave the partitioning to XLA.
     return jax.make_mesh((len(devices), 1), (AXIS, ONE), axis_types=(AxisType.Auto,) * 2, devices=devices)

@@ -53,6 +53,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -85,6 +86,7 @@ from benchmarks.operation import (
     Operation,
     family,
     is_ours,
+    is_written_by_hand,
     make_mesh,
     make_program,
 )
@@ -229,7 +231,6 @@ def reason(error: Exception) -> str:
 
 def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int = 1) -> Run:
     xs, ys = operands.of(implementation)
-    # Never two at a time: XLA times kernels to choose between them while it compiles.
     program = jax.jit(make_program(implementation, mesh, rounds)).lower(xs, ys)
     executable = program.compile(compiler_options=implementation.options or None)
     return Run(
@@ -267,23 +268,52 @@ def check(run: Run, expected: Sequence[Any]) -> str:
     return "ok"
 
 
-def prepare_fastest(
+def prepare_all(
     label: str,
-    implementation: Implementation,
+    implementations: Sequence[Implementation],
     mesh: Mesh,
     operands: Operands,
     rounds: int,
-    expected: Sequence[Any],
     timeout: float,
+    show: Callable[[str], None],
+) -> dict[str, list[tuple[Implementation, Future[Run]]]]:
+    """Compiles everything: of each implementation, by name, the runs of its alternatives, or its own run.
+
+    Hand-written kernels side by side; but XLA times products to choose between them, so its programs one at a time.
+    """
+    prepared: dict[str, list[tuple[Implementation, Future[Run]]]] = {each.name: [] for each in implementations}
+    written = [each for each in implementations if is_written_by_hand(each.name)]
+    with guard(f"{label}, compilation of kernels", timeout), ThreadPoolExecutor(os.cpu_count()) as pool:
+        for each in written:
+            for variant in variants(each):
+                future = pool.submit(prepare, label, variant, mesh, operands, rounds)
+                prepared[each.name].append((variant, future))
+    for each in implementations:
+        if each not in written:
+            show(f"{label}: {each.name}")
+            with guard(f"{label}, {each.name}, compilation", timeout), ThreadPoolExecutor(1) as pool:
+                prepared[each.name].append((each, pool.submit(prepare, label, each, mesh, operands, rounds)))
+    return prepared
+
+
+def variants(implementation: Implementation) -> list[Implementation]:
+    """An implementation with each of its alternatives; itself if it has none."""
+    return [
+        replace(implementation, call=partial(implementation.call, config=config), alternatives=(), config=config)
+        for config in implementation.alternatives
+    ] or [implementation]
+
+
+def fastest_right(
+    prepared: Sequence[tuple[Implementation, Future[Run]]], expected: Sequence[Any], timeout: float
 ) -> tuple[Implementation, Run]:
     """Of the alternatives that give right results the one that is fastest in a few programs."""
     fastest = None
     problems: list[Exception] = []
-    for config in implementation.alternatives:
-        each = replace(implementation, call=partial(implementation.call, config=config), alternatives=(), config=config)
+    for implementation, future in prepared:
         try:
-            with guard(f"{label}, {each.name} {config}", timeout):
-                run = prepare(label, each, mesh, operands, rounds)
+            run = future.result()
+            with guard(f"{run.label} {implementation.config}", timeout):
                 if (found := check(run, expected)) != "ok":
                     raise ArithmeticError(found)
                 seconds = min(run.launch() for _ in range(3))
@@ -291,7 +321,7 @@ def prepare_fastest(
             problems.append(error)
         else:
             if fastest is None or seconds < fastest[0]:
-                fastest = seconds, each, run
+                fastest = seconds, implementation, run
     if fastest is None:
         raise problems[0]
     return fastest[1], fastest[2]
@@ -331,21 +361,24 @@ def bench_shape(
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
     chosen = {each.name: each for each in implementations}
+    prepared = prepare_all(shape.name, implementations, mesh, operands, rounds, timeout, show)
+    # Ours come last, so that everything else has been checked should they break the device.
     for each in implementations:
         want = expected[references[each.name].name]
-        show(f"{shape.name}: {each.name}")
         try:
             if each.alternatives:
-                chosen[each.name], run = prepare_fastest(shape.name, each, mesh, operands, rounds, want, timeout)
+                chosen[each.name], run = fastest_right(prepared[each.name], want, timeout)
                 checked[each.name] = "ok"
             else:
-                with guard(f"{shape.name}, {each.name}, compilation and check", timeout):
-                    run = prepare(shape.name, each, mesh, operands, rounds)
+                [(_, future)] = prepared[each.name]
+                run = future.result()
+                with guard(f"{run.label}, check", timeout):
                     checked[each.name] = check(run, want)
         except Exception as error:
             checked[each.name] = reason(error)
         else:
             runs[each.name] = run
+    del prepared
 
     for mode in modes:
         show(f"{shape.name}: {mode.name}")
