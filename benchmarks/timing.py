@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -135,10 +135,11 @@ def measure_memory_bandwidths(mesh: Mesh, nbytes: int, repetitions: int = 8) -> 
     }
 
 
+@cache
 def measure_bandwidths(mesh: Mesh, nbytes: int, repetitions: int = 8) -> dict[str, float]:
     """Bytes a second that one rank receives from its peers, by three plain ways to move `nbytes` between devices.
 
-    The best of all is the ceiling that floors are computed from: a low one would flatter the fused kernels.
+    Once in a run. The best of all is the ceiling that floors are computed from: a low one would flatter the kernels.
     """
     world = mesh.devices.size
     if world == 1:
