@@ -1,7 +1,7 @@
 """What a fused operation must get right on GPUs, as functions of a mesh.
 
 One process may drive all GPUs, or each its own: every comparison happens on the devices and ends in replicated numbers.
-Operands are made where they are used, and many cases share a program, because compiling takes longest.
+Operands are made where they are used. Compiling takes longest, so programs of many cases compile side by side.
 """
 
 import concurrent.futures
@@ -179,21 +179,19 @@ def relative_error(result: jax.Array, expected: jax.Array, axes) -> jax.Array:
 def errors(
     mesh: Mesh, cases: Sequence[tuple], *, operation: Operation = GATHER, axes="tp", check_vma: bool = True
 ) -> list[float]:
-    """The relative error of the fused kernel for each case (m, k, n, dtype), all in one program."""
+    """The relative error of the fused kernel for each case (m, k, n, dtype)."""
     names = (axes,) if isinstance(axes, str) else axes
 
-    def local() -> jax.Array:
-        found = []
-        for i, (m, k, n, dtype) in enumerate(cases):
-            call = functools.partial(operation.function, *local_operands(operation, i, m, k, n, dtype, axes), axes)
-            call = functools.partial(call, precision="highest")
-            result = call(implementation="fused").astype(jnp.float32)
-            # In f32, because XLA adds up partial products that it has rounded to the operands' type.
-            expected = call(implementation="xla", preferred_element_type=jnp.float32)
-            found.append(relative_error(result, expected, names))
-        return jnp.stack(found)
+    def local(key: int, m: int, k: int, n: int, dtype) -> jax.Array:
+        call = functools.partial(operation.function, *local_operands(operation, key, m, k, n, dtype, axes), axes)
+        call = functools.partial(call, precision="highest")
+        result = call(implementation="fused").astype(jnp.float32)
+        # In f32, because XLA adds up partial products that it has rounded to the operands' type.
+        expected = call(implementation="xla", preferred_element_type=jnp.float32)
+        return relative_error(result, expected, names)
 
-    return on_ranks(mesh, local, check_vma=check_vma).tolist()
+    programs = [program(mesh, functools.partial(local, i, *case), check_vma=check_vma) for i, case in enumerate(cases)]
+    return [float(each) for each in run_all(programs)]
 
 
 def check_cases(mesh: Mesh, cases: Sequence[tuple], **kwargs) -> None:
@@ -286,23 +284,22 @@ def check_all_reduce_is_the_same_everywhere(mesh: Mesh) -> None:
     forms = [(rows, {**form, "apart": apart}) for rows, form in small for apart in (False, True)]
     forms += [(1024, {}), (1024, {"exact_wire": False})]
 
-    def local() -> jax.Array:
-        wrong = []
+    def local(rows: int, config: dict) -> jax.Array:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("tp")))
-        for rows, config in forms:
-            call = functools.partial(jtf.matmul_all_reduce, axis_name="tp", implementation="fused", config=config)
-            whole = [jax.random.randint(key, size, -4, 5) for key, size in zip(keys, ((rows, 384), (384, 200)))]
-            lhs, rhs = (x.astype(jnp.bfloat16) for x in whole)
-            total = lax.psum(jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32), "tp")
-            if config.get("exact_wire", True):
-                wrong.append(jnp.sum(call(lhs, rhs) != total.astype(jnp.bfloat16)))
-            lhs, rhs = (jax.random.normal(key, x.shape, jnp.bfloat16) for key, x in zip(keys, whole))
-            of_ranks = lax.all_gather(call(lhs, rhs, preferred_element_type=jnp.float32), "tp")
-            wrong.append(jnp.sum(of_ranks != of_ranks[0]))
-        return lax.psum(jnp.stack(wrong), "tp")
+        call = functools.partial(jtf.matmul_all_reduce, axis_name="tp", implementation="fused", config=config)
+        whole = [jax.random.randint(key, size, -4, 5) for key, size in zip(keys, ((rows, 384), (384, 200)))]
+        lhs, rhs = (x.astype(jnp.bfloat16) for x in whole)
+        total = lax.psum(jnp.matmul(lhs, rhs, preferred_element_type=jnp.float32), "tp")
+        wrong = jnp.int32(0)
+        if config.get("exact_wire", True):
+            wrong += jnp.sum(call(lhs, rhs) != total.astype(jnp.bfloat16))
+        lhs, rhs = (jax.random.normal(key, x.shape, jnp.bfloat16) for key, x in zip(keys, whole))
+        of_ranks = lax.all_gather(call(lhs, rhs, preferred_element_type=jnp.float32), "tp")
+        return lax.psum(wrong + jnp.sum(of_ranks != of_ranks[0]), "tp")
 
-    wrong = on_ranks(mesh, local)
-    assert not wrong.any(), wrong
+    found = run_all([program(mesh, functools.partial(local, *form)) for form in forms])
+    wrong = [(form, count) for form, count in zip(forms, found) if count]
+    assert not wrong, wrong
 
 
 def check_repetition(mesh: Mesh, operation: Operation, times: int = 1000) -> None:
@@ -498,7 +495,7 @@ def check_epilogues(mesh: Mesh) -> None:
         expected = call(implementation="xla", preferred_element_type=jnp.float32)
         return relative_error(call(implementation="fused").astype(jnp.float32), expected, "tp")
 
-    found = on_ranks(mesh, lambda: jnp.stack([error_of(*case) for case in cases]))
+    found = run_all([program(mesh, functools.partial(error_of, *case)) for case in cases])
     wrong = [
         f"{operation.name} {size[:3]} {', '.join(map(str, given))}: error {error}"
         for (operation, size, given), error in zip(cases, found, strict=True)
