@@ -12,7 +12,9 @@ are repeated in a loop, as a decode step is.
 """
 
 import abc
+import itertools
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -38,6 +40,7 @@ from benchmarks.operation import (
 from benchmarks.shapes import (
     ALL_GATHER_MATMUL,
     ALL_GATHER_MATMUL_TINY,
+    GATED_ALL_GATHER_MATMUL,
     MATMUL_ALL_REDUCE,
     MATMUL_ALL_REDUCE_TINY,
     MATMUL_REDUCE_SCATTER,
@@ -170,6 +173,61 @@ class AllGatherMatmul(MatmulOperation):
 
     def wire_bytes(self, shape: MatmulShape, world: int) -> int:
         return shape.wire_bytes(world, jnp.dtype(DTYPE).itemsize)
+
+
+Pair = tuple[jax.Array, jax.Array]  # up [K, N / world], gate [K, N / world]
+
+
+def _gated(lhs: jax.Array, weights: Pair) -> jax.Array:
+    up, gate = weights
+    rows = _gather(lhs, up)
+    return jax.nn.silu(jnp.matmul(rows, gate)) * jnp.matmul(rows, up)
+
+
+def _fused_gated(lhs: jax.Array, weights: Pair, *, config: Config | None = None) -> jax.Array:
+    up, gate = weights
+    return jtf.all_gather_matmul(lhs, up, AXIS, gate=gate, activation="silu", implementation="fused", config=config)
+
+
+def _two_products(rows: jax.Array, weights: Pair) -> jax.Array:
+    return jnp.matmul(rows, weights[0]) + jnp.matmul(rows, weights[1])
+
+
+_pair = (P(None, AXIS), P(None, AXIS))
+_gated_sharded = partial(_sharded, in_specs=(P(AXIS, None), _pair))
+
+GATED_REFERENCE = _gated_sharded(name="xla/default", call=_gated)
+
+
+class GatedAllGatherMatmul(AllGatherMatmul):
+    """The first half of a gated MLP: `all_gather_matmul` with a gate and SiLU. The weights are a pair."""
+
+    name = "gated_all_gather_matmul"
+    shapes = GATED_ALL_GATHER_MATMUL
+    optional_peers = ()
+    parts = ("gemm",)
+
+    def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
+        implementations = (
+            *by_flags(_gated_sharded, "xla", _gated),
+            _gathered(name="gemm", call=_two_products, in_specs=(P(None, None), _pair)),
+            *fused(_gated_sharded, _fused_gated, configs),
+        )
+        return {implementation.name: implementation for implementation in implementations}
+
+    def expected_from(self, implementation: Implementation) -> Implementation:
+        # Nothing else gives what the products of a rank alone give.
+        return implementation if implementation.name == "gemm" else GATED_REFERENCE
+
+    def operands(self, shape: MatmulShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        operands = super().operands(shape, mesh, calls, 2 * turns)
+        return replace(operands, ys=tuple(itertools.batched(operands.ys, 2)))
+
+    def y_bytes(self, shape: MatmulShape, world: int) -> int:
+        return 2 * super().y_bytes(shape, world)
+
+    def fastest_seconds(self, shape: MatmulShape, world: int) -> float:
+        return 2 * super().fastest_seconds(shape, world)
 
 
 def _fused_scatter(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:

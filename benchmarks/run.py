@@ -29,9 +29,9 @@ keys and values in the L2 cache. cold: nothing, since they take turns between so
 between. warm: as much as fits, since all calls have the same. Each call has an x of its own in any case. usual:
 
 decode_attention: nothing. Each call of a chain has a cache of its own, together many times the L2 cache.
-all_gather_matmul, matmul_reduce_scatter, mlp_gradients: what the call before has left of the weights, 29 MB a rank
-    and more at the listed shapes on four. Calls of few rows take turns between two weights and find neither. Each call
-    of a chain has its own lhs.
+all_gather_matmul, gated or not, matmul_reduce_scatter, matmul_all_reduce, mlp_gradients: what the call before has left
+    of the weights, 29 MB a rank and more at the listed shapes on four. Calls of few rows take turns between two weights
+    and find neither. Each call of a chain has its own lhs.
 psum, all_gather, psum_scatter: their operands, but for the largest: each call of a chain has its own, and the chain is
     repeated in a loop.
 
@@ -74,7 +74,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import pallas_matmul, torch_peer
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
-from benchmarks.matmuls import AllGatherMatmul, MatmulAllReduce, MatmulOperation, MatmulReduceScatter
+from benchmarks.matmuls import (
+    AllGatherMatmul,
+    GatedAllGatherMatmul,
+    MatmulAllReduce,
+    MatmulOperation,
+    MatmulReduceScatter,
+)
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
@@ -98,6 +104,7 @@ OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
         AllGatherMatmul(),
+        GatedAllGatherMatmul(),
         MatmulReduceScatter(),
         MatmulAllReduce(),
         MlpGradients(),

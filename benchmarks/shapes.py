@@ -40,6 +40,12 @@ ALL_GATHER_MATMUL_TINY = (
     MatmulShape(name="tiny/prefill", m=256, k=256, n=1024),
 )
 
+# Of each of the two products.
+GATED_ALL_GATHER_MATMUL = tuple(
+    MatmulShape(name=f"llama3-70b/{name}/mlp-gate-up", m=m, k=8192, n=28672)
+    for name, m in (("decode-16", 16), ("decode-128", 128), ("prefill-2k", 2048), ("prefill-8k", 8192))
+)
+
 # The other half of the same layers.
 MATMUL_REDUCE_SCATTER = (
     MatmulShape(name="llama3-70b/decode-16/mlp-down", m=16, k=28672, n=8192),

@@ -113,6 +113,7 @@ _collective = partial(_by_peer, sizes=("nbytes",), heading="bytes a rank", digit
 
 TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "all_gather_matmul": _matmul,
+    "gated_all_gather_matmul": _matmul,
     "matmul_reduce_scatter": _matmul,
     "matmul_all_reduce": partial(_matmul, digits=1),
     "mlp_gradients": _matmul,

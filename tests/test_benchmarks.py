@@ -42,6 +42,7 @@ REQUIRED |= {"floor_us", "gpu", "jax", "triton", "commit", "date"}
 ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy", "l2"}
 COMMON = {"l2": "usual", "gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
 MATMUL = run.OPERATIONS["all_gather_matmul"]
+GATED = run.OPERATIONS["gated_all_gather_matmul"]
 SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
 REDUCE = run.OPERATIONS["matmul_all_reduce"]
 MLP = run.OPERATIONS["mlp_gradients"]
@@ -49,6 +50,7 @@ ATTENTION = run.OPERATIONS["decode_attention"]
 COLLECTIVES = [run.OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
+    GATED: MatmulShape(name="small", m=64, k=256, n=256),
     SCATTER: MatmulShape(name="small", m=64, k=256, n=128),
     REDUCE: MatmulShape(name="small", m=30, k=256, n=128),
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
@@ -437,7 +439,7 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 
 @each_operation
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = "matmul_reduce_scatter" if op is MLP else op.name
+    function = {MLP: "matmul_reduce_scatter", GATED: "all_gather_matmul"}.get(op, op.name)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
@@ -454,7 +456,7 @@ def test_what_calls_find_in_the_cache(mesh: Mesh, few_calls: None) -> None:
     assert ATTENTION.turns(DECODE_ATTENTION[0], 4, 64, "usual") == 64
     with pytest.raises(ValueError, match="psum has no weights"):
         COLLECTIVES[0].turns(SMALL[COLLECTIVES[0]], 4, 64, "cold")
-    for op in (MATMUL, MLP, ATTENTION):
+    for op in (MATMUL, GATED, MLP, ATTENTION):
         turns = op.turns(SMALL[op], 4, 4, "cold")
         assert len(op.operands(SMALL[op], mesh, 4, turns).ys) == turns == 4
     rows = bench(MATMUL, mesh, "gemm", "xla/default", timed=True, l2="warm")
