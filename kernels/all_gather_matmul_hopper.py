@@ -2,15 +2,19 @@
 
 Persistent programs, one for each multiprocessor, each of three roles (partitions of warps) that run side by side:
 
-* `push`: sends this rank's rows to all others, in units of a few rows and one part of K, in the order in which they
-  are multiplied there: all units of the first peer, part after part. Units are claimed by ticket, so that they are
-  sent soon by whoever runs, however few programs the GPU has started.
+* `push`: sends to one peer alone, rank - 1: first this rank's own rows, then those of rank + 1, rank + 2, ... as they
+  arrive here. So each link carries one stream, at its full speed, and nobody has to keep the ranks in step. Rows go in
+  units of a few rows and one part of K, part after part, which is the order in which they are multiplied. Units are
+  claimed by ticket, so that they are sent soon by whoever runs, however few programs the GPU has started.
 * `load`: brings tiles of rows and columns into shared memory by TMA, and waits for a part of K of a block of rows just
   before it loads the first step of it. So the product begins with the first parts that arrive.
 * `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer.
 
 A tile needs the rows of one rank only. Tiles of this rank's own rows come first; the others follow in the order
-rank + 1, rank + 2, ... Nobody waits for a tile, so their programs may start late.
+rank + 1, rank + 2, ..., as they arrive. Nobody waits for a tile, so their programs may start late.
+
+No push waits in a circle. A rank's own rows, which it sends first, wait for nothing; what it passes on in a later step
+waits for the step before of rank + 1 alone. Units of lower tickets have been claimed by programs that run.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +51,7 @@ def all_gather_matmul_hopper_kernel(
     half_desc,  # the same, in blocks of half the columns
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
-    arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT from each rank for each part of its rows
+    arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
     tickets,  # signal: to claim units
     out_desc,  # [WORLD, M, N], in blocks [1, BLOCK_M, columns stored at a time]
     gathered_ptr,  # [WORLD, M, K]: where the gathered rows go as well, or None
@@ -142,41 +146,63 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile,
 
 @gluon.jit
 def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
-    """Sends this rank's rows to all others, as many units as this program can claim; then copies, if it has to."""
+    """Sends rows to the rank before, as many units as this program can claim; then copies, if it has to."""
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
-    size = work.M * work.K
-    parts = gl.cdiv(work.K, work.PART)
-    units_a_part = gl.cdiv(work.M, work.BLOCK_M) * work.BLOCK_M // work.UNIT
-    units = units_a_part * parts  # of a rank's rows
-    draws = (work.WORLD - 1) * units + gl.num_programs(0)
-    before = 0
+    peer = (me.rank + work.WORLD - 1) % work.WORLD
+    remote = shmem.remote(me, inbox, peer)
+    to_send = (work.WORLD - 1) * units_a_rank(work)
+    draws = to_send + gl.num_programs(0)
     ticket = shmem.claim(me, tickets, draws)
-    while ticket < (work.WORLD - 1) * units:
-        step = ticket // units
-        if step > before:
-            # In step with the peers, each link carries one stream at a time; out of step it reaches little over half
-            # its speed. So the one who sent to this rank must have sent the last part.
-            wait_for_part(me, arrived, (me.rank + step) % work.WORLD, work.M - 1, parts - 1, work)
-            before = step
-        peer = (me.rank + work.WORLD - 1 - step) % work.WORLD
-        row = ticket % units_a_part * work.UNIT
-        part = ticket % units // units_a_part
-        dest = shmem.remote(me, inbox + me.rank.to(gl.int64) * size, peer)
-        copy(dest, lhs_ptr, row, part, me.ready, True, work)
-        shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)
+    while ticket < to_send:
+        source, row, part = unit_of(me, ticket, work)
+        origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
+        # What has not come is not passed on: the others wait in vain, too, and say so.
+        copy(remote + offset_of(source, work), origin, row, part, came, True, work)
+        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)
         ticket = shmem.claim(me, tickets, draws)
 
     if gathered_ptr is not None:
-        for unit in range(gl.program_id(0), work.WORLD * units, gl.num_programs(0)):
-            source = (me.rank + unit // units) % work.WORLD
-            row = unit % units_a_part * work.UNIT
-            part = unit % units // units_a_part
-            came = me.ready
-            origin = lhs_ptr
-            if source != me.rank:
-                came = wait_for_part(me, arrived, source, row, part, work)
-                origin = inbox + source.to(gl.int64) * size
-            copy(gathered_ptr + source.to(gl.int64) * size, gl.multiple_of(origin, 16), row, part, True, came, work)
+        for unit in range(gl.program_id(0), work.WORLD * units_a_rank(work), gl.num_programs(0)):
+            source, row, part = unit_of(me, unit, work)
+            origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
+            copy(gathered_ptr + offset_of(source, work), origin, row, part, True, came, work)
+
+
+@gluon.jit
+def units_a_rank(work):
+    """Into how many units the rows of a rank are divided."""
+    return units_a_part(work) * gl.cdiv(work.K, work.PART)
+
+
+@gluon.jit
+def units_a_part(work):
+    return gl.cdiv(work.M, work.BLOCK_M) * work.BLOCK_M // work.UNIT
+
+
+@gluon.jit
+def unit_of(me, unit, work):
+    """The source of a unit, its first row and its part of K, in the order in which they travel."""
+    source = (me.rank + unit // units_a_rank(work)) % work.WORLD
+    row = unit % units_a_part(work) * work.UNIT
+    part = unit % units_a_rank(work) // units_a_part(work)
+    return source, row, part
+
+
+@gluon.jit
+def find(me, lhs_ptr, inbox, arrived, source, row, part, work):
+    """Where the rows of a rank lie here, and whether this part of K of a block of them is there: waits for it."""
+    origin = lhs_ptr
+    came = me.ready
+    if source != me.rank:
+        origin = inbox + offset_of(source, work)
+        came = wait_for_part(me, arrived, source, row, part, work)
+    return gl.multiple_of(origin, 16), came
+
+
+@gluon.jit
+def offset_of(source, work):
+    """Of the rows of a rank, in elements, from those of rank 0."""
+    return source.to(gl.int64) * (work.M * work.K)
 
 
 @gluon.jit
@@ -222,6 +248,10 @@ def signal_of(source, row, part, arrived, work):
 
 @gluon.jit
 def wait_for_part(me, arrived, source, row, part, work):
-    """Waits for all units of a part of K of a block of rows of another rank."""
+    """Waits for all units of a part of K of a block of rows of another rank.
+
+    The one whose rows they are is to blame if they do not come. If it is a rank between that is missing, its own rows
+    are the first that do not come.
+    """
     count = me.epoch * (work.BLOCK_M // work.UNIT)
     return shmem.wait(me, signal_of(source, row, part, arrived, work), count, source)

@@ -133,6 +133,14 @@ def test_rows_travel_in_stores_of_16_bytes(name: str) -> None:
     assert {bytes_of(store) for store in stores} == {16}
 
 
+@each_case
+def test_nothing_is_loaded_as_if_it_never_changed(name: str) -> None:
+    """Rows that are passed on have arrived in this call."""
+    loads = [s for s in compiled(name)[1] if s.starts("ld.") and s.has("global")]
+    assert {bytes_of(load) for load in loads} >= {16}
+    assert [load.text for load in loads if load.has("nc")] == []
+
+
 @each_scatter
 def test_waits_and_publishes_of_a_scatter(name: str) -> None:
     program = compiled(name)[1]

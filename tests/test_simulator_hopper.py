@@ -155,9 +155,12 @@ GATHERED = (8, 16, 24, 2, True, False)
 CLAIM = "        ticket = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
-SEND = "        copy(dest, lhs_ptr, row, part, me.ready, True, work)\n"
-SIGNAL = "        shmem.signal(me, signal_of(me.rank, row, part, arrived, work), peer)\n"
-COPY_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
+SEND = "        copy(remote + offset_of(source, work), origin, row, part, came, True, work)\n"
+SIGNAL = "        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)\n"
+FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
+FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
+SEND_FIND = f"ticket, work)\n        {FIND}"
+COPY_FIND = f"unit, work)\n            {FIND}"
 TILE_WAIT = "shmem.wait(me, signal, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
 STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
 GIVEN = "            to_push = give(staged, to_push, ticket)\n"
@@ -181,7 +184,7 @@ MUTANTS = (
     ),
     Mutant(
         name="last draws forgotten",
-        edits=(("units + gl.num_programs(0)", "units"),),
+        edits=(("to_send + gl.num_programs(0)", "to_send"),),
         errors=(DeadlockError,),
     ),
     Mutant(
@@ -217,10 +220,32 @@ MUTANTS = (
         errors=TOO_EARLY,
     ),
     Mutant(
-        name="no wait before a copy",
-        edits=((COPY_WAIT, "came = me.ready"),),
+        name="no wait before a unit is passed on",
+        edits=((FIND_WAIT, "came = me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="passed on behind the first part alone",
+        edits=((SEND_FIND, SEND_FIND.replace("part", "0")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="copied behind the first part alone",
+        edits=((COPY_FIND, COPY_FIND.replace("part", "0")),),
         errors=TOO_EARLY,
         shape=GATHERED,
+    ),
+    Mutant(
+        name="nothing is passed on",
+        edits=(("(work.WORLD - 1) * units_a_rank", "units_a_rank"),),
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="a rank that sends nothing",
+        edits=(("    came = me.ready\n", "    came = me.ready & (me.rank != 1)\n"),),
+        errors=(DeadlockError,),
+        says="arrived",
     ),
     Mutant(
         name="full stages taken for empty ones",
