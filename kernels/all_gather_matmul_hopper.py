@@ -158,8 +158,10 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
         origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
         # What has not come is not passed on: the others wait in vain, too, and say so.
         copy(remote + offset_of(source, work), origin, row, part, came, True, work)
+        # Claimed while the unit is on its way, for the signal waits until it is there.
+        following = shmem.claim(me, tickets, draws)
         shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)
-        ticket = shmem.claim(me, tickets, draws)
+        ticket = following
 
     if gathered_ptr is not None:
         for unit in range(gl.program_id(0), work.WORLD * units_a_rank(work), gl.num_programs(0)):

@@ -152,7 +152,7 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
-CLAIM = "        ticket = shmem.claim(me, tickets, draws)\n"
+CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
 SEND = "        copy(remote + offset_of(source, work), origin, row, part, came, True, work)\n"
@@ -174,7 +174,7 @@ RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 MUTANTS = (
     Mutant(
         name="units claimed twice",
-        edits=((CLAIM, "        ticket += 1\n"),),
+        edits=((CLAIM, "        following = ticket + 1\n"),),
         errors=(DataRaceError, SignalCountError),
     ),
     Mutant(
@@ -216,7 +216,7 @@ MUTANTS = (
     ),
     Mutant(
         name="signal before the unit",
-        edits=((SEND + SIGNAL, SIGNAL + SEND),),
+        edits=((SIGNAL, ""), (SEND, SIGNAL + SEND)),
         errors=TOO_EARLY,
     ),
     Mutant(
