@@ -2,14 +2,18 @@
 
 Persistent programs, one for each multiprocessor, each of three roles (partitions of warps) that run side by side:
 
-* `load`: claims tiles by ticket, and brings their rows and columns into shared memory by TMA.
+* `load`: claims tiles by ticket, and brings their rows and columns into shared memory by TMA. Behind those of a tile of
+  this rank's own rows it waits for the peers' partial tiles, and brings them into the same ring of stages: while it
+  waits and they come, the product of the tile goes on.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
-  a tile of this rank's own rows it adds what the peers have sent, and stores the sum.
+  a tile of this rank's own rows it adds the partial tiles as they are loaded, and stores the sum.
 * `push`: carries tiles from the outbox to their owners.
 
 Tiles of the rows that other ranks own come first, in the order rank + 1, rank + 2, ..., so that at any time each link
 carries the tiles of one rank. Tiles of this rank's own rows come last. A program waits only for tiles of lower tickets
-on other ranks: programs that run have claimed them, and send them without waiting for anybody.
+on other ranks: programs that run have claimed them, and send them without waiting for anybody. For tickets grow within
+a program too: before `load` waits for the first time, it has loaded all of the program's tiles for others, and
+`multiply` and `push` need nothing more of it to send them.
 
 The order of additions is the same in every call: a rank's own part, then those of rank - 1, rank - 2, ... Partial tiles
 travel as they lie in the registers of the warps that multiply, 16 bytes of each thread after the other. So those who
@@ -20,7 +24,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
@@ -82,8 +86,8 @@ def matmul_reduce_scatter_hopper_kernel(
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK)
     gl.warp_specialize(
         [
-            (multiply, (me, ring, claimed, staged, inbox, places, arrived, out_desc, work)),
-            (load, (me, ring, claimed, lhs_desc, rhs_desc, tickets, work)),
+            (multiply, (me, ring, claimed, staged, places, out_desc, work)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, inbox, arrived, tickets, work)),
             (push, (me, staged, inbox, places, arrived, work)),
         ],
         [1, 2],
@@ -93,9 +97,18 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 @gluon.jit
-def load(me, ring, claimed, lhs_desc, rhs_desc, tickets, work):
-    """Loads as many tiles as this program can claim."""
+def load(me, ring, claimed, lhs_desc, rhs_desc, inbox, arrived, tickets, work):
+    """Loads as many tiles as this program can claim, and for those of this rank's own rows the peers' parts."""
+    LINES: gl.constexpr = lines_of(work)
+    PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
     count = work.WORLD * tiles_a_rank(work)
+    parts_desc = tma.make_tensor_descriptor(
+        inbox,
+        [max(work.WORLD - 1, 1) * tiles_a_rank(work) * work.BLOCK_M, work.BLOCK_N],
+        [work.BLOCK_N, 1],
+        [LINES, work.BLOCK_N],
+        PLAIN,
+    )
     position = (0, 1)
     place = (0, 1)
     ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
@@ -105,12 +118,30 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, tickets, work):
         row, column = start_of(ticket % tiles_a_rank(work), work)
         steps = gl.cdiv(work.K, work.BLOCK_K)
         position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
+        if owner == me.rank:
+            position = load_parts(me, ring, position, parts_desc, arrived, ticket % tiles_a_rank(work), work)
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     give(claimed, place, ticket)
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, inbox, places, arrived, out_desc, work):
+def load_parts(me, ring, position, parts_desc, arrived, tile, work):
+    """Loads the peers' partial tiles into the next stages: of all peers some lines, then of all of them the next ones.
+
+    If one does not come, `failed` says so to `multiply`.
+    """
+    for first in range(0, work.BLOCK_M, lines_of(work)):
+        for i in range(work.WORLD - 1):
+            part = i * tiles_a_rank(work) + tile
+            if first == 0:
+                shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
+                shmem.fence_proxy()
+            position = matmul.load_lines(ring, position, parts_desc, part * work.BLOCK_M + first)
+    return position
+
+
+@gluon.jit
+def multiply(me, ring, claimed, staged, places, out_desc, work):
     """Multiplies the tiles; hands over what is for others, and completes what is for this rank."""
     size = work.BLOCK_M * work.BLOCK_N
     sent = (work.WORLD - 1) * tiles_a_rank(work)
@@ -123,18 +154,12 @@ def multiply(me, ring, claimed, staged, inbox, places, arrived, out_desc, work):
         position = (stage, phase)
         if ticket < sent:
             wait_for_place(staged, to_push)
-            part = to_wire(product.to(inbox.dtype.element_ty))
+            part = to_wire(product.to(places.dtype.element_ty))
             gl.store(places + to_push[0] * size + in_order(part), part)
             to_push = give(staged, to_push, ticket)
         else:
-            tile = ticket - sent
-            ready = me.ready
-            for i in range(work.WORLD - 1):
-                signal = arrived + i * tiles_a_rank(work) + tile
-                ready &= shmem.wait(me, signal, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
-            row, column = start_of(tile, work)
-            received = inbox + tile.to(gl.int64) * size
-            complete(product, received, ready, out_desc, ring, row, column, work)
+            row, column = start_of(ticket - sent, work)
+            position, _ = complete(me, product, ring, position, False, out_desc, row, column, work)
         ticket, from_load = take_number(claimed, from_load)
     give(staged, to_push, ticket)
     matmul.finish_stores()
@@ -180,33 +205,44 @@ def start_of(tile, work):
 
 
 @gluon.jit
-def complete(tile, received, ready, out_desc, ring, row, column, work, PIECE: gl.constexpr = 0):
-    """Adds the peers' partial tiles to a tile, in the order in which they lie, and stores the sum.
+def lines_of(work):
+    """How many lines of a partial tile a stage takes, where a tile as it travels has BLOCK_M lines of BLOCK_N elements.
 
-    By pieces, because the registers hold no second tile beside the product.
+    They hold all rows of some columns, because columns travel one after the other.
+    """
+    return min(work.BLOCK_K, work.BLOCK_M)
+
+
+@gluon.jit
+def complete(me, tile, ring, position, failed, out_desc, row, column, work, PIECE: gl.constexpr = 0):
+    """Adds the peers' partial tiles to columns of a tile, as they arrive in the next stages, and stores the sum.
 
     Args:
-      received: the same columns of the first partial tile.
-      ready: whether all of them have come.
+      position: of the first of these stages.
+      failed: whether this rank has given up, so that the sum is NaN; looked up with the first columns.
       PIECE: how many pieces of the tile come before.
+
+    Returns: the position behind the stages, and `failed`.
     """
+    PART: gl.constexpr = lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
     half: gl.constexpr = tile.shape[1] // 2
-    if tile.shape[1] > COLUMNS:
+    if tile.shape[1] > PART:
         left, right = tile.reshape([work.BLOCK_M, 2, half]).permute([0, 2, 1]).split()
-        complete(left, received, ready, out_desc, ring, row, column, work, PIECE)
-        received += work.BLOCK_M * half
-        complete(right, received, ready, out_desc, ring, row, column + half, work, PIECE + half // COLUMNS)
+        position, failed = complete(me, left, ring, position, failed, out_desc, row, column, work, PIECE)
+        position, failed = complete(
+            me, right, ring, position, failed, out_desc, row, column + half, work, PIECE + half // COLUMNS
+        )
     else:
         tile = to_wire(tile)
-        stride = tiles_a_rank(work) * work.BLOCK_M * work.BLOCK_N
-        for i in gl.static_range(work.WORLD - 1):
-            if i == 3:
-                gl.barrier()  # or there would be more loads at a time than registers
-            tile += gl.load(received + in_order(tile)).to(gl.float32)
-            received += stride
-        tile = from_wire(gl.where(ready, tile, float("nan")))
-        matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE)
+        for _ in range(work.WORLD - 1):
+            part, position = matmul.take_lines(ring, position, tile.shape, LAYOUT)
+            tile += part.to(gl.float32)
+        if PIECE == 0:
+            failed = shmem.failed(me)  # `load` has waited for all peers before the last of these
+        matmul.store_tile(out_desc, ring, from_wire(gl.where(failed, float("nan"), tile)), 0, row, column, PIECE)
+    return position, failed
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
-from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_reduce_scatter_hopper, shmem
+from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper, shmem
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
@@ -144,7 +144,8 @@ def test_nothing_is_loaded_as_if_it_never_changed(name: str) -> None:
 @each_scatter
 def test_waits_and_publishes_of_a_scatter(name: str) -> None:
     program = compiled(name)[1]
-    assert waits_that_do_not_wait(program, 1) == []
+    # The role that loads is a single warp, and needs no barrier.
+    assert set(waits_that_do_not_wait(program, 1)) == {"no barrier behind a wait"}
     claims = places_of(shmem.claim, "drawn = tl.atomic_add(")
     assert len([s for s in program if s.place in claims and s.starts("atom")]) == 2
     assert publishes_out_of_order([s for s in program if not s.starts("atom.")]) == []
@@ -152,16 +153,36 @@ def test_waits_and_publishes_of_a_scatter(name: str) -> None:
 
 @each_scatter
 def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
-    """From the registers to the outbox, from there to a peer, and from there to the registers."""
+    """From the registers to the outbox, from there to a peer, and by shared memory to the registers."""
     program = compiled(name)[1]
     staged = places_of(matmul_reduce_scatter_hopper.multiply, "gl.store(")
     for place in (staged, places_of(shmem.store, "tl.store(")):
         stores = [s for s in program if s.place in place and s.starts("st.")]
         assert stores
         assert {bytes_of(store) for store in stores} == {16}
-    peers = SCATTER_CASES[name].get("world", 4) - 1
-    loads = [s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]
-    assert len(loads) == 16 * peers + 8
+    assert len([s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]) == 8
+    taken = places_of(matmul_hopper.take_lines, "lines = source.load(")
+    loads = [s for s in program if s.place in taken and s.starts("ld.shared")]
+    assert len(loads) == 16  # of each half of a tile
+    assert {bytes_of(load) for load in loads} == {16}
+
+
+@each_scatter
+def test_peers_tiles_come_by_tma(name: str) -> None:
+    """Each block in one piece; and what has read a stage is fenced and over before it is released."""
+    program = compiled(name)[1]
+    (place,) = places_of(matmul_hopper.load_lines, "tma.async_load(")
+    loads = [s for s in program if s.place == place and s.starts("cp.async.bulk.tensor.2d.shared::cta.global")]
+    (place,) = places_of(matmul_hopper.load_lines, "mbarrier.expect(")
+    announced = [s.text for s in program if s.place == place and s.starts("mbarrier.arrive.expect_tx")]
+    assert len(loads) == len(announced) > 0
+    assert all(text.endswith(f", {64 * 256 * 2}") for text in announced)
+    released = places_of(matmul_hopper.take_lines, "mbarrier.arrive(")
+    arrivals = [i for i, s in enumerate(program) if s.place in released and s.starts("mbarrier.arrive")]
+    assert len(arrivals) == 2
+    for i in arrivals:
+        order = [s.text.split()[0] for s in program[i - 12 : i] if is_barrier(s) or s.starts("fence.proxy.async")]
+        assert order[-2].startswith("fence.proxy.async.shared::cta") and order[-1].startswith("bar.sync")
 
 
 @each_scatter

@@ -161,7 +161,9 @@ FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
 FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
 SEND_FIND = f"ticket, work)\n        {FIND}"
 COPY_FIND = f"unit, work)\n            {FIND}"
-TILE_WAIT = "shmem.wait(me, signal, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
+TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
+TILE_FENCE = "                shmem.fence_proxy()\n"
+TILE_LOAD = "            position = matmul.load_lines(ring, position, parts_desc, part * work.BLOCK_M + first)\n"
 STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
 GIVEN = "            to_push = give(staged, to_push, ticket)\n"
 CARRIED = """        for first in range(0, size, work.CHUNK):
@@ -169,6 +171,8 @@ CARRIED = """        for first in range(0, size, work.CHUNK):
 """
 RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
+LINES = "    lines = source.load(LAYOUT)\n"
+TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return lines"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 MUTANTS = (
@@ -307,6 +311,25 @@ MUTANTS = (
         errors=TOO_EARLY,
     ),
     Mutant(
+        name="wait for the first peer's tile alone",
+        kernel="matmul_reduce_scatter",
+        edits=(("if first == 0:", "if first + i == 0:"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no proxy fence before a peer's tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="a peer's tile left out",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_LOAD, "            if part + first > 0:\n" + indent(TILE_LOAD)),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
         name="the last ticket not handed over",
         kernel="matmul_reduce_scatter",
         edits=(("    give(staged, to_push, ticket)\n    matmul", "    matmul"),),
@@ -319,6 +342,21 @@ MUTANTS = (
         edits=((RETIRE, RETIRE.replace("=1", "=2")),),
         errors=(DataRaceError,),
         says="warpgroup MMA",
+    ),
+    Mutant(
+        name="a stage released before its lines are read",
+        kernel="matmul_reduce_scatter",
+        product=True,
+        edits=((LINES, ""), (TAKEN, TAKEN.replace("    return", LINES + "    return"))),
+        errors=(DataRaceError,),
+        says="TMA load",
+    ),
+    Mutant(
+        name="lines read before they are there",
+        kernel="matmul_reduce_scatter",
+        product=True,
+        edits=(("    mbarrier.wait(ring.ready.index(stage), phase)\n" + LINES, LINES),),
+        errors=(DeadlockError, *TOO_EARLY),
     ),
     Mutant(
         name="one buffer for all pieces",

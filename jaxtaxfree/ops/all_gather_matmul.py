@@ -438,7 +438,7 @@ def _launch_hopper(
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
     return {
-        **matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed),
+        **matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed),
         **copied,
         "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,

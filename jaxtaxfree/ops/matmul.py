@@ -193,9 +193,16 @@ def unsupported_on_hopper(
 
 
 def hopper_keywords(
-    m: int, k: int, n: int, out_dtype: Any, config: Any, rhs_transposed: bool = False
+    m: int,
+    k: int,
+    n: int,
+    out_dtype: Any,
+    config: Any,
+    *,
+    rhs_transposed: bool = False,
+    stored: int | None = None,
 ) -> dict[str, Any]:
-    """As `tile_keywords`, for the kernels for Hopper."""
+    """As `tile_keywords`, for the kernels for Hopper, which store at most `stored` columns at a time."""
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     return {
         "grid": config.programs,
@@ -205,7 +212,7 @@ def hopper_keywords(
             "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
             "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
             # 128 bytes, which is as much as TMA moves at a time.
-            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2)),
+            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2, stored or block_n)),
         },
         "M": m,
         "N": n,

@@ -277,9 +277,11 @@ def launch(
     }
     if config.hopper:
         assert not epilogue and not rhs_transposed
+        # The peers' parts of a tile arrive in the memory of a step's columns: so many columns, all rows of them.
+        arriving = max(1, config.block_n * config.block_k // config.block_m)
         return matmul_reduce_scatter_hopper_kernel, {
             **common,
-            **matmul.hopper_keywords(m, k, n, out_dtype, config),
+            **matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving),
             "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
             "scratch": {
                 "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
