@@ -120,11 +120,11 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         WORDS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
         for i in tl.static_range(1, WORLD):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
-            shmem.send_words(me, to, pair(own[i - 1]), (me.rank + i) % WORLD)
+            shmem.send_words(me, to, shmem.words_of(own[i - 1]), (me.rank + i) % WORLD)
         first = shmem.messages(me, region) + tl.program_id(0) * WORDS
         words = shmem.receive_vectors(me, first + 4 * tl.arange(0, WORDS // 4), tl.num_programs(0) * WORDS, WORLD)
         for rank in tl.static_range(WORLD):
-            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], unpair(words[rank], dtype)),)
+            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], shmem.elements_of(words[rank], dtype)),)
     elif PROTOCOL == "messages":
         WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
         for i in tl.static_range(1, WORLD + 1):
@@ -188,25 +188,6 @@ def unpack(words, dtype: tl.constexpr):
         bits = high | ((low >> 16) & 65535)
     else:
         bits = (words >> 16).to(dtype)
-    return bits
-
-
-@triton.jit
-def pair(bits):
-    """A block of integers of 16 or 32 bits as words of 32."""
-    words = bits
-    if bits.dtype == tl.int16:
-        low, high = tl.split(bits.reshape(bits.shape[0] // 2, 2))
-        words = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 65535)
-    return words
-
-
-@triton.jit
-def unpair(words, dtype: tl.constexpr):
-    """The block of integers that `pair` has made words of."""
-    bits = words
-    if dtype == tl.int16:
-        bits = tl.join(words, words >> 16).reshape(2 * words.shape[0]).to(tl.int16)
     return bits
 
 

@@ -529,18 +529,56 @@ def receive_words(me, source, peer, mask=None):
 
 
 @triton.jit
-def receive_vectors(me, source, stride, WORLD: tl.constexpr):
-    """Like `receive_words` of 4 words next to each other of each other rank.
+def words_of(block):
+    """A block of elements of 32 bits, or of 16 in pairs along the last dimension, as i32 words to be sent."""
+    if block.dtype.primitive_bitwidth == 32:
+        words = block.to(tl.int32, bitcast=True)
+    else:
+        low, high = tl.split(block.to(tl.int16, bitcast=True).reshape(_in_pairs(block.shape)))
+        words = (high.to(tl.int32) << 16) | (low.to(tl.int32) & 65535)
+    return words
+
+
+@triton.jit
+def elements_of(words, dtype: tl.constexpr):
+    """The block of elements that `words_of` has made words of."""
+    if dtype.primitive_bitwidth == 32:
+        block = words.to(dtype, bitcast=True)
+    else:
+        both = tl.join(words, words >> 16).reshape(_of_pairs(words.shape))
+        block = both.to(tl.int16).to(dtype, bitcast=True)
+    return block
+
+
+@triton.constexpr_function
+def _in_pairs(shape):
+    return [*shape[:-1], shape[-1] // 2, 2]
+
+
+@triton.constexpr_function
+def _of_pairs(shape):
+    return [*shape[:-1], 2 * shape[-1]]
+
+
+@triton.jit
+def receive_vectors(me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr = False, patient=True):
+    """Like `receive_words` of 4 words next to each other of each rank.
 
     Each thread polls words of its own, and looks at nothing else meanwhile.
 
     Args:
       source: a block of pointers, to 4 words each that rank 0 sends.
       stride: i32, words from what a rank sends to what the next one sends, a multiple of 4.
+      OWN: whether this rank sends itself words, too.
+      patient: i1, what `linger` returned; if false, only look.
 
     Returns: for each rank a block of i32 words, 4 times as long as `source`; -1 for those that did not come within the
-      heap's timeout, which as a float is NaN, and for this rank.
+      heap's timeout, which as a float is NaN, and for this rank unless OWN.
     """
+    left_out = me.rank
+    if OWN:
+        left_out = me.rank * 0 - 1
+    over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
     WORDS: tl.constexpr = 4 * source.shape[0]
     words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
@@ -551,8 +589,8 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr):
             RANKS: tl.constexpr = min(8, WORLD - begin)
             found = tl.inline_asm_elementwise(
                 _vectors_assembly(RANKS),
-                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "l"),
-                [source + begin * stride, stride * 4, me.ready.to(tl.int32), me.rank - begin, me.base],
+                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "l"),
+                [source + begin * stride, stride * 4, me.ready.to(tl.int32), over, left_out - begin, me.base],
                 dtype=_words(4 * RANKS + 1),
                 is_pure=False,
                 pack=1,
@@ -564,7 +602,7 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr):
                 odd = tl.join(found[4 * rank + 1], found[4 * rank + 3])
                 blocks = blocks + (~tl.join(even, odd).reshape(WORDS),)
                 # All threads have met in between: none still looks.
-                came = me.ready & (late == 0) & (me.rank != begin + rank)
+                came = me.ready & (late == 0) & (left_out != begin + rank)
                 tl.store(words + (begin + rank) * stride, tl.zeros([WORDS], tl.int32), mask=came)
             if late != 0:
                 place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
@@ -573,7 +611,7 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr):
                 _report(me, -1 - first, 4, 0, begin + of)
     else:
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-        awaited = (rank < WORLD) & (rank != me.rank) & (tl.arange(0, WORDS)[None, :] >= 0)
+        awaited = (rank < WORLD) & (rank != left_out) & (tl.arange(0, WORDS)[None, :] >= 0)
         words, came = receive_words(me, words[None, :] + rank * stride, rank, awaited)
         words = tl.where(came & awaited, words, -1)
         for of in tl.static_range(WORLD):
@@ -602,13 +640,14 @@ def _vectors_assembly(ranks):
     """Assembly that polls 16 bytes of each rank but one until all words are other than 0.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing.
-    Operands: address, bytes from one rank to the next, whether to wait, the rank to leave out, the region's address.
+    Operands: address, bytes from one rank to the next, whether to look, whether the time is over, the rank to leave
+    out, the region's address.
     """
     missing = 4 * ranks
-    source, stride, wait, left_out, base = (f"${missing + 1 + i}" for i in range(5))
+    source, stride, wait, over, left_out, base = (f"${missing + 1 + i}" for i in range(6))
     words = [[f"${4 * rank + i}" for i in range(4)] for rank in range(ranks)]
     lines = [f"mov.b32 ${i}, 0;" for i in range(missing + 1)]
-    lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", "mov.b64 end, 0;", "mov.b32 polls, 0;"]
+    lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", f"cvt.u64.u32 end, {over};", "mov.b32 polls, 0;"]
     for rank in range(ranks):
         lines += [
             f"mad.wide.u32 at{rank}, {stride}, {rank}, {source};",
@@ -663,8 +702,8 @@ def _constraints(results, *operands):
 
 
 @triton.jit
-def linger(me, source, count, stride):
-    """Waits for some messages at the least expense, of the memory and of time. `receive` has to follow.
+def linger(me, source, count, stride, CLEARED: tl.constexpr = False):
+    """Waits for some messages at the least expense, of the memory and of time. A function that receives has to follow.
 
     Of many messages that are sent together, wait here for one of each sender.
 
@@ -672,6 +711,7 @@ def linger(me, source, count, stride):
       source: scalar pointer to the first one.
       count: i32, how many.
       stride: i32, words from one to the next.
+      CLEARED: whether they are words (`send_words`).
 
     Returns: i1, false if they did not come within the heap's timeout.
     """
@@ -681,46 +721,7 @@ def linger(me, source, count, stride):
     if BACKEND == "cuda":
         # Each thread polls messages of its own, and they meet when all have theirs.
         all_came = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred p, q;
-            .reg .b32 i, n, v, failed;
-            .reg .b64 message, now, end;
-            mov.u32 i, %tid.x;
-            mov.u32 n, %ntid.x;
-            mov.u64 end, 0;
-            EACH:
-            setp.ge.u32 p, i, $2;
-            @p bra DONE;
-            mul.wide.u32 message, i, $3;
-            add.u64 message, message, $1;
-            AGAIN:
-            ld.relaxed.sys.global.b32 v, [message];
-            ld.volatile.global.b32 failed, [$5 + 4];
-            xor.b32 v, v, $4;
-            and.b32 v, v, 1;
-            setp.eq.u32 q, v, 0;
-            @q bra NEXT;
-            setp.ne.u32 q, failed, 0;
-            @q bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.ne.u64 q, end, 0;
-            @q bra CLOCK;
-            ld.volatile.global.b64 end, [$5 + 16];
-            add.u64 end, end, now;
-            CLOCK:
-            setp.lt.u64 q, now, end;
-            @q bra AGAIN;
-            bra DONE;
-            NEXT:
-            add.u32 i, i, n;
-            bra EACH;
-            DONE:
-            bar.warp.sync 0xffffffff;
-            barrier.red.and.pred q, 0, p;
-            selp.b32 $0, 1, 0, q;
-            }
-            """,
+            _linger_assembly(CLEARED),
             "=r,l,r,r,r,l",
             [source.to(tl.int64), count, stride * 4, _call_bit(me), me.base],
             dtype=tl.int32,
@@ -729,6 +730,54 @@ def linger(me, source, count, stride):
         )
         came = came & (all_came != 0)
     return came
+
+
+@triton.constexpr_function
+def _linger_assembly(cleared):
+    """Assembly in which each thread polls a word until it has arrived, and that tells all whether all have.
+
+    Operands: the address of the first word, how many, bytes from one to the next, the bit that messages of this call
+    have, the region's address.
+    """
+    arrived = "setp.ne.u32 q, v, 0;" if cleared else "xor.b32 v, v, $4; and.b32 v, v, 1; setp.eq.u32 q, v, 0;"
+    return """
+    {
+    .reg .pred p, q;
+    .reg .b32 i, n, v, failed;
+    .reg .b64 message, now, end;
+    mov.u32 i, %tid.x;
+    mov.u32 n, %ntid.x;
+    mov.u64 end, 0;
+    EACH:
+    setp.ge.u32 p, i, $2;
+    @p bra DONE;
+    mul.wide.u32 message, i, $3;
+    add.u64 message, message, $1;
+    AGAIN:
+    ld.relaxed.sys.global.b32 v, [message];
+    ld.volatile.global.b32 failed, [$5 + 4];
+    ARRIVED
+    @q bra NEXT;
+    setp.ne.u32 q, failed, 0;
+    @q bra DONE;
+    mov.u64 now, %globaltimer;
+    setp.ne.u64 q, end, 0;
+    @q bra CLOCK;
+    ld.volatile.global.b64 end, [$5 + 16];
+    add.u64 end, end, now;
+    CLOCK:
+    setp.lt.u64 q, now, end;
+    @q bra AGAIN;
+    bra DONE;
+    NEXT:
+    add.u32 i, i, n;
+    bra EACH;
+    DONE:
+    bar.warp.sync 0xffffffff;
+    barrier.red.and.pred q, 0, p;
+    selp.b32 $0, 1, 0, q;
+    }
+    """.replace("ARRIVED", arrived)
 
 
 @triton.jit

@@ -519,8 +519,8 @@ MUTANTS = (
         kernel="psum_scatter",
         edits=(
             (
-                "pair(own[i - 1]), (me.rank + i) % WORLD)",
-                "pair(own[i - 1]), (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
+                "words_of(own[i - 1]), (me.rank + i) % WORLD)",
+                "words_of(own[i - 1]), (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
             ),
         ),
         errors=(DeadlockError,),
