@@ -3,8 +3,7 @@
 The floor of a shape is the longer of two times of the same run: the plain product of a rank (`gemm`: of the gathered
 lhs, or of its part of the contracted dimension), and the bytes that a rank receives or sends over the best bandwidth
 that a plain copy between devices reached. The bytes are those of bf16, although `matmul_reduce_scatter` sends f32 for
-decode shapes, or if its configuration says `exact_wire=True`, and `matmul_all_reduce` does so on the first of its two
-ways.
+decode shapes, and `matmul_all_reduce` for one row, or if a configuration says `exact_wire=True`.
 
 Decode shapes take turns between two rhs. Four-way shards of the listed weights (117 MB) exceed the L2 cache of an
 H200, but a cache that does not evict strictly by age would still hold some of a single matrix from call to call. They

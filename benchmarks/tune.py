@@ -132,7 +132,7 @@ def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]
 
 def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
     rows = config.add_rows
-    ways = [*each("apart", False, True), *each("linger", False), *each("add_rows", rows // 2, 2 * rows)]
+    ways = [*each("apart", False, True), *each("linger", False, True), *each("add_rows", rows // 2, 2 * rows)]
     return [*(ways if config.small else []), *_product(config)]
 
 

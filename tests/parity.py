@@ -273,16 +273,13 @@ def check_reduce_scatter_rounds_once(mesh: Mesh) -> None:
 
 def check_all_reduce_is_the_same_everywhere(mesh: Mesh) -> None:
     """Every rank has the same bits, and of small integers their sum as bf16, in every form of the kernel."""
-    scratch = {"shots": 2, "sums_as_scratch": True}
-    small = (
-        (13, {"shots": 1}),
-        (100, {"shots": 1}),
-        (100, {"shots": 2}),
-        (100, scratch),
-        (100, {**scratch, "exact_wire": False}),
-    )
-    forms = [(rows, {**form, "apart": apart}) for rows, form in small for apart in (False, True)]
-    forms += [(1024, {}), (1024, {"exact_wire": False})]
+    small = [
+        (rows, {"shots": shots, "exact_wire": exact, "apart": apart, "linger": apart})
+        for rows, shots in ((13, 1), (100, 1), (100, 2))
+        for exact in (True, False)
+        for apart in (False, True)
+    ]
+    forms = [*small, (1024, {}), (1024, {"exact_wire": False})]
 
     def local(rows: int, config: dict) -> jax.Array:
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("tp")))

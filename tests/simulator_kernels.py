@@ -179,11 +179,10 @@ def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int],
 
 
 def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
-    m, n, k, shots, exact_wire, as_scratch, apart, add_rows = shape
+    m, n, k, shots, exact_wire, apart, add_rows = shape
     config = {
         "shots": shots,
         "exact_wire": exact_wire,
-        "sums_as_scratch": as_scratch,
         "apart": apart,
         "linger": apart,
         "add_rows": add_rows,
@@ -392,15 +391,15 @@ KERNELS = (
         module=matmul_all_reduce_small,
         function="matmul_all_reduce_small_kernel",
         call=_matmul_all_reduce_small,
-        # M, N, K, SHOTS, EXACT_WIRE, SUMS_AS_SCRATCH, APART, ADD_ROWS
+        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS
         shapes=lambda world: (
-            (3, 21, 19, 1, True, False, True, 2),
-            (1, 16, 32, 1, True, False, False, 1),
-            (17, 9, 5, 1, False, False, False, 16),
-            (7, 21, 33, 2, True, False, False, 1),
-            (5, 17, 9, 2, True, False, True, 4),
-            (18, 9, 17, 2, False, True, False, 2),
-            (9, 33, 5, 2, True, True, True, 1),
+            (3, 21, 19, 1, True, True, 2),
+            (1, 16, 32, 1, True, False, 1),
+            (17, 9, 5, 1, False, False, 16),
+            (7, 21, 33, 2, True, False, 1),
+            (5, 17, 9, 2, True, True, 4),
+            (18, 9, 17, 2, False, False, 2),
+            (9, 33, 5, 2, False, True, 1),
         ),
     ),
     Simulated(

@@ -91,7 +91,7 @@ _MATMUL_REDUCE_SCATTER: dict[str, Any] = {
     "out_specs": P("tp"),
     "default_config": _matmul_reduce_scatter_config,
 }
-# `matmul_all_reduce_small`, which waits for messages, has its own in test_compiled_all_reduce.py.
+# `matmul_all_reduce_small`, which waits for words, has its own in test_compiled_all_reduce.py.
 KERNELS = (
     Kernel(
         name="all_gather_matmul",

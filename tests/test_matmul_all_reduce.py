@@ -147,7 +147,6 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
     (
         {**SMALL, "shots": 1},
         {**SMALL, "shots": 2},
-        {**SMALL, "shots": 2, "sums_as_scratch": True},
         LARGE,
     ),
 )
@@ -159,10 +158,11 @@ def test_sums_are_rounded_once(mesh: Mesh, config: dict[str, Any]) -> None:
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4 + 2**-7))
 
 
-def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh) -> None:
+@pytest.mark.parametrize("shots", (1, 2))
+def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh, shots: int) -> None:
     lhs = np.tile(np.array([1, 2**-9], jnp.bfloat16), (18, 4))
     rhs = np.ones((8, 5), jnp.bfloat16)
-    config = {**SMALL, "exact_wire": False}
+    config = {**SMALL, "shots": shots, "exact_wire": False}
     program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4))
 
@@ -172,7 +172,7 @@ def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh) -> None:
     (
         SMALL,
         {**SMALL, "shots": 1},
-        {**SMALL, "exact_wire": False, "sums_as_scratch": True},
+        {**SMALL, "exact_wire": False},
         LARGE,
         {**LARGE, "exact_wire": False},
     ),
@@ -503,7 +503,7 @@ def test_xla_lowers_to_none(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    (Config(), {"block_m": 32, "block_n": 32, "num_warps": 8}, {"shots": 1}, {"apart": True, "sums_as_scratch": True}),
+    (Config(), {"block_m": 32, "block_n": 32, "num_warps": 8}, {"shots": 1}, {"apart": True, "exact_wire": False}),
 )
 def test_config_is_taken(mesh: Mesh, config: Any) -> None:
     assert_fused(lower_for_cuda(row_parallel(mesh, implementation="fused", config=config), *shapes(mesh)))
@@ -513,8 +513,8 @@ def test_default_config() -> None:
     by_rows = {m: default_config(m, 8192, 4, "bfloat16", 90) for m in (1, 16, 17, 128, 256, 257)}
     assert [config.small for config in by_rows.values()] == [True] * 5 + [False]
     assert [config.shots for config in by_rows.values()] == [1, 1, 2, 2, 2, 2]
-    assert [config.exact_wire for config in by_rows.values()] == [True, True, True, False, False, True]
-    assert [config.sums_as_scratch for config in by_rows.values()] == [False, False, False, True, True, False]
+    assert [config.exact_wire for config in by_rows.values()] == [True, False, False, False, False, True]
+    assert default_config(128, 8192, 4, "bfloat16", 90, out_dtype="float32").exact_wire
     assert default_config(256, 8192, 2, "bfloat16", 90).shots == 1
     assert [default_config(16, n, 4, "bfloat16", 90).apart for n in (8192, 28672)] == [False, True]
     for world in (2, 3, 4, 8):

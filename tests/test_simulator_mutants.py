@@ -102,21 +102,8 @@ RIGHT_HALF = """                give_out(
                 )  # fmt: skip
 """
 SUM_SIGNAL = "                shmem.signal_all(me, added + place, WORLD)\n"
-TILE_MASK = "        mask = (within >= 0) & (within < OWNED) & (n >= 0)\n"
-TILE_SENT = (
-    "        send(me, partials, mine + (within * COLUMNS + n), product, lhs_ptr.dtype.element_ty, peer, mask, "
-    "not EXACT_WIRE)\n"
-)
-ARRIVED_SIGNAL = """    if not EXACT_WIRE:
-        shmem.signal_all(me, arrived + me.rank, WORLD)
-"""
-SUMS_SENT = "            send(me, sums, mine + (m * COLUMNS + n), rounded, dtype, peer, mask, SUMS_AS_SCRATCH)\n"
-SUMS_LOOP = f"""        for i in tl.static_range(1, WORLD + 1):
-            peer = (me.rank + i) % WORLD
-{SUMS_SENT}"""
-SUMS_SIGNAL = """        if SUMS_AS_SCRATCH:
-            shmem.signal_all(me, added + me.rank, WORLD)
-"""
+TILE_SENT = "        send(me, partials, words, within, column, OWNED, COLUMNS, BLOCK_N, peer)\n"
+SUMS_SENT = "        send(me, sums, words, within, column, OWNED, COLUMNS, BLOCK_N, (me.rank + i) % WORLD)\n"
 CUSTOM_STORES = """    for i in range(WORLD):
         shmem.store(me, inbox_ptr + me.rank * SIZE + element, value, (me.rank + i) % WORLD, mask)
 """
@@ -677,8 +664,8 @@ MUTANTS = (
     Mutant(
         name="tile not sent to one peer",
         kernel="matmul_all_reduce_small",
-        edits=((TILE_MASK, TILE_MASK.replace("(n >= 0)", "(n >= 0) & (i > 1)")),),
-        shape=(3, 21, 19, 1, True, False, True, 2),
+        edits=((TILE_SENT, "        if i > 1:\n    " + TILE_SENT),),
+        shape=(3, 21, 19, 1, True, True, 2),
         errors=(DeadlockError,),
     ),
     Mutant(
@@ -686,83 +673,56 @@ MUTANTS = (
         kernel="matmul_all_reduce_small",
         edits=((TILE_SENT, TILE_SENT + TILE_SENT),),
         errors=(MessageError,),
-        shape=(7, 21, 33, 2, True, False, False, 1),
+        shape=(7, 21, 33, 2, True, False, 1),
     ),
     Mutant(
         name="columns past the end not sent",
         kernel="matmul_all_reduce_small",
-        edits=((TILE_MASK, TILE_MASK.replace("n >= 0", "n < COLUMNS - 1")),),
-        shape=(3, 21, 19, 1, True, False, True, 2),
+        edits=(("& (n >= 0)\n    shmem", "& (column + n < COLUMNS - 1)\n    shmem"),),
+        shape=(3, 21, 19, 1, True, True, 2),
         errors=(DeadlockError,),
     ),
     Mutant(
         name="parts of all ranks in one place",
         kernel="matmul_all_reduce_small",
-        edits=(("mine = me.rank.to(tl.int64) * (", "mine = me.rank.to(tl.int64) * (0 * ", 2),),
+        edits=(("place = me.rank.to(tl.int64) * (", "place = me.rank.to(tl.int64) * (0 * "),),
         errors=(MessageError,),
-        shape=(7, 21, 33, 2, True, False, False, 1),
+        shape=(7, 21, 33, 2, True, False, 1),
     ),
     Mutant(
         name="adding programs first",
         kernel="matmul_all_reduce_small",
-        edits=(("tl.program_id(0)", "((tl.program_id(0) + multiplying) % tl.num_programs(0))", 5),),
+        edits=(("tl.program_id(0)", "((tl.program_id(0) + multiplying) % tl.num_programs(0))", 4),),
         errors=(WaitOrderError,),
-        shape=(5, 17, 9, 2, True, False, True, 4),
+        shape=(5, 17, 9, 2, True, True, 4),
     ),
     Mutant(
         name="the first row block adds",
         kernel="matmul_all_reduce_small",
         edits=(("row_block == row_blocks - 1", "row_block == 0"),),
         errors=(WaitOrderError,),
-        shape=(18, 9, 17, 2, False, True, False, 2),
+        shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(
         name="sums sent twice",
         kernel="matmul_all_reduce_small",
         edits=((SUMS_SENT, SUMS_SENT + SUMS_SENT),),
         errors=(MessageError,),
-        shape=(5, 9, 5, 2, True, False, True, 2),
+        shape=(5, 9, 5, 2, True, True, 2),
     ),
     Mutant(
-        name="tiles and sums not waited for",
+        name="rows of another rank sent as well",
         kernel="matmul_all_reduce_small",
-        edits=(("shmem.wait_all(me, signals + i * WORLD, me.epoch)", "me.ready"),),
-        errors=TOO_EARLY,
-        shape=(5, 9, 5, 2, True, True, True, 2),
+        edits=(("(m >= 0) & (m < OWNED)", "(m < OWNED)"),),
+        errors=(MessageError, DataRaceError),
+        shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(
-        name="publish before the sums are stored",
+        name="sums of all parts in one place",
         kernel="matmul_all_reduce_small",
-        edits=((SUMS_LOOP + SUMS_SIGNAL, SUMS_SIGNAL + SUMS_LOOP),),
-        errors=TOO_EARLY,
-        shape=(5, 9, 5, 2, True, True, False, 2),
-    ),
-    Mutant(
-        name="publish before the tile is sent",
-        kernel="matmul_all_reduce_small",
-        edits=(
-            (ARRIVED_SIGNAL, ""),
-            (
-                "    mine = me.rank.to(tl.int64) * (OWNED * COLUMNS)\n    for",
-                ARRIVED_SIGNAL + "    mine = me.rank.to(tl.int64) * (OWNED * COLUMNS)\n    for",
-            ),
-        ),
-        errors=TOO_EARLY,
-        shape=(5, 9, 5, 1, False, False, True, 2),
-    ),
-    Mutant(
-        name="one row block's signals alone",
-        kernel="matmul_all_reduce_small",
-        edits=(("tl.static_range(SIGNALS)", "tl.static_range(1)"),),
-        errors=TOO_EARLY,
-        shape=(18, 9, 5, 1, False, False, True, 16),
-    ),
-    Mutant(
-        name="a part waits for another one's sums",
-        kernel="matmul_all_reduce_small",
-        edits=(("    added += column_block * (parts * WORLD)\n", ""),),
-        errors=(SignalCountError, WaitOrderError, *TOO_EARLY),
-        shape=(5, 33, 5, 2, True, True, True, 2),
+        edits=(("        within = row + tl.arange(0, ADD_ROWS)\n", "        within = tl.arange(0, ADD_ROWS)\n"),),
+        errors=(MessageError,),
+        shape=(9, 33, 5, 2, False, True, 1),
     ),
     Mutant(
         name="single buffering of parts and sums",

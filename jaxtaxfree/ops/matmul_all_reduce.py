@@ -37,10 +37,10 @@ def matmul_all_reduce(
 ) -> jax.Array:
     """`lax.psum(lhs @ rhs, axis_name)`, as one kernel on GPUs.
 
-    For the few rows of a decode step, every tile of the product is sent as messages as soon as it is done, in one shot
-    to all ranks or in two to its owner and from there to all (as one-shot and two-shot all-reduce of TensorRT-LLM; the
-    messages are those of NCCL's LL protocol), while the weights of later tiles are still being read. For many rows it
-    is the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
+    For the few rows of a decode step, every tile of the product is sent as soon as it is done, in one shot to all ranks
+    or in two to its owner and from there to all (as one-shot and two-shot all-reduce of TensorRT-LLM, in words that say
+    by themselves whether they have arrived), while the weights of later tiles are still being read. For many rows it is
+    the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
 
     Args:
       lhs: this rank's part of the contracted dimension, [..., M, K]. The reference also takes what `jnp.matmul` takes.
@@ -48,8 +48,9 @@ def matmul_all_reduce(
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of 65 to 256
-        rows each rank's part is rounded to the operands' dtype on its way, unless `config` asks for `exact_wire`.
+      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of up to 256
+        rows each rank's part is rounded to the operands' dtype on its way, as XLA does, unless the result is to be of
+        more bits, the operands of so few rows that it saves nothing, or `config` asks for `exact_wire`.
       bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, the same on every rank, added last.
@@ -59,8 +60,7 @@ def matmul_all_reduce(
       config: how the kernel splits its work; what it does not say is chosen by shape.
 
     Returns: [..., M, N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in every
-      call and on every rank, which may be another one than XLA's. Messages give up the lowest bit of an f32: half a
-      unit in its last place.
+      call and on every rank, which may be another one than XLA's.
 
     Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
     to what `lax.psum` gives. In a program that is differentiated they follow the product, rounded to the dtype of the
@@ -122,15 +122,12 @@ class Config:
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
-      small: partial sums travel as messages, if exact. What follows is of this kind alone.
+      small: partial sums and sums travel as words, without a signal. What follows is of this kind alone.
       shots: 1 if every rank adds up all rows, 2 if each adds up some and sends the sums.
-      sums_as_scratch: sums go through scratch memory in the result's dtype, rather than as messages, so that those of
-        bf16 and f16 are half as many bytes; for the price of a signal. Not with one shot.
       apart: programs of their own add up, so that those who multiply do not wait.
       linger: who adds up waits for a word of each rank before it looks at all of them. That disturbs those who still
         read `rhs` the least, and costs a look.
-      add_rows: rows of a tile that are added up at once, a power of 2. Times the columns of a tile and the ranks, they
-        make at most 16384 messages.
+      add_rows: rows of a tile that are added up at once, a power of 2.
     """
 
     block_m: int = 128
@@ -142,7 +139,6 @@ class Config:
     exact_wire: bool = True
     small: bool = False
     shots: int = 2
-    sums_as_scratch: bool = False
     apart: bool = True
     linger: bool = True
     add_rows: int = 8
@@ -153,11 +149,21 @@ PLACES = 132
 # Partial sums of so many elements are sent to every rank, because a second way over the wire takes longer than their
 # bytes. At 16 rows of 8192, on 4 H200, both took the same time.
 ONE_SHOT_SIZE = 2**17
-# Of more rows, partial sums are rounded on their way: at 128, on 4 H200, that saved 4 of 54 us.
-EXACT_ROWS = 64
+# Partial sums of more elements are rounded on their way.
+EXACT_SIZE = 2**14
 
 
-def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int, shots: int | None = None) -> Config:
+def default_config(
+    m: int,
+    n: int,
+    world: int,
+    dtype: Any,
+    compute_capability: int,
+    shots: int | None = None,
+    *,
+    out_dtype: Any = None,
+    exact_wire: bool | None = None,
+) -> Config:
     """A configuration by shape.
 
     Args:
@@ -167,6 +173,8 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
       dtype: of the operands.
       compute_capability: of the GPU, 90 for 9.0.
       shots: 1 or 2; None chooses.
+      out_dtype: of the result; None is that of the operands.
+      exact_wire: whether partial sums travel as f32; None chooses.
     """
     if m > 256:
         return Config(**matmul.large_tile(dtype, compute_capability))
@@ -176,17 +184,19 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     owned = m if shots == 1 else math.ceil(m / world)
     all_rows = m if shots == 1 else world * owned
     tiles = math.ceil(all_rows / tile["block_m"]) * math.ceil(n / tile["block_n"])
-    # Enough that every thread stores 16 bytes.
-    sums_as_scratch = shots == 2 and m >= 64
-    # A thread has 32 words of so many in its registers; if sums go through scratch, 64.
-    most = (8192 if sums_as_scratch else 4096) // (next_power_of_2(world) * tile["block_n"])
+    if exact_wire is None:
+        wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
+        exact_wire = wider or m * n <= EXACT_SIZE
+    itemsize = 4 if exact_wire else np.dtype(dtype).itemsize
+    # A thread has 32 words in its registers.
+    most = 2**14 // (next_power_of_2(world) * tile["block_n"] * itemsize)
     return Config(
         **tile,
         small=True,
         shots=shots,
-        exact_wire=shots == 1 or m <= EXACT_ROWS,
-        sums_as_scratch=sums_as_scratch,
+        exact_wire=exact_wire,
         apart=tiles > PLACES,
+        linger=tiles > PLACES,
         add_rows=max(1, min(next_power_of_2(owned), most)),
     )
 
@@ -220,14 +230,24 @@ def fused(
     rows = lhs.reshape(-1, lhs.shape[-1])
     (m, k), n = rows.shape, rhs.shape[1]
     settings = dict(config)
-    by_shape = default_config(m, n, world, lhs.dtype, compute_capability, settings.get("shots"))
+    out_dtype = preferred_element_type or lhs.dtype
+    by_shape = default_config(
+        m,
+        n,
+        world,
+        lhs.dtype,
+        compute_capability,
+        settings.get("shots"),
+        out_dtype=out_dtype,
+        exact_wire=settings.get("exact_wire"),
+    )
     kernel, keywords = launch(
         m,
         k,
         n,
         world=world,
         dtype=lhs.dtype,
-        out_dtype=preferred_element_type or lhs.dtype,
+        out_dtype=out_dtype,
         precision=precision,
         epilogue=epilogue,
         config=dataclasses.replace(by_shape, **settings),
@@ -266,30 +286,20 @@ def launch(
         all_rows = world * owned if two_shots else m
         tiles = math.ceil(all_rows / config.block_m) * column_blocks
         parts = math.ceil(owned / config.add_rows) * column_blocks
-        by_rank = (world, owned, column_blocks * config.block_n)
-        # Each of the two ways is by messages, or by scratch and signals.
-        messages: dict[str, tuple[int, ...]] = {}
-        scratch = {}
-        if config.exact_wire:
-            messages["partials"] = by_rank
-        else:
-            scratch["partials"] = jax.ShapeDtypeStruct(by_rank, dtype)
-        if config.sums_as_scratch:
-            scratch["sums"] = jax.ShapeDtypeStruct(by_rank if two_shots else (0,), out_dtype)
-        else:
-            messages["sums"] = by_rank if two_shots else (0,)
+
+        def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
+            elements = boxes * owned * column_blocks * config.block_n
+            return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
+
         return matmul_all_reduce_small_kernel, keywords | {
             "grid": tiles + parts * config.apart,
-            "messages": messages,
-            "scratch": scratch,
-            "signals": {
-                "arrived": (0 if config.exact_wire else tiles, world),
-                "added": (parts if config.sums_as_scratch else 0, world),
+            "messages": {
+                "partials": words(world, np.float32 if config.exact_wire else dtype),
+                "sums": words(world * two_shots, out_dtype),
             },
             "OWNED": owned,
             "SHOTS": config.shots,
             "EXACT_WIRE": config.exact_wire,
-            "SUMS_AS_SCRATCH": config.sums_as_scratch,
             "APART": config.apart,
             "LINGER": config.linger,
             "ADD_ROWS": config.add_rows,
