@@ -5,8 +5,9 @@ inbox of every rank, and collects one of each rank from its own inbox. PROTOCOL 
 
 * "messages", which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
   the bytes, or 4 times of 8-bit types, but takes no fence: the fastest way for what is small (NCCL's LL protocol).
-* "words", which do so too and carry 32 bits, but for one pattern that arrives as another NaN: for sums of floats. Each
-  thread polls its own, and a rank sends itself none.
+* "words", which do so too and carry 32 bits, but for one pattern that arrives as another one, a NaN as well. Sums of
+  floats need no more; a gather sends a second word for each of these two, which says what it was. Each thread polls its
+  own, and a rank sends itself none.
 * "signals": as it is, and a signal after it. The other two need none.
 
 A sum takes one shot, in which every rank gets all that the others have, or two: each rank sums up its share of the
@@ -18,6 +19,10 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
+
+# As this word `shmem.send_words` delivers -1, too: the same word with the top bit.
+DOUBTFUL = tl.constexpr(0x7FFFFFFF)
+TOP_BIT = tl.constexpr(-0x80000000)
 
 
 @triton.jit
@@ -78,6 +83,7 @@ def all_gather_kernel(
     x_ptr,  # [PART / INNER, INNER]
     team,
     parts,  # inbox [WORLD, programs, BLOCK]
+    doubts,  # inbox of the same shape, of words: for those in which two patterns of bits look the same
     arrived,  # signals [programs, WORLD]
     out_ptr,  # [PART / INNER, WORLD, INNER]
     SIZE: tl.constexpr,  # elements of the result
@@ -90,7 +96,7 @@ def all_gather_kernel(
     me = shmem.start(team, VERIFY=False)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = (load_bits(x_ptr + element, element < PART),) * WORLD
-    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
     shmem.finish(me)
 
@@ -106,8 +112,11 @@ def load_parts(me, x_ptr, element, SIZE: tl.constexpr, PART: tl.constexpr, INNER
 
 
 @triton.jit
-def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
+def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr, doubts=None):
     """Puts blocks into the inboxes of rank + 1, rank + 2, ..., and waits for what the program's twins have put here.
+
+    Args:
+      doubts: where words are to arrive exactly, an inbox for what decides between two patterns.
 
     Returns: (the block of each rank, whether all came; words that did not come are NaN).
     """
@@ -120,11 +129,25 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         WORDS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
         for i in tl.static_range(1, WORLD):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
-            shmem.send_words(me, to, shmem.words_of(own[i - 1]), (me.rank + i) % WORLD)
+            words = shmem.words_of(own[i - 1])
+            shmem.send_words(me, to, words, (me.rank + i) % WORLD)
+            if doubts is not None:
+                to = inbox(me, doubts, me.rank, tl.int32, WORDS)
+                shmem.send_words(me, to, words & TOP_BIT, (me.rank + i) % WORLD, (words & ~TOP_BIT) == DOUBTFUL)
         first = shmem.messages(me, region) + tl.program_id(0) * WORDS
         words = shmem.receive_vectors(me, first + 4 * tl.arange(0, WORDS // 4), tl.num_programs(0) * WORDS, WORLD)
+        if doubts is not None:
+            doubtful = tl.zeros([WORDS], tl.int32)
+            for rank in tl.static_range(WORLD):
+                doubtful = tl.where(words[rank] == DOUBTFUL, 1, doubtful)
+            some = tl.max(doubtful) > 0
         for rank in tl.static_range(WORLD):
-            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], shmem.elements_of(words[rank], dtype)),)
+            arrived_words = words[rank]
+            if doubts is not None:
+                arrived_words, all_came = settle(me, arrived_words, doubts, rank, some)
+                came = came & all_came
+            block = shmem.elements_of(arrived_words, dtype)
+            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], block),)
     elif PROTOCOL == "messages":
         WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
         for i in tl.static_range(1, WORLD + 1):
@@ -144,6 +167,23 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         for rank in tl.static_range(WORLD):
             blocks = blocks + (tl.load(inbox(me, region, rank, dtype, BLOCK)),)
     return blocks, came
+
+
+@triton.jit
+def settle(me, words, doubts, rank: tl.constexpr, some):
+    """Words as they were sent: of two patterns that arrive alike, one has the top bit, which its rank has sent as well.
+
+    Args:
+      some: whether there are such words of any rank, so that hardly ever anything is to do.
+
+    Returns: (words, whether those bits came).
+    """
+    came = me.ready
+    if some:
+        source = inbox(me, doubts, rank, tl.int32, words.shape[0])
+        top, came = shmem.receive_words(me, source, rank, words == DOUBTFUL)
+        words = tl.where(words == DOUBTFUL, words | top, words)
+    return words, came
 
 
 @triton.jit

@@ -29,7 +29,7 @@ CONFIGS: tuple[dict[str, Any], ...] = (
     {"protocol": "signals", "shots": 1, "block": 512, "num_warps": 4},
     {"protocol": "signals", "shots": 2, "block": 256, "num_warps": 2},
 )
-# For sums of floats.
+# For sums of floats, and gathers of 16 and 32 bits.
 WORDS: tuple[dict[str, Any], ...] = (
     {"protocol": "words", "shots": 1, "block": 256, "num_warps": 1},
     {"protocol": "words", "shots": 2, "block": 128, "num_warps": 1},
@@ -144,8 +144,10 @@ def check_every_pattern(mesh: Mesh) -> None:
     def local(rank: jax.Array) -> jax.Array:
         wrong = []
         patterns = jnp.roll(jnp.arange(2**16, dtype=jnp.uint16), 1000 * rank)
+        # As words, pairs of which some have to be told apart.
+        patterns = patterns.at[:8].set(jnp.array([2**16 - 1] * 3 + [2**15 - 1] + [2**16 - 1] * 2 + [0, 0], jnp.uint16))
         wanted = lax.all_gather(patterns, "tp")
-        for dtype, config in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), CONFIGS[::2]):
+        for dtype, config in itertools.product((jnp.bfloat16, jnp.float16, jnp.float32), CONFIGS[::2] + WORDS[:1]):
             if dtype == jnp.float32:
                 x = lax.bitcast_convert_type(patterns.reshape(-1, 2), dtype)
             else:

@@ -286,7 +286,7 @@ def _collective_shapes(world: int, *, operation: str) -> tuple[tuple[int, int, d
     return tuple(
         (size, outer, {"protocol": protocol, "shots": number, "block": 32 if size == 70 and number == 1 else 16})
         for size, outer in sizes
-        for protocol in (("messages", "signals") if operation == "all_gather" else ("messages", "words", "signals"))
+        for protocol in ("messages", "words", "signals")
         for number in shots
     )
 

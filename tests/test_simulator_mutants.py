@@ -506,8 +506,8 @@ MUTANTS = (
         kernel="psum_scatter",
         edits=(
             (
-                "words_of(own[i - 1]), (me.rank + i) % WORLD)",
-                "words_of(own[i - 1]), (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
+                "send_words(me, to, words, (me.rank + i) % WORLD)",
+                "send_words(me, to, words, (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
             ),
         ),
         errors=(DeadlockError,),

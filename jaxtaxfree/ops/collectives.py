@@ -23,6 +23,8 @@ from jaxtaxfree.teams import Team, check_axes, vary
 MOST_MESSAGES = 8192
 # Of all ranks, so that indices of words have 32 bits.
 MOST_ELEMENTS = 2**28
+# Bytes of a rank: of more than the first number, and of no more than the second, a gather takes words.
+GATHERED_AS_WORDS = (32 << 10, 1 << 20)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 
@@ -138,8 +140,9 @@ class Config:
 
     Attributes:
       protocol: "messages": elements travel in words that say by themselves whether they have arrived, which is twice
-        the bytes without a fence; "words": the same at half the bytes, of sums of floats alone; "signals": as they are,
-        and a signal after them.
+        the bytes without a fence; "words": the same at half the bytes, of sums of floats, and of gathers of elements of
+        16 and 32 bits, in which words of ones alone (-1, NaN) take longer; "signals": as they are, and a signal after
+        them.
       shots: of `psum`: 1, and every rank adds up everything; or 2, and each adds up its share, of which the ranks then
         gather the sums.
       block: elements that a program takes, of each rank's part: a power of 2.
@@ -173,7 +176,11 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
     shots = 2 if operation == "psum" and world > 2 and size * itemsize > 64 << 10 else 1
     longest = _longest_block(world, dtype)
     part = size * itemsize // (world if shots == 2 else 1)
-    if operation != "all_gather" and jnp.issubdtype(dtype, jnp.floating):
+    if operation == "all_gather":
+        by_words = itemsize > 1 and GATHERED_AS_WORDS[0] < part <= GATHERED_AS_WORDS[1]
+    else:
+        by_words = jnp.issubdtype(dtype, jnp.floating)
+    if by_words:
         # One access of 16 bytes for each thread.
         num_warps = 1 if part <= 64 << 10 else 4 if part <= 512 << 10 else 8
         if (block := 512 * num_warps // itemsize) <= longest:
@@ -277,9 +284,11 @@ def launch(
     dtype = np.dtype(dtype)
     config = config or default_config(operation, size, world, dtype)
     dense, two_shots = config.protocol == "signals", operation == "psum" and config.shots == 2
-    if config.protocol == "words" and (operation == "all_gather" or np.issubdtype(dtype, np.integer)):
+    gathers = operation == "all_gather"
+    if config.protocol == "words" and not (dtype.itemsize > 1 if gathers else jnp.issubdtype(dtype, np.floating)):
         raise ValueError(
-            f"Words carry sums of floats; {operation} of {dtype} takes the protocol 'messages' or 'signals'."
+            "Words carry sums of floats, and gathers of elements of 16 and 32 bits; "
+            f"{operation} of {dtype} takes the protocol 'messages' or 'signals'."
         )
     # What begins at a multiple of 16 elements can be moved by 16 bytes at a time.
     part = math.ceil(size / (16 * world)) * 16 if two_shots else size
@@ -291,6 +300,8 @@ def launch(
         total, own = size, {"TWO_SHOT": two_shots}
     else:
         total, own = world * size, {"INNER": size // outer}
+    if gathers:
+        inboxes["doubts"] = inbox if config.protocol == "words" else (0,)
     if config.protocol == "signals":
         buffers = {"scratch": {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in inboxes.items()}}
     elif config.block > (most := _longest_block(world, dtype)):
@@ -301,14 +312,14 @@ def launch(
     else:
         buffers = {"messages": {name: (*shape, _words(dtype)) for name, shape in inboxes.items()}}
     return {
-        "out_type": jax.ShapeDtypeStruct((total if operation == "all_gather" else size,), dtype),
+        "out_type": jax.ShapeDtypeStruct((total if gathers else size,), dtype),
         "grid": programs,
         **buffers,
         "signals": {"arrived": (1 + two_shots, programs, world) if dense else 0},
         "name": operation,
         "num_warps": config.num_warps,
         "cost_estimate": {
-            "flops": 0 if operation == "all_gather" else (world - 1) * size,
+            "flops": 0 if gathers else (world - 1) * size,
             "bytes_accessed": 2 * world * size * dtype.itemsize,
         },
         "SIZE": total,
