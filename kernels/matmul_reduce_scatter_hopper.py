@@ -75,7 +75,7 @@ def matmul_reduce_scatter_hopper_kernel(
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
-    CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's
+    CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
@@ -177,8 +177,12 @@ def push(me, staged, inbox, places, arrived, work):
         owner = owner_of(me, ticket, work)
         source = places + place[0] * size
         dest = inbox + ticket.to(gl.int64) * size
-        for first in range(0, size, work.CHUNK):
-            shmem.put(me, dest + first + element, source + first + element, owner)
+        value = gl.load(source + element)
+        for first in range(0, size - work.CHUNK, work.CHUNK):
+            later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
+            shmem.store(me, dest + first + element, value, owner)
+            value = later
+        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)
         place = release(staged, place)
         shmem.signal(me, arrived + ticket, owner)
         ticket = take(staged, place)

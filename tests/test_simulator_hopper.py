@@ -166,8 +166,12 @@ TILE_FENCE = "                shmem.fence_proxy()\n"
 TILE_LOAD = "            position = matmul.load_lines(ring, position, parts_desc, part * work.BLOCK_M + first)\n"
 STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
 GIVEN = "            to_push = give(staged, to_push, ticket)\n"
-CARRIED = """        for first in range(0, size, work.CHUNK):
-            shmem.put(me, dest + first + element, source + first + element, owner)
+CARRIED = """        value = gl.load(source + element)
+        for first in range(0, size - work.CHUNK, work.CHUNK):
+            later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
+            shmem.store(me, dest + first + element, value, owner)
+            value = later
+        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)
 """
 RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
@@ -295,7 +299,7 @@ MUTANTS = (
     Mutant(
         name="the last lines not carried",
         kernel="matmul_reduce_scatter",
-        edits=(("range(0, size, work.CHUNK)", "range(0, size - work.CHUNK, work.CHUNK)"),),
+        edits=(("        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)\n", ""),),
         errors=TOO_EARLY,
     ),
     Mutant(

@@ -148,7 +148,7 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     programs: int = 132
-    chunk: int = 4096
+    chunk: int = 2048
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
