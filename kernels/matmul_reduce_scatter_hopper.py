@@ -30,7 +30,7 @@ from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels import tiles
 
-PLACES = gl.constexpr(2)  # of an outbox
+PLACES = gl.constexpr(4)  # of an outbox
 
 
 class Work(NamedTuple):

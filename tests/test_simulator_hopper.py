@@ -152,6 +152,7 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
+ONE_PROGRAM = (17, 64, 8, 1)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
@@ -283,12 +284,14 @@ MUTANTS = (
         kernel="matmul_reduce_scatter",
         edits=(("            wait_for_place(staged, to_push)\n", ""),),
         errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
     ),
     Mutant(
         name="a place released before it is carried",
         kernel="matmul_reduce_scatter",
         edits=((CARRIED + RELEASED, RELEASED.replace("place =", "after =") + CARRIED + "        place = after\n"),),
         errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
     ),
     Mutant(
         name="signal before the tile",
