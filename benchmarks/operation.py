@@ -199,11 +199,14 @@ class Operation(abc.ABC):
         return False
 
     def rounds(self, shape: Any, world: int) -> int:
-        """How often a program goes through its chain: for some 4 ms, if it is repeated."""
+        """How often a program goes through its chain: for some 16 ms, if it is repeated.
+
+        XLA captures the chain as a graph anew for every program, which few rounds would make a part of each call.
+        """
         if not self.is_repeated(shape):
             return 1
         chain_seconds = self.calls_per_program(shape, world) * self.fastest_seconds(shape, world)
-        return max(2, round(4e-3 / chain_seconds))
+        return max(2, round(16e-3 / chain_seconds))
 
     def sizes_of(self, shape: Any) -> tuple[int, ...]:
         """Its sizes; `shape` may be a row of results."""

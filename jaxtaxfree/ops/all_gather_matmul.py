@@ -216,9 +216,9 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
       gated: whether there is.
     """
     rows = world * m
-    # With few columns the rows travel for longer than the product takes, and no faster than by the other kernel. What
-    # lies between these numbers of rows has not been measured.
-    if rows >= 2048 and n > 2560:
+    # Fewer columns, for which the rows travel for longer than the product takes, and what lies between these numbers of
+    # rows have not been measured.
+    if rows >= 2048 and n >= 2048:
         return HOPPER
     if rows > 128:
         return None

@@ -24,7 +24,7 @@ MOST_MESSAGES = 8192
 # Of all ranks, so that indices of words have 32 bits.
 MOST_ELEMENTS = 2**28
 # Bytes of a rank: of more than the first number, and of no more than the second, a gather takes words.
-GATHERED_AS_WORDS = (32 << 10, 1 << 20)
+GATHERED_AS_WORDS = (32 << 10, 2 << 20)
 DTYPES = ("float32", "bfloat16", "float16", "int32", "int16", "int8", "uint32", "uint16", "uint8")
 
 
@@ -176,15 +176,15 @@ def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:
     shots = 2 if operation == "psum" and world > 2 and size * itemsize > 64 << 10 else 1
     longest = _longest_block(world, dtype)
     part = size * itemsize // (world if shots == 2 else 1)
+    # Each thread has one access of 16 bytes. In the gather fewer of them wait for each other.
     if operation == "all_gather":
         by_words = itemsize > 1 and GATHERED_AS_WORDS[0] < part <= GATHERED_AS_WORDS[1]
+        num_warps = 1 if part <= 256 << 10 else 4
     else:
         by_words = jnp.issubdtype(dtype, jnp.floating)
-    if by_words:
-        # One access of 16 bytes for each thread.
         num_warps = 1 if part <= 64 << 10 else 4 if part <= 512 << 10 else 8
-        if (block := 512 * num_warps // itemsize) <= longest:
-            return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
+    if by_words and (block := 512 * num_warps // itemsize) <= longest:
+        return Config(protocol="words", shots=shots, block=block, num_warps=num_warps)
     if size * itemsize > (512 << 10 if shots == 2 else 128 << 10):
         # Two accesses of 16 bytes for each thread and rank.
         return Config(protocol="signals", shots=shots, block=8192 // itemsize, num_warps=8)

@@ -125,8 +125,7 @@ class Config:
       small: partial sums and sums travel as words, without a signal. What follows is of this kind alone.
       shots: 1 if every rank adds up all rows, 2 if each adds up some and sends the sums.
       apart: programs of their own add up, so that those who multiply do not wait.
-      linger: who adds up waits for a word of each rank before it looks at all of them. That disturbs those who still
-        read `rhs` the least, and costs a look.
+      linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
     """
 
@@ -196,7 +195,7 @@ def default_config(
         shots=shots,
         exact_wire=exact_wire,
         apart=tiles > PLACES,
-        linger=tiles > PLACES,
+        linger=owned > 16,
         add_rows=max(1, min(next_power_of_2(owned), most)),
     )
 
