@@ -49,6 +49,13 @@ from benchmarks.shapes import (
 from benchmarks.timing import measure_bandwidths
 
 DECODE_ROWS = 256
+# XLA's own collective matmul: the threshold of 0 MiB lets it decompose every product. On 4 H200, by XLA of JAX 0.11.2,
+# its results were wrong at every shape.
+XLA_AUTO: dict[str, Any] = {
+    "options": {"xla_gpu_threshold_for_windowed_einsum_mib": 0},
+    "auto": True,
+    "apart": True,
+}
 
 
 def _fused(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
@@ -141,10 +148,7 @@ class AllGatherMatmul(MatmulOperation):
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
             *by_flags(_sharded, "xla", gather_then_matmul),
-            # XLA's own collective matmul: the threshold of 0 MiB lets it decompose every product.
-            _sharded(
-                name="xla_auto", call=jnp.matmul, options={"xla_gpu_threshold_for_windowed_einsum_mib": 0}, auto=True
-            ),
+            _sharded(name="xla_auto", call=jnp.matmul, **XLA_AUTO),
             _gathered(name="gemm", call=jnp.matmul),
             _sharded(name="collective", call=_gather),
             _sharded(
@@ -152,6 +156,7 @@ class AllGatherMatmul(MatmulOperation):
                 call=pallas_matmul.all_gather_matmul,
                 alternatives=pallas_matmul.CONFIGS,
                 flat=True,
+                apart=True,
             ),
             *fused(_sharded, _fused, configs),
         )
@@ -288,9 +293,7 @@ class MatmulReduceScatter(_RowParallel):
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
             *by_flags(_row_parallel, "xla", matmul_then_scatter),
-            _row_parallel(
-                name="xla_auto", call=jnp.matmul, options={"xla_gpu_threshold_for_windowed_einsum_mib": 0}, auto=True
-            ),
+            _row_parallel(name="xla_auto", call=jnp.matmul, **XLA_AUTO),
             _row_parallel(name="gemm", call=jnp.matmul),
             _partial(name="collective", call=_scatter),
             *fused(_row_parallel, _fused_scatter, configs),

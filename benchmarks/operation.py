@@ -63,6 +63,8 @@ class Implementation:
       flat: the call wants a mesh of no other axis than AXIS.
       alternatives: of a peer that has to be tuned, configurations. Of those that are right the one that is fastest in a
         few programs is timed.
+      apart: it runs when the others of its shape have been timed and checked. For peers that were seen to give wrong
+        results, which may have been written anywhere.
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
     """
 
@@ -75,6 +77,7 @@ class Implementation:
     auto: bool = False
     flat: bool = False
     alternatives: tuple[Config, ...] = ()
+    apart: bool = False
     config: Config | None = None
 
 

@@ -368,38 +368,41 @@ def bench_shape(
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
     chosen = {each.name: each for each in implementations}
-    prepared = prepare_all(shape.name, implementations, mesh, operands, rounds, timeout, show)
-    # Ours come last, so that everything else has been checked should they break the device.
-    for each in implementations:
-        want = expected[references[each.name].name]
-        try:
-            if each.alternatives:
-                chosen[each.name], run = fastest_right(prepared[each.name], want, timeout)
-                checked[each.name] = "ok"
+    together = [each for each in implementations if not each.apart]
+    for some in [together, *([each] for each in implementations if each.apart)]:
+        prepared = prepare_all(shape.name, some, mesh, operands, rounds, timeout, show)
+        # Ours come last, so that everything else has been checked should they break the device.
+        for each in some:
+            want = expected[references[each.name].name]
+            try:
+                if each.alternatives:
+                    chosen[each.name], run = fastest_right(prepared[each.name], want, timeout)
+                    checked[each.name] = "ok"
+                else:
+                    [(_, future)] = prepared[each.name]
+                    run = future.result()
+                    with guard(f"{run.label}, check", timeout):
+                        checked[each.name] = check(run, want)
+            except Exception as error:
+                checked[each.name] = reason(error)
             else:
-                [(_, future)] = prepared[each.name]
-                run = future.result()
-                with guard(f"{run.label}, check", timeout):
-                    checked[each.name] = check(run, want)
-        except Exception as error:
-            checked[each.name] = reason(error)
-        else:
-            runs[each.name] = run
-    del prepared
+                runs[each.name] = run
+        del prepared
 
-    for mode in modes:
-        show(f"{shape.name}: {mode.name}")
-        live = {name: run for name, run in runs.items() if checked[name] == "ok"}
-        for name, error in sample_rounds(live, mode, seconds / len(modes), timeout).items():
-            checked[name] = reason(error)
-            del live[name]
-        # Counters and double buffers that go wrong do so after many calls.
-        for name, run in live.items():
-            with guard(f"{run.label}, check after timing", timeout):
-                want = expected[references[name].name]
-                checked[name] = verdict(run.last_result[1], want[0])
-                if checked[name] == "ok":
-                    checked[name] = check(run, want)
+        for mode in modes:
+            show(f"{shape.name}: {mode.name}")
+            live = {each.name: runs[each.name] for each in some if checked[each.name] == "ok"}
+            share = len(some) / len(implementations) / len(modes)
+            for name, error in sample_rounds(live, mode, seconds * share, timeout).items():
+                checked[name] = reason(error)
+                del live[name]
+            # Counters and double buffers that go wrong do so after many calls.
+            for name, run in live.items():
+                with guard(f"{run.label}, check after timing", timeout):
+                    want = expected[references[name].name]
+                    checked[name] = verdict(run.last_result[1], want[0])
+                    if checked[name] == "ok":
+                        checked[name] = check(run, want)
 
     rows = []
     for mode_name in [mode.name for mode in modes] or ["check"]:
@@ -689,7 +692,8 @@ def measure(
 
     rows: list[Row] = []
     failed = 0
-    with steps(console, len(shapes) * (len(implementations) + len(modes)) + with_torch) as show:
+    turns = 1 + sum(each.apart for each in implementations)
+    with steps(console, len(shapes) * (len(implementations) + turns * len(modes)) + with_torch) as show:
         for shape in shapes:
             shape_started = time.perf_counter()
             try:

@@ -277,6 +277,25 @@ def test_the_fastest_right_alternative_is_timed(mesh: Mesh, few_calls: None, mon
     assert row["checked"].startswith("failed: ArithmeticError: wrong: relative error") and not run.is_fault(row)
 
 
+def test_peers_that_may_do_harm_run_when_the_others_are_done(
+    mesh: Mesh, few_calls: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they did to the results of others would be found in those."""
+
+    def sample(runs: dict[str, timing.Run], mode: sampling.Mode, *args: Any) -> dict[str, Exception]:
+        turns.append((mode.name, set(runs)))
+        return sample_in_earnest(runs, mode, *args)
+
+    turns: list[tuple[str, set[str]]] = []
+    sample_in_earnest = run.sample_rounds
+    monkeypatch.setattr(run, "sample_rounds", sample)
+    rows = bench(MATMUL, mesh, "xla/default", "xla_auto", "gemm", timed=True)
+    assert {row["checked"] for row in rows.values()} == {"ok"}
+    assert turns == [
+        (mode, each) for each in ({"xla/default", "gemm"}, {"xla_auto"}) for mode in ("sustained", "burst")
+    ]
+
+
 def test_pallas_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the program that is timed, for the mesh that is measured; its tiles refuse what is too small."""
     mesh = operation.make_mesh(jax.devices("cpu"))
