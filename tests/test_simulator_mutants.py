@@ -714,7 +714,7 @@ MUTANTS = (
         name="rows of another rank sent as well",
         kernel="matmul_all_reduce_small",
         edits=(("(m >= 0) & (m < OWNED)", "(m < OWNED)"),),
-        errors=(MessageError, DataRaceError),
+        errors=(MessageError, DataRaceError, OutOfBoundsError),
         shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(
