@@ -17,8 +17,8 @@ processes of its own after the rest (`torch_async_tp.py`). Neither of these two 
 Two modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
 
 sustained: host clock around about 40 ms of programs queued back to back, directly after more of the same.
-burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It includes the dispatch of one program, some
-    0.3 ms, which weighs equally on all implementations.
+burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It includes the dispatch of one program, 0.3
+    to 1.2 ms, which weighs equally on all implementations but torch, whose first kernels run while it launches more.
 
 Both are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
 20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,

@@ -540,9 +540,12 @@ def test_forward_and_backward_are_fused(mesh: Mesh, operation: Operation, given:
 def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     program = GATHER.on_mesh(mesh, ("bias",), activation="silu")
     assert_fused(lower_for_cuda(program, *shapes(GATHER, mesh, ("bias",))))
+    gated = GATHER.on_mesh(mesh, ("gate",))
+    assert_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",), 128)))
+    assert_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",), 8192)))
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
-        assert_not_fused(lower_for_cuda(GATHER.on_mesh(mesh, ("gate",)), *shapes(GATHER, mesh, ("gate",))))
-    assert "not been measured" in caplog.text
+        assert_not_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",))))
+    assert "with a gate XLA was faster" in caplog.text
 
 
 def with_epilogue(kernel: Kernel, given: dict[str, Any]) -> Kernel:

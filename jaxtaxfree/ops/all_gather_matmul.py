@@ -65,9 +65,8 @@ def all_gather_matmul(
         needs no second gather.
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
-        DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster, and so are
-        products with a gate, because they have not been measured yet. "simulate": the kernel, run for all ranks on the
-        CPU; see `jaxtaxfree.simulator`.
+        DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster. "simulate": the
+        kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work; None chooses by shape.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
@@ -520,8 +519,10 @@ def _slower(
     if 256 <= rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
+    if epilogue.gated and 128 < rows < 8192:
+        return "with a gate XLA was faster at 2048 rows, and the kernel at 16, 128 and 8192"
     # Of gradients, that of an MLP of 4096 rows was measured.
-    return matmul.UNMEASURED if epilogue.gated or (rhs_transposed and rows < 2048) else None
+    return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
 
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
