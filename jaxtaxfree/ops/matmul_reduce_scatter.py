@@ -171,16 +171,21 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
-def hopper_config(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int) -> Config | None:
-    """A configuration by shape of the kernel for Hopper; None where it cannot run, or is not faster.
+def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
+    """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
-    Args: as of `default_config`, and k, columns of a rank's `lhs`.
+    Args:
+      m, k, n: a rank multiplies its lhs [world * m, k] by its rhs [k, n].
+      world, dtype, compute_capability: as of `default_config`.
+      **form: what else `matmul.unsupported_on_hopper` asks for.
     """
-    if matmul.unsupported_on_hopper(k, n, dtype=dtype, compute_capability=compute_capability):
-        return None
+    on = {"dtype": dtype, "compute_capability": compute_capability}
     config = Config(hopper=True)
     # Its tiles follow each other without a pause, which is worth something where they are many and short.
-    return config if world * _tiles(m, n, config) >= 8 * config.programs and k <= 4096 else None
+    faster = world * _tiles(m, n, config) >= 8 * config.programs and k <= 4096
+    if faster and not matmul.unsupported_on_hopper(k, n, **on, **form):
+        return config
+    return default_config(m, n, world, **on)
 
 
 def fused(
@@ -215,15 +220,12 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, scatter_dimension)
     m, k = rows.shape[0] // world, rows.shape[1]
     n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
-    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
-    if config is None and not epilogue and not rhs_transposed:
-        config = hopper_config(m, k, n, **on)
-    config = config or default_config(m, n, **on)
-    if config.hopper:
-        given = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
-        reasons = matmul.unsupported_on_hopper(k, n, dtype=lhs.dtype, compute_capability=compute_capability, **given)
-        if reasons:
-            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
+    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
+    form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
+    if config is None:
+        config = choose(m, k, n, world=world, **on, **form)
+    elif config.hopper and (reasons := matmul.unsupported_on_hopper(k, n, **on, **form)):
+        raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -387,8 +389,7 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        m, (k, n) = m // team.world, rhs.shape
-        return hopper_config(m, k, n, world=team.world, **on) or default_config(m, n, team.world, **on)
+        return choose(m // team.world, *rhs.shape, world=team.world, **on)
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
