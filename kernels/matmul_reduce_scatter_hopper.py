@@ -230,7 +230,7 @@ def complete(me, tile, ring, position, failed, out_desc, row, column, work, PIEC
     """
     PART: gl.constexpr = lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
     half: gl.constexpr = tile.shape[1] // 2
     if tile.shape[1] > PART:
         left, right = tile.reshape([work.BLOCK_M, 2, half]).permute([0, 2, 1]).split()
@@ -249,6 +249,12 @@ def complete(me, tile, ring, position, failed, out_desc, row, column, work, PIEC
     return position, failed
 
 
+@gluon.constexpr_function
+def wire_layout(num_warps):
+    """How the warps that multiply hold a tile as it travels."""
+    return gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
+
+
 @gluon.jit
 def to_wire(tile):
     """Columns of a product [M, N] as they travel, [N / 16, threads, 8], without leaving the registers.
@@ -257,7 +263,7 @@ def to_wire(tile):
     """
     M: gl.constexpr = tile.shape[0]
     N: gl.constexpr = tile.shape[1]
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
     tile = tile.reshape([M // 16, 2, 8, N // 16, 2, 4, 2]).permute([3, 0, 2, 5, 4, 1, 6])
     return gl.convert_layout(tile.reshape([N // 16, 2 * M, 8]), LAYOUT, assert_trivial=True)
 
@@ -273,7 +279,7 @@ def from_wire(tile):
 @gluon.jit
 def in_order(tile):
     """Where the elements of a tile on the wire lie: one after the other."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 32, 1], [1, gl.num_warps(), 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     k = gl.arange(0, tile.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
