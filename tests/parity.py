@@ -299,14 +299,21 @@ def check_all_reduce_is_the_same_everywhere(mesh: Mesh) -> None:
     assert not wrong, wrong
 
 
+def three_calls(
+    operation: Operation, m: int, k: int, n: int, **keywords
+) -> tuple[Callable, jax.Array, jax.Array, jax.Array]:
+    """A call of the kernel, three lhs and an rhs for it, and what it gives of each lhs, inside `shard_map`."""
+    call = functools.partial(operation.function, axis_name="tp", implementation="fused", **keywords)
+    made = [local_operands(operation, key, m, k, n, jnp.bfloat16) for key in (0, 1, 2)]
+    lhs, rhs = jnp.stack([lhs for lhs, _ in made]), made[0][1]
+    return call, lhs, rhs, jnp.stack([call(x, rhs) for x in lhs])
+
+
 def check_repetition(mesh: Mesh, operation: Operation, times: int = 1000) -> None:
     """Call after call with changing operands gives what the first call with those operands gave, bit for bit."""
 
     def count(m: int, k: int, n: int) -> jax.Array:
-        call = functools.partial(operation.function, axis_name="tp", implementation="fused")
-        made = [local_operands(operation, key, m, k, n, jnp.bfloat16) for key in (0, 1, 2)]
-        lhs, rhs = jnp.stack([lhs for lhs, _ in made]), made[0][1]
-        first = jnp.stack([call(x, rhs) for x in lhs])
+        call, lhs, rhs, first = three_calls(operation, m, k, n)
 
         def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
             same = jnp.array_equal(call(lhs[i % 3], rhs), first[i % 3])
