@@ -40,20 +40,30 @@ def psum_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False)
+    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if TWO_SHOT:
         own = load_parts(me, x_ptr, element, SIZE, PART, PART, WORLD)
-        blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+        blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
         own = (total(blocks, dtype, WORLD),) * WORLD
-        blocks, all_came = exchange(me, own, sums, arrived + tl.num_programs(0) * WORLD, WORLD, PROTOCOL)
+        all_arrived = arrived + tl.num_programs(0) * WORLD
+        blocks, all_came, all_late = exchange(me, own, sums, all_arrived, WORLD, PROTOCOL, after=late)
         store_gathered(out_ptr, blocks, came & all_came, element, SIZE, PART, PART, WORLD)
+        reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
+        all_reports = clear(me, own[0], sums, all_late, WORLD, PROTOCOL)
+        shmem.finish(me)
+        shmem.leave_if_all_came(me, reports + all_reports)
+        report(me, own[0], parts, reports, PROTOCOL)
+        report(me, own[0], sums, all_reports, PROTOCOL)
     else:
         own = (load_bits(x_ptr + element, element < SIZE),) * WORLD
-        blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+        blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
         store_bits(out_ptr + element, total(blocks, dtype, WORLD), came, element < SIZE)
-    shmem.finish(me)
+        reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
+        shmem.finish(me)
+        shmem.leave_if_all_came(me, reports)
+        report(me, own[0], parts, reports, PROTOCOL)
 
 
 @triton.jit
@@ -70,12 +80,15 @@ def psum_scatter_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False)
+    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = load_parts(me, x_ptr, element, SIZE, PART, INNER, WORLD)
-    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+    blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
     store_bits(out_ptr + element, total(blocks, x_ptr.dtype.element_ty, WORLD), came, element < PART)
+    reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
     shmem.finish(me)
+    shmem.leave_if_all_came(me, reports)
+    report(me, own[0], parts, reports, PROTOCOL)
 
 
 @triton.jit
@@ -93,12 +106,15 @@ def all_gather_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False)
+    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = (load_bits(x_ptr + element, element < PART),) * WORLD
-    blocks, came = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
+    blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
+    reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
     shmem.finish(me)
+    shmem.leave_if_all_came(me, reports)
+    report(me, own[0], parts, reports, PROTOCOL)
 
 
 @triton.jit
@@ -112,21 +128,23 @@ def load_parts(me, x_ptr, element, SIZE: tl.constexpr, PART: tl.constexpr, INNER
 
 
 @triton.jit
-def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr, doubts=None):
+def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr, doubts=None, after=None):
     """Puts blocks into the inboxes of rank + 1, rank + 2, ..., and waits for what the program's twins have put here.
 
     Args:
       doubts: where words are to arrive exactly, an inbox for what decides between two patterns.
+      after: what an exchange before has returned last. If something did not come there, nobody waits here.
 
-    Returns: (the block of each rank, whether all came; words that did not come are NaN).
+    Returns: (the block of each rank; whether all came, or a block of that, words that did not come are NaN; for
+      `clear`).
     """
-    shmem.verify(me)
     dtype: tl.constexpr = own[0].dtype
     BLOCK: tl.constexpr = own[0].shape[0]
+    WORDS: tl.constexpr = words_of_block(BLOCK, dtype, PROTOCOL)
     came = me.ready
+    late = ()
     blocks = ()
     if PROTOCOL == "words":
-        WORDS: tl.constexpr = BLOCK * dtype.primitive_bitwidth // 32
         for i in tl.static_range(1, WORLD):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
             words = shmem.words_of(own[i - 1])
@@ -134,39 +152,92 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
             if doubts is not None:
                 to = inbox(me, doubts, me.rank, tl.int32, WORDS)
                 shmem.send_words(me, to, words & TOP_BIT, (me.rank + i) % WORLD, (words & ~TOP_BIT) == DOUBTFUL)
-        first = shmem.messages(me, region) + tl.program_id(0) * WORDS
-        words = shmem.receive_vectors(me, first + 4 * tl.arange(0, WORDS // 4), tl.num_programs(0) * WORDS, WORLD)
+        shmem.verify(me)
+        stride = tl.num_programs(0) * WORDS
+        words, _, late = shmem.poll_vectors(
+            me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after)
+        )
         if doubts is not None:
             doubtful = tl.zeros([WORDS], tl.int32)
             for rank in tl.static_range(WORLD):
                 doubtful = tl.where(words[rank] == DOUBTFUL, 1, doubtful)
             some = tl.max(doubtful) > 0
+        own_words = shmem.words_of(own[WORLD - 1])
         for rank in tl.static_range(WORLD):
             arrived_words = words[rank]
             if doubts is not None:
                 arrived_words, all_came = settle(me, arrived_words, doubts, rank, some)
                 came = came & all_came
-            block = shmem.elements_of(arrived_words, dtype)
-            blocks = blocks + (tl.where(rank == me.rank, own[WORLD - 1], block),)
+            arrived_words = tl.where(rank == me.rank, own_words, arrived_words)
+            blocks = blocks + (shmem.elements_of(arrived_words, dtype),)
     elif PROTOCOL == "messages":
-        WORDS: tl.constexpr = 2 * BLOCK if dtype == tl.int32 else BLOCK
         for i in tl.static_range(1, WORLD + 1):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
             shmem.send(me, to, pack(own[i - 1]), (me.rank + i) % WORLD)
-        ranks = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-        mask = (ranks < WORLD) & (tl.arange(0, WORDS)[None, :] >= 0)
-        values, came = shmem.receive(me, inbox(me, region, ranks, tl.int32, WORDS), ranks, mask)
-        bits = values.to(tl.int32, bitcast=True)
+        shmem.verify(me)
+        stride = tl.num_programs(0) * WORDS
+        words, all_came, late = shmem.poll_vectors(
+            me, vectors(me, region, WORDS), stride, WORLD, OWN=True, patient=came_before(after), CLEARED=False
+        )
         for rank in tl.static_range(WORLD):
-            blocks = blocks + (unpack(part(bits, rank), dtype),)
+            blocks = blocks + (unpack(words[rank], dtype),)
+        each = all_came[:, None] & (tl.arange(0, BLOCK // (WORDS // 4))[None, :] >= 0)
+        came = each.reshape(BLOCK)
     else:
         for i in tl.static_range(1, WORLD + 1):
             shmem.store(me, inbox(me, region, me.rank, dtype, BLOCK), own[i - 1], (me.rank + i) % WORLD)
         shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)
+        shmem.verify(me)
         came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)
         for rank in tl.static_range(WORLD):
             blocks = blocks + (tl.load(inbox(me, region, rank, dtype, BLOCK)),)
-    return blocks, came
+    return blocks, came, late
+
+
+@triton.jit
+def came_before(after):
+    """Whether all came that the exchange before has waited for, as far as each thread knows."""
+    patient = True
+    if after is not None:
+        for i in tl.static_range(len(after)):
+            patient = patient & (after[i] == 0)
+    return patient
+
+
+@triton.jit
+def clear(me, block, region, late, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
+    """Clears an exchange away once its result is stored; `block` is one of those that were put. Returns: for `report`."""
+    reports = ()
+    if PROTOCOL != "signals":
+        WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
+        ALONE: tl.constexpr = PROTOCOL == "words"
+        source = vectors(me, region, WORDS)
+        reports = shmem.clear_vectors(
+            me, source, tl.num_programs(0) * WORDS, late, WORLD, OWN=not ALONE, CLEARED=ALONE
+        )
+    return reports
+
+
+@triton.jit
+def report(me, block, region, reports, PROTOCOL: tl.constexpr):
+    """Reports what did not come in an exchange; takes what `clear` took and returned."""
+    if PROTOCOL != "signals":
+        WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
+        shmem.report_vectors(me, vectors(me, region, WORDS), tl.num_programs(0) * WORDS, reports)
+
+
+@triton.jit
+def vectors(me, region, WORDS: tl.constexpr):
+    """Where the block of rank 0 lies: pointers to 4 words each."""
+    return shmem.messages(me, region) + tl.program_id(0) * WORDS + 4 * tl.arange(0, WORDS // 4)
+
+
+@triton.constexpr_function
+def words_of_block(elements, dtype, protocol):
+    """How many words carry so many elements."""
+    if protocol == "words":
+        return elements * dtype.primitive_bitwidth // 32
+    return 2 * elements if dtype.primitive_bitwidth == 32 else elements
 
 
 @triton.jit
@@ -191,13 +262,6 @@ def inbox(me, region, rank, dtype: tl.constexpr, BLOCK: tl.constexpr):
     """Where the block lies that this program's twin on a rank sends."""
     block = rank * tl.num_programs(0) + tl.program_id(0)
     return shmem.scratch(me, region, dtype) + (block * BLOCK + tl.arange(0, BLOCK))
-
-
-@triton.jit
-def part(blocks, rank: tl.constexpr):
-    """The block of one rank. A rank's blocks lie in registers of their own, so nothing of this sum is left."""
-    here = tl.arange(0, blocks.shape[0])[:, None] == rank
-    return tl.sum(tl.where(here, blocks, 0), axis=0)
 
 
 @triton.jit

@@ -64,7 +64,7 @@ class Rank(NamedTuple):
     world: tl.tensor  # i32: ranks in the team
     epoch: tl.tensor  # i64: 1 in the first call on this region, one more in each later call
     found: tl.tensor  # i1: the region is the one that the launch is for
-    ready: tl.tensor  # i1: false if this rank gave up in an earlier call
+    ready: tl.tensor  # i1: false if this rank gave up in an earlier call, or if the region is another one
     position: tl.tensor  # i32: place in the mesh; the team's rank 0 stands at position - rank
     base: tl.tensor  # i64: address of this rank's region
     stride: tl.tensor  # i64: bytes between neighbouring regions; with a table of bases, the table
@@ -92,14 +92,15 @@ def _of_triton(_semantic=None):
 
 
 @triton.jit
-def start(team, VERIFY: tl.constexpr = True):
+def start(team, VERIFY: tl.constexpr = True, WORLD: tl.constexpr = None):
     """Opens a call. The first statement of every kernel.
 
     Args:
-      VERIFY: wait for the region's header, some 0.7 us. If false, the kernel has to call `verify` later, before it
-        sends, stores or signals anything.
       team: the kernel's parameter `team`, filled in by `shmem_call`: a tuple (position, origin, stride, world, magic,
         signal_line). `origin` and `stride` are in granules; or `origin` is a pointer to a table of i64 bases.
+      VERIFY: wait for the region's header, some 0.7 us. If false, the kernel has to call `verify` later, before it
+        waits for anything or claims. Until then sends, stores and signals do nothing if the region is not there.
+      WORLD: the number of ranks, where the kernel knows it: saves a division.
 
     Returns: the program's `Rank`.
     """
@@ -117,7 +118,9 @@ def start(team, VERIFY: tl.constexpr = True):
     failed = tl.load((base + HEADER_FAILED).to(tl.pointer_type(tl.int32)))
     epoch = tl.load(epochs.to(tl.pointer_type(tl.int64))) + 1
     signals = base + (signal_line.to(tl.int64) << LINE_SHIFT)
-    me = Rank(position % world, world, epoch, found == magic, failed == 0, position, base, step, epochs, signals)
+    found = found == magic
+    rank = position % (world if WORLD is None else WORLD)
+    me = Rank(rank, world, epoch, found, found & (failed == 0), position, base, step, epochs, signals)
     if VERIFY:
         verify(me)
     return me
@@ -140,7 +143,10 @@ def verify(me):
 
 @triton.jit
 def finish(me):
-    """Closes the call: the next one on this region sees the next epoch. The last statement of every kernel."""
+    """Closes the call: the next one on this region sees the next epoch. The last statement of every kernel.
+
+    But for reports of what is missing, which may follow.
+    """
     tl.store(me.epochs.to(tl.pointer_type(tl.int64)), me.epoch)
 
 
@@ -575,48 +581,146 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr =
     Returns: for each rank a block of i32 words, 4 times as long as `source`; -1 for those that did not come within the
       heap's timeout, which as a float is NaN, and for this rank unless OWN.
     """
+    blocks, _, late = poll_vectors(me, source, stride, WORLD, OWN, patient)
+    late = clear_vectors(me, source, stride, late, WORLD, OWN)
+    report_vectors(me, source, stride, late)
+    return blocks
+
+
+@triton.jit
+def poll_vectors(
+    me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr = False, patient=True, CLEARED: tl.constexpr = True
+):
+    """`receive_vectors` as far as its result. `clear_vectors` and `report_vectors` do the rest.
+
+    Args:
+      patient: as of `receive_vectors`; or a block of them, one for each pointer.
+      CLEARED: whether they are words (`send_words`), and not messages (`send`).
+
+    Returns: (what `receive_vectors` returns, of messages with the lowest bit that they came with; for each pointer i1,
+      whether the words of all ranks came; what `clear_vectors` takes).
+    """
     left_out = me.rank
     if OWN:
         left_out = me.rank * 0 - 1
     over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
     WORDS: tl.constexpr = 4 * source.shape[0]
-    words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
     blocks = ()
+    late = ()
+    all_came = me.ready & (tl.arange(0, source.shape[0]) >= 0)
     if BACKEND == "cuda":
         # As many ranks in one loop as there are registers for.
         for begin in tl.static_range(0, WORLD, 8):
             RANKS: tl.constexpr = min(8, WORLD - begin)
             found = tl.inline_asm_elementwise(
-                _vectors_assembly(RANKS),
-                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "l"),
-                [source + begin * stride, stride * 4, me.ready.to(tl.int32), over, left_out - begin, me.base],
+                _vectors_assembly(RANKS, CLEARED),
+                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
+                [
+                    source + begin * stride,
+                    stride * 4,
+                    me.ready.to(tl.int32),
+                    over,
+                    left_out - begin,
+                    _call_bit(me),
+                    me.base,
+                ],
                 dtype=_words(4 * RANKS + 1),
                 is_pure=False,
                 pack=1,
             )
             missing = found[4 * RANKS]  # 0, or 1 more than a rank of which words are missing
-            late = _any(tl.max(missing, axis=0))
+            late = late + (missing,)
+            all_came = all_came & (missing == 0)
             for rank in tl.static_range(RANKS):
                 even = tl.join(found[4 * rank], found[4 * rank + 2])
                 odd = tl.join(found[4 * rank + 1], found[4 * rank + 3])
-                blocks = blocks + (~tl.join(even, odd).reshape(WORDS),)
-                # All threads have met in between: none still looks.
-                came = me.ready & (late == 0) & (left_out != begin + rank)
-                tl.store(words + (begin + rank) * stride, tl.zeros([WORDS], tl.int32), mask=came)
-            if late != 0:
-                place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
-                first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
-                of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
-                _report(me, -1 - first, 4, 0, begin + of)
+                words = tl.join(even, odd).reshape(WORDS)
+                if CLEARED:
+                    words = ~words
+                blocks = blocks + (words,)
     else:
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
         awaited = (rank < WORLD) & (rank != left_out) & (tl.arange(0, WORDS)[None, :] >= 0)
-        words, came = receive_words(me, words[None, :] + rank * stride, rank, awaited)
+        words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)[None, :] + rank * stride
+        if CLEARED:
+            words, came = receive_words(me, words, rank, awaited)
+        else:
+            words, came = _receive(me, words, rank, awaited, True, False)
+            came = came & me.ready
+        all_came = all_came & came
         words = tl.where(came & awaited, words, -1)
         for of in tl.static_range(WORLD):
             blocks = blocks + (tl.sum(tl.where(rank == of, words, 0), axis=0),)
-    return blocks
+    return blocks, all_came, late
+
+
+@triton.jit
+def clear_vectors(
+    me, source, stride, late, WORLD: tl.constexpr, OWN: tl.constexpr = False, CLEARED: tl.constexpr = True
+):
+    """Makes room for the words of the next call but one. All warps meet here: a kernel stores its result before.
+
+    Args:
+      late: what `poll_vectors` returned; the others are those that it took.
+
+    Returns: what `report_vectors` takes.
+    """
+    left_out = me.rank
+    if OWN:
+        left_out = me.rank * 0 - 1
+    WORDS: tl.constexpr = 4 * source.shape[0]
+    words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
+    reports = ()
+    for chunk in tl.static_range(len(late)):
+        begin: tl.constexpr = 8 * chunk
+        some = _any(tl.max(late[chunk], axis=0))
+        reports = reports + ((late[chunk], some),)
+        if CLEARED:
+            for rank in tl.static_range(begin, min(begin + 8, WORLD)):
+                # All threads have met in between: none still looks.
+                came = me.ready & (some == 0) & (left_out != rank)
+                tl.store(words + rank * stride, tl.zeros([WORDS], tl.int32), mask=came)
+    return reports
+
+
+@triton.jit
+def report_vectors(me, source, stride, reports):
+    """Reports the words that did not come, if any did not.
+
+    Args:
+      reports: what `clear_vectors` returned; the others are those that it took.
+    """
+    for chunk in tl.static_range(len(reports)):
+        missing, some = reports[chunk]
+        if some != 0:
+            begin: tl.constexpr = 8 * chunk
+            place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
+            first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
+            of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
+            _report(me, -1 - first, 4, 0, begin + of)
+
+
+@triton.jit
+def leave_if_all_came(me, reports):
+    """Ends the program if `report_vectors` has nothing to do, so that its code is out of everybody's way.
+
+    Args:
+      reports: what `clear_vectors` returned, of one call or of several.
+    """
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        some = me.rank * 0
+        for i in tl.static_range(len(reports)):
+            some = some | reports[i][1]
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.eq.s32 p, $1, 0; @p exit; mov.b32 $0, $1; }",
+            "=r,r",
+            [some],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -636,17 +740,20 @@ def _any(late):
 
 
 @triton.constexpr_function
-def _vectors_assembly(ranks):
-    """Assembly that polls 16 bytes of each rank but one until all words are other than 0.
+def _vectors_assembly(ranks, cleared):
+    """Assembly that polls 16 bytes of each rank but one until all words have arrived.
 
-    Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing.
+    Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
+    are other than 0 (`cleared`), those that are missing are 0; otherwise all 4 of such a rank are -1.
     Operands: address, bytes from one rank to the next, whether to look, whether the time is over, the rank to leave
-    out, the region's address.
+    out, the bit that messages of this call have, the region's address.
     """
     missing = 4 * ranks
-    source, stride, wait, over, left_out, base = (f"${missing + 1 + i}" for i in range(6))
+    source, stride, wait, over, left_out, bit, base = (f"${missing + 1 + i}" for i in range(7))
     words = [[f"${4 * rank + i}" for i in range(4)] for rank in range(ranks)]
-    lines = [f"mov.b32 ${i}, 0;" for i in range(missing + 1)]
+    absent = 0 if cleared else -1
+    lines = [f"mov.b32 ${i}, {absent};" for i in range(missing)]
+    lines += [f"mov.b32 ${missing}, 0;"]
     lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", f"cvt.u64.u32 end, {over};", "mov.b32 polls, 0;"]
     for rank in range(ranks):
         lines += [
@@ -658,11 +765,20 @@ def _vectors_assembly(ranks):
         lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [at{rank}];"]
     lines += ["mov.pred p, 0;"]
     for rank, (a, b, c, d) in enumerate(words):
-        lines += [f"min.u32 v, {a}, {b};", f"min.u32 least, {c}, {d};", "min.u32 least, least, v;"]
+        if cleared:
+            lines += [f"min.u32 v, {a}, {b};", f"min.u32 least, {c}, {d};", "min.u32 least, least, v;"]
+        else:
+            # 0 if a word has another lowest bit
+            lines += [f"xor.b32 v, {a}, {bit};"]
+            lines += [f"lop3.b32 v, v, {word}, {bit}, 0xF6;" for word in (b, c, d)]
+            lines += ["not.b32 v, v;", "and.b32 least, v, 1;"]
         lines += [f"setp.eq.and.u32 looks{rank}, least, 0, looks{rank};", f"or.pred p, p, looks{rank};"]
     lines += ["@!p bra DONE;"]
     lines += _bounded_assembly(16, base, "LATE")
-    lines += [f"@looks{rank} mov.b32 ${missing}, {rank + 1};" for rank in range(ranks)]
+    for rank in range(ranks):
+        if not cleared:
+            lines += [f"@looks{rank} mov.b32 {word}, {absent};" for word in words[rank]]
+        lines += [f"@looks{rank} mov.b32 ${missing}, {rank + 1};"]
     lines += ["DONE:", "bar.warp.sync 0xffffffff;"]
     registers = f".reg .pred p, looks<{ranks}>; .reg .b32 v, least, polls; .reg .b64 now, end, at<{ranks}>;"
     return "\n".join(["{", registers, *lines, "}"])
