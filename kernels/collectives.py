@@ -267,11 +267,27 @@ def inbox(me, region, rank, dtype: tl.constexpr, BLOCK: tl.constexpr):
 @triton.jit
 def total(blocks, dtype: tl.constexpr, WORLD: tl.constexpr):
     """The bits of the sum of all ranks' blocks: in f32 and in the order of the ranks, rounded once."""
-    WIDE: tl.constexpr = tl.float32 if dtype.is_floating() else tl.int32
-    result = blocks[0].to(dtype, bitcast=True).to(WIDE)
-    for rank in tl.static_range(1, WORLD):
-        result += blocks[rank].to(dtype, bitcast=True).to(WIDE)
+    if dtype == tl.bfloat16:
+        # A half of a word with zeros behind it is an f32: one instruction for each element.
+        low, high = halves(blocks[0])
+        for rank in tl.static_range(1, WORLD):
+            more_low, more_high = halves(blocks[rank])
+            low += more_low
+            high += more_high
+        result = tl.join(low, high).reshape(blocks[0].shape[0])
+    else:
+        WIDE: tl.constexpr = tl.float32 if dtype.is_floating() else tl.int32
+        result = blocks[0].to(dtype, bitcast=True).to(WIDE)
+        for rank in tl.static_range(1, WORLD):
+            result += blocks[rank].to(dtype, bitcast=True).to(WIDE)
     return result.to(dtype).to(bits_of(dtype), bitcast=True)
+
+
+@triton.jit
+def halves(bits):
+    """The bits of a block of bf16 as f32: (every other element from the first one on, the others)."""
+    words = shmem.words_of(bits)
+    return (words << 16).to(tl.float32, bitcast=True), (words & -65536).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -119,7 +119,10 @@ def start(team, VERIFY: tl.constexpr = True, WORLD: tl.constexpr = None):
     epoch = tl.load(epochs.to(tl.pointer_type(tl.int64))) + 1
     signals = base + (signal_line.to(tl.int64) << LINE_SHIFT)
     found = found == magic
-    rank = position % (world if WORLD is None else WORLD)
+    if WORLD is None:
+        rank = position % world
+    else:
+        rank = (position.to(tl.uint32) % WORLD).to(tl.int32)
     me = Rank(rank, world, epoch, found, found & (failed == 0), position, base, step, epochs, signals)
     if VERIFY:
         verify(me)
@@ -709,7 +712,7 @@ def leave_if_all_came(me, reports):
       reports: what `clear_vectors` returned, of one call or of several.
     """
     BACKEND: tl.constexpr = _backend()
-    if BACKEND == "cuda":
+    if BACKEND == "cuda" and len(reports) > 0:
         some = me.rank * 0
         for i in tl.static_range(len(reports)):
             some = some | reports[i][1]

@@ -495,8 +495,8 @@ MUTANTS = (
         kernel="all_gather",
         edits=(
             (
-                "shmem.receive(me, inbox(me, region, ranks, tl.int32, WORDS), ranks, mask)",
-                "(tl.load(inbox(me, region, ranks, tl.float32, WORDS), mask=mask, other=0.0), me.ready)",
+                "            blocks = blocks + (unpack(words[rank], dtype),)\n",
+                "            blocks = blocks + (unpack(tl.load(inbox(me, region, rank, tl.int32, WORDS)), dtype),)\n",
             ),
         ),
         errors=(MessageError, *TOO_EARLY),
