@@ -154,9 +154,7 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
                 shmem.send_words(me, to, words & TOP_BIT, (me.rank + i) % WORLD, (words & ~TOP_BIT) == DOUBTFUL)
         shmem.verify(me)
         stride = tl.num_programs(0) * WORDS
-        words, _, late = shmem.poll_vectors(
-            me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after)
-        )
+        words, _, late = shmem.poll_vectors(me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after))
         if doubts is not None:
             doubtful = tl.zeros([WORDS], tl.int32)
             for rank in tl.static_range(WORLD):
@@ -206,15 +204,13 @@ def came_before(after):
 
 @triton.jit
 def clear(me, block, region, late, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
-    """Clears an exchange away once its result is stored; `block` is one of those that were put. Returns: for `report`."""
+    """Clears an exchange away once its result is stored. `block`: of those that were put. Returns: for `report`."""
     reports = ()
     if PROTOCOL != "signals":
         WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
         ALONE: tl.constexpr = PROTOCOL == "words"
         source = vectors(me, region, WORDS)
-        reports = shmem.clear_vectors(
-            me, source, tl.num_programs(0) * WORDS, late, WORLD, OWN=not ALONE, CLEARED=ALONE
-        )
+        reports = shmem.clear_vectors(me, source, tl.num_programs(0) * WORDS, late, WORLD, OWN=not ALONE, CLEARED=ALONE)
     return reports
 
 

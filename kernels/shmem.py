@@ -105,15 +105,17 @@ def start(team, VERIFY: tl.constexpr = True, WORLD: tl.constexpr = None):
     Returns: the program's `Rank`.
     """
     position_ptr, origin, stride, world, magic, signal_line = team
+    # Which program this is takes a while to find out, too: ask for it while the position is on its way.
+    program = _program()
     position = tl.load(position_ptr)
-    _leave_if_not_placed(position)
+    program = _leave_if_not_placed(position, program)
     if origin.dtype.is_ptr():
         base = tl.load(origin + position)
         step = origin
     else:
         step = stride.to(tl.int64) << GRANULE_SHIFT
         base = (origin.to(tl.int64) << GRANULE_SHIFT) + position.to(tl.int64) * step
-    epochs = base + (1 << LINE_SHIFT) + _program().to(tl.int64) * 8
+    epochs = base + (1 << LINE_SHIFT) + program.to(tl.int64) * 8
     found = tl.load((base + HEADER_MAGIC).to(tl.pointer_type(tl.int32)))
     failed = tl.load((base + HEADER_FAILED).to(tl.pointer_type(tl.int32)))
     epoch = tl.load(epochs.to(tl.pointer_type(tl.int64))) + 1
@@ -600,8 +602,8 @@ def poll_vectors(
       patient: as of `receive_vectors`; or a block of them, one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
 
-    Returns: (what `receive_vectors` returns, of messages with the lowest bit that they came with; for each pointer i1,
-      whether the words of all ranks came; what `clear_vectors` takes).
+    Returns: (what `receive_vectors` returns, of messages with any lowest bit; for each pointer i1, whether the words of
+      all ranks came; what `clear_vectors` takes).
     """
     left_out = me.rank
     if OWN:
@@ -649,8 +651,8 @@ def poll_vectors(
         if CLEARED:
             words, came = receive_words(me, words, rank, awaited)
         else:
-            words, came = _receive(me, words, rank, awaited, True, False)
-            came = came & me.ready
+            values, came = receive(me, words, rank, awaited)
+            words = values.to(tl.int32, bitcast=True)
         all_came = all_came & came
         words = tl.where(came & awaited, words, -1)
         for of in tl.static_range(WORLD):
@@ -1201,23 +1203,26 @@ def fence_proxy():
 
 
 @triton.jit
-def _leave_if_not_placed(position):
+def _leave_if_not_placed(position, program):
     BACKEND: tl.constexpr = _backend()
     if BACKEND == "cuda":
-        tl.inline_asm_elementwise(
+        program = tl.inline_asm_elementwise(
             """
             {
             .reg .pred p;
+            setp.ge.s32 p, $1, 0;
+            @p bra PLACED;
             setp.eq.s32 p, $1, -1;
             @p exit;
-            setp.lt.s32 p, $1, 0;
-            @p trap;
-            mov.b32 $0, $1;
+            trap;
+            PLACED:
+            mov.b32 $0, $2;
             }
             """,
-            "=r,r",
-            [position],
+            "=r,r,r",
+            [position, program],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
+    return program
