@@ -112,6 +112,8 @@ def all_gather_kernel(
     blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
     reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
+    if PROTOCOL == "words":
+        settle(me, out_ptr, blocks, doubts, element, SIZE, PART, INNER, WORLD)
     shmem.finish(me)
     shmem.leave_if_all_came(me, reports)
     report(me, own[0], parts, reports, PROTOCOL)
@@ -132,7 +134,7 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
     """Puts blocks into the inboxes of rank + 1, rank + 2, ..., and waits for what the program's twins have put here.
 
     Args:
-      doubts: where words are to arrive exactly, an inbox for what decides between two patterns.
+      doubts: where words are to arrive exactly, an inbox for what decides between two patterns; `settle` reads it.
       after: what an exchange before has returned last. If something did not come there, nobody waits here.
 
     Returns: (the block of each rank; whether all came, or a block of that, words that did not come are NaN; for
@@ -155,19 +157,9 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         shmem.verify(me)
         stride = tl.num_programs(0) * WORDS
         words, _, late = shmem.poll_vectors(me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after))
-        if doubts is not None:
-            doubtful = tl.zeros([WORDS], tl.int32)
-            for rank in tl.static_range(WORLD):
-                doubtful = tl.where(words[rank] == DOUBTFUL, 1, doubtful)
-            some = tl.max(doubtful) > 0
         own_words = shmem.words_of(own[WORLD - 1])
         for rank in tl.static_range(WORLD):
-            arrived_words = words[rank]
-            if doubts is not None:
-                arrived_words, all_came = settle(me, arrived_words, doubts, rank, some)
-                came = came & all_came
-            arrived_words = tl.where(rank == me.rank, own_words, arrived_words)
-            blocks = blocks + (shmem.elements_of(arrived_words, dtype),)
+            blocks = blocks + (shmem.elements_of(tl.where(rank == me.rank, own_words, words[rank]), dtype),)
     elif PROTOCOL == "messages":
         for i in tl.static_range(1, WORLD + 1):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
@@ -237,20 +229,27 @@ def words_of_block(elements, dtype, protocol):
 
 
 @triton.jit
-def settle(me, words, doubts, rank: tl.constexpr, some):
-    """Words as they were sent: of two patterns that arrive alike, one has the top bit, which its rank has sent as well.
+def settle(
+    me, out_ptr, blocks, doubts, element,
+    SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Stores the words of which two patterns arrive alike once more: one has the top bit, which its rank has sent, too.
 
-    Args:
-      some: whether there are such words of any rank, so that hardly ever anything is to do.
-
-    Returns: (words, whether those bits came).
+    That hardly ever has anything to do. So the result does not wait for it.
     """
-    came = me.ready
-    if some:
-        source = inbox(me, doubts, rank, tl.int32, words.shape[0])
-        top, came = shmem.receive_words(me, source, rank, words == DOUBTFUL)
-        words = tl.where(words == DOUBTFUL, words | top, words)
-    return words, came
+    WORDS: tl.constexpr = words_of_block(blocks[0].shape[0], blocks[0].dtype, "words")
+    doubtful = tl.zeros([WORDS], tl.int32)
+    for rank in tl.static_range(WORLD):
+        doubtful = tl.where((shmem.words_of(blocks[rank]) == DOUBTFUL) & (rank != me.rank), 1, doubtful)
+    if tl.max(doubtful) > 0:
+        tl.debug_barrier()  # the same words may be other threads' here
+        for rank in tl.static_range(WORLD):
+            words = shmem.words_of(blocks[rank])
+            unsure = (words == DOUBTFUL) & (rank != me.rank)
+            top, came = shmem.receive_words(me, inbox(me, doubts, rank, tl.int32, WORDS), rank, unsure)
+            settled = shmem.elements_of(tl.where(unsure, words | top, words), blocks[rank].dtype)
+            at, mask = place(element, rank, SIZE, PART, INNER, WORLD)
+            store_bits(out_ptr + at, settled, came, mask)
 
 
 @triton.jit

@@ -163,6 +163,19 @@ def test_no_block_of_a_rank_is_looked_for() -> None:
     assert len(re.findall(r"\bshfl\.", call.ptx)) <= 1
 
 
+@each_name
+@pytest.mark.parametrize("size", ("2 KB", "128 KB", "1 MB of bf16", "16 KB of i32"))
+def test_the_result_waits_for_no_barrier(name: str, size: str) -> None:
+    """What has arrived is stored at once: the threads of a program meet afterwards."""
+    more = {"1 MB of bf16": (1 << 20, "bfloat16"), "16 KB of i32": (16 << 10, "int32")}
+    call = compiled(name, *(SMALL | more)[size])
+    assert call.constants["PROTOCOL"] != "signals"
+    stores = [match.start() for match in re.finditer(r"\bst\.global\.", call.ptx)]
+    barriers = [match.start() for match in re.finditer(r"\b(bar|barrier)\.(?!warp)", call.ptx)]
+    assert len(barriers) > 0
+    assert stores[0] < barriers[0]
+
+
 def test_faults_are_reported() -> None:
     call = compiled("psum", *SMALL["16 KB"])
     for pattern, replacement, report in (
