@@ -297,10 +297,10 @@ def pack(bits):
 
 @triton.jit
 def unpack(words, dtype: tl.constexpr):
-    """The block of integers that `pack` has made words of."""
+    """The block of integers that `pack` has made words of, whatever the lowest bits of the words are."""
     if dtype == tl.int32:
         high, low = tl.split(words.reshape(words.shape[0] // 2, 2))
-        bits = high | ((low >> 16) & 65535)
+        bits = (high & -65536) | ((low >> 16) & 65535)
     else:
         bits = (words >> 16).to(dtype)
     return bits

@@ -602,8 +602,8 @@ def poll_vectors(
       patient: as of `receive_vectors`; or a block of them, one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
 
-    Returns: (what `receive_vectors` returns, of messages with any lowest bit; for each pointer i1, whether the words of
-      all ranks came; what `clear_vectors` takes).
+    Returns: (what `receive_vectors` returns, of messages with the lowest bit that they came with; for each pointer i1,
+      whether the words of all ranks came; what `clear_vectors` takes).
     """
     left_out = me.rank
     if OWN:
@@ -652,7 +652,7 @@ def poll_vectors(
             words, came = receive_words(me, words, rank, awaited)
         else:
             values, came = receive(me, words, rank, awaited)
-            words = values.to(tl.int32, bitcast=True)
+            words = values.to(tl.int32, bitcast=True) | _call_bit(me)
         all_came = all_came & came
         words = tl.where(came & awaited, words, -1)
         for of in tl.static_range(WORLD):
