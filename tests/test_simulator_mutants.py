@@ -481,7 +481,7 @@ MUTANTS = (
     Mutant(
         name="one signal for both shots",
         kernel="psum",
-        edits=(("sums, arrived + tl.num_programs(0) * WORLD,", "sums, arrived,"),),
+        edits=(("all_arrived = arrived + tl.num_programs(0) * WORLD", "all_arrived = arrived"),),
         errors=(SignalCountError, *TOO_EARLY),
     ),
     Mutant(
