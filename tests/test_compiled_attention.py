@@ -44,7 +44,7 @@ CASES = {
     "h-192": case(h=192, hv=128),
     "h-256": case(h=256),
 }
-WAITS = 2  # places that wait: for the splits, and for what the ranks send
+WAITS = 2  # places that wait, for each piece: for the splits, and for what the ranks send
 each_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -69,6 +69,12 @@ def widths(program: list[Statement], kind: str) -> collections.Counter[int]:
     return collections.Counter(bytes_of(s) for s in program if is_message(s) and s.starts(kind))
 
 
+def pieces(call: Compiled) -> int:
+    """How many pieces of 16 bytes of its program's result a merging thread has, at least 1."""
+    constants = call.constants
+    return max(1, constants["MERGE_ROWS"] * constants["HV"] // (4 * 32 * call.options["num_warps"]))
+
+
 def narrow_messages(call: Compiled, program: list[Statement]) -> list[str]:
     """Partial results are sent and polled in 16-byte accesses; only their sums, two of a row, are single words.
 
@@ -79,7 +85,7 @@ def narrow_messages(call: Compiled, program: list[Statement]) -> list[str]:
     few = constants["MERGE_ROWS"] * constants["HV"] < 4 * 32 * call.options["num_warps"]
     sends = 1 if few else 1 + ranks  # of a split to this rank, and of its result to each
     stores, polls = widths(program, "st."), widths(program, "ld.")
-    narrow, allowed = stores[4] + stores[8], 2 * (1 + ranks) + (ranks if few else 0)
+    narrow, allowed = stores[4] + stores[8], 2 * (1 + ranks * pieces(call)) + (ranks if few else 0)
     if stores[16] < sends:
         wrong.append(f"{stores[16]} stores of 16 bytes in {sends} places that send")
     if narrow > allowed:
@@ -117,7 +123,7 @@ def test_sm_90(name: str) -> None:
     assert ".target sm_90a" in call.ptx
     assert narrow_messages(call, program) == []
     assert late_copies(name, program) == []
-    assert polling_loops(program) == WAITS
+    assert polling_loops(program) == WAITS * pieces(call)
     assert not any(s.starts("membar", "fence") for s in program)
     assert local_memory(call.ptx) == []
     assert 0 < call.shared <= SHARED_MEMORY[90]
@@ -133,7 +139,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert f".target sm_{compute_capability}" in call.ptx
     assert narrow_messages(call, program) == []
     assert late_copies(name, program) == []
-    assert polling_loops(program) == WAITS
+    assert polling_loops(program) == WAITS * pieces(call)
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 

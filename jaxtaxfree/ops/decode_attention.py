@@ -326,9 +326,10 @@ def default_config(
     # As many programs as run at a time, or a little less; but no split without a few tiles.
     splits = max(1, min((places if single else 2 * places) // groups, math.ceil(slots / (2 * block_s)), 256))
     splits -= splits % 8 if splits > 8 else 0  # merged without a remainder
-    # One program in two SMs merges, with 4 neighbours of the result a thread at most.
+    # One program in two SMs merges, with 8 elements of the result a thread at most: of twice as many, those that find
+    # no room beside the programs that attend begin when these end.
     merge_rows = min(next_power_of_2(rows), max(1, next_power_of_2(batch * kv_heads * rows // 64)))
-    merge_rows = max(1, min(merge_rows, 128 * num_warps // next_power_of_2(head_sizes[1])))
+    merge_rows = max(1, min(merge_rows, 256 * num_warps // next_power_of_2(head_sizes[1])))
     return Config(
         splits=splits,
         block_s=block_s,
