@@ -135,10 +135,10 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
 
     Args:
       doubts: where words are to arrive exactly, an inbox for what decides between two patterns; `settle` reads it.
-      after: what an exchange before has returned last. If something did not come there, nobody waits here.
+      after: what an earlier exchange has returned as `late`. A thread that missed something there does not wait here.
 
-    Returns: (the block of each rank; whether all came, or a block of that, words that did not come are NaN; for
-      `clear`).
+    Returns: (the block of each rank, words that did not come being NaN; whether the others came, for all elements or
+      for each; `late`, which `clear` takes).
     """
     dtype: tl.constexpr = own[0].dtype
     BLOCK: tl.constexpr = own[0].shape[0]
@@ -186,7 +186,7 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
 
 @triton.jit
 def came_before(after):
-    """Whether all came that the exchange before has waited for, as far as each thread knows."""
+    """Whether all came that an earlier exchange has waited for, as far as each thread knows."""
     patient = True
     if after is not None:
         for i in tl.static_range(len(after)):
@@ -196,7 +196,14 @@ def came_before(after):
 
 @triton.jit
 def clear(me, block, region, late, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
-    """Clears an exchange away once its result is stored. `block`: of those that were put. Returns: for `report`."""
+    """Makes room for later calls once the result is stored.
+
+    Args:
+      block: one of those that were put.
+      late: what `exchange` returned last; it took the other arguments.
+
+    Returns: what `report` takes as `reports`.
+    """
     reports = ()
     if PROTOCOL != "signals":
         WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
@@ -208,7 +215,7 @@ def clear(me, block, region, late, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
 
 @triton.jit
 def report(me, block, region, reports, PROTOCOL: tl.constexpr):
-    """Reports what did not come in an exchange; takes what `clear` took and returned."""
+    """Reports what did not come in an exchange; takes what `clear` took, and what it returned."""
     if PROTOCOL != "signals":
         WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
         shmem.report_vectors(me, vectors(me, region, WORDS), tl.num_programs(0) * WORDS, reports)
@@ -222,7 +229,7 @@ def vectors(me, region, WORDS: tl.constexpr):
 
 @triton.constexpr_function
 def words_of_block(elements, dtype, protocol):
-    """How many words carry so many elements."""
+    """How many words carry a block of so many elements."""
     if protocol == "words":
         return elements * dtype.primitive_bitwidth // 32
     return 2 * elements if dtype.primitive_bitwidth == 32 else elements
@@ -233,9 +240,9 @@ def settle(
     me, out_ptr, blocks, doubts, element,
     SIZE: tl.constexpr, PART: tl.constexpr, INNER: tl.constexpr, WORLD: tl.constexpr,
 ):  # fmt: skip
-    """Stores the words of which two patterns arrive alike once more: one has the top bit, which its rank has sent, too.
+    """Stores those words again that may have been either of two patterns, once their top bit has come.
 
-    That hardly ever has anything to do. So the result does not wait for it.
+    There are hardly ever any, so the result does not wait for them.
     """
     WORDS: tl.constexpr = words_of_block(blocks[0].shape[0], blocks[0].dtype, "words")
     doubtful = tl.zeros([WORDS], tl.int32)

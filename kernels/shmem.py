@@ -148,9 +148,9 @@ def verify(me):
 
 @triton.jit
 def finish(me):
-    """Closes the call: the next one on this region sees the next epoch. The last statement of every kernel.
+    """Closes the call: the next one on this region sees the next epoch.
 
-    But for reports of what is missing, which may follow.
+    The last statement of every kernel, but for reports of what is missing.
     """
     tl.store(me.epochs.to(tl.pointer_type(tl.int64)), me.epoch)
 
@@ -596,14 +596,14 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr =
 def poll_vectors(
     me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr = False, patient=True, CLEARED: tl.constexpr = True
 ):
-    """`receive_vectors` as far as its result. `clear_vectors` and `report_vectors` do the rest.
+    """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
     Args:
-      patient: as of `receive_vectors`; or a block of them, one for each pointer.
+      patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
 
-    Returns: (what `receive_vectors` returns, of messages with the lowest bit that they came with; for each pointer i1,
-      whether the words of all ranks came; what `clear_vectors` takes).
+    Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
+      pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
     """
     left_out = me.rank
     if OWN:
@@ -664,12 +664,12 @@ def poll_vectors(
 def clear_vectors(
     me, source, stride, late, WORLD: tl.constexpr, OWN: tl.constexpr = False, CLEARED: tl.constexpr = True
 ):
-    """Makes room for the words of the next call but one. All warps meet here: a kernel stores its result before.
+    """Makes room for the words of the next call but one. All warps meet here, so a kernel stores its result before.
 
     Args:
-      late: what `poll_vectors` returned; the others are those that it took.
+      late: what `poll_vectors` returned last; it took the other arguments.
 
-    Returns: what `report_vectors` takes.
+    Returns: what `report_vectors` takes as `reports`.
     """
     left_out = me.rank
     if OWN:
@@ -694,7 +694,7 @@ def report_vectors(me, source, stride, reports):
     """Reports the words that did not come, if any did not.
 
     Args:
-      reports: what `clear_vectors` returned; the others are those that it took.
+      reports: what `clear_vectors` returned; it took the other arguments.
     """
     for chunk in tl.static_range(len(reports)):
         missing, some = reports[chunk]
@@ -708,10 +708,10 @@ def report_vectors(me, source, stride, reports):
 
 @triton.jit
 def leave_if_all_came(me, reports):
-    """Ends the program if `report_vectors` has nothing to do, so that its code is out of everybody's way.
+    """Ends the program here if `report_vectors` has nothing to do, rather than behind its code.
 
     Args:
-      reports: what `clear_vectors` returned, of one call or of several.
+      reports: what `clear_vectors` returned, once or several times, one after the other.
     """
     BACKEND: tl.constexpr = _backend()
     if BACKEND == "cuda" and len(reports) > 0:
