@@ -135,6 +135,8 @@ class Config:
         the settings above it has those up to `group_m`.
       programs: how many, if `hopper`: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
+      pace: in which share of the time that tiles for others are multiplied they are sent, if `hopper`; 0: as soon as
+        they can be.
     """
 
     block_m: int = 128
@@ -149,6 +151,7 @@ class Config:
     hopper: bool = False
     programs: int = 132
     chunk: int = 2048
+    pace: float = 0.95
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -291,6 +294,7 @@ def launch(
             },
             "signals": {"arrived": (peers, tiles), "tickets": 1},
             "CHUNK": config.chunk,
+            "PACE": matmul.pace(config.pace, k, wire.itemsize, config.chunk * wire.itemsize, config.programs),
         }
     keywords = {
         **common,
