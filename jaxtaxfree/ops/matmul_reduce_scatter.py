@@ -150,7 +150,7 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     programs: int = 132
-    chunk: int = 2048
+    chunk: int = 1024
     pace: float = 0.95
 
 
@@ -184,8 +184,8 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
     config = Config(hopper=True)
-    # Its tiles follow each other without a pause, which is worth something where they are many and short.
-    faster = world * _tiles(m, n, config) >= 8 * config.programs and k <= 4096
+    # Its tiles follow each other without a pause, which is worth something where a program has some.
+    faster = world * _tiles(m, n, config) >= 3 * config.programs
     if faster and not matmul.unsupported_on_hopper(k, n, **on, **form):
         return config
     return default_config(m, n, world, **on)
