@@ -27,6 +27,8 @@ from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels import tiles
 
+CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
+
 
 class Work(NamedTuple):
     """The sizes of a call, as constants."""
@@ -41,6 +43,7 @@ class Work(NamedTuple):
     GROUP_M: Any
     PART: Any
     UNIT: Any
+    PACE: Any
 
 
 @gluon.jit
@@ -66,10 +69,11 @@ def all_gather_matmul_hopper_kernel(
     STAGES: gl.constexpr,  # steps of K in flight
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     UNIT: gl.constexpr,  # rows that are sent together, of one part
+    PACE: gl.constexpr,  # cycles in which a program sends CHUNK of these rows
 ):
     me = shmem.start(team)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE)
     gl.warp_specialize(
         [
             (multiply, (me, ring, out_desc, work)),
@@ -153,11 +157,12 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
     to_send = (work.WORLD - 1) * units_a_rank(work)
     draws = to_send + gl.num_programs(0)
     ticket = shmem.claim(me, tickets, draws)
+    due = me.epoch * 0  # i64
     while ticket < to_send:
         source, row, part = unit_of(me, ticket, work)
         origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
         # What has not come is not passed on: the others wait in vain, too, and say so.
-        copy(remote + offset_of(source, work), origin, row, part, came, True, work)
+        due = copy(remote + offset_of(source, work), origin, row, part, came, True, due, work.PACE, work)
         # Claimed while the unit is on its way, for the signal waits until it is there.
         following = shmem.claim(me, tickets, draws)
         shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)
@@ -167,7 +172,7 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
         for unit in range(gl.program_id(0), work.WORLD * units_a_rank(work), gl.num_programs(0)):
             source, row, part = unit_of(me, unit, work)
             origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
-            copy(gathered_ptr + offset_of(source, work), origin, row, part, True, came, work)
+            copy(gathered_ptr + offset_of(source, work), origin, row, part, True, came, due, 0, work)
 
 
 @gluon.jit
@@ -208,20 +213,26 @@ def offset_of(source, work):
 
 
 @gluon.jit
-def copy(dest, source, row, part, mask, valid, work):
-    """Copies a unit: some rows of a part of K, or NaN if they are not valid."""
+def copy(dest, source, row, part, mask, valid, due, PACE: gl.constexpr, work):
+    """Copies a unit: some rows of a part of K, or NaN if they are not valid.
+
+    Args:
+      due: when to begin, if it is to keep the pace.
+
+    Returns: when the next unit is due.
+    """
     # A warp for each 512 bytes of a row, so that data cross the wire in whole lines.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
-    # Rows of which all loads are in flight at a time. More of them, or more warps that push, fill the wire no better.
-    CHUNK: gl.constexpr = 4
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, work.PART, gl.SliceLayout(0, LAYOUT))[None, :]
     offset = rows * work.K + columns
     for first in range(0, work.UNIT, CHUNK):
         start = gl.multiple_of((row + first).to(gl.int64) * work.K + part * work.PART, 8)
         inside = (row + first + rows < work.M) & (part * work.PART + columns < work.K)
+        due = shmem.pace(due, PACE)
         value = gl.load(source + start + offset, mask=inside)
         gl.store(dest + start + offset, gl.where(valid, value, float("nan")), mask=inside & mask)
+    return due
 
 
 @gluon.jit

@@ -45,6 +45,7 @@ class Work(NamedTuple):
     BLOCK_K: Any
     GROUP_M: Any
     CHUNK: Any
+    PACE: Any
 
 
 class Relay(NamedTuple):
@@ -76,6 +77,7 @@ def matmul_reduce_scatter_hopper_kernel(
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
+    PACE: gl.constexpr,  # cycles in which a program sends so many
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
@@ -83,7 +85,7 @@ def matmul_reduce_scatter_hopper_kernel(
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
     claimed = allocate_relay()
     staged = allocate_relay()
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE)
     gl.warp_specialize(
         [
             (multiply, (me, ring, claimed, staged, places, out_desc, work)),
@@ -173,12 +175,14 @@ def push(me, staged, inbox, places, arrived, work):
     element = gl.arange(0, work.CHUNK, LINES)
     place = (0, 0)
     ticket = take(staged, place)
+    due = me.epoch * 0  # i64
     while ticket < (work.WORLD - 1) * tiles_a_rank(work):
         owner = owner_of(me, ticket, work)
         source = places + place[0] * size
         dest = inbox + ticket.to(gl.int64) * size
         value = gl.load(source + element)
         for first in range(0, size - work.CHUNK, work.CHUNK):
+            due = shmem.pace(due, work.PACE)
             later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
             shmem.store(me, dest + first + element, value, owner)
             value = later

@@ -17,6 +17,7 @@ What the functions do for the kernel's author:
   of one call. Comparisons wrap around, so a counter may overflow.
 * `signal` is a release at system scope behind a block barrier: everything the program stored before it is published.
 * `claim` deals out work by tickets, so that whoever waits for it waits for a program that runs.
+* `pace` spreads what is sent over time.
 * `wait` is an acquire at system scope followed by a block barrier, and it is bounded in time. If it gives up it
   leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
   and signals do nothing.
@@ -289,6 +290,46 @@ def claim(me, index, draws):
     """
     drawn = tl.atomic_add(_signal_of(me, index, me.rank), 1, sem="relaxed", scope="gpu")
     return drawn - ((me.epoch - 1) * draws).to(tl.int32)
+
+
+@triton.jit
+def pace(due, cycles: tl.constexpr):
+    """Waits until the next piece of what a program sends is due: when the one behind it will be.
+
+    Nobody waits for stores to a peer. Where all programs send as fast as they can, stores queue up in front of the
+    wire, and loads, TMA's as well, behind them. Who sends no faster than it has to leaves a product its speed.
+
+    Args:
+      due: i64, what this function returned; 0 for the first piece.
+      cycles: clock cycles of the multiprocessor from one piece to the next; 0: do not wait. Who is late catches up
+        by 4 pieces.
+    """
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda" and cycles > 0:
+        due = tl.inline_asm_elementwise(_pace_assembly(cycles), "=&l,l", [due], dtype=tl.int64, is_pure=False, pack=1)
+    return due
+
+
+@triton.constexpr_function
+def _pace_assembly(cycles):
+    """Assembly that waits for a time, and returns the next one."""
+    return f"""
+    {{
+    .reg .pred p;
+    .reg .b64 now;
+    AGAIN:
+    mov.u64 now, %clock64;
+    setp.ge.s64 p, now, $1;
+    @p bra DUE;
+    nanosleep.u32 20;
+    bra AGAIN;
+    DUE:
+    bar.warp.sync 0xffffffff;
+    sub.s64 now, now, {4 * cycles};
+    max.s64 now, now, $1;
+    add.s64 $0, now, {cycles};
+    }}
+    """
 
 
 @triton.jit

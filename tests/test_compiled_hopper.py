@@ -1,6 +1,7 @@
 """What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -160,7 +161,7 @@ def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
         stores = [s for s in program if s.place in place and s.starts("st.")]
         assert stores
         assert {bytes_of(store) for store in stores} == {16}
-    assert len([s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]) == 8
+    assert len([s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]) == 4
     taken = places_of(matmul_hopper.take_lines, "lines = source.load(")
     loads = [s for s in program if s.place in taken and s.starts("ld.shared")]
     assert len(loads) == 16  # of each half of a tile
@@ -196,6 +197,28 @@ def test_a_hand_over_is_behind_a_barrier(name: str) -> None:
     # The role that loads is one warp, and hands over in two places.
     assert len(arrivals) - sum(behind) == 2
     assert sum(behind) >= 4
+
+
+@each_kernel
+def test_what_is_sent_keeps_a_pace(name: str) -> None:
+    """Behind each place that waits for the clock something is loaded, then stored, up to the next such place."""
+    program = compiled(name)[1]
+    clocks = [i for i, s in enumerate(program) if "%clock64" in s.text]
+    stores = {i for i, s in enumerate(program) if s.starts("st.")}
+    loop = min((loop for loop in loops(program) if set(clocks) <= set(loop) and stores & set(loop)), key=len)
+    assert clocks
+    for begin, end in itertools.pairwise([*clocks, loop.stop]):
+        sent = [s for s in program[begin:end] if s.starts("ld.", "st.") and s.has("global") and bytes_of(s) == 16]
+        kinds = [s.text.split(".")[0].split()[-1] for s in sent]
+        assert kinds == ["ld"] * (len(kinds) // 2) + ["st"] * (len(kinds) // 2) != []
+
+
+def test_cycles_from_one_chunk_to_the_next() -> None:
+    pace = functools.partial(matmul.pace, itemsize=2, chunk=4096, programs=132)
+    assert pace(0, 8192) == 0
+    assert pace(1, 8192) == 2 * pace(0.5, 8192) == 8192 / 2 / 2048 * 4096
+    # As fast as the wire at least: 393 GB/s are 132 chunks in 2207 cycles of 1.6 GHz.
+    assert pace(1, 8) == pace(1, 2048) == pytest.approx(132 * 4096 / 393e9 * 1.6e9, rel=0.01)
 
 
 @each_kernel

@@ -15,7 +15,7 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
 from jaxtaxfree.kernels.all_gather_matmul_decode_hopper import all_gather_matmul_decode_hopper_kernel
-from jaxtaxfree.kernels.all_gather_matmul_hopper import all_gather_matmul_hopper_kernel
+from jaxtaxfree.kernels.all_gather_matmul_hopper import CHUNK, all_gather_matmul_hopper_kernel
 from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
@@ -160,6 +160,8 @@ class Config:
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
       part: columns that are sent together, if `hopper`: a multiple of `block_k`.
       unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
+      pace: in which share of the time that others' rows are multiplied rows are sent, if `hopper` and not `small`; 0:
+        as soon as they can be.
     """
 
     block_m: int = 128
@@ -176,6 +178,7 @@ class Config:
     programs: int = 132
     part: int = 512
     unit: int = 16
+    pace: float = 0.95
 
 
 HOPPER = Config(hopper=True, group_m=16)
@@ -432,6 +435,7 @@ def _launch_hopper(
     config: Config,
 ) -> dict[str, Any]:
     """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
+    size = np.dtype(dtype).itemsize
     out_type = jax.ShapeDtypeStruct((world, m, n), out_dtype)
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
@@ -442,6 +446,7 @@ def _launch_hopper(
         "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,
         "UNIT": config.unit,
+        "PACE": matmul.pace(config.pace, n, size, CHUNK.value * config.part * size, config.programs),
     }
 
 

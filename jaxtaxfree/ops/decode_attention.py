@@ -317,12 +317,10 @@ def default_config(
     num_warps = 8 if width * widest >= 1024 else 4  # 4 have too few registers for rows of more
     groups = batch * kv_heads * math.ceil(rows / block_r)
     places = _MULTIPROCESSORS.get(compute_capability, 132)
-    # Where tensor cores multiply, and a warp's registers hold a result; pages take many. Of few sequences alone: 16 of
-    # them took 6 % longer.
+    # Where tensor cores multiply, and a warp's registers hold a result; pages take many.
     alone = block_r == 16 and block_s >= 16 * num_warps and np.dtype(dtype).itemsize == 2 and not paged
-    alone &= groups <= places // 8
-    # One program an SM with more tiles in flight leaves the fewest partial results to be added up.
-    single = alone and compute_capability in (90, 100, 103)
+    # Of few sequences one program an SM, with more tiles in flight, leaves the fewest partial results to be added up.
+    single = alone and groups <= places // 8 and compute_capability in (90, 100, 103)
     # As many programs as run at a time, or a little less; but no split without a few tiles.
     splits = max(1, min((places if single else 2 * places) // groups, math.ceil(slots / (2 * block_s)), 256))
     splits -= splits % 8 if splits > 8 else 0  # merged without a remainder

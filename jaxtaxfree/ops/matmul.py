@@ -225,6 +225,25 @@ def hopper_keywords(
     }
 
 
+_MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0
+_WIRE = 245  # bytes that NVLink 4 takes in a cycle: 393 GB/s at 1.6 GHz
+
+
+def pace(share: float, length: int, itemsize: int, chunk: int, programs: int) -> int:
+    """Cycles from one chunk that a program for Hopper sends to the next one; 0 for as fast as it can.
+
+    What goes to or comes from other ranks travels in a share of the time in which it is multiplied, so that it is there
+    in time, and evenly. But never faster than the wire takes it.
+
+    Args:
+      share: of the time at the tensor cores' full speed.
+      length: multiplications and additions for each element that travels.
+      chunk: bytes.
+    """
+    product = length / itemsize / _MULTIPLY_ADDS
+    return math.ceil(max(share * product, programs / _WIRE) * chunk) if share else 0
+
+
 def rows_back(x: jax.Array, lengths: tuple[int, ...], axis: int) -> jax.Array:
     """What `rows_first` made of an array, as it was; of another length along the axis."""
     return jnp.moveaxis(x.reshape(-1, *lengths[1:], x.shape[-1]), 0, axis)

@@ -135,6 +135,8 @@ class Config:
         the settings above it has those up to `group_m`.
       programs: how many, if `hopper`: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
+      pace: in which share of the time that tiles for others are multiplied they are sent, if `hopper`; 0: as soon as
+        they can be.
     """
 
     block_m: int = 128
@@ -148,7 +150,8 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     programs: int = 132
-    chunk: int = 2048
+    chunk: int = 1024
+    pace: float = 0.95
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -181,8 +184,8 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
     config = Config(hopper=True)
-    # Its tiles follow each other without a pause, which is worth something where they are many and short.
-    faster = world * _tiles(m, n, config) >= 8 * config.programs and k <= 4096
+    # Its tiles follow each other without a pause, which is worth something where a program has some.
+    faster = world * _tiles(m, n, config) >= 3 * config.programs
     if faster and not matmul.unsupported_on_hopper(k, n, **on, **form):
         return config
     return default_config(m, n, world, **on)
@@ -291,6 +294,7 @@ def launch(
             },
             "signals": {"arrived": (peers, tiles), "tickets": 1},
             "CHUNK": config.chunk,
+            "PACE": matmul.pace(config.pace, k, wire.itemsize, config.chunk * wire.itemsize, config.programs),
         }
     keywords = {
         **common,
