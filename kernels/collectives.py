@@ -40,7 +40,7 @@ def psum_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
+    me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if TWO_SHOT:
@@ -80,7 +80,7 @@ def psum_scatter_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
+    me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = load_parts(me, x_ptr, element, SIZE, PART, INNER, WORLD)
     blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
@@ -106,7 +106,7 @@ def all_gather_kernel(
     BLOCK: tl.constexpr,
     PROTOCOL: tl.constexpr,
 ):
-    me = shmem.start(team, VERIFY=False, WORLD=WORLD)
+    me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = (load_bits(x_ptr + element, element < PART),) * WORLD
     blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)

@@ -65,7 +65,7 @@ class Rank(NamedTuple):
     world: tl.tensor  # i32: ranks in the team
     epoch: tl.tensor  # i64: 1 in the first call on this region, one more in each later call
     found: tl.tensor  # i1: the region is the one that the launch is for
-    ready: tl.tensor  # i1: false if this rank gave up in an earlier call, or if the region is another one
+    ready: tl.tensor  # i1: false if this rank gave up in an earlier call
     position: tl.tensor  # i32: place in the mesh; the team's rank 0 stands at position - rank
     base: tl.tensor  # i64: address of this rank's region
     stride: tl.tensor  # i64: bytes between neighbouring regions; with a table of bases, the table
@@ -93,14 +93,16 @@ def _of_triton(_semantic=None):
 
 
 @triton.jit
-def start(team, VERIFY: tl.constexpr = True, WORLD: tl.constexpr = None):
+def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD: tl.constexpr = None):
     """Opens a call. The first statement of every kernel.
 
     Args:
       team: the kernel's parameter `team`, filled in by `shmem_call`: a tuple (position, origin, stride, world, magic,
         signal_line). `origin` and `stride` are in granules; or `origin` is a pointer to a table of i64 bases.
       VERIFY: wait for the region's header, some 0.7 us. If false, the kernel has to call `verify` later, before it
-        waits for anything or claims. Until then sends, stores and signals do nothing if the region is not there.
+        sends, stores or signals anything.
+      EARLY: it may send, store and signal before it calls `verify`, which does nothing if the region is not there;
+        but not wait or claim.
       WORLD: the number of ranks, where the kernel knows it: saves a division.
 
     Returns: the program's `Rank`.
@@ -126,7 +128,10 @@ def start(team, VERIFY: tl.constexpr = True, WORLD: tl.constexpr = None):
         rank = position % world
     else:
         rank = (position.to(tl.uint32) % WORLD).to(tl.int32)
-    me = Rank(rank, world, epoch, found, found & (failed == 0), position, base, step, epochs, signals)
+    ready = failed == 0
+    if EARLY:
+        ready = ready & found
+    me = Rank(rank, world, epoch, found, ready, position, base, step, epochs, signals)
     if VERIFY:
         verify(me)
     return me
