@@ -5,7 +5,8 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
 * `push`: sends to one peer alone, rank - 1: first this rank's own rows, then those of rank + 1, rank + 2, ... as they
   arrive here. So each link carries one stream, at its full speed, and nobody has to keep the ranks in step. Rows go in
   units of a few rows and one part of K, part after part, which is the order in which they are multiplied. Units are
-  claimed by ticket, so that they are sent soon by whoever runs, however few programs the GPU has started.
+  claimed by ticket, so that they are sent soon by whoever runs, however few programs the GPU has started. They are sent
+  at the pace at which they are multiplied, if that will do: what queues up in front of the wire holds up the product.
 * `load`: brings tiles of rows and columns into shared memory by TMA, and waits for a part of K of a block of rows just
   before it loads the first step of it. So the product begins with the first parts that arrive.
 * `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer.

@@ -7,7 +7,8 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
   waits and they come, the product of the tile goes on.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
   a tile of this rank's own rows it adds the partial tiles as they are loaded, and stores the sum.
-* `push`: carries tiles from the outbox to their owners.
+* `push`: carries tiles from the outbox to their owners, at the pace at which they are multiplied: what queues up in
+  front of the wire holds up the product.
 
 Tiles of the rows that other ranks own come first, in the order rank + 1, rank + 2, ..., so that at any time each link
 carries the tiles of one rank. Tiles of this rank's own rows come last. A program waits only for tiles of lower tickets
