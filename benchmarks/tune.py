@@ -116,6 +116,7 @@ def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
             *others,
             *each("part", 256, 1024),
             *each("unit", 8, 32),
+            *each("pace", 0.0, 0.7),
             *each("group_m", 8, 32),
             *each("num_stages", 3),
         ]
@@ -126,7 +127,7 @@ def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]
     if config.hopper:
         triton = {"hopper": False}
         others = [triton, *(triton | lag for lag in each("lag", 124, 128, 148))]
-        return [*others, *each("group_m", 8, 32), *each("chunk", 2048), *each("num_stages", 3)]
+        return [*others, *each("group_m", 8, 32), *each("chunk", 2048), *each("pace", 0.0, 0.7), *each("num_stages", 3)]
     return [*_product(config), *([] if config.small else each("lag", 124, 132, 148, 264))]
 
 

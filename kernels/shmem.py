@@ -317,22 +317,29 @@ def pace(due, cycles: tl.constexpr):
 
 @triton.constexpr_function
 def _pace_assembly(cycles):
-    """Assembly that waits for a time, and returns the next one."""
+    """Assembly that waits for a time, and returns the next one.
+
+    It never waits for longer than that many cycles, even if the program goes on at a multiprocessor with another clock.
+    """
     return f"""
     {{
     .reg .pred p;
-    .reg .b64 now;
+    .reg .b64 now, left;
     AGAIN:
     mov.u64 now, %clock64;
-    setp.ge.s64 p, now, $1;
+    sub.s64 left, $1, now;
+    setp.le.s64 p, left, 0;
+    @p bra DUE;
+    setp.gt.s64 p, left, {cycles};
     @p bra DUE;
     nanosleep.u32 20;
     bra AGAIN;
     DUE:
     bar.warp.sync 0xffffffff;
-    sub.s64 now, now, {4 * cycles};
-    max.s64 now, now, $1;
-    add.s64 $0, now, {cycles};
+    sub.s64 left, now, {4 * cycles};
+    max.s64 left, left, $1;
+    min.s64 left, left, now;
+    add.s64 $0, left, {cycles};
     }}
     """
 
