@@ -16,8 +16,6 @@ CPU_DEVICES = 8
 
 type MeshFactory = Callable[[int | Sequence[int], str | Sequence[str]], jax.sharding.Mesh]
 
-# Before anything starts a JAX backend. Some tests start processes of their own, which want memory as well.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")
 jax.config.update("jax_num_cpu_devices", CPU_DEVICES)
 # JAX_PLATFORMS=cuda would leave the CPU tests without devices.
 if (platforms := jax.config.jax_platforms) and "cpu" not in platforms.split(","):
@@ -33,6 +31,13 @@ def cuda_devices() -> tuple[jax.Device, ...]:
         return tuple(jax.devices("cuda"))
     except RuntimeError:  # JAX's answer where the platform is not there
         return ()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Before anything starts a JAX backend. Some tests start processes of their own, which want memory as well, and with
+    # pytest-xdist there are some of these side by side.
+    processes = getattr(config.option, "numprocesses", None) or 1
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.3, 0.8 / processes):.2f}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
