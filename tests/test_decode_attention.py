@@ -124,8 +124,9 @@ def test_combinations_of_the_kernel(data: st.DataObject, world: int, choose: ran
     run(case, implementation="simulate", config=splits(choose))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 40 else pytest.mark.soak) for seed in range(100)]
+)
 def test_more_combinations_of_the_kernel(seed: int) -> None:
     choose = random.Random(seed)
     case = attention_cases.draw(choose, world=choose.choice((2, 3, 4, 8)), small=True)

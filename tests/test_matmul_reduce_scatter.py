@@ -571,16 +571,19 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
-@pytest.mark.parametrize("m, k, n", ((8192, 8192, 8192), (8448, 544, 4096)))
-def test_hopper_has_a_kernel_of_its_own_for_many_short_tiles(mesh: Mesh, dtype: str, m: int, k: int, n: int) -> None:
+@pytest.mark.parametrize(
+    "m, k, n", ((8192, 8192, 8192), (8448, 544, 4096), (8192, 28672, 8192), (4096, 14336, 4096), (2048, 28672, 8192))
+)
+def test_hopper_has_a_kernel_of_its_own_where_programs_have_some_tiles(
+    mesh: Mesh, dtype: str, m: int, k: int, n: int
+) -> None:
     assert kernel_of(mesh, dtype, m, k, n) == "matmul_reduce_scatter_hopper_kernel"
 
 
 @pytest.mark.parametrize(
     "shape, keywords",
     (
-        (("bfloat16", 4096, 8192, 8192), {}),  # few tiles
-        (("bfloat16", 8192, 28672, 8192), {}),  # long ones
+        (("bfloat16", 2048, 8192, 4096), {}),  # few tiles
         (("float32", 8192, 512, 8192), {}),
         (("bfloat16", 8192, 500, 8192), {}),  # rows that TMA does not take
         (("bfloat16", 8192, 512, 8196), {}),

@@ -156,7 +156,7 @@ ONE_PROGRAM = (17, 64, 8, 1)  # of more tiles for others than an outbox has plac
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
-SEND = "        copy(remote + offset_of(source, work), origin, row, part, came, True, work)\n"
+SEND = "        due = copy(remote + offset_of(source, work), origin, row, part, came, True, due, work.PACE, work)\n"
 SIGNAL = "        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)\n"
 FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
 FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
@@ -169,6 +169,7 @@ STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part
 GIVEN = "            to_push = give(staged, to_push, ticket)\n"
 CARRIED = """        value = gl.load(source + element)
         for first in range(0, size - work.CHUNK, work.CHUNK):
+            due = shmem.pace(due, work.PACE)
             later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
             shmem.store(me, dest + first + element, value, owner)
             value = later
@@ -188,7 +189,7 @@ MUTANTS = (
     ),
     Mutant(
         name="first tickets lost",
-        edits=(("draws)\n    while", "draws) + 1\n    while"),),
+        edits=(("draws)\n    due", "draws) + 1\n    due"),),
         errors=(DeadlockError, *TOO_EARLY),
     ),
     Mutant(
