@@ -6,9 +6,9 @@ inbox of every rank, and collects one of each rank from its own inbox. PROTOCOL 
 * "messages", which say by themselves that they have arrived. A message carries 16 bits of payload, so that is twice
   the bytes, or 4 times of 8-bit types, but takes no fence: the fastest way for what is small (NCCL's LL protocol).
 * "words", which do so too and carry 32 bits, but for one pattern that arrives as another one, a NaN as well. Sums of
-  floats need no more; a gather sends a second word for each of these two, which says what it was. Each thread polls its
-  own, and a rank sends itself none.
-* "signals": as it is, and a signal after it. The other two need none.
+  floats need no more; a gather sends a second word for each of these two, which says what it was. A rank sends itself
+  none.
+* "signals": as it is, and a signal after it. The other two need none: each thread polls its own.
 
 A sum takes one shot, in which every rank gets all that the others have, or two: each rank sums up its share of the
 elements, then the ranks gather the sums. Payloads are integers of the elements' size, so that every bit pattern
@@ -207,9 +207,9 @@ def clear(me, block, region, late, WORLD: tl.constexpr, PROTOCOL: tl.constexpr):
     reports = ()
     if PROTOCOL != "signals":
         WORDS: tl.constexpr = words_of_block(block.shape[0], block.dtype, PROTOCOL)
-        ALONE: tl.constexpr = PROTOCOL == "words"
         source = vectors(me, region, WORDS)
-        reports = shmem.clear_vectors(me, source, tl.num_programs(0) * WORDS, late, WORLD, OWN=not ALONE, CLEARED=ALONE)
+        stride = tl.num_programs(0) * WORDS
+        reports = shmem.clear_vectors(me, source, stride, late, WORLD, CLEARED=PROTOCOL == "words")
     return reports
 
 

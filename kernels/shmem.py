@@ -53,6 +53,8 @@ RECORD_EXPECTED = tl.constexpr(6)
 RECORD_SEEN = tl.constexpr(7)
 RECORD_EPOCH = tl.constexpr(8)
 
+RANKS_TOGETHER = tl.constexpr(8)  # whose vectors one loop polls, as many as there are registers for
+
 # Positions of launches that have no place in a team.
 POSITION_LOAD_ONLY = tl.constexpr(-1)  # the launch is there to load the module: leave at once
 POSITION_NO_HEAP = tl.constexpr(-2)  # the program was built where there was no heap: trap
@@ -658,9 +660,7 @@ def poll_vectors(
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
     """
-    left_out = me.rank
-    if OWN:
-        left_out = me.rank * 0 - 1
+    left_out = _left_out(me, OWN)
     over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
     WORDS: tl.constexpr = 4 * source.shape[0]
@@ -668,9 +668,8 @@ def poll_vectors(
     late = ()
     all_came = me.ready & (tl.arange(0, source.shape[0]) >= 0)
     if BACKEND == "cuda":
-        # As many ranks in one loop as there are registers for.
-        for begin in tl.static_range(0, WORLD, 8):
-            RANKS: tl.constexpr = min(8, WORLD - begin)
+        for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
+            RANKS: tl.constexpr = min(RANKS_TOGETHER, WORLD - begin)
             found = tl.inline_asm_elementwise(
                 _vectors_assembly(RANKS, CLEARED),
                 _constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
@@ -714,6 +713,15 @@ def poll_vectors(
 
 
 @triton.jit
+def _left_out(me, OWN: tl.constexpr):
+    """The rank whose vectors nobody waits for: this one, or -1 if it sends itself some."""
+    rank = me.rank
+    if OWN:
+        rank = me.rank * 0 - 1
+    return rank
+
+
+@triton.jit
 def clear_vectors(
     me, source, stride, late, WORLD: tl.constexpr, OWN: tl.constexpr = False, CLEARED: tl.constexpr = True
 ):
@@ -721,21 +729,20 @@ def clear_vectors(
 
     Args:
       late: what `poll_vectors` returned last; it took the other arguments.
+      CLEARED: if false there is nothing to clear, and what is late is told to all threads alone.
 
     Returns: what `report_vectors` takes as `reports`.
     """
-    left_out = me.rank
-    if OWN:
-        left_out = me.rank * 0 - 1
+    left_out = _left_out(me, OWN)
     WORDS: tl.constexpr = 4 * source.shape[0]
     words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
     reports = ()
     for chunk in tl.static_range(len(late)):
-        begin: tl.constexpr = 8 * chunk
+        begin: tl.constexpr = RANKS_TOGETHER * chunk
         some = _any(tl.max(late[chunk], axis=0))
         reports = reports + ((late[chunk], some),)
         if CLEARED:
-            for rank in tl.static_range(begin, min(begin + 8, WORLD)):
+            for rank in tl.static_range(begin, min(begin + RANKS_TOGETHER, WORLD)):
                 # All threads have met in between: none still looks.
                 came = me.ready & (some == 0) & (left_out != rank)
                 tl.store(words + rank * stride, tl.zeros([WORDS], tl.int32), mask=came)
@@ -752,7 +759,7 @@ def report_vectors(me, source, stride, reports):
     for chunk in tl.static_range(len(reports)):
         missing, some = reports[chunk]
         if some != 0:
-            begin: tl.constexpr = 8 * chunk
+            begin: tl.constexpr = RANKS_TOGETHER * chunk
             place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
             first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
             of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
