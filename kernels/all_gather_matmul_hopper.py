@@ -1,6 +1,6 @@
 """All-gather and matrix product in one Gluon kernel for Hopper, for products of many rows.
 
-Persistent programs, one for each multiprocessor, each of three roles (partitions of warps) that run side by side:
+Persistent programs, one for each multiprocessor, each of three roles that partitions of its warps play side by side:
 
 * `push`: sends to one peer alone, rank - 1: first this rank's own rows, then those of rank + 1, rank + 2, ... as they
   arrive here. So each link carries one stream, at its full speed, and nobody has to keep the ranks in step. Rows go in
@@ -9,7 +9,8 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
   at the pace at which they are multiplied, if that will do: what queues up in front of the wire holds up the product.
 * `load`: brings tiles of rows and columns into shared memory by TMA, and waits for a part of K of a block of rows just
   before it loads the first step of it. So the product begins with the first parts that arrive.
-* `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer.
+* `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer. With two partitions,
+  of which each multiplies half of the rows of a tile, one stores while the other one multiplies.
 
 A tile needs the rows of one rank only. Tiles of this rank's own rows come first; the others follow in the order
 rank + 1, rank + 2, ..., as they arrive. Nobody waits for a tile, so their programs may start late.
@@ -57,7 +58,7 @@ def all_gather_matmul_hopper_kernel(
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
     tickets,  # signal: to claim units
-    out_desc,  # [WORLD, M, N], in blocks [1, BLOCK_M, columns stored at a time]
+    out_desc,  # [WORLD, M, N], in blocks [1, rows multiplied by a partition, columns stored at a time]
     gathered_ptr,  # [WORLD, M, K]: where the gathered rows go as well, or None
     M: gl.constexpr,
     N: gl.constexpr,
@@ -75,36 +76,50 @@ def all_gather_matmul_hopper_kernel(
     me = shmem.start(team)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE)
-    gl.warp_specialize(
-        [
-            (multiply, (me, ring, out_desc, work)),
-            (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
-            (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
-        ],
-        [1, 2],
-        [64, 64],
-    )
+    if out_desc.block_type.shape[1] == BLOCK_M:
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, out_desc, work, 0)),
+                (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
+                (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
+            ],
+            [1, 2],
+            [64, 64],
+        )
+    else:
+        gl.static_assert(2 * out_desc.block_type.shape[1] == BLOCK_M, "the product has one or two partitions")
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, out_desc, work, 0)),
+                (multiply, (me, ring, out_desc, work, 1)),
+                (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
+                (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
+            ],
+            [4, 1, 2],
+            [216, 64, 64],
+        )
     shmem.finish(me)
 
 
 @gluon.jit
-def multiply(me, ring, out_desc, work):
-    """Multiplies and stores this program's tiles."""
+def multiply(me, ring, out_desc, work, PARTITION: gl.constexpr):
+    """Multiplies and stores a partition's rows of this program's tiles."""
     position = (0, 0)
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, tile, 0, work, False)
+        position = multiply_tile(me, ring, position, out_desc, tile, 0, work, False, PARTITION)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, half // 2, half % 2, work, True)
+        position = multiply_tile(me, ring, position, out_desc, half // 2, half % 2, work, True, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, out_desc, tile, half, work, HALF: gl.constexpr):
+def multiply_tile(me, ring, position, out_desc, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
     source, row, column = place(me, tile, half, work)
-    product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), HALF)
-    matmul.store_tile(out_desc, ring, product, source, row, column)
+    steps = gl.cdiv(work.K, work.BLOCK_K)
+    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
+    matmul.store_tile(out_desc, ring, product, source, row, column, PARTITION=PARTITION)
     return stage, phase
 
 

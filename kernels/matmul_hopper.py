@@ -1,9 +1,11 @@
 """A matrix product by parts, for Gluon kernels on Hopper: tiles loaded by TMA, multiplied by warpgroups, stored by TMA.
 
 A kernel of persistent programs has one warp that loads (`load_steps`) and eight that multiply (`multiply_tile`,
-`store_tile`). Each has its own loop over the program's tiles, the same tiles in the same order, and they meet at the
-stages of a `Ring`. The loop that loads may wait, before any step, for what it loads: the others then wait for it. What
-is to be added to a product may come by the same stages (`load_lines`, `take_lines`).
+`store_tile`), in one partition, or in several of which each multiplies some rows of all tiles. Each partition has its
+own loop over the program's tiles, the same tiles in the same order, and they meet at the stages of a `Ring`. The loop
+that loads may wait, before any step, for what it loads: the others then wait for it. Those that multiply do not wait
+for each other, so that one stores while another one multiplies. What is to be added to a product may come by the same
+stages (`load_lines`, `take_lines`, for a single partition).
 
 The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by
 itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 bytes).
@@ -37,11 +39,11 @@ class Ring(NamedTuple):
     """The shared memory of a program: the stages between loads and products, and what waits to be stored."""
 
     ready: Any  # mbarriers [STAGES]: the stage is loaded
-    empty: Any  # mbarriers [STAGES]: the stage is multiplied
+    empty: Any  # mbarriers [STAGES]: all partitions have multiplied the stage
     lhs: Any  # [STAGES, 1, BLOCK_M, BLOCK_K]
     rhs: Any  # [STAGES, BLOCK_K, BLOCK_N], or [STAGES, BLOCK_N, BLOCK_K] of a transposed array
     half: Any  # the same memory for half tiles: [2 * STAGES, BLOCK_K, BLOCK_N // 2], of which every other one is used
-    results: Any  # [2, 1, BLOCK_M, columns that are stored at a time]
+    results: Any  # [2 * partitions, 1, rows of a partition, columns that are stored at a time]
 
 
 @gluon.jit
@@ -59,22 +61,24 @@ def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
       lhs_desc: blocks [1, BLOCK_M, BLOCK_K].
       rhs_desc: blocks [BLOCK_K, BLOCK_N]; of an array [N, K] blocks [BLOCK_N, BLOCK_K].
       half_desc: of the same array, blocks of half the columns.
-      out_desc: blocks [1, BLOCK_M, columns], of which a tile has a power of 2.
+      out_desc: blocks [1, rows, columns], of which a tile has powers of 2: the rows that a partition multiplies.
     """
     BLOCK_M: gl.constexpr = lhs_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = lhs_desc.block_type.shape[2]
     RHS: gl.constexpr = rhs_desc.block_type.shape
     HALF: gl.constexpr = half_desc.block_type.shape
+    ROWS: gl.constexpr = out_desc.block_type.shape[1]
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
+    PARTITIONS: gl.constexpr = BLOCK_M // ROWS
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], lhs_desc.layout)
     rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, RHS[0], RHS[1]], rhs_desc.layout)
     half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, HALF[0], HALF[1]], half_desc.layout)
-    results = gl.allocate_shared_memory(out_desc.dtype, [2, 1, BLOCK_M, COLUMNS], out_desc.layout)
+    results = gl.allocate_shared_memory(out_desc.dtype, [2 * PARTITIONS, 1, ROWS, COLUMNS], out_desc.layout)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
-        mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(empty.index(i), count=PARTITIONS)
     return Ring(ready, empty, lhs, rhs, half, results)
 
 
@@ -112,26 +116,28 @@ def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, e
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, steps, HALF: gl.constexpr):
-    """The product of what arrives in the next stages, f32, and the position behind them.
+def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0):
+    """The product of a partition's rows of what arrives in the next stages, f32, and the position behind them.
 
     It is NaN if this rank has given up: whoever loaded may not have waited.
 
     Args:
       position: (stage, phase), (0, 0) in the beginning.
+      PARTITION: which of those that multiply calls.
     """
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
     BLOCK_M: gl.constexpr = ring.lhs.shape[2]
+    ROWS: gl.constexpr = ring.results.shape[2]
     BLOCK_N: gl.constexpr = rhs.shape[1] if is_transposed(ring) else rhs.shape[2]
     BLOCK_K: gl.constexpr = ring.lhs.shape[3]
     BLOCKS: gl.constexpr = 2 if HALF else 1
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    product = gl.zeros((BLOCK_M, BLOCK_N), gl.float32, LAYOUT)
+    product = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
     previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
     for step in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
-        lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K])
+        lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K]).slice(PARTITION * ROWS, ROWS)
         columns = rhs.index(stage * BLOCKS)
         if is_transposed(ring):
             columns = columns.permute([1, 0])
@@ -186,25 +192,28 @@ def take_lines(ring, position, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def store_tile(out_desc, ring, tile, destination, row, column, PIECE: gl.constexpr = 0):
-    """Begins to store a tile, some columns after the others.
+def store_tile(out_desc, ring, tile, destination, row, column, PIECE: gl.constexpr = 0, PARTITION: gl.constexpr = 0):
+    """Begins to store a partition's rows of a tile, some columns after the others.
 
     Args:
+      row: the first of the tile.
       PIECE: how many pieces of the tile come before, an even number for a whole tile.
+      PARTITION: as of `multiply_tile`.
     """
-    BLOCK_M: gl.constexpr = tile.shape[0]
+    ROWS: gl.constexpr = tile.shape[0]
     BLOCK_N: gl.constexpr = tile.shape[1]
     COLUMNS: gl.constexpr = ring.results.shape[3]
     if BLOCK_N > COLUMNS:
-        left, right = tile.reshape([BLOCK_M, 2, BLOCK_N // 2]).permute([0, 2, 1]).split()
-        store_tile(out_desc, ring, left, destination, row, column, PIECE)
-        store_tile(out_desc, ring, right, destination, row, column + BLOCK_N // 2, PIECE + BLOCK_N // 2 // COLUMNS)
+        left, right = tile.reshape([ROWS, 2, BLOCK_N // 2]).permute([0, 2, 1]).split()
+        AFTER: gl.constexpr = PIECE + BLOCK_N // 2 // COLUMNS
+        store_tile(out_desc, ring, left, destination, row, column, PIECE, PARTITION)
+        store_tile(out_desc, ring, right, destination, row, column + BLOCK_N // 2, AFTER, PARTITION)
     else:
-        buffer = ring.results.index(PIECE % 2)
+        buffer = ring.results.index(2 * PARTITION + PIECE % 2)
         tma.store_wait(1)
-        buffer.reshape([BLOCK_M, COLUMNS]).store(tile.to(out_desc.dtype))
+        buffer.reshape([ROWS, COLUMNS]).store(tile.to(out_desc.dtype))
         fence_async_shared()
-        tma.async_store(out_desc, [destination, row, column], buffer)
+        tma.async_store(out_desc, [destination, row + PARTITION * ROWS, column], buffer)
 
 
 @gluon.jit

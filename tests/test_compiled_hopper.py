@@ -1,5 +1,6 @@
 """What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -32,6 +33,7 @@ from tests.test_compiled import (
 from tests.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.test_gluon import SHARED_MEMORY as SHARED
 
+TWO_PARTITIONS = dataclasses.replace(HOPPER, partitions=2)
 # Sizes and keywords of the operation.
 CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
@@ -42,6 +44,10 @@ CASES: dict[str, dict[str, Any]] = {
     "float32-result": {"preferred_element_type": "float32"},
     "transposed": {"rhs_transposed": True},
     "transposed-odd": {"rhs_transposed": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
+}
+CASES |= {
+    f"{name}-two-partitions": CASES[name] | {"config": TWO_PARTITIONS}
+    for name in ("aligned", "odd", "gathered", "float32-result", "transposed-odd")
 }
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},

@@ -38,7 +38,7 @@ TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
 def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
     m, n, k, programs, return_gathered, rhs_transposed, *rows = shape
-    block_m, unit = rows or (8, 4)
+    block_m, unit, partitions = rows or (8, 4, 1)
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs)
@@ -53,7 +53,9 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
         precision="tf32",
         return_gathered=return_gathered,
         rhs_transposed=rhs_transposed,
-        config=gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs),
+        config=gather_ops.Config(
+            **TILES, block_m=block_m, unit=unit, hopper=True, programs=programs, partitions=partitions
+        ),
     )
     del keywords["name"]
     if rhs_transposed:
@@ -90,17 +92,22 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
+TWO_PARTITIONS = (8, 24, 24, 2, False, False, 8, 4, 2)
+
 KERNELS = (
     Simulated(
         name="all_gather_matmul",
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul,
-        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit; clipped at all ends, and
-        # with half tiles
+        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit, and partitions that
+        # multiply; clipped at all ends, and with half tiles
         shapes=lambda world: (
             (8, 16, 24, 2, True, False),
-            (20, 8, 16, 3, False, False, 16, 16),
+            (20, 8, 16, 3, False, False, 16, 16, 1),
+            TWO_PARTITIONS,
+            (20, 24, 16, 2, True, False, 16, 16, 2),
+            (4, 24, 24, 3, False, True, 8, 4, 2),
             (4, 24, 24, 3, False, False),
             (4, 24, 24, 2, True, True),
         ),
@@ -369,9 +376,23 @@ MUTANTS = (
     Mutant(
         name="one buffer for all pieces",
         product=True,
-        edits=(("ring.results.index(PIECE % 2)", "ring.results.index(0)"),),
+        edits=(("PIECE % 2)", "0)"),),
         errors=(DataRaceError,),
         says="TMA store",
+    ),
+    Mutant(
+        name="buffers of both partitions",
+        product=True,
+        edits=(("ring.results.index(2 * PARTITION + PIECE % 2)", "ring.results.index(PIECE % 2)"),),
+        errors=(DataRaceError,),
+        shape=TWO_PARTITIONS,
+    ),
+    Mutant(
+        name="a stage released by one partition for both",
+        product=True,
+        edits=(("count=PARTITIONS", "count=1"),),
+        errors=TOO_EARLY,
+        shape=TWO_PARTITIONS,
     ),
     Mutant(
         name="no wait for the last stores",

@@ -162,6 +162,8 @@ class Config:
       unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
       pace: in which share of the time that others' rows are multiplied rows are sent, if `hopper` and not `small`; 0:
         as soon as they can be.
+      partitions: into how many the warps that multiply are divided, 1 or 2, if `hopper` and not `small`: two store and
+        multiply independently of each other.
     """
 
     block_m: int = 128
@@ -179,6 +181,7 @@ class Config:
     part: int = 512
     unit: int = 16
     pace: float = 0.95
+    partitions: int = 1
 
 
 HOPPER = Config(hopper=True, group_m=16)
@@ -441,7 +444,9 @@ def _launch_hopper(
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
     return {
-        **matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed),
+        **matmul.hopper_keywords(
+            m, k, n, out_dtype, config, rhs_transposed=rhs_transposed, partitions=config.partitions
+        ),
         **copied,
         "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,

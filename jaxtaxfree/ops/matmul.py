@@ -201,18 +201,25 @@ def hopper_keywords(
     *,
     rhs_transposed: bool = False,
     stored: int | None = None,
+    partitions: int = 1,
 ) -> dict[str, Any]:
-    """As `tile_keywords`, for the kernels for Hopper, which store at most `stored` columns at a time."""
+    """As `tile_keywords`, for the kernels for Hopper.
+
+    Args:
+      stored: at most so many columns are stored at a time.
+      partitions: that multiply, of which each has a part of the warps, and of the rows of a tile.
+    """
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    # 128 bytes, which is as much as TMA moves at a time.
+    columns = min(128 // np.dtype(out_dtype).itemsize, block_n // 2, stored or block_n)
     return {
         "grid": config.programs,
-        "num_warps": config.num_warps,
+        "num_warps": config.num_warps // partitions,
         "descriptors": {
             "lhs_desc": (1, block_m, block_k),
             "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
             "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
-            # 128 bytes, which is as much as TMA moves at a time.
-            "out_desc": (1, block_m, min(128 // np.dtype(out_dtype).itemsize, block_n // 2, stored or block_n)),
+            "out_desc": (1, block_m // partitions, columns),
         },
         "M": m,
         "N": n,
