@@ -5,7 +5,7 @@ A kernel of persistent programs has one warp that loads (`load_steps`) and eight
 own loop over the program's tiles, the same tiles in the same order, and they meet at the stages of a `Ring`. The loop
 that loads may wait, before any step, for what it loads: the others then wait for it. Those that multiply do not wait
 for each other, so that one stores while another one multiplies. What is to be added to a product may come by the same
-stages (`load_lines`, `take_lines`, for a single partition).
+stages (`load_block`, `take_block`, for a single partition).
 
 The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by
 itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 bytes).
@@ -155,40 +155,39 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
 
 
 @gluon.jit
-def load_lines(ring, position, desc, first):
-    """Loads lines of an array into the next stage, in place of columns: the position behind it.
+def load_block(ring, position, desc, at):
+    """Loads a block of an array into the next stage, in place of columns: the position behind it.
 
     Args:
       position: as of `load_steps`.
-      desc: blocks [lines, elements] of at most the size of those of `rhs_desc`, not swizzled.
-      first: the first of the lines.
+      desc: of the array, in blocks of at most the size of those of `rhs_desc`.
+      at: the first element of the block.
     """
     stage, phase = position
     bar = ring.ready.index(stage)
     dest = ring.rhs.index(stage).reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(bar, desc.nbytes_per_cta)
-    tma.async_load(desc, [first, 0], bar, dest)
+    tma.async_load(desc, at, bar, dest)
     return _next(ring, stage, phase)
 
 
 @gluon.jit
-def take_lines(ring, position, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `load_lines` brings into the next stage, and the position behind it.
+def take_block(ring, position, dtype: gl.constexpr, SHAPE: gl.constexpr, SHARED: gl.constexpr, LAYOUT: gl.constexpr):
+    """What `load_block` brings into the next stage, and the position behind it.
 
     Args:
       position: as of `multiply_tile`.
-      SHAPE: the three dimensions of what the lines hold one after the other.
+      dtype, SHAPE, SHARED: how it lies there.
       LAYOUT: that it is to have.
     """
     stage, phase = position
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    source = ring.rhs.index(stage).reinterpret(ring.rhs.dtype, SHAPE, PLAIN)
+    source = ring.rhs.index(stage).reinterpret(dtype, SHAPE, SHARED)
     mbarrier.wait(ring.ready.index(stage), phase)
-    lines = source.load(LAYOUT)
+    block = source.load(LAYOUT)
     fence_async_shared()  # between these reads and what TMA, which takes another path, writes here next
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    return lines, _next(ring, stage, phase)
+    return block, _next(ring, stage, phase)
 
 
 @gluon.jit

@@ -4,9 +4,10 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
 
 * `load`: claims tiles by ticket, and brings their rows and columns into shared memory by TMA. Behind those of a tile of
   this rank's own rows it waits for the peers' partial tiles, and brings them into the same ring of stages: while it
-  waits and they come, the product of the tile goes on.
+  waits and they come, the product of the tile goes on. A residual comes behind them in the same way.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
-  a tile of this rank's own rows it adds the partial tiles as they are loaded, and stores the sum.
+  a tile of this rank's own rows it adds the partial tiles as they are loaded, then does what the epilogue says, and
+  stores the result.
 * `push`: carries tiles from the outbox to their owners, at the pace at which they are multiplied: what queues up in
   front of the wire holds up the product.
 
@@ -27,9 +28,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels import tiles
 
 PLACES = gl.constexpr(4)  # of an outbox
 
@@ -47,6 +48,14 @@ class Work(NamedTuple):
     GROUP_M: Any
     CHUNK: Any
     PACE: Any
+    ACTIVATION: Any
+
+
+class Epilogue(NamedTuple):
+    """What is added to a sum before it is rounded."""
+
+    bias_ptr: Any
+    residual_desc: Any
 
 
 class Relay(NamedTuple):
@@ -62,6 +71,8 @@ def matmul_reduce_scatter_hopper_kernel(
     lhs_desc,  # [WORLD, M, K], in blocks [1, BLOCK_M, BLOCK_K]
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    bias_ptr,  # [N], or None
+    residual_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes], or None
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     outbox,  # scratch [programs, PLACES, BLOCK_M, BLOCK_N] for tiles of this rank
@@ -79,6 +90,7 @@ def matmul_reduce_scatter_hopper_kernel(
     STAGES: gl.constexpr,  # steps of K in flight
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many
+    ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
@@ -86,11 +98,12 @@ def matmul_reduce_scatter_hopper_kernel(
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
     claimed = allocate_relay()
     staged = allocate_relay()
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION)
+    last = Epilogue(bias_ptr, residual_desc)
     gl.warp_specialize(
         [
-            (multiply, (me, ring, claimed, staged, places, out_desc, work)),
-            (load, (me, ring, claimed, lhs_desc, rhs_desc, inbox, arrived, tickets, work)),
+            (multiply, (me, ring, claimed, staged, places, last, out_desc, work)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
             (push, (me, staged, inbox, places, arrived, work)),
         ],
         [1, 2],
@@ -100,8 +113,8 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 @gluon.jit
-def load(me, ring, claimed, lhs_desc, rhs_desc, inbox, arrived, tickets, work):
-    """Loads as many tiles as this program can claim, and for those of this rank's own rows the peers' parts."""
+def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work):
+    """Loads as many tiles as this program can claim, and for those of this rank's own rows what is to be added."""
     LINES: gl.constexpr = lines_of(work)
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
     count = work.WORLD * tiles_a_rank(work)
@@ -122,29 +135,35 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, inbox, arrived, tickets, work):
         steps = gl.cdiv(work.K, work.BLOCK_K)
         position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
         if owner == me.rank:
-            position = load_parts(me, ring, position, parts_desc, arrived, ticket % tiles_a_rank(work), work)
+            tile = ticket % tiles_a_rank(work)
+            position = load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work)
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     give(claimed, place, ticket)
 
 
 @gluon.jit
-def load_parts(me, ring, position, parts_desc, arrived, tile, work):
+def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work):
     """Loads the peers' partial tiles into the next stages: of all peers some lines, then of all of them the next ones.
 
-    If one does not come, `failed` says so to `multiply`.
+    Behind some lines of all peers comes the residual's part that is added to their sum. If one of them does not come,
+    `failed` says so to `multiply`.
     """
+    row, column = start_of(tile, work)
     for first in range(0, work.BLOCK_M, lines_of(work)):
         for i in range(work.WORLD - 1):
             part = i * tiles_a_rank(work) + tile
             if first == 0:
                 shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
                 shmem.fence_proxy()
-            position = matmul.load_lines(ring, position, parts_desc, part * work.BLOCK_M + first)
+            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])
+        if residual_desc is not None:
+            at = [0, row, column + first * work.BLOCK_N // work.BLOCK_M]
+            position = matmul.load_block(ring, position, residual_desc, at)
     return position
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, places, out_desc, work):
+def multiply(me, ring, claimed, staged, places, last, out_desc, work):
     """Multiplies the tiles; hands over what is for others, and completes what is for this rank."""
     size = work.BLOCK_M * work.BLOCK_N
     sent = (work.WORLD - 1) * tiles_a_rank(work)
@@ -162,7 +181,7 @@ def multiply(me, ring, claimed, staged, places, out_desc, work):
             to_push = give(staged, to_push, ticket)
         else:
             row, column = start_of(ticket - sent, work)
-            position, _ = complete(me, product, ring, position, False, out_desc, row, column, work)
+            position, _ = complete(me, product, ring, position, False, last, out_desc, row, column, work)
         ticket, from_load = take_number(claimed, from_load)
     give(staged, to_push, ticket)
     matmul.finish_stores()
@@ -223,8 +242,8 @@ def lines_of(work):
 
 
 @gluon.jit
-def complete(me, tile, ring, position, failed, out_desc, row, column, work, PIECE: gl.constexpr = 0):
-    """Adds the peers' partial tiles to columns of a tile, as they arrive in the next stages, and stores the sum.
+def complete(me, tile, ring, position, failed, last, out_desc, row, column, work, PIECE: gl.constexpr = 0):
+    """Adds the peers' partial tiles to columns of a tile, as they arrive in the next stages, and stores the result.
 
     Args:
       position: of the first of these stages.
@@ -236,22 +255,44 @@ def complete(me, tile, ring, position, failed, out_desc, row, column, work, PIEC
     PART: gl.constexpr = lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     half: gl.constexpr = tile.shape[1] // 2
     if tile.shape[1] > PART:
         left, right = tile.reshape([work.BLOCK_M, 2, half]).permute([0, 2, 1]).split()
-        position, failed = complete(me, left, ring, position, failed, out_desc, row, column, work, PIECE)
+        position, failed = complete(me, left, ring, position, failed, last, out_desc, row, column, work, PIECE)
         position, failed = complete(
-            me, right, ring, position, failed, out_desc, row, column + half, work, PIECE + half // COLUMNS
+            me, right, ring, position, failed, last, out_desc, row, column + half, work, PIECE + half // COLUMNS
         )
     else:
         tile = to_wire(tile)
         for _ in range(work.WORLD - 1):
-            part, position = matmul.take_lines(ring, position, tile.shape, LAYOUT)
+            part, position = matmul.take_block(ring, position, ring.rhs.dtype, tile.shape, PLAIN, LAYOUT)
             tile += part.to(gl.float32)
         if PIECE == 0:
             failed = shmem.failed(me)  # `load` has waited for all peers before the last of these
-        matmul.store_tile(out_desc, ring, from_wire(gl.where(failed, float("nan"), tile)), 0, row, column, PIECE)
+        tile = from_wire(gl.where(failed, float("nan"), tile))
+        tile, position = finish_sum(tile, ring, position, last, column, work)
+        matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE)
     return position, failed
+
+
+@gluon.jit
+def finish_sum(tile, ring, position, last, column, work):
+    """activation(sum + bias) + residual of columns of a tile, and the position behind the residual's stage."""
+    M: gl.constexpr = tile.shape[0]
+    N: gl.constexpr = tile.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
+    tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
+    if last.bias_ptr is not None:
+        n = column + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
+        tile += gl.load(last.bias_ptr + n, mask=n < work.N, other=0.0).to(gl.float32)[None, :]
+    tile = epilogue.activate(tile, work.ACTIVATION)
+    if last.residual_desc is not None:
+        dtype: gl.constexpr = last.residual_desc.dtype
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
+        residual, position = matmul.take_block(ring, position, dtype, [M, N], SHARED, LAYOUT)
+        tile += residual.to(gl.float32)
+    return tile, position
 
 
 @gluon.constexpr_function

@@ -56,9 +56,14 @@ SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "scatter-float32-result": {"preferred_element_type": "float32"},
 }
+EPILOGUE_CASES: dict[str, dict[str, Any]] = {
+    "scatter-residual": {"given": ("residual",)},
+    "scatter-epilogue": {"given": ("bias", "residual"), "activation": "silu"},
+    "scatter-gelu": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "activation": "gelu_exact"},
+}
 each_case = pytest.mark.parametrize("name", CASES)
 each_scatter = pytest.mark.parametrize("name", SCATTER_CASES)
-each_kernel = pytest.mark.parametrize("name", CASES | SCATTER_CASES)
+each_kernel = pytest.mark.parametrize("name", CASES | SCATTER_CASES | EPILOGUE_CASES)
 
 
 def lowered(
@@ -70,9 +75,10 @@ def lowered(
     *,
     operation: Callable = all_gather_matmul,
     rhs_transposed: bool = False,
+    given: tuple[str, ...] = (),
     **keywords: Any,
 ) -> str:
-    """The program of a call of these sizes as of the whole."""
+    """The program of a call of these sizes as of the whole; `given` are operands of the epilogue."""
     call = functools.partial(operation, axis_name="tp", implementation="fused", **keywords)
     rows, columns, mesh = P("tp"), P(None, "tp"), mesh_of(world)
     in_specs, out_specs = ((rows, columns), columns) if operation is all_gather_matmul else ((columns, rows), rows)
@@ -84,6 +90,13 @@ def lowered(
     if "return_gathered" in keywords:
         out_specs = (out_specs, P())
     arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
+    for name in given:
+        spec, shape = {"bias": (P(), (n,)), "residual": (out_specs, (m, n))}[name]
+        in_specs += (spec,)
+        arrays.append(sharded(mesh, spec, shape, dtype))
+    product = call
+    if given:
+        call = lambda lhs, rhs, *others: product(lhs, rhs, **dict(zip(given, others)))  # noqa: E731
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return lower_for_cuda(program, *arrays)
 
@@ -92,9 +105,10 @@ def lowered(
 def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
     call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
-    operation = matmul_reduce_scatter if name in SCATTER_CASES else all_gather_matmul
-    call |= {"operation": operation, "config": {"hopper": True} if name in SCATTER_CASES else HOPPER}
-    kernel = launch_of(lowered(**call | (CASES | SCATTER_CASES)[name]))
+    scatters = name.startswith("scatter")
+    operation = matmul_reduce_scatter if scatters else all_gather_matmul
+    call |= {"operation": operation, "config": {"hopper": True} if scatters else HOPPER}
+    kernel = launch_of(lowered(**call | (CASES | SCATTER_CASES | EPILOGUE_CASES)[name]))
     assert kernel[NAME].decode() == f"{operation.__name__}_hopper_kernel"
     assert kernel[WARPS] == 12
     ptx = kernel[PTX].decode()
@@ -168,7 +182,7 @@ def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
         assert stores
         assert {bytes_of(store) for store in stores} == {16}
     assert len([s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]) == 4
-    taken = places_of(matmul_hopper.take_lines, "lines = source.load(")
+    taken = places_of(matmul_hopper.take_block, "block = source.load(")
     loads = [s for s in program if s.place in taken and s.starts("ld.shared")]
     assert len(loads) == 16  # of each half of a tile
     assert {bytes_of(load) for load in loads} == {16}
@@ -178,13 +192,13 @@ def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
 def test_peers_tiles_come_by_tma(name: str) -> None:
     """Each block in one piece; and what has read a stage is fenced and over before it is released."""
     program = compiled(name)[1]
-    (place,) = places_of(matmul_hopper.load_lines, "tma.async_load(")
+    (place,) = places_of(matmul_hopper.load_block, "tma.async_load(")
     loads = [s for s in program if s.place == place and s.starts("cp.async.bulk.tensor.2d.shared::cta.global")]
-    (place,) = places_of(matmul_hopper.load_lines, "mbarrier.expect(")
+    (place,) = places_of(matmul_hopper.load_block, "mbarrier.expect(")
     announced = [s.text for s in program if s.place == place and s.starts("mbarrier.arrive.expect_tx")]
     assert len(loads) == len(announced) > 0
     assert all(text.endswith(f", {64 * 256 * 2}") for text in announced)
-    released = places_of(matmul_hopper.take_lines, "mbarrier.arrive(")
+    released = places_of(matmul_hopper.take_block, "mbarrier.arrive(")
     arrivals = [i for i, s in enumerate(program) if s.place in released and s.starts("mbarrier.arrive")]
     assert len(arrivals) == 2
     for i in arrivals:

@@ -16,6 +16,7 @@ from jaxtaxfree import simulator
 from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -69,10 +70,13 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs = shape
+    m, n, k, programs, *names = shape
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
+    for name in names:
+        total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
     tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
     _, keywords = scatter_ops.launch(
         m,
@@ -82,11 +86,12 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
         dtype=dtype,
         out_dtype=dtype,
         precision="tf32",
+        epilogue=Epilogue(operands=tuple(names)),
         config=scatter_ops.Config(**tiles, hopper=True, programs=programs),
     )
     del keywords["name"]
     return Call(
-        arrays=(lhs, rhs, rhs),
+        arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
         keywords={"world": world, **keywords},
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
     )
@@ -117,8 +122,8 @@ KERNELS = (
         module=matmul_reduce_scatter_hopper,
         function="matmul_reduce_scatter_hopper_kernel",
         call=matmul_reduce_scatter,
-        # M, N, K, programs; clipped at all ends, and with more programs than a rank has tiles
-        shapes=lambda world: ((17, 16, 24, 2), (5, 40, 16, 1), (16, 32, 40, 3)),
+        # M, N, K, programs, and what is added; clipped at all ends, and with more programs than a rank has tiles
+        shapes=lambda world: ((17, 40, 24, 2, "bias", "residual"), (5, 40, 16, 1), (16, 32, 40, 3, "residual")),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -171,7 +176,7 @@ SEND_FIND = f"ticket, work)\n        {FIND}"
 COPY_FIND = f"unit, work)\n            {FIND}"
 TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
 TILE_FENCE = "                shmem.fence_proxy()\n"
-TILE_LOAD = "            position = matmul.load_lines(ring, position, parts_desc, part * work.BLOCK_M + first)\n"
+TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
 STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
 GIVEN = "            to_push = give(staged, to_push, ticket)\n"
 CARRIED = """        value = gl.load(source + element)
@@ -184,8 +189,8 @@ CARRIED = """        value = gl.load(source + element)
 """
 RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
-LINES = "    lines = source.load(LAYOUT)\n"
-TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return lines"
+LINES = "    block = source.load(LAYOUT)\n"
+TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 MUTANTS = (

@@ -174,19 +174,32 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
+def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
+    """All that keeps the kernel for Hopper from multiplying a rank's lhs by its rhs [k, n].
+
+    Args:
+      residual: the dtype of the residual, if there is one.
+      **form: what else `matmul.unsupported_on_hopper` asks for.
+    """
+    reasons = matmul.unsupported_on_hopper(k, n, **form)
+    if residual is not None and np.dtype(residual).itemsize != 2:
+        reasons.append(f"it takes a residual of float16 and bfloat16, not {residual}")
+    return reasons
+
+
 def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
     """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
     Args:
       m, k, n: a rank multiplies its lhs [world * m, k] by its rhs [k, n].
       world, dtype, compute_capability: as of `default_config`.
-      **form: what else `matmul.unsupported_on_hopper` asks for.
+      **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
     config = Config(hopper=True)
     # Its tiles follow each other without a pause, which is worth something where a program has some.
     faster = world * _tiles(m, n, config) >= 3 * config.programs
-    if faster and not matmul.unsupported_on_hopper(k, n, **on, **form):
+    if faster and not unsupported_on_hopper(k, n, **on, **form):
         return config
     return default_config(m, n, world, **on)
 
@@ -224,10 +237,11 @@ def fused(
     m, k = rows.shape[0] // world, rows.shape[1]
     n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
     on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
-    form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed}
+    residual = dict(zip(epilogue.operands, operands)).get("residual")
+    form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     if config is None:
         config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := matmul.unsupported_on_hopper(k, n, **on, **form)):
+    elif config.hopper and (reasons := unsupported_on_hopper(k, n, **on, **form)):
         raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
@@ -241,9 +255,11 @@ def fused(
         epilogue=epilogue,
         config=config,
     )
-    arrays = (rows, rhs, *epilogue.rows_first(operands, scatter_dimension))
+    others = epilogue.rows_first(operands, scatter_dimension)
+    arrays = (rows, rhs, *others)
     if config.hopper:
-        arrays = (rows.reshape(world, m, k), rhs, rhs)  # rhs in blocks and in halves of them
+        # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
+        arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
     out = shmem_call(
         kernel,
         *arrays,
@@ -281,12 +297,19 @@ def launch(
         },
     }
     if config.hopper:
-        assert not epilogue and not rhs_transposed
+        assert not rhs_transposed
         # The peers' parts of a tile arrive in the memory of a step's columns: so many columns, all rows of them.
-        arriving = max(1, config.block_n * config.block_k // config.block_m)
+        arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
+        hopper = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
+        last = epilogue.keywords("bias")
+        if "residual" in epilogue.operands:
+            hopper["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
+        else:
+            last["residual_desc"] = None
         return matmul_reduce_scatter_hopper_kernel, {
             **common,
-            **matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving),
+            **hopper,
+            **last,
             "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
             "scratch": {
                 "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
