@@ -42,6 +42,16 @@ CASES: dict[str, dict[str, Any]] = {
     "float32-result": {"preferred_element_type": "float32"},
     "transposed": {"rhs_transposed": True},
     "transposed-odd": {"rhs_transposed": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
+    "bias": {"bias": True, "activation": "gelu_exact"},
+    "gate": {"gate": True, "activation": "silu"},
+    "gate-odd": {"gate": True, "bias": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
+    "gate-gathered": {
+        "gate": True,
+        "bias": True,
+        "activation": "gelu_exact",
+        "return_gathered": True,
+        "preferred_element_type": "float32",
+    },
 }
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},
@@ -66,11 +76,19 @@ def lowered(
     rhs_transposed: bool = False,
     **keywords: Any,
 ) -> str:
-    """The program of a call of these sizes as of the whole."""
-    call = functools.partial(operation, axis_name="tp", implementation="fused", **keywords)
+    """The program of a call of these sizes as of the whole; a gate, a bias or a residual is asked for by True."""
     rows, columns, mesh = P("tp"), P(None, "tp"), mesh_of(world)
     in_specs, out_specs = ((rows, columns), columns) if operation is all_gather_matmul else ((columns, rows), rows)
     shapes = ((m, k), (k, n))
+    known = {"gate": ((k, n), columns), "bias": ((n,), rows), "residual": ((m, n), columns)}
+    others = {name: known[name] for name in known if keywords.pop(name, False)}
+    shapes += tuple(shape for shape, _ in others.values())
+    in_specs += tuple(spec for _, spec in others.values())
+
+    def call(lhs: jax.Array, rhs: jax.Array, *arrays: jax.Array) -> Any:
+        operands = dict(zip(others, arrays, strict=True))
+        return operation(lhs, rhs, "tp", implementation="fused", **operands, **keywords)
+
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
@@ -278,6 +296,7 @@ def test_products_that_do_not_overlap_are_reported() -> None:
         ({"k": 1028}, False),
         ({"n": 4 * 2700}, False),
         ({"activation": "silu"}, False),
+        ({"residual": True}, False),
         ({"compute_capability": 80}, False),
         ({"compute_capability": 100}, False),
     ),
@@ -291,7 +310,7 @@ def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch:
 
 def test_all_reasons_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
-    parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "it has no epilogue")
+    parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "adds no residual")
     with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
-        call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "activation": "silu"}
+        call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "residual": True}
         lowered(**call, config=HOPPER)

@@ -16,15 +16,18 @@ from jaxtaxfree import simulator
 from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
+    MbarrierError,
     MissingFenceError,
     OutOfBoundsError,
     SignalCountError,
     SimulationError,
     UnfinishedOperationError,
 )
+from tests.attention_cases import TOLERANCE
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import Call, Simulated, integers, load
 from tests.test_simulator_gluon import indent
@@ -65,6 +68,39 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
+def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it: with a bias, and with a gate too where there is one."""
+    m, n, k, programs, epilogue = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs, gate = ([integers(key + rank, (k, n), dtype) for rank in range(world)] for key in (100, 200))
+    bias = [integers(300 + rank, (n,), np.dtype(np.float32)) for rank in range(world)]
+    gathered = np.concatenate(lhs).astype(np.float32)
+    products = [[gathered @ w.astype(np.float32) for w in weights] for weights in zip(rhs, gate)]
+    products = products if epilogue.gated else [one[:1] for one in products]
+    with jax.default_device(jax.devices("cpu")[0]):
+        others = [{"bias": jnp.asarray(b)} for b in bias]
+        expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
+    tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
+    _, keywords = gather_ops.launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=dtype,
+        out_dtype=dtype,
+        precision="tf32",
+        epilogue=epilogue,
+        config=gather_ops.Config(**tiles, block_m=8, unit=4, hopper=True, programs=programs),
+    )
+    del keywords["name"]
+    return Call(
+        arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
+        keywords={"world": world, **keywords},
+        expected=expected,
+        tolerance=TOLERANCE[dtype.name],
+    )
+
+
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
     m, n, k, programs = shape
@@ -90,6 +126,8 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
+SWIGLU = Epilogue("silu", ("gate", "bias"))
+BIASED = Epilogue("gelu_tanh", ("bias",))
 KERNELS = (
     Simulated(
         name="all_gather_matmul",
@@ -104,6 +142,14 @@ KERNELS = (
             (4, 24, 24, 3, False, False),
             (4, 24, 24, 2, True, True),
         ),
+    ),
+    Simulated(
+        name="all_gather_matmul_with_epilogue",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul_with_epilogue,
+        # M, N, K, programs, epilogue; clipped at all ends, with half tiles and without
+        shapes=lambda world: ((4, 24, 24, 3, SWIGLU), (12, 16, 40, 2, SWIGLU), (4, 24, 24, 3, BIASED)),
     ),
     Simulated(
         name="matmul_reduce_scatter",
@@ -179,6 +225,7 @@ RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
 LINES = "    lines = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return lines"
+GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 MUTANTS = (
@@ -267,6 +314,22 @@ MUTANTS = (
         name="empty stages taken for full ones",
         edits=(("position = (0, 0)", "position = (0, 1)"),),
         errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="columns of the gate in the place of the others",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=((GATE_LOAD, GATE_LOAD.replace("dest.slice(COLUMNS,", "dest.slice(0,")),),
+        errors=(DataRaceError,),
+        shape=(4, 24, 24, 3, SWIGLU),
+    ),
+    Mutant(
+        name="the gate not announced",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=(("+ PRODUCTS * rhs_desc", "+ rhs_desc"),),
+        errors=(MbarrierError,),
+        shape=(4, 24, 24, 3, SWIGLU),
     ),
     Mutant(
         name="tiles claimed twice",
@@ -406,22 +469,28 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     assert found, f"not found in {SEEDS} seeds"
 
 
+@pytest.mark.parametrize("gated", (False, True))
 @pytest.mark.parametrize("return_gathered", (False, True))
-def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool) -> None:
-    """Rows that are no leading dimension, and a result of another dtype."""
+def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool, gated: bool) -> None:
+    """Rows that are no leading dimension, and a result of another dtype; with a gate and a bias, too."""
     mesh = cpu_mesh(2, "tp")
     lhs, rhs = integers(0, (3, 12, 24), np.dtype(jnp.bfloat16)), integers(1, (24, 32), np.dtype(jnp.bfloat16))
-    call = functools.partial(
-        operation, axis_name="tp", axis=1, return_gathered=return_gathered, preferred_element_type=np.float32
-    )
-    specs = {"mesh": mesh, "in_specs": (P(None, "tp"), P(None, "tp")), "check_vma": False}
+    others = {"gate": integers(2, (24, 32), rhs.dtype), "bias": integers(3, (32,), rhs.dtype)} if gated else {}
+
+    def call(lhs: jax.Array, rhs: jax.Array, others: dict[str, jax.Array], **keywords: Any) -> Any:
+        keywords |= {"return_gathered": return_gathered, "preferred_element_type": np.float32}
+        return operation(lhs, rhs, "tp", axis=1, **others, **keywords)
+
+    columns = P(None, "tp")
+    in_specs = (columns, columns, {"gate": columns, "bias": P("tp")} if gated else {})
+    specs = {"mesh": mesh, "in_specs": in_specs, "check_vma": False}
     out_specs = (P(None, None, "tp"), P()) if return_gathered else P(None, None, "tp")
 
     def run(**keywords: Any) -> Any:
         program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
-        return jax.block_until_ready(jax.jit(program)(lhs, rhs))
+        return jax.block_until_ready(jax.jit(program)(lhs, rhs, others))
 
-    config = gather_ops.Config(**TILES, block_m=8, unit=4, hopper=True, programs=2)
+    config = gather_ops.Config(**TILES | {"block_n": 32 if gated else 16}, block_m=8, unit=4, hopper=True, programs=2)
     with simulator.simulating(seed=1):
         found = run(implementation="simulate", config=config)
     for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):

@@ -255,9 +255,11 @@ def unsupported_on_hopper(
 ) -> list[str]:
     """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if not config.small:
-        return matmul.unsupported_on_hopper(k, n, **on, epilogue=epilogue)
     reasons = matmul.unsupported_on_hopper(k, n, **on)
+    if not config.small:
+        if "residual" in epilogue.operands:
+            reasons.append("with small=False it adds no residual")
+        return reasons
     if rhs_transposed:
         reasons.append("with small=True it takes rhs as [K, N] alone")
     if return_gathered:
@@ -277,7 +279,7 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
     epilogue = form.get("epilogue", NONE)
-    if not epilogue:  # with one, the kernel for few rows has not been measured
+    if not epilogue:  # with one, the kernels for Hopper have not been measured
         config = hopper_config(m, n, world)
         if config and not unsupported_on_hopper(world * m, k, n, config=config, **on, **form):
             return config
@@ -338,7 +340,8 @@ def fused(
     arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
     if config.hopper and not config.small:
         # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
-        arrays = (rows[None], rows[None], rhs, rhs)
+        weights, others = epilogue.split(rhs, operands)
+        arrays = (rows[None], rows[None], *(w for w in weights for _ in range(2)), *others.values())
     outs = shmem_call(
         kernel,
         *arrays,
@@ -368,7 +371,7 @@ def launch(
     columns = n
     if epilogue.gated:
         columns = 2 * n
-        if not config.hopper:
+        if not (config.hopper and config.small):
             config = dataclasses.replace(config, block_n=config.block_n // 2)
     out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
     common = {
@@ -384,7 +387,6 @@ def launch(
         own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
         return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type}
     if config.hopper:
-        assert not epilogue
         own = _launch_hopper(
             m,
             k,
@@ -394,6 +396,7 @@ def launch(
             out_dtype=out_dtype,
             rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
+            epilogue=epilogue,
             config=config,
         )
         return all_gather_matmul_hopper_kernel, common | own
@@ -432,6 +435,7 @@ def _launch_hopper(
     out_dtype: Any,
     rhs_transposed: bool,
     return_gathered: bool,
+    epilogue: Epilogue,
     config: Config,
 ) -> dict[str, Any]:
     """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
@@ -440,13 +444,22 @@ def _launch_hopper(
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed)
+    blocks = keywords["descriptors"]
+    gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
+    if epilogue.gated:
+        keywords["descriptors"] = blocks | gate
+    else:
+        keywords |= dict.fromkeys(gate)
+    columns = 2 * n if epilogue.gated else n
     return {
-        **matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed),
+        **keywords,
+        **epilogue.keywords("bias"),
         **copied,
         "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,
         "UNIT": config.unit,
-        "PACE": matmul.pace(config.pace, n, size, CHUNK.value * config.part * size, config.programs),
+        "PACE": matmul.pace(config.pace, columns, size, CHUNK.value * config.part * size, config.programs),
     }
 
 
