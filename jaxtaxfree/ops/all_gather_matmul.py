@@ -269,6 +269,17 @@ def unsupported_on_hopper(
     return reasons
 
 
+def _faster_hopper_config(
+    m: int, k: int, n: int, *, world: int, epilogue: Epilogue = NONE, **form: Any
+) -> Config | None:
+    """What `hopper_config` gives if that can take the call; the arguments are those of `choose`."""
+    config = hopper_config(m, n, world, gated=epilogue.gated)
+    if config is None or (epilogue and config.small):  # the kernel for few rows has not been measured with one
+        return None
+    reasons = unsupported_on_hopper(world * m, k, n, config=config, epilogue=epilogue, **form)
+    return None if reasons else config
+
+
 def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
     """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
@@ -278,12 +289,8 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    epilogue = form.get("epilogue", NONE)
-    if not epilogue:  # with one, the kernels for Hopper have not been measured
-        config = hopper_config(m, n, world)
-        if config and not unsupported_on_hopper(world * m, k, n, config=config, **on, **form):
-            return config
-    return default_config(m, 2 * n if epilogue.gated else n, world, **on)
+    columns = 2 * n if form.get("epilogue", NONE).gated else n
+    return _faster_hopper_config(m, k, n, world=world, **on, **form) or default_config(m, columns, world, **on)
 
 
 def fused(
@@ -524,6 +531,7 @@ def _slower(
     axes: tuple[str, ...],
     precision: Any,
     rhs_transposed: bool,
+    compute_capability: int,
     epilogue: Epilogue = NONE,
     **__: Any,
 ) -> str | None:
@@ -537,8 +545,9 @@ def _slower(
     if 256 <= rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
-    if epilogue.gated and 128 < rows < 8192:
-        return "with a gate XLA was faster at 2048 rows, and the kernel at 16, 128 and 8192"
+    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability, "epilogue": epilogue}
+    if epilogue.gated and 128 < rows < 8192 and not _faster_hopper_config(rows // world, *rhs.shape, **on):
+        return "with a gate XLA was faster than the portable kernel at 2048 rows, and slower at 16, 128 and 8192"
     # Of gradients, that of an MLP of 4096 rows was measured.
     return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
 
