@@ -119,7 +119,6 @@ def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
             *each("pace", 0.0, 0.7),
             *each("group_m", 8, 32),
             *each("num_stages", 3),
-            *each("partitions", 2),
         ]
     return [*each("pushers", 8, 16, 24, 32), *each("units", 1, 2, 4), *_product(config)]
 

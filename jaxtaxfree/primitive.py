@@ -75,8 +75,8 @@ def bilinear(
       reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
       fused: the same by `shmem_call`, to which it passes its keyword `implementation`, for a `compute_capability` (90
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
-      slower: (lhs aval, rhs aval, *, axes, **params) -> why `reference` is known to be faster, or None; asked where the
-        tables say nothing.
+      slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is known to be faster, or
+        None; asked where the tables say nothing.
       case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
         parameter `config` then, which is false if the caller leaves it to us.
       batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension), for
@@ -256,7 +256,8 @@ def _communicating(
     def why_reference(ctx: Any, params: dict[str, Any]) -> str | None:
         is_slower = dispatch.is_slower(case_of(ctx, params))
         if is_slower is None:
-            return slower(*ctx.avals_in, **params)
+            target = team_of(ctx, params["axes"]).compute_capability
+            return slower(*ctx.avals_in, compute_capability=target, **params)
         return dispatch.SLOWER if is_slower else None
 
     def lower_fused(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:

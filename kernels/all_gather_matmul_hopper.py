@@ -9,8 +9,8 @@ Persistent programs, one for each multiprocessor, each of three roles that parti
   at the pace at which they are multiplied, if that will do: what queues up in front of the wire holds up the product.
 * `load`: brings tiles of rows and columns into shared memory by TMA, and waits for a part of K of a block of rows just
   before it loads the first step of it. So the product begins with the first parts that arrive.
-* `multiply`: multiplies what is loaded, and stores the tiles by TMA. It never waits for a peer. With two partitions,
-  of which each multiplies half of the rows of a tile, one stores while the other one multiplies.
+* `multiply`: multiplies what is loaded, applies the epilogue, and stores the tiles by TMA. It never waits for a peer.
+  Two partitions do so, each for half of the rows of a tile: while one stores, the other one multiplies.
 
 A tile needs the rows of one rank only. Tiles of this rank's own rows come first; the others follow in the order
 rank + 1, rank + 2, ..., as they arrive. Nobody waits for a tile, so their programs may start late.
@@ -25,15 +25,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels import tiles
 
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 
 
 class Work(NamedTuple):
-    """The sizes of a call, as constants."""
+    """What of a call is constant."""
 
     M: Any
     N: Any
@@ -46,6 +46,8 @@ class Work(NamedTuple):
     PART: Any
     UNIT: Any
     PACE: Any
+    GATED: Any
+    ACTIVATION: Any
 
 
 @gluon.jit
@@ -54,6 +56,9 @@ def all_gather_matmul_hopper_kernel(
     lhs_desc,  # the same, in blocks [1, BLOCK_M, BLOCK_K]
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]
     half_desc,  # the same, in blocks of half the columns
+    gate_desc,  # as rhs_desc, of the gate; or None
+    half_gate_desc,  # as half_desc, of the gate; or None
+    bias_ptr,  # [N], or None
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
@@ -65,67 +70,73 @@ def all_gather_matmul_hopper_kernel(
     K: gl.constexpr,
     WORLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
-    BLOCK_N: gl.constexpr,
+    BLOCK_N: gl.constexpr,  # of each product, if there is a gate
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     UNIT: gl.constexpr,  # rows that are sent together, of one part
     PACE: gl.constexpr,  # cycles in which a program sends CHUNK of these rows
+    ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
+    gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
-    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE)
-    if out_desc.block_type.shape[1] == BLOCK_M:
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, out_desc, work, 0)),
-                (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
-                (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
-            ],
-            [1, 2],
-            [64, 64],
-        )
-    else:
-        gl.static_assert(2 * out_desc.block_type.shape[1] == BLOCK_M, "the product has one or two partitions")
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, out_desc, work, 0)),
-                (multiply, (me, ring, out_desc, work, 1)),
-                (load, (me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work)),
-                (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
-            ],
-            [4, 1, 2],
-            [216, 64, 64],
-        )
+    GATED: gl.constexpr = gate_desc is not None
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES, GATED)
+    whole_descs = (rhs_desc, gate_desc)
+    half_descs = (half_desc, half_gate_desc)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION)
+    gl.warp_specialize(
+        [
+            (multiply, (me, ring, out_desc, bias_ptr, work, 0)),
+            (multiply, (me, ring, out_desc, bias_ptr, work, 1)),
+            (load, (me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work)),
+            (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
+        ],
+        [4, 1, 2],
+        [216, 64, 64],
+    )
     shmem.finish(me)
 
 
 @gluon.jit
-def multiply(me, ring, out_desc, work, PARTITION: gl.constexpr):
+def multiply(me, ring, out_desc, bias_ptr, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's rows of this program's tiles."""
     position = (0, 0)
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, tile, 0, work, False, PARTITION)
+        position = multiply_tile(me, ring, position, out_desc, bias_ptr, tile, 0, work, False, PARTITION)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, half // 2, half % 2, work, True, PARTITION)
+        position = multiply_tile(me, ring, position, out_desc, bias_ptr, half // 2, half % 2, work, True, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, out_desc, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
+def multiply_tile(
+    me, ring, position, out_desc, bias_ptr, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr
+):
     source, row, column = place(me, tile, half, work)
     steps = gl.cdiv(work.K, work.BLOCK_K)
     product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
+    gate = None
+    if work.GATED:
+        product, gate = matmul.halves(product)
+    if bias_ptr is not None:
+        n = column + gl.arange(0, product.shape[1])
+        product += gl.load(bias_ptr + n, mask=n < work.N, other=0.0).to(gl.float32)[None, :]
+    product = epilogue.activate_gated(product, gate, work.ACTIVATION)
     matmul.store_tile(out_desc, ring, product, source, row, column, PARTITION=PARTITION)
     return stage, phase
 
 
 @gluon.jit
-def load(me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work):
-    """Loads this program's tiles, those of other ranks from where they arrive."""
+def load(me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work):
+    """Loads this program's tiles, those of other ranks from where they arrive.
+
+    Args:
+      whole_descs, half_descs: of the columns and of those of the gate, in blocks for whole and for half tiles.
+    """
     inbox = shmem.scratch(me, gathered, lhs_desc.dtype)
     inbox_desc = tma.make_tensor_descriptor(
         inbox,
@@ -138,19 +149,20 @@ def load(me, ring, lhs_desc, rhs_desc, half_desc, gathered, arrived, work):
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile, 0, work, False)
+        position = load_tile(me, ring, position, lhs_desc, inbox_desc, whole_descs, arrived, tile, 0, work, False)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
         position = load_tile(
-            me, ring, position, lhs_desc, inbox_desc, half_desc, arrived, half // 2, half % 2, work, True
+            me, ring, position, lhs_desc, inbox_desc, half_descs, arrived, half // 2, half % 2, work, True
         )
 
 
 @gluon.jit
-def load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile, half, work, HALF: gl.constexpr):
+def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, half, work, HALF: gl.constexpr):
+    rhs_desc, gate_desc = descs
     source, row, column = place(me, tile, half, work)
     steps = gl.cdiv(work.K, work.BLOCK_K)
     if source == me.rank:
-        position = matmul.load_steps(ring, position, lhs_desc, 0, row, rhs_desc, column, 0, steps, HALF)
+        position = matmul.load_steps(ring, position, lhs_desc, 0, row, rhs_desc, column, 0, steps, HALF, gate_desc)
     else:
         parts = gl.cdiv(work.K, work.PART)
         steps_a_part = work.PART // work.BLOCK_K
@@ -159,7 +171,7 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, rhs_desc, arrived, tile,
             shmem.fence_proxy()
             end = gl.minimum((part + 1) * steps_a_part, steps)
             position = matmul.load_steps(
-                ring, position, inbox_desc, source, row, rhs_desc, column, part * steps_a_part, end, HALF
+                ring, position, inbox_desc, source, row, rhs_desc, column, part * steps_a_part, end, HALF, gate_desc
             )
     return position
 

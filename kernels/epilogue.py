@@ -24,10 +24,7 @@ def apply(
     n = column + tl.arange(0, BLOCK_N)
     if bias_ptr is not None:
         tile += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
-    if gate is None:
-        tile = activate(tile, ACTIVATION)
-    else:
-        tile *= activate(gate, ACTIVATION)
+    tile = activate_gated(tile, gate, ACTIVATION)
     if residual_ptr is not None:
         m = tl.arange(0, BLOCK_M)
         residual = residual_ptr + row.to(tl.int64) * N + m[:, None] * N + n[None, :]
@@ -62,6 +59,16 @@ def store_tile(
     else:
         tile = apply(tile, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
         matmul.store_tile(out_ptr, tile, rows, column, N, BLOCK_M, BLOCK_N)
+
+
+@triton.jit
+def activate_gated(x, gate, ACTIVATION: tl.constexpr):
+    """activate(x), or activate(gate) * x if there is a gate."""
+    if gate is None:
+        x = activate(x, ACTIVATION)
+    else:
+        x *= activate(gate, ACTIVATION)
+    return x
 
 
 @triton.jit

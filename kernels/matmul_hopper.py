@@ -18,6 +18,9 @@ itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 
                                                    | finish_stores()
 
 Of a last wave that is at most half full the programs compute half tiles: `whole` says how many tiles come before.
+
+With a gate, which is a second array of columns, a stage has half as many columns of each, side by side: the two
+products are the `halves` of one.
 """
 
 from typing import Any, NamedTuple
@@ -54,7 +57,7 @@ def whole(tiles):
 
 
 @gluon.jit
-def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
+def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr, GATED: gl.constexpr = False):
     """The program's `Ring`. Called by the kernel itself, before `gl.warp_specialize`.
 
     Args:
@@ -62,6 +65,7 @@ def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
       rhs_desc: blocks [BLOCK_K, BLOCK_N]; of an array [N, K] blocks [BLOCK_N, BLOCK_K].
       half_desc: of the same array, blocks of half the columns.
       out_desc: blocks [1, rows, columns], of which a tile has powers of 2: the rows that a partition multiplies.
+      GATED: whether a stage has a block of each of two arrays [K, N], side by side.
     """
     BLOCK_M: gl.constexpr = lhs_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = lhs_desc.block_type.shape[2]
@@ -71,8 +75,9 @@ def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr):
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     PARTITIONS: gl.constexpr = BLOCK_M // ROWS
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], lhs_desc.layout)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, RHS[0], RHS[1]], rhs_desc.layout)
-    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, HALF[0], HALF[1]], half_desc.layout)
+    PRODUCTS: gl.constexpr = 2 if GATED else 1
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, RHS[0], PRODUCTS * RHS[1]], rhs_desc.layout)
+    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, HALF[0], PRODUCTS * HALF[1]], half_desc.layout)
     results = gl.allocate_shared_memory(out_desc.dtype, [2 * PARTITIONS, 1, ROWS, COLUMNS], out_desc.layout)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -89,7 +94,7 @@ def is_transposed(ring):
 
 
 @gluon.jit
-def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, end, HALF: gl.constexpr):
+def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, end, HALF: gl.constexpr, gate_desc=None):
     """Loads the steps of K from `first` to before `end` into the next stages: the position behind them.
 
     Args:
@@ -98,16 +103,22 @@ def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, e
       rhs_desc: `half_desc` for half tiles.
       column: of the block of `rhs_desc`.
       HALF: whether that is a half tile.
+      gate_desc: of a gate, blocks like those of `rhs_desc`, which come to lie right of them.
     """
     stage, phase = position
     BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+    PRODUCTS: gl.constexpr = 1 if gate_desc is None else 2
     for step in range(first, end):
         bar = ring.ready.index(stage)
         mbarrier.wait(ring.empty.index(stage), phase)
-        mbarrier.expect(bar, lhs_desc.nbytes_per_cta + rhs_desc.nbytes_per_cta)
+        mbarrier.expect(bar, lhs_desc.nbytes_per_cta + PRODUCTS * rhs_desc.nbytes_per_cta)
         tma.async_load(lhs_desc, [source, row, step * BLOCK_K], bar, ring.lhs.index(stage))
         dest = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
-        if is_transposed(ring):
+        if gate_desc is not None:
+            COLUMNS: gl.constexpr = rhs_desc.block_type.shape[1]
+            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, dest.slice(0, COLUMNS, 1))
+            tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))
+        elif is_transposed(ring):
             tma.async_load(rhs_desc, [column, step * BLOCK_K], bar, dest)
         else:
             tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, dest)
@@ -191,6 +202,12 @@ def take_block(ring, position, dtype: gl.constexpr, SHAPE: gl.constexpr, SHARED:
 
 
 @gluon.jit
+def halves(tile):
+    """The left and the right half of the columns of a tile."""
+    return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
 def store_tile(out_desc, ring, tile, destination, row, column, PIECE: gl.constexpr = 0, PARTITION: gl.constexpr = 0):
     """Begins to store a partition's rows of a tile, some columns after the others.
 
@@ -203,7 +220,7 @@ def store_tile(out_desc, ring, tile, destination, row, column, PIECE: gl.constex
     BLOCK_N: gl.constexpr = tile.shape[1]
     COLUMNS: gl.constexpr = ring.results.shape[3]
     if BLOCK_N > COLUMNS:
-        left, right = tile.reshape([ROWS, 2, BLOCK_N // 2]).permute([0, 2, 1]).split()
+        left, right = halves(tile)
         AFTER: gl.constexpr = PIECE + BLOCK_N // 2 // COLUMNS
         store_tile(out_desc, ring, left, destination, row, column, PIECE, PARTITION)
         store_tile(out_desc, ring, right, destination, row, column + BLOCK_N // 2, AFTER, PARTITION)

@@ -1,6 +1,5 @@
 """What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -33,7 +32,6 @@ from tests.test_compiled import (
 from tests.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.test_gluon import SHARED_MEMORY as SHARED
 
-TWO_PARTITIONS = dataclasses.replace(HOPPER, partitions=2)
 # Sizes and keywords of the operation.
 CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
@@ -44,10 +42,16 @@ CASES: dict[str, dict[str, Any]] = {
     "float32-result": {"preferred_element_type": "float32"},
     "transposed": {"rhs_transposed": True},
     "transposed-odd": {"rhs_transposed": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
-}
-CASES |= {
-    f"{name}-two-partitions": CASES[name] | {"config": TWO_PARTITIONS}
-    for name in ("aligned", "odd", "gathered", "float32-result", "transposed-odd")
+    "bias": {"bias": True, "activation": "gelu_exact"},
+    "gate": {"gate": True, "activation": "silu"},
+    "gate-odd": {"gate": True, "bias": True, "m": 4 * 333, "k": 1000, "n": 4 * 264, "dtype": "float16"},
+    "gate-gathered": {
+        "gate": True,
+        "bias": True,
+        "activation": "gelu_exact",
+        "return_gathered": True,
+        "preferred_element_type": "float32",
+    },
 }
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},
@@ -57,8 +61,8 @@ SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-float32-result": {"preferred_element_type": "float32"},
 }
 EPILOGUE_CASES: dict[str, dict[str, Any]] = {
-    "scatter-residual": {"given": ("residual",)},
-    "scatter-epilogue": {"given": ("bias", "residual"), "activation": "silu"},
+    "scatter-residual": {"residual": True},
+    "scatter-epilogue": {"bias": True, "activation": "silu", "residual": True},
     "scatter-gelu": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "activation": "gelu_exact"},
 }
 each_case = pytest.mark.parametrize("name", CASES)
@@ -75,14 +79,22 @@ def lowered(
     *,
     operation: Callable = all_gather_matmul,
     rhs_transposed: bool = False,
-    given: tuple[str, ...] = (),
     **keywords: Any,
 ) -> str:
-    """The program of a call of these sizes as of the whole; `given` are operands of the epilogue."""
-    call = functools.partial(operation, axis_name="tp", implementation="fused", **keywords)
+    """The program of a call of these sizes as of the whole; a gate, a bias or a residual is asked for by True."""
     rows, columns, mesh = P("tp"), P(None, "tp"), mesh_of(world)
     in_specs, out_specs = ((rows, columns), columns) if operation is all_gather_matmul else ((columns, rows), rows)
     shapes = ((m, k), (k, n))
+    bias_spec = rows if operation is all_gather_matmul else P()
+    known = {"gate": ((k, n), columns), "bias": ((n,), bias_spec), "residual": ((m, n), out_specs)}
+    others = {name: known[name] for name in known if keywords.pop(name, False)}
+    shapes += tuple(shape for shape, _ in others.values())
+    in_specs += tuple(spec for _, spec in others.values())
+
+    def call(lhs: jax.Array, rhs: jax.Array, *arrays: jax.Array) -> Any:
+        operands = dict(zip(others, arrays, strict=True))
+        return operation(lhs, rhs, "tp", implementation="fused", **operands, **keywords)
+
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
@@ -90,13 +102,6 @@ def lowered(
     if "return_gathered" in keywords:
         out_specs = (out_specs, P())
     arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
-    for name in given:
-        spec, shape = {"bias": (P(), (n,)), "residual": (out_specs, (m, n))}[name]
-        in_specs += (spec,)
-        arrays.append(sharded(mesh, spec, shape, dtype))
-    product = call
-    if given:
-        call = lambda lhs, rhs, *others: product(lhs, rhs, **dict(zip(given, others)))  # noqa: E731
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return lower_for_cuda(program, *arrays)
 
@@ -297,7 +302,10 @@ def test_products_that_do_not_overlap_are_reported() -> None:
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),
         ({"n": 4 * 2700}, False),
-        ({"activation": "silu"}, False),
+        ({"activation": "silu"}, True),
+        ({"gate": True, "bias": True}, True),
+        ({"gate": True, "m": 128}, False),
+        ({"residual": True}, False),
         ({"compute_capability": 80}, False),
         ({"compute_capability": 100}, False),
     ),
@@ -311,7 +319,7 @@ def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch:
 
 def test_all_reasons_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
-    parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "it has no epilogue")
+    parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "adds no residual")
     with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
-        call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "activation": "silu"}
+        call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "residual": True}
         lowered(**call, config=HOPPER)

@@ -510,9 +510,11 @@ def test_a_residual_that_differs_between_ranks(mesh: Mesh) -> None:
         local("simulate")(arrays["lhs"], arrays["rhs"], residuals)
 
 
-def shapes(operation: Operation, mesh: Mesh, names: tuple[str, ...], m: int = 2048) -> list[jax.ShapeDtypeStruct]:
-    """Operands for lowering: m rows in all."""
-    arrays = operation.operands(4, m // 4, 64, 128)
+def shapes(
+    operation: Operation, mesh: Mesh, names: tuple[str, ...], m: int = 2048, n: int = 128
+) -> list[jax.ShapeDtypeStruct]:
+    """Operands for lowering: m rows in all, and n columns of a rank's."""
+    arrays = operation.operands(4, m // 4, 64, n)
     return [sharded(mesh, operation.specs[name], arrays[name].shape, "bfloat16") for name in ("lhs", "rhs", *names)]
 
 
@@ -537,15 +539,19 @@ def test_forward_and_backward_are_fused(mesh: Mesh, operation: Operation, given:
     assert_fused(text, calls=1 if operation is REDUCE else 2)
 
 
-def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     program = GATHER.on_mesh(mesh, ("bias",), activation="silu")
     assert_fused(lower_for_cuda(program, *shapes(GATHER, mesh, ("bias",))))
     gated = GATHER.on_mesh(mesh, ("gate",))
     assert_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",), 128)))
     assert_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",), 8192)))
+    wide = shapes(GATHER, mesh, ("gate",), 2048, 2048)
+    assert_fused(lower_for_cuda(gated, *wide))
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         assert_not_fused(lower_for_cuda(gated, *shapes(GATHER, mesh, ("gate",))))
     assert "with a gate XLA was faster" in caplog.text
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
+    assert_not_fused(lower_for_cuda(GATHER.on_mesh(mesh, ("gate",)), *wide))
 
 
 def with_epilogue(kernel: Kernel, given: dict[str, Any]) -> Kernel:

@@ -20,12 +20,14 @@ from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
+    MbarrierError,
     MissingFenceError,
     OutOfBoundsError,
     SignalCountError,
     SimulationError,
     UnfinishedOperationError,
 )
+from tests.attention_cases import TOLERANCE
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import Call, Simulated, integers, load
 from tests.test_simulator_gluon import indent
@@ -39,7 +41,7 @@ TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
 def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
     m, n, k, programs, return_gathered, rhs_transposed, *rows = shape
-    block_m, unit, partitions = rows or (8, 4, 1)
+    block_m, unit = rows or (8, 4)
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs)
@@ -54,9 +56,7 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
         precision="tf32",
         return_gathered=return_gathered,
         rhs_transposed=rhs_transposed,
-        config=gather_ops.Config(
-            **TILES, block_m=block_m, unit=unit, hopper=True, programs=programs, partitions=partitions
-        ),
+        config=gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs),
     )
     del keywords["name"]
     if rhs_transposed:
@@ -65,6 +65,39 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
         arrays=(lhs, lhs, rhs, rhs),
         keywords={"world": world, **keywords},
         expected=[(out, gathered) for out in expected] if return_gathered else expected,
+    )
+
+
+def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it: with a bias, and with a gate too where there is one."""
+    m, n, k, programs, epilogue = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs, gate = ([integers(key + rank, (k, n), dtype) for rank in range(world)] for key in (100, 200))
+    bias = [integers(300 + rank, (n,), np.dtype(np.float32)) for rank in range(world)]
+    gathered = np.concatenate(lhs).astype(np.float32)
+    products = [[gathered @ w.astype(np.float32) for w in weights] for weights in zip(rhs, gate)]
+    products = products if epilogue.gated else [one[:1] for one in products]
+    with jax.default_device(jax.devices("cpu")[0]):
+        others = [{"bias": jnp.asarray(b)} for b in bias]
+        expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
+    tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
+    _, keywords = gather_ops.launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=dtype,
+        out_dtype=dtype,
+        precision="tf32",
+        epilogue=epilogue,
+        config=gather_ops.Config(**tiles, block_m=8, unit=4, hopper=True, programs=programs),
+    )
+    del keywords["name"]
+    return Call(
+        arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
+        keywords={"world": world, **keywords},
+        expected=expected,
+        tolerance=TOLERANCE[dtype.name],
     )
 
 
@@ -97,25 +130,32 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
-TWO_PARTITIONS = (8, 24, 24, 2, False, False, 8, 4, 2)
-
+SWIGLU = Epilogue("silu", ("gate", "bias"))
+BIASED = Epilogue("gelu_tanh", ("bias",))
+ALL_ROWS = (8, 24, 24, 2, False, False)
 KERNELS = (
     Simulated(
         name="all_gather_matmul",
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul,
-        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit, and partitions that
-        # multiply; clipped at all ends, and with half tiles
+        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit; clipped at all ends, so
+        # that the second half of the rows may be missing, and with half tiles
         shapes=lambda world: (
             (8, 16, 24, 2, True, False),
-            (20, 8, 16, 3, False, False, 16, 16, 1),
-            TWO_PARTITIONS,
-            (20, 24, 16, 2, True, False, 16, 16, 2),
-            (4, 24, 24, 3, False, True, 8, 4, 2),
-            (4, 24, 24, 3, False, False),
+            (20, 8, 16, 3, False, False, 16, 16),
+            ALL_ROWS,
+            (4, 24, 24, 3, False, True),
             (4, 24, 24, 2, True, True),
         ),
+    ),
+    Simulated(
+        name="all_gather_matmul_with_epilogue",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul_with_epilogue,
+        # M, N, K, programs, epilogue; clipped at all ends, with half tiles and without
+        shapes=lambda world: ((4, 24, 24, 3, SWIGLU), (12, 16, 40, 2, SWIGLU), (4, 24, 24, 3, BIASED)),
     ),
     Simulated(
         name="matmul_reduce_scatter",
@@ -191,6 +231,7 @@ RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
 LINES = "    block = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
+GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 MUTANTS = (
@@ -279,6 +320,22 @@ MUTANTS = (
         name="empty stages taken for full ones",
         edits=(("position = (0, 0)", "position = (0, 1)"),),
         errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="columns of the gate in the place of the others",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=((GATE_LOAD, GATE_LOAD.replace("dest.slice(COLUMNS,", "dest.slice(0,")),),
+        errors=(DataRaceError,),
+        shape=(4, 24, 24, 3, SWIGLU),
+    ),
+    Mutant(
+        name="the gate not announced",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=(("+ PRODUCTS * rhs_desc", "+ rhs_desc"),),
+        errors=(MbarrierError,),
+        shape=(4, 24, 24, 3, SWIGLU),
     ),
     Mutant(
         name="tiles claimed twice",
@@ -390,14 +447,14 @@ MUTANTS = (
         product=True,
         edits=(("ring.results.index(2 * PARTITION + PIECE % 2)", "ring.results.index(PIECE % 2)"),),
         errors=(DataRaceError,),
-        shape=TWO_PARTITIONS,
+        shape=ALL_ROWS,
     ),
     Mutant(
         name="a stage released by one partition for both",
         product=True,
         edits=(("count=PARTITIONS", "count=1"),),
         errors=TOO_EARLY,
-        shape=TWO_PARTITIONS,
+        shape=ALL_ROWS,
     ),
     Mutant(
         name="no wait for the last stores",
@@ -432,22 +489,28 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     assert found, f"not found in {SEEDS} seeds"
 
 
+@pytest.mark.parametrize("gated", (False, True))
 @pytest.mark.parametrize("return_gathered", (False, True))
-def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool) -> None:
-    """Rows that are no leading dimension, and a result of another dtype."""
+def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool, gated: bool) -> None:
+    """Rows that are no leading dimension, and a result of another dtype; with a gate and a bias, too."""
     mesh = cpu_mesh(2, "tp")
     lhs, rhs = integers(0, (3, 12, 24), np.dtype(jnp.bfloat16)), integers(1, (24, 32), np.dtype(jnp.bfloat16))
-    call = functools.partial(
-        operation, axis_name="tp", axis=1, return_gathered=return_gathered, preferred_element_type=np.float32
-    )
-    specs = {"mesh": mesh, "in_specs": (P(None, "tp"), P(None, "tp")), "check_vma": False}
+    others = {"gate": integers(2, (24, 32), rhs.dtype), "bias": integers(3, (32,), rhs.dtype)} if gated else {}
+
+    def call(lhs: jax.Array, rhs: jax.Array, others: dict[str, jax.Array], **keywords: Any) -> Any:
+        keywords |= {"return_gathered": return_gathered, "preferred_element_type": np.float32}
+        return operation(lhs, rhs, "tp", axis=1, **others, **keywords)
+
+    columns = P(None, "tp")
+    in_specs = (columns, columns, {"gate": columns, "bias": P("tp")} if gated else {})
+    specs = {"mesh": mesh, "in_specs": in_specs, "check_vma": False}
     out_specs = (P(None, None, "tp"), P()) if return_gathered else P(None, None, "tp")
 
     def run(**keywords: Any) -> Any:
         program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
-        return jax.block_until_ready(jax.jit(program)(lhs, rhs))
+        return jax.block_until_ready(jax.jit(program)(lhs, rhs, others))
 
-    config = gather_ops.Config(**TILES, block_m=8, unit=4, hopper=True, programs=2)
+    config = gather_ops.Config(**TILES | {"block_n": 32 if gated else 16}, block_m=8, unit=4, hopper=True, programs=2)
     with simulator.simulating(seed=1):
         found = run(implementation="simulate", config=config)
     for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):

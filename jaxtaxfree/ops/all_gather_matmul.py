@@ -162,8 +162,6 @@ class Config:
       unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
       pace: in which share of the time that others' rows are multiplied rows are sent, if `hopper` and not `small`; 0:
         as soon as they can be.
-      partitions: into how many the warps that multiply are divided, 1 or 2, if `hopper` and not `small`: two store and
-        multiply independently of each other.
     """
 
     block_m: int = 128
@@ -181,7 +179,6 @@ class Config:
     part: int = 512
     unit: int = 16
     pace: float = 0.95
-    partitions: int = 1
 
 
 HOPPER = Config(hopper=True, group_m=16)
@@ -258,9 +255,11 @@ def unsupported_on_hopper(
 ) -> list[str]:
     """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if not config.small:
-        return matmul.unsupported_on_hopper(k, n, **on, epilogue=epilogue)
     reasons = matmul.unsupported_on_hopper(k, n, **on)
+    if not config.small:
+        if "residual" in epilogue.operands:
+            reasons.append("with small=False it adds no residual")
+        return reasons
     if rhs_transposed:
         reasons.append("with small=True it takes rhs as [K, N] alone")
     if return_gathered:
@@ -268,6 +267,17 @@ def unsupported_on_hopper(
     if rows > config.block_m:
         reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
     return reasons
+
+
+def _faster_hopper_config(
+    m: int, k: int, n: int, *, world: int, epilogue: Epilogue = NONE, **form: Any
+) -> Config | None:
+    """What `hopper_config` gives if that can take the call; the arguments are those of `choose`."""
+    config = hopper_config(m, n, world, gated=epilogue.gated)
+    if config is None or (epilogue and config.small):  # the kernel for few rows has not been measured with one
+        return None
+    reasons = unsupported_on_hopper(world * m, k, n, config=config, epilogue=epilogue, **form)
+    return None if reasons else config
 
 
 def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
@@ -279,12 +289,8 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    epilogue = form.get("epilogue", NONE)
-    if not epilogue:  # with one, the kernel for few rows has not been measured
-        config = hopper_config(m, n, world)
-        if config and not unsupported_on_hopper(world * m, k, n, config=config, **on, **form):
-            return config
-    return default_config(m, 2 * n if epilogue.gated else n, world, **on)
+    columns = 2 * n if form.get("epilogue", NONE).gated else n
+    return _faster_hopper_config(m, k, n, world=world, **on, **form) or default_config(m, columns, world, **on)
 
 
 def fused(
@@ -341,7 +347,8 @@ def fused(
     arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
     if config.hopper and not config.small:
         # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
-        arrays = (rows[None], rows[None], rhs, rhs)
+        weights, others = epilogue.split(rhs, operands)
+        arrays = (rows[None], rows[None], *(w for w in weights for _ in range(2)), *others.values())
     outs = shmem_call(
         kernel,
         *arrays,
@@ -371,7 +378,7 @@ def launch(
     columns = n
     if epilogue.gated:
         columns = 2 * n
-        if not config.hopper:
+        if not (config.hopper and config.small):
             config = dataclasses.replace(config, block_n=config.block_n // 2)
     out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
     common = {
@@ -387,7 +394,6 @@ def launch(
         own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
         return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type}
     if config.hopper:
-        assert not epilogue
         own = _launch_hopper(
             m,
             k,
@@ -397,6 +403,7 @@ def launch(
             out_dtype=out_dtype,
             rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
+            epilogue=epilogue,
             config=config,
         )
         return all_gather_matmul_hopper_kernel, common | own
@@ -435,6 +442,7 @@ def _launch_hopper(
     out_dtype: Any,
     rhs_transposed: bool,
     return_gathered: bool,
+    epilogue: Epilogue,
     config: Config,
 ) -> dict[str, Any]:
     """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
@@ -443,15 +451,22 @@ def _launch_hopper(
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed, partitions=2)
+    blocks = keywords["descriptors"]
+    gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
+    if epilogue.gated:
+        keywords["descriptors"] = blocks | gate
+    else:
+        keywords |= dict.fromkeys(gate)
+    columns = 2 * n if epilogue.gated else n
     return {
-        **matmul.hopper_keywords(
-            m, k, n, out_dtype, config, rhs_transposed=rhs_transposed, partitions=config.partitions
-        ),
+        **keywords,
+        **epilogue.keywords("bias"),
         **copied,
         "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
         "PART": config.part,
         "UNIT": config.unit,
-        "PACE": matmul.pace(config.pace, n, size, CHUNK.value * config.part * size, config.programs),
+        "PACE": matmul.pace(config.pace, columns, size, CHUNK.value * config.part * size, config.programs),
     }
 
 
@@ -516,6 +531,7 @@ def _slower(
     axes: tuple[str, ...],
     precision: Any,
     rhs_transposed: bool,
+    compute_capability: int,
     epilogue: Epilogue = NONE,
     **__: Any,
 ) -> str | None:
@@ -529,8 +545,9 @@ def _slower(
     if 256 <= rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {rows} rows the kernel reads rhs too often or waits too long"
-    if epilogue.gated and 128 < rows < 8192:
-        return "with a gate XLA was faster at 2048 rows, and the kernel at 16, 128 and 8192"
+    on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability, "epilogue": epilogue}
+    if epilogue.gated and 128 < rows < 8192 and not _faster_hopper_config(rows // world, *rhs.shape, **on):
+        return "with a gate XLA was faster than the portable kernel at 2048 rows, and slower at 16, 128 and 8192"
     # Of gradients, that of an MLP of 4096 rows was measured.
     return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
 
