@@ -17,10 +17,14 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxtaxfree.kernels import epilogue
 from jaxtaxfree.kernels import shmem_gluon as shmem
+
+# Weights are read once. They are not to drive out of the L2 cache what all programs read.
+READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.jit
@@ -141,9 +145,9 @@ def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
     full = ring.full.index(stage)
     BLOCKS: gl.constexpr = 1 if gate_desc is None else 2
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + BLOCKS * rhs_desc.nbytes_per_cta)
-    tma.async_load(rhs_desc, [row, column], full, ring.rhs.index(stage))
+    tma.async_load(rhs_desc, [row, column], full, ring.rhs.index(stage), cache_policy=READ_ONCE)
     if gate_desc is not None:
-        tma.async_load(gate_desc, [row, column], full, ring.gate.index(stage))
+        tma.async_load(gate_desc, [row, column], full, ring.gate.index(stage), cache_policy=READ_ONCE)
 
 
 @gluon.jit

@@ -224,18 +224,23 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
         return HOPPER
     if rows > 128:
         return None
-    block_m, block_n, block_k = max(8, next_power_of_2(rows)), 64, 64
+    block_m, block_k = max(8, next_power_of_2(rows)), 64
+    # Wider tiles where the narrow ones are more than a GPU runs at a time; not measured with a gate.
+    block_n = 128 if n > 116 * 64 and not gated else 64
     stage = 2 * block_k * (block_m + (2 if gated else 1) * block_n)  # bytes
+    # Few rows are there before anyone needs them, many in the order in which they are needed.
+    part = 8192 if rows <= 32 else 2048
+    pushers = 16
     return Config(
         block_m=block_m,
         block_n=block_n,
         block_k=block_k,
-        num_warps=4,
-        num_stages=min(16, (200 << 10) // stage),
-        pushers=20,
-        # Few rows are there before anyone needs them, many in the order in which they are needed.
-        chunk=2048 if rows <= 32 else 4096,
-        part=8192 if rows <= 32 else 2048,
+        num_warps=block_n // 16,
+        # Beside them the tile, in f32, is put in order to be stored.
+        num_stages=min(16, ((226 << 10) - 4 * block_m * block_n) // stage),
+        pushers=pushers,
+        chunk=min(4096, max(16 * block_n, next_power_of_2(m * part) // pushers)),
+        part=part,
         small=True,
         hopper=True,
     )
@@ -274,7 +279,7 @@ def _faster_hopper_config(
 ) -> Config | None:
     """What `hopper_config` gives if that can take the call; the arguments are those of `choose`."""
     config = hopper_config(m, n, world, gated=epilogue.gated)
-    if config is None or (epilogue and config.small):  # the kernel for few rows has not been measured with one
+    if config is None:
         return None
     reasons = unsupported_on_hopper(world * m, k, n, config=config, epilogue=epilogue, **form)
     return None if reasons else config
