@@ -487,16 +487,18 @@ WITHOUT_RESIDUAL = (
 
 
 def check_epilogues(mesh: Mesh) -> None:
-    """Bias, activation, gate and residual, of few rows in f32 and of many in bf16; and in the kernel for Hopper."""
+    """Bias, activation, gate and residual, of few rows in f32 and of many in bf16; and in kernels for Hopper."""
     sizes = (*MLPS[0], jnp.float32), (*MLPS[1], jnp.bfloat16)
     cases = [
         (operation, size, given)
         for operation, size, given in itertools.product(OPERATIONS, sizes, EPILOGUES)
         if operation is GATHER or "gate" not in given
     ]
-    # So many rows and columns that this kernel is the default, and with half tiles.
-    many = [(2176, 1032, 10016, dtype) for dtype in (jnp.bfloat16, jnp.float16)]
-    cases += [(GATHER, size, given) for size, given in itertools.product(many, WITHOUT_RESIDUAL)]
+    # Sizes for which kernels for Hopper are the default; with half tiles.
+    for rows, dtype in ((2176, jnp.bfloat16), (2176, jnp.float16), (12, jnp.bfloat16), (128, jnp.float16)):
+        size = (rows, 1056, 10016, dtype)
+        cases += [(GATHER, size, given) for given in (WITHOUT_RESIDUAL if rows > 128 else EPILOGUES)]
+        cases += [(SCATTER, size, given) for given in EPILOGUES if rows > 128 and "gate" not in given]
 
     def error_of(operation: Operation, size: tuple, given: dict) -> jax.Array:
         lhs, rhs = local_operands(operation, 0, *size)
