@@ -580,6 +580,11 @@ def test_hopper_has_a_kernel_of_its_own_where_programs_have_some_tiles(
     assert kernel_of(mesh, dtype, m, k, n) == "matmul_reduce_scatter_hopper_kernel"
 
 
+def test_the_kernel_for_hopper_takes_an_epilogue(mesh: Mesh) -> None:
+    others = {"bias": jnp.zeros(8192), "activation": "silu", "residual": jnp.zeros((2048, 8192), jnp.float16)}
+    assert kernel_of(mesh, "bfloat16", 8192, 512, 8192, **others) == "matmul_reduce_scatter_hopper_kernel"
+
+
 @pytest.mark.parametrize(
     "shape, keywords",
     (
@@ -587,7 +592,7 @@ def test_hopper_has_a_kernel_of_its_own_where_programs_have_some_tiles(
         (("float32", 8192, 512, 8192), {}),
         (("bfloat16", 8192, 500, 8192), {}),  # rows that TMA does not take
         (("bfloat16", 8192, 512, 8196), {}),
-        (("bfloat16", 8192, 512, 8192), {"activation": "silu"}),
+        (("bfloat16", 8192, 512, 8192), {"residual": jnp.zeros((2048, 8192))}),
         (("bfloat16", 8192, 512, 8192), {"config": {"exact_wire": True}}),
         (("bfloat16", 8192, 512, 8192), {"capability": 80}),
         (("bfloat16", 8192, 512, 8192), {"capability": 100}),
@@ -609,9 +614,9 @@ def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: Matmu
 
 def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
-    parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "it has no epilogue")
+    parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "a residual of float16 and")
     with fails(NotImplementedError, "matmul_reduce_scatter with hopper=True", *parts):
-        kernel_of(mesh, "float32", 2048, 500, 512, activation="silu", config={"hopper": True})
+        kernel_of(mesh, "float32", 2048, 500, 512, residual=jnp.zeros((512, 512)), config={"hopper": True})
 
 
 @pytest.mark.parametrize("body", (scanned, looped))

@@ -173,7 +173,7 @@ def tile_keywords(m: int, k: int, n: int, precision: str, config: Any) -> dict[s
 
 
 def unsupported_on_hopper(
-    k: int, n: int, *, dtype: Any, compute_capability: int, epilogue: Any = None, rhs_transposed: bool = False
+    k: int, n: int, *, dtype: Any, compute_capability: int, rhs_transposed: bool = False
 ) -> list[str]:
     """All that keeps a kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
     reasons = []
@@ -185,8 +185,6 @@ def unsupported_on_hopper(
         reasons.append(f"it takes float16 and bfloat16, not {dtype}")
     if k % 8 or n % 8:
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
-    if epilogue:
-        reasons.append("it has no epilogue")
     if rhs_transposed:
         reasons.append("it takes rhs as [K, N] alone")
     return reasons
