@@ -225,8 +225,8 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     if rows > 128:
         return None
     block_m, block_k = max(8, next_power_of_2(rows)), 64
-    # Wider tiles where the narrow ones are more than a GPU runs at a time; not measured with a gate.
-    block_n = 128 if n > 116 * 64 and not gated else 64
+    # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured with a gate.
+    block_n = 128 if n >= 96 * 128 and not gated else 64
     stage = 2 * block_k * (block_m + (2 if gated else 1) * block_n)  # bytes
     # Few rows are there before anyone needs them, many in the order in which they are needed.
     part = 8192 if rows <= 32 else 2048
