@@ -246,10 +246,7 @@ def multiply(
     if bias_ptr is not None:
         n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
         tile += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    if ring.gate is None:
-        tile = epilogue.activate(tile, ACTIVATION)
-    else:
-        tile *= epilogue.activate(gate, ACTIVATION)
+    tile = epilogue.activate_gated(tile, None if ring.gate is None else gate, ACTIVATION)
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
     n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]

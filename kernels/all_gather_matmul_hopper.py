@@ -25,9 +25,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels import tiles
 
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 
@@ -122,10 +122,7 @@ def multiply_tile(
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)
-    if bias_ptr is not None:
-        n = column + gl.arange(0, product.shape[1])
-        product += gl.load(bias_ptr + n, mask=n < work.N, other=0.0).to(gl.float32)[None, :]
-    product = epilogue.activate_gated(product, gate, work.ACTIVATION)
+    product = matmul.activate(product, gate, bias_ptr, column, work.N, work.ACTIVATION)
     matmul.store_tile(out_desc, ring, product, source, row, column, PARTITION=PARTITION)
     return stage, phase
 

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from jaxtaxfree.kernels import epilogue
 from jaxtaxfree.kernels import shmem_gluon as shmem
 
 
@@ -205,6 +206,21 @@ def take_block(ring, position, dtype: gl.constexpr, SHAPE: gl.constexpr, SHARED:
 def halves(tile):
     """The left and the right half of the columns of a tile."""
     return tile.reshape([tile.shape[0], 2, tile.shape[1] // 2]).permute([0, 2, 1]).split()
+
+
+@gluon.jit
+def activate(tile, gate, bias_ptr, column, N: gl.constexpr, ACTIVATION: gl.constexpr):
+    """activation(tile + bias), or activation(gate) * (tile + bias) if there is a gate.
+
+    Args:
+      bias_ptr: [N], or None.
+      column: of the tile's first elements.
+      ACTIVATION: see `epilogue.activate`.
+    """
+    if bias_ptr is not None:
+        n = column + gl.arange(0, tile.shape[1])
+        tile += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+    return epilogue.activate_gated(tile, gate, ACTIVATION)
 
 
 @gluon.jit

@@ -28,9 +28,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels import tiles
 
 PLACES = gl.constexpr(4)  # of an outbox
 
@@ -258,7 +258,7 @@ def complete(me, tile, ring, position, failed, last, out_desc, row, column, work
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     half: gl.constexpr = tile.shape[1] // 2
     if tile.shape[1] > PART:
-        left, right = tile.reshape([work.BLOCK_M, 2, half]).permute([0, 2, 1]).split()
+        left, right = matmul.halves(tile)
         position, failed = complete(me, left, ring, position, failed, last, out_desc, row, column, work, PIECE)
         position, failed = complete(
             me, right, ring, position, failed, last, out_desc, row, column + half, work, PIECE + half // COLUMNS
@@ -283,10 +283,7 @@ def finish_sum(tile, ring, position, last, column, work):
     N: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
-    if last.bias_ptr is not None:
-        n = column + gl.arange(0, N, gl.SliceLayout(0, LAYOUT))
-        tile += gl.load(last.bias_ptr + n, mask=n < work.N, other=0.0).to(gl.float32)[None, :]
-    tile = epilogue.activate(tile, work.ACTIVATION)
+    tile = matmul.activate(tile, None, last.bias_ptr, column, work.N, work.ACTIVATION)
     if last.residual_desc is not None:
         dtype: gl.constexpr = last.residual_desc.dtype
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)

@@ -123,16 +123,15 @@ def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **co
 
 
 def _launch(operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, **config: Any) -> dict:
-    _, keywords = operation.launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=dtype,
-        out_dtype=dtype,
-        precision="ieee",
-        config=operation.Config(**{**TILES, **config}),
-    )
+    return launched(operation, m, k, n, world, dtype, operation.Config(**{**TILES, **config}))
+
+
+def launched(
+    operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, config: Any, **others: Any
+) -> dict:
+    """The keywords of `simulator.run` for a kernel as its operation launches it; `others` are those of `launch`."""
+    sizes = {"world": world, "dtype": dtype, "out_dtype": dtype, "precision": "ieee"}
+    _, keywords = operation.launch(m, k, n, **sizes, config=config, **others)
     del keywords["name"]  # reports name the kernel, because several belong to one operation
     return {"world": world, **keywords}
 

@@ -29,7 +29,7 @@ from jaxtaxfree.simulator import (
 )
 from tests.attention_cases import TOLERANCE
 from tests.conftest import MeshFactory
-from tests.simulator_kernels import Call, Simulated, integers, load
+from tests.simulator_kernels import Call, Simulated, integers, launched, load
 from tests.test_simulator_gluon import indent
 from tests.test_simulator_kernels import PORTION, PORTIONS
 from tests.test_simulator_mutants import TOO_EARLY, edit
@@ -46,24 +46,13 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs)
     expected = [(gathered.astype(np.float32) @ w.astype(np.float32)).astype(dtype) for w in rhs]
-    _, keywords = gather_ops.launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=dtype,
-        out_dtype=dtype,
-        precision="tf32",
-        return_gathered=return_gathered,
-        rhs_transposed=rhs_transposed,
-        config=gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs),
-    )
-    del keywords["name"]
+    config = gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs)
+    others = {"return_gathered": return_gathered, "rhs_transposed": rhs_transposed}
     if rhs_transposed:
         rhs = [np.ascontiguousarray(w.T) for w in rhs]
     return Call(
         arrays=(lhs, lhs, rhs, rhs),
-        keywords={"world": world, **keywords},
+        keywords=launched(gather_ops, m, k, n, world, dtype, config, **others),
         expected=[(out, gathered) for out in expected] if return_gathered else expected,
     )
 
@@ -81,21 +70,10 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
         others = [{"bias": jnp.asarray(b)} for b in bias]
         expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
     tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
-    _, keywords = gather_ops.launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=dtype,
-        out_dtype=dtype,
-        precision="tf32",
-        epilogue=epilogue,
-        config=gather_ops.Config(**tiles, block_m=8, unit=4, hopper=True, programs=programs),
-    )
-    del keywords["name"]
+    config = gather_ops.Config(**tiles, block_m=8, unit=4, hopper=True, programs=programs)
     return Call(
         arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
-        keywords={"world": world, **keywords},
+        keywords=launched(gather_ops, m, k, n, world, dtype, config, epilogue=epilogue),
         expected=expected,
         tolerance=TOLERANCE[dtype.name],
     )
@@ -111,21 +89,11 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
     tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
-    _, keywords = scatter_ops.launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=dtype,
-        out_dtype=dtype,
-        precision="tf32",
-        epilogue=Epilogue(operands=tuple(names)),
-        config=scatter_ops.Config(**tiles, hopper=True, programs=programs),
-    )
-    del keywords["name"]
+    config = scatter_ops.Config(**tiles, hopper=True, programs=programs)
+    epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
-        keywords={"world": world, **keywords},
+        keywords=launched(scatter_ops, m, k, n, world, dtype, config, epilogue=epilogue),
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
     )
 

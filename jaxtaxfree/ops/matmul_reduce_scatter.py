@@ -237,7 +237,7 @@ def fused(
     m, k = rows.shape[0] // world, rows.shape[1]
     n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
     on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
-    residual = dict(zip(epilogue.operands, operands)).get("residual")
+    residual = epilogue.split(rhs, operands)[1].get("residual")
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     if config is None:
         config = choose(m, k, n, world=world, **on, **form)
