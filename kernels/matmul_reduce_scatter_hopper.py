@@ -136,22 +136,27 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, t
         position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
         if owner == me.rank:
             tile = ticket % tiles_a_rank(work)
-            position = load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work)
+            position = load_parts(
+                me, ring, position, parts_desc, residual_desc, arrived, tile, tiles_a_rank(work), row, column, work
+            )
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     give(claimed, place, ticket)
 
 
 @gluon.jit
-def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work):
+def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, count, row, column, work):
     """Loads the peers' partial tiles into the next stages: of all peers some lines, then of all of them the next ones.
 
     Behind some lines of all peers comes the residual's part that is added to their sum. If one of them does not come,
     `failed` says so to `multiply`.
+
+    Args:
+      tile, count: which of so many tiles of this rank.
+      row, column: where it begins.
     """
-    row, column = start_of(tile, work)
     for first in range(0, work.BLOCK_M, lines_of(work)):
         for i in range(work.WORLD - 1):
-            part = i * tiles_a_rank(work) + tile
+            part = i * count + tile
             if first == 0:
                 shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
                 shmem.fence_proxy()
@@ -242,13 +247,14 @@ def lines_of(work):
 
 
 @gluon.jit
-def complete(me, tile, ring, position, failed, last, out_desc, row, column, work, PIECE: gl.constexpr = 0):
+def complete(me, tile, ring, position, failed, last, out_desc, row, column, work, PIECE: gl.constexpr = 0, outbox=None):
     """Adds the peers' partial tiles to columns of a tile, as they arrive in the next stages, and stores the result.
 
     Args:
       position: of the first of these stages.
       failed: whether this rank has given up, so that the sum is NaN; looked up with the first columns.
       PIECE: how many pieces of the tile come before.
+      outbox: where to leave the whole tile's result as it travels, too, or None.
 
     Returns: the position behind the stages, and `failed`.
     """
@@ -259,9 +265,10 @@ def complete(me, tile, ring, position, failed, last, out_desc, row, column, work
     half: gl.constexpr = tile.shape[1] // 2
     if tile.shape[1] > PART:
         left, right = matmul.halves(tile)
-        position, failed = complete(me, left, ring, position, failed, last, out_desc, row, column, work, PIECE)
+        AFTER: gl.constexpr = PIECE + half // COLUMNS
+        position, failed = complete(me, left, ring, position, failed, last, out_desc, row, column, work, PIECE, outbox)
         position, failed = complete(
-            me, right, ring, position, failed, last, out_desc, row, column + half, work, PIECE + half // COLUMNS
+            me, right, ring, position, failed, last, out_desc, row, column + half, work, AFTER, outbox
         )
     else:
         tile = to_wire(tile)
@@ -272,6 +279,9 @@ def complete(me, tile, ring, position, failed, last, out_desc, row, column, work
             failed = shmem.failed(me)  # `load` has waited for all peers before the last of these
         tile = from_wire(gl.where(failed, float("nan"), tile))
         tile, position = finish_sum(tile, ring, position, last, column, work)
+        if outbox is not None:
+            part = to_wire(tile.to(outbox.dtype.element_ty))
+            gl.store(outbox + PIECE * COLUMNS * work.BLOCK_M + in_order(part), part)
         matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE)
     return position, failed
 

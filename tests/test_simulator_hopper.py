@@ -13,8 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul as operation
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper
+from jaxtaxfree.kernels import (
+    all_gather_matmul_hopper,
+    matmul_all_reduce_hopper,
+    matmul_hopper,
+    matmul_reduce_scatter_hopper,
+)
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.simulator import (
@@ -98,6 +104,23 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     )
 
 
+def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, groups, *names = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
+    total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
+    tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
+    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups)
+    return Call(
+        arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
+        keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
+        expected=[total] * world,
+    )
+
+
 SWIGLU = Epilogue("silu", ("gate", "bias"))
 BIASED = Epilogue("gelu_tanh", ("bias",))
 ALL_ROWS = (8, 24, 24, 2, False, False)
@@ -132,6 +155,20 @@ KERNELS = (
         call=matmul_reduce_scatter,
         # M, N, K, programs, and what is added; clipped at all ends, and with more programs than a rank has tiles
         shapes=lambda world: ((17, 40, 24, 2, "bias", "residual"), (5, 40, 16, 1), (16, 32, 40, 3, "residual")),
+    ),
+    Simulated(
+        name="matmul_all_reduce",
+        module=matmul_all_reduce_hopper,
+        function="matmul_all_reduce_hopper_kernel",
+        call=matmul_all_reduce,
+        # M, N, K, programs, groups, and what is added; clipped at all ends, where the last ranks own fewer tiles or
+        # none, the last group has fewer, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (40, 104, 16, 2, 2, "bias", "residual"),
+            (17, 40, 24, 1, 3),
+            (16, 32, 40, 3, 1, "residual"),
+            (32 * world, 96, 8, 2, 2 if world > 4 else 3),
+        ),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}

@@ -298,18 +298,9 @@ def launch(
     }
     if config.hopper:
         assert not rhs_transposed
-        # The peers' parts of a tile arrive in the memory of a step's columns: so many columns, all rows of them.
-        arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-        hopper = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
-        last = epilogue.keywords("bias")
-        if "residual" in epilogue.operands:
-            hopper["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
-        else:
-            last["residual_desc"] = None
         return matmul_reduce_scatter_hopper_kernel, {
             **common,
-            **hopper,
-            **last,
+            **hopper_keywords(m, k, n, out_dtype, config, epilogue),
             "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
             "scratch": {
                 "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
@@ -352,6 +343,17 @@ def launch(
         "PART": part,
         "CHUNK": max(threads, next_power_of_2(part)),
     }
+
+
+def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogue: Epilogue) -> dict[str, Any]:
+    """As `matmul.hopper_keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
+    # So many columns, all rows of them.
+    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving) | epilogue.keywords("bias")
+    if "residual" in epilogue.operands:
+        keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
+        return keywords
+    return keywords | {"residual_desc": None}
 
 
 def _tiles(m: int, n: int, config: Config) -> int:
