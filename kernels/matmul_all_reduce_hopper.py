@@ -116,7 +116,7 @@ def matmul_all_reduce_hopper_kernel(
             (push, (me, staged, inbox, results, places, arrived, added, work)),
         ],
         [1, 2],
-        [56, 56],
+        [64, 64],
     )
     shmem.finish(me)
 
@@ -235,7 +235,7 @@ def push(me, staged, inbox, results, places, arrived, added, work):
         to_owner = inbox + part.to(gl.int64) * size
         to_all = results + total.to(gl.int64) * size
         if owner == me.rank:
-            due = carry(me, source, to_all, me.rank + 1, work.WORLD - 1, due, work.SUM_PACE, work)
+            due = carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)
         elif ticket + gl.num_programs(0) < products(work):
             due = carry(me, source, to_owner, owner, 1, due, work.PACE, work)
         else:
@@ -249,8 +249,12 @@ def push(me, staged, inbox, results, places, arrived, added, work):
 
 
 @gluon.jit
-def carry(me, source, dest, peer, PEERS: gl.constexpr, due, PACE: gl.constexpr, work):
-    """Carries a tile to so many ranks from `peer` on, and says when the next chunk is due."""
+def carry(me, source, dest, peer, peers, due, PACE: gl.constexpr, work):
+    """Carries a tile to so many ranks from `peer` on, and says when the next chunk is due.
+
+    Args:
+      peers: how many; a variable where they are all, so that registers hold the address of one at a time.
+    """
     LINES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     size = work.BLOCK_M * work.BLOCK_N
     element = gl.arange(0, work.CHUNK, LINES)
@@ -258,10 +262,10 @@ def carry(me, source, dest, peer, PEERS: gl.constexpr, due, PACE: gl.constexpr, 
     for first in range(0, size - work.CHUNK, work.CHUNK):
         due = shmem.pace(due, PACE)
         later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
-        for i in gl.static_range(PEERS):
+        for i in range(peers):
             shmem.store(me, dest + first + element, value, (peer + i) % work.WORLD)
         value = later
-    for i in gl.static_range(PEERS):
+    for i in range(peers):
         shmem.store(me, dest + (size - work.CHUNK) + element, value, (peer + i) % work.WORLD)
     return due
 

@@ -209,6 +209,7 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
+MANY_SUMS = (48, 96, 8, 1, 3)  # one program, of more tiles than an outbox has places
 ONE_PROGRAM = (17, 64, 8, 1)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
@@ -238,6 +239,19 @@ LINES = "    block = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
 GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
+
+SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
+SUM_FENCE = "    shmem.fence_proxy()\n"
+SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
+PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
+SUM_CARRIED = "carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
+SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
+OWN_FIRST = (
+    ("gl.where(ticket < others, ticket, ticket + a_rank)", "ticket"),
+    ("gl.where(count < products(work), count, count + others)", "count"),
+    ("turn = count % (others + a_rank) // a_rank", "turn = (count // a_rank + work.WORLD - 1) % work.WORLD"),
+    (" - gl.where(turn == work.WORLD - 1, 1, 0)", ""),
+)
 
 MUTANTS = (
     Mutant(
@@ -417,6 +431,54 @@ MUTANTS = (
         edits=(("    give(staged, to_push, ticket)\n    matmul", "    matmul"),),
         errors=(DeadlockError,),
         says="arrivals",
+    ),
+    Mutant(
+        name="own tiles before the others' of their group",
+        kernel="matmul_all_reduce",
+        edits=OWN_FIRST,
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="no wait for a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_WAIT, ""),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no proxy fence before a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="a sum in the place of another tile",
+        kernel="matmul_all_reduce",
+        edits=((PLACE_WAIT, ""),),
+        errors=(DataRaceError,),
+        shape=MANY_SUMS,
+    ),
+    Mutant(
+        name="signal before the sum",
+        kernel="matmul_all_reduce",
+        edits=(
+            (SUM_SIGNAL, "            pass\n"),
+            ("            due = " + SUM_CARRIED, SUM_SIGNAL + "            due = " + SUM_CARRIED),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a sum for all peers but one",
+        kernel="matmul_all_reduce",
+        edits=((SUM_CARRIED, SUM_CARRIED.replace("world - 1", "world - 2")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last lines of a sum not loaded",
+        kernel="matmul_all_reduce",
+        edits=((SUM_LINES, SUM_LINES.replace("(0, work.BLOCK_M,", "(0, work.BLOCK_M - 1 - scatter.lines_of(work),")),),
+        errors=(DeadlockError, *TOO_EARLY),
     ),
     Mutant(
         name="a stage released too early",
