@@ -53,16 +53,24 @@ CASES: dict[str, dict[str, Any]] = {
         "preferred_element_type": "float32",
     },
 }
+PARTITIONS = {"config": {"hopper": True, "partitions": 2}}
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},
     "scatter-two-ranks": {"world": 2},
     "scatter-eight-ranks": {"world": 8, "m": 16384, "k": 57344},
     "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "scatter-float32-result": {"preferred_element_type": "float32"},
+    "scatter-partitions": PARTITIONS,
+    "scatter-partitions-two-ranks": {"world": 2, **PARTITIONS},
+    "scatter-partitions-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16", **PARTITIONS},
+    "scatter-partitions-float32-result": {"preferred_element_type": "float32", **PARTITIONS},
 }
 EPILOGUE_CASES: dict[str, dict[str, Any]] = {
     "scatter-residual": {"residual": True},
     "scatter-epilogue": {"bias": True, "activation": "silu", "residual": True},
+    "scatter-partitions-residual": {"residual": True, **PARTITIONS},
+    "scatter-partitions-epilogue": {"bias": True, "activation": "silu", "residual": True, **PARTITIONS},
+    "scatter-partitions-gelu": {"activation": "gelu_exact", **PARTITIONS},
     "scatter-gelu": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "activation": "gelu_exact"},
 }
 each_case = pytest.mark.parametrize("name", CASES)
