@@ -7,7 +7,8 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
   waits and they come, the product of the tile goes on. A residual comes behind them in the same way.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
   a tile of this rank's own rows it adds the partial tiles as they are loaded, then does what the epilogue says, and
-  stores the result.
+  stores the result. Two partitions may do so, each for half of the rows of a tile: while one hands over, or adds and
+  stores, the other one multiplies.
 * `push`: carries tiles from the outbox to their owners, at the pace at which they are multiplied: what queues up in
   front of the wire holds up the product.
 
@@ -180,7 +181,7 @@ def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, wor
 
 @gluon.jit
 def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION: gl.constexpr):
-    """Multiplies a partition's rows of the tiles; hands over what is for others, and completes what is for this rank."""
+    """Multiplies a partition's rows of the tiles; hands over what is for others, completes what is for this rank."""
     size = work.BLOCK_M * work.BLOCK_N
     sent = (work.WORLD - 1) * tiles_a_rank(work)
     position = (0, 0)
@@ -188,7 +189,9 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
     to_push = (0, 1)
     ticket, from_load = take_number(claimed, from_load)
     while ticket < work.WORLD * tiles_a_rank(work):
-        product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False, PARTITION)
+        product, stage, phase = matmul.multiply_tile(
+            me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False, PARTITION
+        )
         position = (stage, phase)
         if ticket < sent:
             wait_for_place(staged, to_push)

@@ -338,6 +338,27 @@ MUTANTS = (
         shape=ONE_PROGRAM,
     ),
     Mutant(
+        name="a place taken from both partitions by one",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(1, PARTITIONS)", "allocate_relay(1, 1)"),),
+        errors=(DeadlockError, *TOO_EARLY),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a tile carried when half of it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(PARTITIONS, 1)", "allocate_relay(1, 1)"),),
+        errors=TOO_EARLY,
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="numbers written by both partitions",
+        kernel="matmul_reduce_scatter",
+        edits=(("    if PARTITION == 0:\n", "    if True:\n"),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
         name="signal before the tile",
         kernel="matmul_reduce_scatter",
         edits=((TILE_SIGNAL, ""), (CARRIED, TILE_SIGNAL + CARRIED)),
