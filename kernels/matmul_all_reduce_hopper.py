@@ -102,22 +102,35 @@ def matmul_all_reduce_hopper_kernel(
     results = shmem.scratch(me, sums, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    claimed = scatter.allocate_relay()
-    staged = scatter.allocate_relay()
+    PARTITIONS: gl.constexpr = BLOCK_M // out_desc.block_type.shape[1]
+    claimed = scatter.allocate_relay(1, PARTITIONS)
+    staged = scatter.allocate_relay(PARTITIONS, 1)
     work: gl.constexpr = Work(
         M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TILES, GROUPS, CHUNK, PACE, LAST_PACE, SUM_PACE, ACTIVATION
     )
     last = scatter.Epilogue(bias_ptr, residual_desc)
     descs = (lhs_desc, rhs_desc, residual_desc)
-    gl.warp_specialize(
-        [
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work)),
-            (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
-            (push, (me, staged, inbox, results, places, arrived, added, work)),
-        ],
-        [1, 2],
-        [64, 64],
-    )
+    if PARTITIONS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+                (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
+                (push, (me, staged, inbox, results, places, arrived, added, work)),
+            ],
+            [4, 1, 2],
+            [216, 64, 64],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+                (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
+                (push, (me, staged, inbox, results, places, arrived, added, work)),
+            ],
+            [1, 2],
+            [64, 64],
+        )
     shmem.finish(me)
 
 
@@ -171,8 +184,11 @@ def load_sum(me, ring, position, sums_desc, added, owner, tile, work):
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, places, last, out_desc, work):
-    """Multiplies the tiles; hands over what is for others, completes what is for this rank, and stores copies."""
+def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION: gl.constexpr):
+    """Multiplies a partition's rows of the tiles.
+
+    It hands over what is for others, completes what is for this rank, and stores copies.
+    """
     size = work.BLOCK_M * work.BLOCK_N
     position = (0, 0)
     from_load = (0, 0)
@@ -183,39 +199,40 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work):
         owner = owner_of(me, turn, work)
         row, column = start_of(owner, tile, work)
         if turn < work.WORLD:
-            product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False)
+            steps = gl.cdiv(work.K, work.BLOCK_K)
+            product, stage, phase = matmul.multiply_tile(me, ring, position, steps, False, PARTITION)
             position = (stage, phase)
             scatter.wait_for_place(staged, to_push)
             place = places + to_push[0] * size
             if owner == me.rank:
                 position, _ = scatter.complete(
-                    me, product, ring, position, False, last, out_desc, row, column, work, outbox=place
+                    me, product, ring, position, False, last, out_desc, row, column, work, 0, PARTITION, place
                 )
             else:
                 part = scatter.to_wire(product.to(places.dtype.element_ty))
-                gl.store(place + scatter.in_order(part), part)
-            to_push = scatter.give(staged, to_push, ticket)
+                gl.store(place + scatter.in_order(part, work, PARTITION), part)
+            to_push = scatter.give(staged, to_push, ticket, PARTITION)
         else:
-            position = store_sum(me, ring, position, out_desc, row, column, work)
+            position = store_sum(me, ring, position, out_desc, row, column, work, PARTITION)
         ticket, from_load = scatter.take_number(claimed, from_load)
-    scatter.give(staged, to_push, ticket)
+    scatter.give(staged, to_push, ticket, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def store_sum(me, ring, position, out_desc, row, column, work):
-    """Stores a tile that `load_sum` brings into the next stages: the position behind them."""
+def store_sum(me, ring, position, out_desc, row, column, work, PARTITION: gl.constexpr):
+    """Stores a partition's rows of a tile that `load_sum` brings into the next stages: the position behind them."""
     PART: gl.constexpr = scatter.lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     SHAPE: gl.constexpr = [PART // 16, 2 * work.BLOCK_M, 8]
     LAYOUT: gl.constexpr = scatter.wire_layout(gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     for first in gl.static_range(0, work.BLOCK_N, PART):
-        part, position = matmul.take_block(ring, position, ring.rhs.dtype, SHAPE, PLAIN, LAYOUT)
+        part, position = matmul.take_block(ring, position, ring.rhs.dtype, SHAPE, PLAIN, LAYOUT, 1, PARTITION)
         if first == 0:
             failed = shmem.failed(me)  # `load` has waited for the sum before the first of these
         part = scatter.from_wire(gl.where(failed, float("nan"), part.to(gl.float32)))
-        matmul.store_tile(out_desc, ring, part, 0, row, column + first, first // COLUMNS)
+        matmul.store_tile(out_desc, ring, part, 0, row, column + first, first // COLUMNS, PARTITION)
     return position
 
 

@@ -87,15 +87,15 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, *names = shape
+    m, n, k, programs, partitions, *names = shape
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
-    tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
-    config = scatter_ops.Config(**tiles, hopper=True, programs=programs)
+    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
+    config = scatter_ops.Config(**tiles, chunk=128, hopper=True, programs=programs, partitions=partitions)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
@@ -106,14 +106,15 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, groups, *names = shape
+    m, n, k, programs, groups, partitions, *names = shape
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
-    tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
-    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups)
+    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
+    tiles["chunk"] = 128
+    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups, partitions=partitions)
     return Call(
         arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
         keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
@@ -153,21 +154,28 @@ KERNELS = (
         module=matmul_reduce_scatter_hopper,
         function="matmul_reduce_scatter_hopper_kernel",
         call=matmul_reduce_scatter,
-        # M, N, K, programs, and what is added; clipped at all ends, and with more programs than a rank has tiles
-        shapes=lambda world: ((17, 40, 24, 2, "bias", "residual"), (5, 40, 16, 1), (16, 32, 40, 3, "residual")),
+        # M, N, K, programs, partitions, and what is added; clipped at all ends, so that the second half of the rows may
+        # be missing, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (17, 40, 24, 2, 1, "bias", "residual"),
+            (5, 40, 16, 1, 2),
+            (36, 40, 24, 2, 2, "bias", "residual"),
+            (32, 32, 40, 3, 2, "residual"),
+        ),
     ),
     Simulated(
         name="matmul_all_reduce",
         module=matmul_all_reduce_hopper,
         function="matmul_all_reduce_hopper_kernel",
         call=matmul_all_reduce,
-        # M, N, K, programs, groups, and what is added; clipped at all ends, where the last ranks own fewer tiles or
-        # none, the last group has fewer, and with more programs than a rank has tiles
+        # M, N, K, programs, groups, partitions, and what is added; clipped at all ends, where the last ranks own fewer
+        # tiles or none, the last group has fewer, and with more programs than a rank has tiles
         shapes=lambda world: (
-            (40, 104, 16, 2, 2, "bias", "residual"),
-            (17, 40, 24, 1, 3),
-            (16, 32, 40, 3, 1, "residual"),
-            (32 * world, 96, 8, 2, 2 if world > 4 else 3),
+            (40, 104, 16, 2, 2, 1, "bias", "residual"),
+            (17, 40, 24, 1, 3, 1),
+            (48, 104, 16, 2, 2, 2, "bias", "residual"),
+            (32, 32, 40, 3, 1, 2, "residual"),
+            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 2),
         ),
     ),
 )
@@ -209,8 +217,8 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
-MANY_SUMS = (48, 96, 8, 1, 3)  # one program, of more tiles than an outbox has places
-ONE_PROGRAM = (17, 64, 8, 1)  # of more tiles for others than an outbox has places
+MANY_SUMS = (48, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox has places
+ONE_PROGRAM = (33, 64, 16, 1, 2)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
@@ -223,8 +231,8 @@ COPY_FIND = f"unit, work)\n            {FIND}"
 TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
 TILE_FENCE = "                shmem.fence_proxy()\n"
 TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
-STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
-GIVEN = "            to_push = give(staged, to_push, ticket)\n"
+STAGED = "            gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)\n"
+GIVEN = "            to_push = give(staged, to_push, ticket, PARTITION)\n"
 CARRIED = """        value = gl.load(source + element)
         for first in range(0, size - work.CHUNK, work.CHUNK):
             due = shmem.pace(due, work.PACE)
@@ -383,6 +391,27 @@ MUTANTS = (
         shape=ONE_PROGRAM,
     ),
     Mutant(
+        name="a place taken from both partitions by one",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(1, PARTITIONS)", "allocate_relay(1, 1)"),),
+        errors=(DeadlockError, *TOO_EARLY),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a tile carried when half of it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(PARTITIONS, 1)", "allocate_relay(1, 1)"),),
+        errors=TOO_EARLY,
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="numbers written by both partitions",
+        kernel="matmul_reduce_scatter",
+        edits=(("    if PARTITION == 0:\n", "    if True:\n"),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
         name="signal before the tile",
         kernel="matmul_reduce_scatter",
         edits=((TILE_SIGNAL, ""), (CARRIED, TILE_SIGNAL + CARRIED)),
@@ -428,7 +457,7 @@ MUTANTS = (
     Mutant(
         name="the last ticket not handed over",
         kernel="matmul_reduce_scatter",
-        edits=(("    give(staged, to_push, ticket)\n    matmul", "    matmul"),),
+        edits=(("    give(staged, to_push, ticket, PARTITION)\n    matmul", "    matmul"),),
         errors=(DeadlockError,),
         says="arrivals",
     ),

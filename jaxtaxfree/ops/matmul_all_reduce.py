@@ -134,6 +134,7 @@ class Config:
         results of the same dtype. Of the settings above it has those up to `group_m`. Partial sums are rounded. What
         follows is of this kind alone.
       programs: how many: as many as the GPU has multiprocessors.
+      partitions: 1 or 2 of the warps that multiply: of two one adds and stores while the other multiplies.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
         hide it; all else at the speed of the wire. 0: as soon as it can be.
@@ -154,6 +155,7 @@ class Config:
     add_rows: int = 8
     hopper: bool = False
     programs: int = 132
+    partitions: int = 1
     chunk: int = 1024
     pace: float = 0.95
     groups: int = 1
