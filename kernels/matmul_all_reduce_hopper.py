@@ -21,7 +21,8 @@ have been claimed before. What remains is a program's own order. Its roles take 
 in ascending order, so that the work of a ticket needs the program's lower tickets, and what it waits for, but never a
 higher ticket:
 
-* `load` waits for a stage until `multiply` has taken what lies there: steps or blocks of the same or a lower ticket.
+* `load` waits for a stage until `multiply` (each partition of it, of one or two, that have parts of the rows) has taken
+  what lies there: steps or blocks of the same or a lower ticket.
 * `multiply` waits for a place in the outbox until `push` has carried what lies there: the tile of a lower ticket.
 * `push` waits for nobody but `multiply`.
 

@@ -146,11 +146,12 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 37, 24, 16), (3, 70, 40, 72), (4, 133, 16, 136)))
-@pytest.mark.parametrize("dtype, groups", (("bfloat16", 2), ("float16", 1)))
-def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int) -> None:
+@pytest.mark.parametrize("dtype, groups, partitions", (("bfloat16", 2, 1), ("float16", 1, 2)))
+def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int, partitions: int) -> None:
     """Tiles that are clipped at all ends, by few programs; of the last ranks some own fewer."""
+    others = {"groups": groups, "partitions": partitions}
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
-    program = row_parallel(mesh_of(world), implementation="simulate", config={**HOPPER, "groups": groups})
+    program = row_parallel(mesh_of(world), implementation="simulate", config={**HOPPER, **others})
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
 
 
