@@ -133,7 +133,7 @@ def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]
 
 def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
     if config.hopper:
-        groups = each("groups", config.groups // 2, 2 * config.groups)
+        groups = [*each("groups", config.groups // 2, 2 * config.groups), *each("lag", config.lag + 1)]
         others = [
             *each("partitions", 1, 2),
             *each("chunk", 1024, 2048),

@@ -9,11 +9,11 @@ The tiles of the product are shared out among the ranks, neighbours to the same.
 * A copy of a tile that another rank has summed: `load` waits for it and brings it into the ring of stages; `multiply`
   stores it.
 
-Tiles of a rank come in groups. The others' tiles of the next group lie between the others' tiles of a group and the own
-ones, so that partial tiles have the time of about a group's products to arrive, and sums travel while later groups are
-multiplied: others 0, others 1, own 0, others 2, own 1, ..., own G - 1, and then all copies, group after group. Among
-the others' tiles of a group those of rank + 1 come first, then those of rank + 2, ..., so that at any time each link
-carries the tiles of one rank.
+Tiles of a rank come in groups. Between the others' tiles of a group and the own ones lie those of `LAG` more groups of
+others, so that partial tiles have the time of these products to arrive, and sums travel while later groups are
+multiplied. With a lag of one group: others 0, others 1, own 0, others 2, own 1, ..., own G - 1, and then all copies,
+group after group. Among the others' tiles of a group those of rank + 1 come first, then those of rank + 2, ..., so that
+at any time each link carries the tiles of one rank.
 
 Nothing waits in a circle. All ranks number their work alike, by tickets. An own tile waits for tickets of the others'
 tiles of its group, a copy for the ticket of an own tile: lower ones in both cases, of programs that run, because they
@@ -59,6 +59,7 @@ class Work(NamedTuple):
     GROUP_M: Any
     TILES: Any
     GROUPS: Any
+    LAG: Any
     CHUNK: Any
     PACE: Any
     LAST_PACE: Any
@@ -92,6 +93,7 @@ def matmul_all_reduce_hopper_kernel(
     STAGES: gl.constexpr,  # steps of K in flight
     TILES: gl.constexpr,  # that a rank owns, the last ones may own fewer
     GROUPS: gl.constexpr,  # of a rank's tiles
+    LAG: gl.constexpr,  # groups of others between those of a group and the own ones, less than GROUPS
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many to an owner,
     LAST_PACE: gl.constexpr,  # when no other product hides that any more,
@@ -107,7 +109,22 @@ def matmul_all_reduce_hopper_kernel(
     claimed = scatter.allocate_relay(1, PARTITIONS)
     staged = scatter.allocate_relay(PARTITIONS, 1)
     work: gl.constexpr = Work(
-        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, TILES, GROUPS, CHUNK, PACE, LAST_PACE, SUM_PACE, ACTIVATION
+        M,
+        N,
+        K,
+        WORLD,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        GROUP_M,
+        TILES,
+        GROUPS,
+        LAG,
+        CHUNK,
+        PACE,
+        LAST_PACE,
+        SUM_PACE,
+        ACTIVATION,
     )
     last = scatter.Epilogue(bias_ptr, residual_desc)
     descs = (lhs_desc, rhs_desc, residual_desc)
@@ -308,21 +325,26 @@ def copies(work):
 @gluon.jit
 def turn_of(ticket, work):
     """What a ticket is for: (turn, tile). The tile is that of rank + 1 + turn, and from turn `WORLD` on a copy."""
-    a_rank = tiles_a_group(work)
-    others = (work.WORLD - 1) * a_rank
-    # As if every group's tickets began with the others' tiles and ended with own ones of the group before. Of the first
-    # group there are no such own ones, and behind the last one no others.
-    count = gl.where(ticket < others, ticket, ticket + a_rank)
-    count = gl.where(count < products(work), count, count + others)
-    turn = count % (others + a_rank) // a_rank
-    group = count // (others + a_rank) - gl.where(turn == work.WORLD - 1, 1, 0)
-    tile = group * a_rank + count % a_rank
-    if work.WORLD > 1:
-        copy = ticket - products(work)
-        is_copy = copy >= 0
-        turn = gl.where(is_copy, work.WORLD + copy % others // a_rank, turn)
-        tile = gl.where(is_copy, copy // others * a_rank + copy % a_rank, tile)
-    return turn, tile
+    a_group = tiles_a_group(work)
+    others = max(work.WORLD - 1, 1)
+    # In units of a rank's tiles of a group. First come only those of others,
+    unit = ticket // a_group
+    turn = unit % others
+    group = unit // others
+    # then in turn own ones and the others' of a later group,
+    mixed = unit - (work.LAG + 1) * (work.WORLD - 1)
+    is_own = mixed % work.WORLD == 0
+    turn = gl.where(mixed < 0, turn, gl.where(is_own, work.WORLD - 1, mixed % work.WORLD - 1))
+    group = gl.where(mixed < 0, group, mixed // work.WORLD + gl.where(is_own, 0, work.LAG + 1))
+    # own ones alone,
+    own = mixed - (work.GROUPS - work.LAG - 1) * work.WORLD
+    turn = gl.where(own < 0, turn, work.WORLD - 1)
+    group = gl.where(own < 0, group, work.GROUPS - work.LAG - 1 + own)
+    # and copies.
+    copy = own - (work.LAG + 1)
+    turn = gl.where(copy < 0, turn, work.WORLD + copy % others)
+    group = gl.where(copy < 0, group, copy // others)
+    return turn, group * a_group + ticket % a_group
 
 
 @gluon.jit

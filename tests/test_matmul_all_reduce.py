@@ -596,6 +596,8 @@ def test_its_configuration_by_shape() -> None:
     by_rows = {m: hopper_config(m, 8192, 4) for m in (256, 512, 2048, 8192, 65536)}
     assert [config.block_n for config in by_rows.values()] == [128, 128, 256, 256, 256]
     assert [config.groups for config in by_rows.values()] == [1, 2, 4, 16, 16]
+    assert [config.lag for config in by_rows.values()] == [1, 1, 1, 1, 0]
+    assert [hopper_config(2048, 8192, world).lag for world in (2, 8)] == [3, 1]
 
 
 def test_lowers_on_an_explicit_mesh() -> None:

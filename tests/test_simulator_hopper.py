@@ -106,7 +106,7 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, groups, partitions, *names = shape
+    m, n, k, programs, groups, lag, partitions, *names = shape
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
@@ -114,7 +114,7 @@ def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
     tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
     tiles["chunk"] = 128
-    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups, partitions=partitions)
+    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups, lag=lag, partitions=partitions)
     return Call(
         arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
         keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
@@ -168,14 +168,15 @@ KERNELS = (
         module=matmul_all_reduce_hopper,
         function="matmul_all_reduce_hopper_kernel",
         call=matmul_all_reduce,
-        # M, N, K, programs, groups, partitions, and what is added; clipped at all ends, where the last ranks own fewer
-        # tiles or none, the last group has fewer, and with more programs than a rank has tiles
+        # M, N, K, programs, groups, lag, partitions, and what is added; clipped at all ends, where the last ranks own
+        # fewer tiles or none, the last group has fewer, and with more programs than a rank has tiles
         shapes=lambda world: (
-            (40, 104, 16, 2, 2, 1, "bias", "residual"),
-            (17, 40, 24, 1, 3, 1),
-            (48, 104, 16, 2, 2, 2, "bias", "residual"),
-            (32, 32, 40, 3, 1, 2, "residual"),
-            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 2),
+            (40, 104, 16, 2, 2, 1, 1, "bias", "residual"),
+            (17, 40, 24, 1, 3, 0, 1),
+            (48, 104, 16, 2, 2, 0, 2, "bias", "residual"),
+            (32, 32, 40, 3, 1, 1, 2, "residual"),
+            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1, 2),
+            (64, 16 * world, 8, 2, 4, 2, 1),
         ),
     ),
 )
@@ -217,7 +218,7 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
-MANY_SUMS = (48, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox has places
+MANY_SUMS = (48, 96, 8, 1, 3, 1, 1)  # one program, of more tiles than an outbox has places
 ONE_PROGRAM = (33, 64, 16, 1, 2)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
@@ -255,10 +256,10 @@ PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
 SUM_CARRIED = "carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
 SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
 OWN_FIRST = (
-    ("gl.where(ticket < others, ticket, ticket + a_rank)", "ticket"),
-    ("gl.where(count < products(work), count, count + others)", "count"),
-    ("turn = count % (others + a_rank) // a_rank", "turn = (count // a_rank + work.WORLD - 1) % work.WORLD"),
-    (" - gl.where(turn == work.WORLD - 1, 1, 0)", ""),
+    ("unit - (work.LAG + 1) * (work.WORLD - 1)", "unit"),
+    ("mixed // work.WORLD + gl.where(is_own, 0, work.LAG + 1)", "mixed // work.WORLD"),
+    ("mixed - (work.GROUPS - work.LAG - 1) * work.WORLD", "mixed - work.GROUPS * work.WORLD"),
+    ("own - (work.LAG + 1)", "own"),
 )
 
 MUTANTS = (

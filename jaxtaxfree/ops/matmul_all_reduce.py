@@ -138,7 +138,8 @@ class Config:
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
         hide it; all else at the speed of the wire. 0: as soon as it can be.
-      groups: of a rank's tiles. The sums of a group travel while the next one is multiplied.
+      groups: of a rank's tiles. The sums of a group travel while later ones are multiplied.
+      lag: of so many more groups others' tiles are multiplied before the own ones of a group, while its parts arrive.
     """
 
     block_m: int = 128
@@ -159,6 +160,7 @@ class Config:
     chunk: int = 1024
     pace: float = 0.95
     groups: int = 1
+    lag: int = 1
 
 
 # So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.
@@ -227,8 +229,12 @@ def hopper_config(m: int, n: int, world: int) -> Config:
         # Nothing hides what is sent, so it is sent at once, and by more programs.
         config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
     # The sums of 32 tiles of a rank take three ranks some 16 us: so much, at the most, is left at the end.
-    groups = math.ceil(_tiles(m, n, config) / world) // 32
-    return dataclasses.replace(config, groups=max(1, min(groups, 16)))
+    tiles = math.ceil(_tiles(m, n, config) / world)
+    groups = max(1, min(tiles // 32, 16))
+    # Parts travel while as many tiles are multiplied as there are programs, about.
+    between = 0.9 * config.programs / math.ceil(tiles / groups)
+    lag = max(0, math.ceil((between - 1) / max(1, world - 1)))
+    return dataclasses.replace(config, groups=groups, lag=lag)
 
 
 def unsupported_on_hopper(k: int, n: int, *, dtype: Any, out_dtype: Any, **form: Any) -> list[str]:
@@ -381,6 +387,7 @@ def launch(
             "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
             "TILES": tiles,
             "GROUPS": groups,
+            "LAG": min(config.lag, groups - 1),
             "CHUNK": config.chunk,
             "PACE": cycles(config.pace, k, 1, config.programs),
             # Of so many programs together the wire takes no more.
