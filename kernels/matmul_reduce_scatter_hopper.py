@@ -117,6 +117,7 @@ def matmul_reduce_scatter_hopper_kernel(
             [216, 56, 56],
         )
     else:
+        gl.static_assert(PARTITIONS == 1, "one partition multiplies, or two")
         gl.warp_specialize(
             [
                 (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
