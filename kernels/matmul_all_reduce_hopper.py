@@ -140,6 +140,7 @@ def matmul_all_reduce_hopper_kernel(
             [216, 64, 64],
         )
     else:
+        gl.static_assert(PARTITIONS == 1, "one partition multiplies, or two")
         gl.warp_specialize(
             [
                 (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
