@@ -5,7 +5,7 @@ A kernel of persistent programs has one warp that loads (`load_steps`) and eight
 own loop over the program's tiles, the same tiles in the same order, and they meet at the stages of a `Ring`. The loop
 that loads may wait, before any step, for what it loads: the others then wait for it. Those that multiply do not wait
 for each other, so that one stores while another one multiplies. What is to be added to a product may come by the same
-stages (`load_block`, `take_block`, for a single partition).
+stages (`load_block`, `take_block`).
 
 The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by
 itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 bytes).
@@ -185,16 +185,28 @@ def load_block(ring, position, desc, at):
 
 
 @gluon.jit
-def take_block(ring, position, dtype: gl.constexpr, SHAPE: gl.constexpr, SHARED: gl.constexpr, LAYOUT: gl.constexpr):
-    """What `load_block` brings into the next stage, and the position behind it.
+def take_block(
+    ring,
+    position,
+    dtype: gl.constexpr,
+    SHAPE: gl.constexpr,
+    SHARED: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    DIMENSION: gl.constexpr,
+    PARTITION: gl.constexpr = 0,
+):
+    """A partition's part of what `load_block` brings into the next stage, and the position behind it.
 
     Args:
       position: as of `multiply_tile`.
       dtype, SHAPE, SHARED: how it lies there.
-      LAYOUT: that it is to have.
+      LAYOUT: that the part is to have.
+      DIMENSION: which is divided among the partitions.
+      PARTITION: as of `multiply_tile`.
     """
     stage, phase = position
-    source = ring.rhs.index(stage).reinterpret(dtype, SHAPE, SHARED)
+    PART: gl.constexpr = SHAPE[DIMENSION] * ring.results.shape[2] // ring.lhs.shape[2]
+    source = ring.rhs.index(stage).reinterpret(dtype, SHAPE, SHARED).slice(PARTITION * PART, PART, DIMENSION)
     mbarrier.wait(ring.ready.index(stage), phase)
     block = source.load(LAYOUT)
     fence_async_shared()  # between these reads and what TMA, which takes another path, writes here next

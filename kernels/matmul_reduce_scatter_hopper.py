@@ -7,7 +7,8 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
   waits and they come, the product of the tile goes on. A residual comes behind them in the same way.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
   a tile of this rank's own rows it adds the partial tiles as they are loaded, then does what the epilogue says, and
-  stores the result.
+  stores the result. Two partitions may do so, each for half of the rows of a tile: while one hands over, or adds and
+  stores, the other one multiplies.
 * `push`: carries tiles from the outbox to their owners, at the pace at which they are multiplied: what queues up in
   front of the wire holds up the product.
 
@@ -59,7 +60,10 @@ class Epilogue(NamedTuple):
 
 
 class Relay(NamedTuple):
-    """By which one role of a program hands numbers over to another one, and what it has stored before."""
+    """By which one role of a program hands numbers over to another one, and what it has stored before.
+
+    Where a role has several partitions, all of them hand over, or take, each number.
+    """
 
     numbers: Any  # i32 [PLACES, 1], in shared memory
     given: Any  # mbarriers [PLACES]
@@ -96,19 +100,33 @@ def matmul_reduce_scatter_hopper_kernel(
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    claimed = allocate_relay()
-    staged = allocate_relay()
+    PARTITIONS: gl.constexpr = BLOCK_M // out_desc.block_type.shape[1]
+    claimed = allocate_relay(1, PARTITIONS)
+    staged = allocate_relay(PARTITIONS, 1)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION)
     last = Epilogue(bias_ptr, residual_desc)
-    gl.warp_specialize(
-        [
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work)),
-            (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
-            (push, (me, staged, inbox, places, arrived, work)),
-        ],
-        [1, 2],
-        [56, 56],
-    )
+    if PARTITIONS == 2:
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+                (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
+                (push, (me, staged, inbox, places, arrived, work)),
+            ],
+            [4, 1, 2],
+            [216, 56, 56],
+        )
+    else:
+        gl.static_assert(PARTITIONS == 1, "one partition multiplies, or two")
+        gl.warp_specialize(
+            [
+                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+                (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
+                (push, (me, staged, inbox, places, arrived, work)),
+            ],
+            [1, 2],
+            [56, 56],
+        )
     shmem.finish(me)
 
 
@@ -136,22 +154,27 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, t
         position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
         if owner == me.rank:
             tile = ticket % tiles_a_rank(work)
-            position = load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work)
+            position = load_parts(
+                me, ring, position, parts_desc, residual_desc, arrived, tile, tiles_a_rank(work), row, column, work
+            )
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     give(claimed, place, ticket)
 
 
 @gluon.jit
-def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, work):
+def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, count, row, column, work):
     """Loads the peers' partial tiles into the next stages: of all peers some lines, then of all of them the next ones.
 
     Behind some lines of all peers comes the residual's part that is added to their sum. If one of them does not come,
     `failed` says so to `multiply`.
+
+    Args:
+      tile, count: which of so many tiles of this rank.
+      row, column: where it begins.
     """
-    row, column = start_of(tile, work)
     for first in range(0, work.BLOCK_M, lines_of(work)):
         for i in range(work.WORLD - 1):
-            part = i * tiles_a_rank(work) + tile
+            part = i * count + tile
             if first == 0:
                 shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
                 shmem.fence_proxy()
@@ -163,8 +186,8 @@ def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, wor
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, places, last, out_desc, work):
-    """Multiplies the tiles; hands over what is for others, and completes what is for this rank."""
+def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION: gl.constexpr):
+    """Multiplies a partition's rows of the tiles; hands over what is for others, completes what is for this rank."""
     size = work.BLOCK_M * work.BLOCK_N
     sent = (work.WORLD - 1) * tiles_a_rank(work)
     position = (0, 0)
@@ -172,18 +195,22 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work):
     to_push = (0, 1)
     ticket, from_load = take_number(claimed, from_load)
     while ticket < work.WORLD * tiles_a_rank(work):
-        product, stage, phase = matmul.multiply_tile(me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False)
+        product, stage, phase = matmul.multiply_tile(
+            me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False, PARTITION
+        )
         position = (stage, phase)
         if ticket < sent:
             wait_for_place(staged, to_push)
             part = to_wire(product.to(places.dtype.element_ty))
-            gl.store(places + to_push[0] * size + in_order(part), part)
-            to_push = give(staged, to_push, ticket)
+            gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)
+            to_push = give(staged, to_push, ticket, PARTITION)
         else:
             row, column = start_of(ticket - sent, work)
-            position, _ = complete(me, product, ring, position, False, last, out_desc, row, column, work)
+            position, _ = complete(
+                me, product, ring, position, False, last, out_desc, row, column, work, PARTITION=PARTITION
+            )
         ticket, from_load = take_number(claimed, from_load)
-    give(staged, to_push, ticket)
+    give(staged, to_push, ticket, PARTITION)
     matmul.finish_stores()
 
 
@@ -242,13 +269,30 @@ def lines_of(work):
 
 
 @gluon.jit
-def complete(me, tile, ring, position, failed, last, out_desc, row, column, work, PIECE: gl.constexpr = 0):
+def complete(
+    me,
+    tile,
+    ring,
+    position,
+    failed,
+    last,
+    out_desc,
+    row,
+    column,
+    work,
+    PIECE: gl.constexpr = 0,
+    PARTITION: gl.constexpr = 0,
+    outbox=None,
+):
     """Adds the peers' partial tiles to columns of a tile, as they arrive in the next stages, and stores the result.
 
     Args:
+      tile: a partition's rows of these columns.
       position: of the first of these stages.
       failed: whether this rank has given up, so that the sum is NaN; looked up with the first columns.
       PIECE: how many pieces of the tile come before.
+      PARTITION: which of those that multiply calls.
+      outbox: where to leave the whole tile's result as it travels, too, or None.
 
     Returns: the position behind the stages, and `failed`.
     """
@@ -259,35 +303,42 @@ def complete(me, tile, ring, position, failed, last, out_desc, row, column, work
     half: gl.constexpr = tile.shape[1] // 2
     if tile.shape[1] > PART:
         left, right = matmul.halves(tile)
-        position, failed = complete(me, left, ring, position, failed, last, out_desc, row, column, work, PIECE)
+        AFTER: gl.constexpr = PIECE + half // COLUMNS
         position, failed = complete(
-            me, right, ring, position, failed, last, out_desc, row, column + half, work, PIECE + half // COLUMNS
+            me, left, ring, position, failed, last, out_desc, row, column, work, PIECE, PARTITION, outbox
+        )
+        position, failed = complete(
+            me, right, ring, position, failed, last, out_desc, row, column + half, work, AFTER, PARTITION, outbox
         )
     else:
         tile = to_wire(tile)
+        LINES: gl.constexpr = [tile.shape[0], 2 * work.BLOCK_M, tile.shape[2]]
         for _ in range(work.WORLD - 1):
-            part, position = matmul.take_block(ring, position, ring.rhs.dtype, tile.shape, PLAIN, LAYOUT)
+            part, position = matmul.take_block(ring, position, ring.rhs.dtype, LINES, PLAIN, LAYOUT, 1, PARTITION)
             tile += part.to(gl.float32)
         if PIECE == 0:
             failed = shmem.failed(me)  # `load` has waited for all peers before the last of these
         tile = from_wire(gl.where(failed, float("nan"), tile))
-        tile, position = finish_sum(tile, ring, position, last, column, work)
-        matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE)
+        tile, position = finish_sum(tile, ring, position, last, column, work, PARTITION)
+        if outbox is not None:
+            part = to_wire(tile.to(outbox.dtype.element_ty))
+            gl.store(outbox + PIECE * COLUMNS * work.BLOCK_M + in_order(part, work, PARTITION), part)
+        matmul.store_tile(out_desc, ring, tile, 0, row, column, PIECE, PARTITION)
     return position, failed
 
 
 @gluon.jit
-def finish_sum(tile, ring, position, last, column, work):
+def finish_sum(tile, ring, position, last, column, work, PARTITION: gl.constexpr):
     """activation(sum + bias) + residual of columns of a tile, and the position behind the residual's stage."""
-    M: gl.constexpr = tile.shape[0]
     N: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
     tile = matmul.activate(tile, None, last.bias_ptr, column, work.N, work.ACTIVATION)
     if last.residual_desc is not None:
         dtype: gl.constexpr = last.residual_desc.dtype
-        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], dtype)
-        residual, position = matmul.take_block(ring, position, dtype, [M, N], SHARED, LAYOUT)
+        SHAPE: gl.constexpr = [work.BLOCK_M, N]
+        SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
+        residual, position = matmul.take_block(ring, position, dtype, SHAPE, SHARED, LAYOUT, 0, PARTITION)
         tile += residual.to(gl.float32)
     return tile, position
 
@@ -320,24 +371,24 @@ def from_wire(tile):
 
 
 @gluon.jit
-def in_order(tile):
-    """Where the elements of a tile on the wire lie: one after the other."""
+def in_order(tile, work, PARTITION: gl.constexpr):
+    """Where the elements of a partition's rows of a tile on the wire lie: lines of all threads, one after the other."""
     LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
     i = gl.arange(0, tile.shape[0], gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     j = gl.arange(0, tile.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     k = gl.arange(0, tile.shape[2], gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    return (i * tile.shape[1] + j) * tile.shape[2] + k
+    return (i * (2 * work.BLOCK_M) + PARTITION * tile.shape[1] + j) * tile.shape[2] + k
 
 
 @gluon.jit
-def allocate_relay():
-    """A `Relay`. Called by the kernel itself, before `gl.warp_specialize`."""
+def allocate_relay(GIVERS: gl.constexpr, TAKERS: gl.constexpr):
+    """A `Relay` between so many partitions. Called by the kernel itself, before `gl.warp_specialize`."""
     numbers = gl.allocate_shared_memory(gl.int32, [PLACES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     given = mbarrier.allocate_mbarrier(batch=PLACES)
     taken = mbarrier.allocate_mbarrier(batch=PLACES)
     for i in gl.static_range(PLACES):
-        mbarrier.init(given.index(i), count=1)
-        mbarrier.init(taken.index(i), count=1)
+        mbarrier.init(given.index(i), count=GIVERS)
+        mbarrier.init(taken.index(i), count=TAKERS)
     return Relay(numbers, given, taken)
 
 
@@ -353,12 +404,17 @@ def wait_for_place(relay, position):
 
 
 @gluon.jit
-def give(relay, position, number):
-    """Hands a number over, and all that this role has stored: the next position."""
+def give(relay, position, number, PARTITION: gl.constexpr = 0):
+    """Hands a number over, and all that this role has stored: the next position.
+
+    Args:
+      PARTITION: of several that hand over the same numbers the first one writes them.
+    """
     WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     wait_for_place(relay, position)
     place, phase = position
-    relay.numbers.index(place).store(gl.full([1], number, gl.int32, WARP))
+    if PARTITION == 0:
+        relay.numbers.index(place).store(gl.full([1], number, gl.int32, WARP))
     mbarrier.arrive(relay.given.index(place), count=1)
     return following(place, phase)
 

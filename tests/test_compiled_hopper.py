@@ -10,8 +10,14 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
-from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper, shmem
+from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jaxtaxfree.kernels import (
+    all_gather_matmul_hopper,
+    matmul_all_reduce_hopper,
+    matmul_hopper,
+    matmul_reduce_scatter_hopper,
+    shmem,
+)
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
@@ -53,21 +59,44 @@ CASES: dict[str, dict[str, Any]] = {
         "preferred_element_type": "float32",
     },
 }
+PARTITIONS = {"config": {"hopper": True, "partitions": 2}}
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},
     "scatter-two-ranks": {"world": 2},
     "scatter-eight-ranks": {"world": 8, "m": 16384, "k": 57344},
     "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "scatter-float32-result": {"preferred_element_type": "float32"},
+    "scatter-partitions": PARTITIONS,
+    "scatter-partitions-two-ranks": {"world": 2, **PARTITIONS},
+    "scatter-partitions-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16", **PARTITIONS},
+    "scatter-partitions-float32-result": {"preferred_element_type": "float32", **PARTITIONS},
 }
 EPILOGUE_CASES: dict[str, dict[str, Any]] = {
     "scatter-residual": {"residual": True},
     "scatter-epilogue": {"bias": True, "activation": "silu", "residual": True},
+    "scatter-partitions-residual": {"residual": True, **PARTITIONS},
+    "scatter-partitions-epilogue": {"bias": True, "activation": "silu", "residual": True, **PARTITIONS},
+    "scatter-partitions-gelu": {"activation": "gelu_exact", **PARTITIONS},
     "scatter-gelu": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "activation": "gelu_exact"},
+    "reduce-epilogue": {"bias": True, "activation": "silu", "residual": True},
+    "reduce-narrow-tiles-epilogue": {"m": 256, "bias": True, "activation": "gelu_exact", "residual": True},
+}
+REDUCE_CASES: dict[str, dict[str, Any]] = {
+    "reduce-aligned": {},
+    "reduce-narrow-tiles": {"m": 256},
+    "reduce-two-ranks": {"world": 2},
+    "reduce-eight-ranks": {"world": 8, "k": 57344},
+    "reduce-partitions": PARTITIONS,
+    "reduce-narrow-tiles-partitions": {"m": 256, **PARTITIONS},
+    "reduce-odd": {"m": 1333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
 }
 each_case = pytest.mark.parametrize("name", CASES)
 each_scatter = pytest.mark.parametrize("name", SCATTER_CASES)
-each_kernel = pytest.mark.parametrize("name", CASES | SCATTER_CASES | EPILOGUE_CASES)
+each_reduce = pytest.mark.parametrize("name", REDUCE_CASES)
+each_sum = pytest.mark.parametrize("name", SCATTER_CASES | REDUCE_CASES)
+ALL_CASES = CASES | SCATTER_CASES | EPILOGUE_CASES | REDUCE_CASES
+each_kernel = pytest.mark.parametrize("name", ALL_CASES)
+OPERATIONS = {"scatter": matmul_reduce_scatter, "reduce": matmul_all_reduce}  # by the first part of a case's name
 
 
 def lowered(
@@ -84,6 +113,7 @@ def lowered(
     """The program of a call of these sizes as of the whole; a gate, a bias or a residual is asked for by True."""
     rows, columns, mesh = P("tp"), P(None, "tp"), mesh_of(world)
     in_specs, out_specs = ((rows, columns), columns) if operation is all_gather_matmul else ((columns, rows), rows)
+    out_specs = P() if operation is matmul_all_reduce else out_specs
     shapes = ((m, k), (k, n))
     bias_spec = rows if operation is all_gather_matmul else P()
     known = {"gate": ((k, n), columns), "bias": ((n,), bias_spec), "residual": ((m, n), out_specs)}
@@ -110,14 +140,27 @@ def lowered(
 def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
     call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
-    scatters = name.startswith("scatter")
-    operation = matmul_reduce_scatter if scatters else all_gather_matmul
-    call |= {"operation": operation, "config": {"hopper": True} if scatters else HOPPER}
-    kernel = launch_of(lowered(**call | (CASES | SCATTER_CASES | EPILOGUE_CASES)[name]))
+    operation = OPERATIONS.get(name.split("-")[0], all_gather_matmul)
+    call |= {"operation": operation, "config": HOPPER if operation is all_gather_matmul else {"hopper": True}}
+    kernel = launch_of(lowered(**call | ALL_CASES[name]))
     assert kernel[NAME].decode() == f"{operation.__name__}_hopper_kernel"
     assert kernel[WARPS] == 12
     ptx = kernel[PTX].decode()
     return Compiled(ptx, kernel[SHARED], (), {}), parse(ptx)
+
+
+def reduces(name: str) -> bool:
+    return name.startswith("reduce")
+
+
+def is_wide(name: str) -> bool:
+    """Whether the tiles of sums have 256 columns; chunks of others have twice as many elements."""
+    return "n256k16" in compiled(name)[0].ptx
+
+
+def partitions_of(name: str) -> int:
+    """How many partitions multiply in a case of `matmul_reduce_scatter`."""
+    return 2 if "partitions" in name else 1
 
 
 def products_that_do_not_overlap(report: str) -> list[str]:
@@ -167,33 +210,39 @@ def test_nothing_is_loaded_as_if_it_never_changed(name: str) -> None:
     assert [load.text for load in loads if load.has("nc")] == []
 
 
-@each_scatter
-def test_waits_and_publishes_of_a_scatter(name: str) -> None:
+@each_sum
+def test_waits_and_publishes_of_sums(name: str) -> None:
     program = compiled(name)[1]
-    # The role that loads is a single warp, and needs no barrier.
-    assert set(waits_that_do_not_wait(program, 1)) == {"no barrier behind a wait"}
+    # The role that loads is a single warp, and needs no barrier. For sums of others it waits, too.
+    assert set(waits_that_do_not_wait(program, 2 if reduces(name) else 1)) == {"no barrier behind a wait"}
     claims = places_of(shmem.claim, "drawn = tl.atomic_add(")
     assert len([s for s in program if s.place in claims and s.starts("atom")]) == 2
     assert publishes_out_of_order([s for s in program if not s.starts("atom.")]) == []
 
 
-@each_scatter
+@each_sum
 def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
     """From the registers to the outbox, from there to a peer, and by shared memory to the registers."""
     program = compiled(name)[1]
-    staged = places_of(matmul_reduce_scatter_hopper.multiply, "gl.store(")
-    for place in (staged, places_of(shmem.store, "tl.store(")):
+    staged = [places_of(matmul_reduce_scatter_hopper.multiply, "gl.store(")]
+    if reduces(name):
+        staged = [places_of(matmul_all_reduce_hopper.multiply, "gl.store(")]
+        staged += [places_of(matmul_reduce_scatter_hopper.complete, "gl.store(")]
+    for place in (*staged, places_of(shmem.store, "tl.store(")):
         stores = [s for s in program if s.place in place and s.starts("st.")]
         assert stores
         assert {bytes_of(store) for store in stores} == {16}
-    assert len([s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]) == 4
+    loads = [s for s in program if s.starts("ld.") and s.has("global") and bytes_of(s) == 16]
+    # Of the outbox alone, in each of these places so many times: what peers have sent comes by TMA.
+    chunk = 2 if is_wide(name) else 4
+    assert len(loads) == (5 * chunk if reduces(name) else 2 * chunk)
     taken = places_of(matmul_hopper.take_block, "block = source.load(")
     loads = [s for s in program if s.place in taken and s.starts("ld.shared")]
-    assert len(loads) == 16  # of each half of a tile
+    assert len(loads) == 16 * partitions_of(name) * (2 if reduces(name) else 1)  # of each half of a tile; copies, too
     assert {bytes_of(load) for load in loads} == {16}
 
 
-@each_scatter
+@each_sum
 def test_peers_tiles_come_by_tma(name: str) -> None:
     """Each block in one piece; and what has read a stage is fenced and over before it is released."""
     program = compiled(name)[1]
@@ -202,16 +251,16 @@ def test_peers_tiles_come_by_tma(name: str) -> None:
     (place,) = places_of(matmul_hopper.load_block, "mbarrier.expect(")
     announced = [s.text for s in program if s.place == place and s.starts("mbarrier.arrive.expect_tx")]
     assert len(loads) == len(announced) > 0
-    assert all(text.endswith(f", {64 * 256 * 2}") for text in announced)
+    assert all(text.endswith(f", {64 * (256 if is_wide(name) else 128) * 2}") for text in announced)
     released = places_of(matmul_hopper.take_block, "mbarrier.arrive(")
     arrivals = [i for i, s in enumerate(program) if s.place in released and s.starts("mbarrier.arrive")]
-    assert len(arrivals) == 2
+    assert len(arrivals) == 2 * partitions_of(name) if not reduces(name) else len(arrivals) >= 4 * partitions_of(name)
     for i in arrivals:
         order = [s.text.split()[0] for s in program[i - 12 : i] if is_barrier(s) or s.starts("fence.proxy.async")]
         assert order[-2].startswith("fence.proxy.async.shared::cta") and order[-1].startswith("bar.sync")
 
 
-@each_scatter
+@each_sum
 def test_a_hand_over_is_behind_a_barrier(name: str) -> None:
     """All warps of a part have stored, or read, before its one thread arrives."""
     program = compiled(name)[1]
@@ -221,7 +270,7 @@ def test_a_hand_over_is_behind_a_barrier(name: str) -> None:
     behind = [any(is_barrier(s) for s in program[i - 6 : i]) for i in arrivals]
     # The role that loads is one warp, and hands over in two places.
     assert len(arrivals) - sum(behind) == 2
-    assert sum(behind) >= 4
+    assert sum(behind) >= 3 + partitions_of(name)
 
 
 @each_kernel
@@ -235,7 +284,9 @@ def test_what_is_sent_keeps_a_pace(name: str) -> None:
     for begin, end in itertools.pairwise([*clocks, loop.stop]):
         sent = [s for s in program[begin:end] if s.starts("ld.", "st.") and s.has("global") and bytes_of(s) == 16]
         kinds = [s.text.split(".")[0].split()[-1] for s in sent]
-        assert kinds == ["ld"] * (len(kinds) // 2) + ["st"] * (len(kinds) // 2) != []
+        chunk = kinds.index("st")
+        assert kinds[: 2 * chunk] == ["ld"] * chunk + ["st"] * chunk != []
+        assert kinds[2 * chunk :] == [] or reduces(name)  # where a tile's first and last chunk have no pace
 
 
 def test_cycles_from_one_chunk_to_the_next() -> None:

@@ -230,6 +230,19 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
         assert_close(out, wanted, TOLERANCE["float32"])
 
 
+REDUCE_HOPPER = {**TILE, "hopper": True, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
+
+
+@pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+def test_values_of_the_kernel_for_hopper_that_reduces(given: dict[str, Any], dtype: str) -> None:
+    arrays = REDUCE.operands(2, 21, 40, 104, dtype)
+    for seed in range(3):
+        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
+            out = call(REDUCE, mesh_of(2), given, arrays, implementation="simulate", config=REDUCE_HOPPER)
+        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+
+
 DECODE_HOPPER = {**GATHER.tiles["small"], "hopper": True, "block_n": 16, "part": 32, "num_stages": 2}
 
 

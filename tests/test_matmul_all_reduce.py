@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_ALL_REDUCE, MatmulShape
 from jaxtaxfree import matmul_all_reduce
-from jaxtaxfree.ops.matmul_all_reduce import Config, default_config
+from jaxtaxfree.ops import matmul_all_reduce as operation
+from jaxtaxfree.ops.matmul_all_reduce import Config, default_config, hopper_config
 from tests.conftest import MeshFactory
 from tests.support import (
     COLUMNS,
@@ -38,10 +39,12 @@ from tests.support import (
 from tests.support import (
     row_parallel_shapes as shapes,
 )
+from tests.test_gluon import NAME, launch_of
 
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank
 SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": True}
 LARGE = {**SMALL, "small": False}
+HOPPER = {"block_m": 32, "block_n": 64, "block_k": 16, "num_stages": 2, "hopper": True, "programs": 3, "chunk": 512}
 
 
 def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
@@ -142,6 +145,16 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
 
 
+@pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 37, 24, 16), (3, 70, 40, 72), (4, 133, 16, 136)))
+@pytest.mark.parametrize("dtype, groups, partitions", (("bfloat16", 2, 1), ("float16", 1, 2)))
+def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int, partitions: int) -> None:
+    """Tiles that are clipped at all ends, by few programs; of the last ranks some own fewer."""
+    others = {"groups": groups, "partitions": partitions}
+    lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
+    program = row_parallel(mesh_of(world), implementation="simulate", config={**HOPPER, **others})
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
+
+
 @pytest.mark.parametrize(
     "config",
     (
@@ -190,6 +203,26 @@ def test_every_rank_has_the_same_bits(mesh: Mesh, config: dict[str, Any]) -> Non
     )
     of_ranks = np.split(np.asarray(jax.jit(program)(lhs, rhs)), 4)
     np.testing.assert_allclose(of_ranks[0], lhs @ rhs, rtol=1e-4, atol=1e-5)
+    for other in of_ranks[1:]:
+        np.testing.assert_array_equal(other, of_ranks[0])
+
+
+def test_every_rank_has_the_same_bits_on_hopper(mesh: Mesh) -> None:
+    lhs, rhs = (
+        np.random.default_rng(i).standard_normal(size, np.float32).astype(jnp.bfloat16)
+        for i, size in enumerate(((70, 64), (64, 72)))
+    )
+    program = jax.shard_map(
+        lambda a, b: matmul_all_reduce(a, b, "tp", implementation="simulate", config={**HOPPER, "groups": 2}),
+        mesh=mesh,
+        in_specs=(COLUMNS, ROWS),
+        out_specs=ROWS,
+        check_vma=False,
+    )
+    of_ranks = np.split(np.asarray(jax.jit(program)(lhs, rhs)), 4)
+    np.testing.assert_allclose(
+        of_ranks[0].astype(np.float32), lhs.astype(np.float32) @ rhs.astype(np.float32), 0.02, 0.2
+    )
     for other in of_ranks[1:]:
         np.testing.assert_array_equal(other, of_ranks[0])
 
@@ -521,6 +554,50 @@ def test_default_config() -> None:
         for m in range(1, 257):
             config = default_config(m, 8192, world, "bfloat16", 90)
             assert config.add_rows * config.block_n * world <= 16384
+
+
+def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
+    """The name of the kernel that is launched for such operands."""
+    program = row_parallel(mesh, implementation="fused", **keywords)
+    return launch_of(lower_for_cuda(program, *shapes(mesh, *shape)))[NAME].decode()
+
+
+@pytest.mark.parametrize("shape", MATMUL_ALL_REDUCE, ids=lambda shape: shape.name)
+def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
+    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"hopper": True})
+    assert name == "matmul_all_reduce_hopper_kernel"
+
+
+def test_the_kernel_for_hopper_is_taken_where_it_can_be(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = ("bfloat16", 512, 512, 512)
+    assert kernel_of(mesh, *shape) == "matmul_all_reduce_kernel"
+    monkeypatch.setattr(operation, "HOPPER_ROWS", 257)
+    assert kernel_of(mesh, *shape) == "matmul_all_reduce_hopper_kernel"
+    assert kernel_of(mesh, "bfloat16", 256, 512, 512) == "matmul_all_reduce_small_kernel"
+    others = (
+        ("float32", 512, 512, 512, {}),
+        ("bfloat16", 512, 500, 512, {}),  # rows that TMA does not take
+        (*shape, {"preferred_element_type": "float32"}),
+        (*shape, {"residual": jnp.zeros((512, 512))}),
+        (*shape, {"config": {"exact_wire": True}}),
+    )
+    for *other, keywords in others:
+        assert kernel_of(mesh, *other, **keywords) == "matmul_all_reduce_kernel"
+
+
+def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
+    parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "dtype, float32, not float16")
+    with fails(NotImplementedError, "matmul_all_reduce with hopper=True", *parts):
+        kernel_of(mesh, "float32", 2048, 500, 512, preferred_element_type="float16", config={"hopper": True})
+
+
+def test_its_configuration_by_shape() -> None:
+    by_rows = {m: hopper_config(m, 8192, 4) for m in (256, 512, 2048, 8192, 65536)}
+    assert [config.block_n for config in by_rows.values()] == [128, 128, 256, 256, 256]
+    assert [config.groups for config in by_rows.values()] == [1, 2, 4, 16, 16]
+    assert [config.lag for config in by_rows.values()] == [1, 1, 1, 1, 0]
+    assert [hopper_config(2048, 8192, world).lag for world in (2, 8)] == [3, 1]
 
 
 def test_lowers_on_an_explicit_mesh() -> None:

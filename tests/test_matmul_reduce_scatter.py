@@ -157,12 +157,14 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 34, 24, 16), (3, 15, 40, 72), (4, 132, 16, 24)))
 @pytest.mark.parametrize("dtype, result, block_m", (("bfloat16", None, 32), ("float16", "float32", 64)))
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, result: str | None, block_m: int) -> None:
-    """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter."""
+    """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter.
+
+    The larger ones are multiplied by two partitions.
+    """
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
     config = {"block_m": block_m, "block_n": 64, "block_k": 16, "hopper": True, "programs": 3, "chunk": 512}
-    program = row_parallel(
-        mesh_of(world), implementation="simulate", preferred_element_type=result, config={**config, "num_stages": 2}
-    )
+    config |= {"num_stages": 2, "partitions": block_m // 32}
+    program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
 

@@ -13,8 +13,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul as operation
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels import all_gather_matmul_hopper, matmul_hopper, matmul_reduce_scatter_hopper
+from jaxtaxfree.kernels import (
+    all_gather_matmul_hopper,
+    matmul_all_reduce_hopper,
+    matmul_hopper,
+    matmul_reduce_scatter_hopper,
+)
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.simulator import (
@@ -81,20 +87,38 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, *names = shape
+    m, n, k, programs, partitions, *names = shape
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
-    tiles = {"block_m": 16, "block_n": 32, "block_k": 8, "num_stages": 2, "group_m": 2, "chunk": 128}
-    config = scatter_ops.Config(**tiles, hopper=True, programs=programs)
+    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
+    config = scatter_ops.Config(**tiles, chunk=128, hopper=True, programs=programs, partitions=partitions)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
         keywords=launched(scatter_ops, m, k, n, world, dtype, config, epilogue=epilogue),
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
+    )
+
+
+def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, groups, lag, partitions, *names = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
+    total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
+    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
+    tiles["chunk"] = 128
+    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups, lag=lag, partitions=partitions)
+    return Call(
+        arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
+        keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
+        expected=[total] * world,
     )
 
 
@@ -130,8 +154,30 @@ KERNELS = (
         module=matmul_reduce_scatter_hopper,
         function="matmul_reduce_scatter_hopper_kernel",
         call=matmul_reduce_scatter,
-        # M, N, K, programs, and what is added; clipped at all ends, and with more programs than a rank has tiles
-        shapes=lambda world: ((17, 40, 24, 2, "bias", "residual"), (5, 40, 16, 1), (16, 32, 40, 3, "residual")),
+        # M, N, K, programs, partitions, and what is added; clipped at all ends, so that the second half of the rows may
+        # be missing, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (17, 40, 24, 2, 1, "bias", "residual"),
+            (5, 40, 16, 1, 2),
+            (36, 40, 24, 2, 2, "bias", "residual"),
+            (32, 32, 40, 3, 2, "residual"),
+        ),
+    ),
+    Simulated(
+        name="matmul_all_reduce",
+        module=matmul_all_reduce_hopper,
+        function="matmul_all_reduce_hopper_kernel",
+        call=matmul_all_reduce,
+        # M, N, K, programs, groups, lag, partitions, and what is added; clipped at all ends, where the last ranks own
+        # fewer tiles or none, the last group has fewer, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (40, 104, 16, 2, 2, 1, 1, "bias", "residual"),
+            (17, 40, 24, 1, 3, 0, 1),
+            (48, 104, 16, 2, 2, 0, 2, "bias", "residual"),
+            (32, 32, 40, 3, 1, 1, 2, "residual"),
+            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1, 2),
+            (64, 16 * world, 8, 2, 4, 2, 1),
+        ),
     ),
 )
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
@@ -172,7 +218,8 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
-ONE_PROGRAM = (17, 64, 8, 1)  # of more tiles for others than an outbox has places
+MANY_SUMS = (48, 96, 8, 1, 3, 1, 1)  # one program, of more tiles than an outbox has places
+ONE_PROGRAM = (33, 64, 16, 1, 2)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
@@ -185,8 +232,8 @@ COPY_FIND = f"unit, work)\n            {FIND}"
 TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
 TILE_FENCE = "                shmem.fence_proxy()\n"
 TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
-STAGED = "            gl.store(places + to_push[0] * size + in_order(part), part)\n"
-GIVEN = "            to_push = give(staged, to_push, ticket)\n"
+STAGED = "            gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)\n"
+GIVEN = "            to_push = give(staged, to_push, ticket, PARTITION)\n"
 CARRIED = """        value = gl.load(source + element)
         for first in range(0, size - work.CHUNK, work.CHUNK):
             due = shmem.pace(due, work.PACE)
@@ -201,6 +248,19 @@ LINES = "    block = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
 GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
+
+SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
+SUM_FENCE = "    shmem.fence_proxy()\n"
+SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
+PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
+SUM_CARRIED = "carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
+SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
+OWN_FIRST = (
+    ("unit - (work.LAG + 1) * (work.WORLD - 1)", "unit"),
+    ("mixed // work.WORLD + gl.where(is_own, 0, work.LAG + 1)", "mixed // work.WORLD"),
+    ("mixed - (work.GROUPS - work.LAG - 1) * work.WORLD", "mixed - work.GROUPS * work.WORLD"),
+    ("own - (work.LAG + 1)", "own"),
+)
 
 MUTANTS = (
     Mutant(
@@ -332,6 +392,27 @@ MUTANTS = (
         shape=ONE_PROGRAM,
     ),
     Mutant(
+        name="a place taken from both partitions by one",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(1, PARTITIONS)", "allocate_relay(1, 1)"),),
+        errors=(DeadlockError, *TOO_EARLY),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a tile carried when half of it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(PARTITIONS, 1)", "allocate_relay(1, 1)"),),
+        errors=TOO_EARLY,
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="numbers written by both partitions",
+        kernel="matmul_reduce_scatter",
+        edits=(("    if PARTITION == 0:\n", "    if True:\n"),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
         name="signal before the tile",
         kernel="matmul_reduce_scatter",
         edits=((TILE_SIGNAL, ""), (CARRIED, TILE_SIGNAL + CARRIED)),
@@ -377,9 +458,57 @@ MUTANTS = (
     Mutant(
         name="the last ticket not handed over",
         kernel="matmul_reduce_scatter",
-        edits=(("    give(staged, to_push, ticket)\n    matmul", "    matmul"),),
+        edits=(("    give(staged, to_push, ticket, PARTITION)\n    matmul", "    matmul"),),
         errors=(DeadlockError,),
         says="arrivals",
+    ),
+    Mutant(
+        name="own tiles before the others' of their group",
+        kernel="matmul_all_reduce",
+        edits=OWN_FIRST,
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="no wait for a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_WAIT, ""),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no proxy fence before a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="a sum in the place of another tile",
+        kernel="matmul_all_reduce",
+        edits=((PLACE_WAIT, ""),),
+        errors=(DataRaceError,),
+        shape=MANY_SUMS,
+    ),
+    Mutant(
+        name="signal before the sum",
+        kernel="matmul_all_reduce",
+        edits=(
+            (SUM_SIGNAL, "            pass\n"),
+            ("            due = " + SUM_CARRIED, SUM_SIGNAL + "            due = " + SUM_CARRIED),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a sum for all peers but one",
+        kernel="matmul_all_reduce",
+        edits=((SUM_CARRIED, SUM_CARRIED.replace("world - 1", "world - 2")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last lines of a sum not loaded",
+        kernel="matmul_all_reduce",
+        edits=((SUM_LINES, SUM_LINES.replace("(0, work.BLOCK_M,", "(0, work.BLOCK_M - 1 - scatter.lines_of(work),")),),
+        errors=(DeadlockError, *TOO_EARLY),
     ),
     Mutant(
         name="a stage released too early",

@@ -13,9 +13,11 @@ from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from jaxtaxfree.kernels.matmul_all_reduce_hopper import PLACES as OUTBOX
+from jaxtaxfree.kernels.matmul_all_reduce_hopper import matmul_all_reduce_hopper_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
 from jaxtaxfree.shmem import shmem_call
@@ -49,8 +51,9 @@ def matmul_all_reduce(
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of up to 256
-        rows each rank's part is rounded to the operands' dtype on its way, as XLA does, unless the result is to be of
-        more bits, the operands of so few rows that it saves nothing, or `config` asks for `exact_wire`.
+        rows, and by the kernel that `config` calls `hopper`, each rank's part is rounded to the operands' dtype on its
+        way, as XLA does, unless the result is to be of more bits, the operands of so few rows that it saves nothing, or
+        `config` asks for `exact_wire`.
       bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, the same on every rank, added last.
@@ -127,6 +130,16 @@ class Config:
       apart: programs of their own add up, so that those who multiply do not wait.
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
+      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0, and
+        results of the same dtype. Of the settings above it has those up to `group_m`. Partial sums are rounded. What
+        follows is of this kind alone.
+      programs: how many: as many as the GPU has multiprocessors.
+      partitions: 1 or 2 of the warps that multiply: of two one adds and stores while the other multiplies.
+      chunk: elements of a tile that are sent at a time, a power of 2.
+      pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
+        hide it; all else at the speed of the wire. 0: as soon as it can be.
+      groups: of a rank's tiles. The sums of a group travel while later ones are multiplied.
+      lag: of so many more groups others' tiles are multiplied before the own ones of a group, while its parts arrive.
     """
 
     block_m: int = 128
@@ -141,6 +154,13 @@ class Config:
     apart: bool = True
     linger: bool = True
     add_rows: int = 8
+    hopper: bool = False
+    programs: int = 132
+    partitions: int = 1
+    chunk: int = 1024
+    pace: float = 0.95
+    groups: int = 1
+    lag: int = 1
 
 
 # So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.
@@ -150,6 +170,8 @@ PLACES = 132
 ONE_SHOT_SIZE = 2**17
 # Partial sums of more elements are rounded on their way.
 EXACT_SIZE = 2**14
+# From so many rows on the kernel for Hopper is the default: never, until it has been measured.
+HOPPER_ROWS = math.inf
 
 
 def default_config(
@@ -200,6 +222,70 @@ def default_config(
     )
 
 
+def hopper_config(m: int, n: int, world: int) -> Config:
+    """A configuration of the kernel for Hopper by shape; of sizes and ranks as `default_config`."""
+    config = Config(hopper=True, exact_wire=False, group_m=16)
+    if _tiles(m, n, config) < config.programs:
+        # Nothing hides what is sent, so it is sent at once, and by more programs.
+        config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
+    # The sums of 32 tiles of a rank take three ranks some 16 us: so much, at the most, is left at the end.
+    tiles = math.ceil(_tiles(m, n, config) / world)
+    groups = max(1, min(tiles // 32, 16))
+    # Parts travel while as many tiles are multiplied as there are programs, about.
+    between = 0.9 * config.programs / math.ceil(tiles / groups)
+    lag = max(0, math.ceil((between - 1) / max(1, world - 1)))
+    return dataclasses.replace(config, groups=groups, lag=lag)
+
+
+def unsupported_on_hopper(k: int, n: int, *, dtype: Any, out_dtype: Any, **form: Any) -> list[str]:
+    """All that keeps the kernel for Hopper from multiplying lhs by rhs [k, n].
+
+    Args:
+      dtype: of the operands.
+      out_dtype: of the result.
+      **form: what else `matmul_reduce_scatter.unsupported_on_hopper` asks for.
+    """
+    reasons = matmul_reduce_scatter.unsupported_on_hopper(k, n, dtype=dtype, **form)
+    if np.dtype(out_dtype) != np.dtype(dtype):
+        reasons.append(f"it gives results of the operands' dtype, {np.dtype(dtype)}, not {np.dtype(out_dtype)}")
+    return reasons
+
+
+def choose(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    compute_capability: int,
+    residual: Any = None,
+    settings: Mapping[str, Any],
+) -> Config:
+    """The configuration by shape, of whichever kernel can take the call and is the fastest, but for these settings.
+
+    Args:
+      m, k, n: a rank multiplies its lhs [m, k] by its rhs [k, n].
+      world, dtype, out_dtype, compute_capability: as of `default_config`.
+      residual: the dtype of the residual, if there is one.
+
+    Raises:
+      NotImplementedError: if the settings ask for a kernel that cannot take the call.
+    """
+    on = {"dtype": dtype, "compute_capability": compute_capability}
+    reasons = unsupported_on_hopper(k, n, out_dtype=out_dtype, residual=residual, **on)
+    if settings.get("hopper") and reasons:
+        raise Unsupported("matmul_all_reduce with hopper=True", reasons)
+    others = settings.get("small") or settings.get("exact_wire")
+    if settings.get("hopper", m >= HOPPER_ROWS and not others and not reasons):
+        config = hopper_config(m, n, world)
+    else:
+        wire = {"out_dtype": out_dtype, "exact_wire": settings.get("exact_wire")}
+        config = default_config(m, n, world, shots=settings.get("shots"), **on, **wire)
+    return dataclasses.replace(config, **settings)
+
+
 def fused(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -228,17 +314,18 @@ def fused(
     world = lax.axis_size(axes)
     rows = lhs.reshape(-1, lhs.shape[-1])
     (m, k), n = rows.shape, rhs.shape[1]
-    settings = dict(config)
     out_dtype = preferred_element_type or lhs.dtype
-    by_shape = default_config(
+    residual = epilogue.split(rhs, operands)[1].get("residual")
+    chosen = choose(
         m,
+        k,
         n,
-        world,
-        lhs.dtype,
-        compute_capability,
-        settings.get("shots"),
+        world=world,
+        dtype=lhs.dtype,
         out_dtype=out_dtype,
-        exact_wire=settings.get("exact_wire"),
+        compute_capability=compute_capability,
+        residual=None if residual is None else residual.dtype,
+        settings=dict(config),
     )
     kernel, keywords = launch(
         m,
@@ -249,10 +336,14 @@ def fused(
         out_dtype=out_dtype,
         precision=precision,
         epilogue=epilogue,
-        config=dataclasses.replace(by_shape, **settings),
+        config=chosen,
     )
-    flat = epilogue.rows_first(operands, 0)
-    out = shmem_call(kernel, rows, rhs, *flat, axis_name=axes, implementation=implementation, **keywords)
+    others = epilogue.rows_first(operands, 0)
+    arrays = (rows, rhs, *others)
+    if chosen.hopper:
+        # rhs in blocks and in halves of them; one more dimension, as the kernel that scatters has it for the ranks.
+        arrays = (rows[None], rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
+    out = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
     return out.reshape(*lhs.shape[:-1], n)
 
 
@@ -270,11 +361,43 @@ def launch(
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
+    common = {
+        "name": "matmul_all_reduce",
+        "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
+    }
+    tiles = math.ceil(_tiles(m, n, config) / world)  # that a rank owns
+    peers = max(1, world - 1)  # no scratch is empty
+    block = (config.block_m, config.block_n)
+    if config.hopper:
+        groups = min(config.groups, tiles)
+        a_group = math.ceil(tiles / groups)
+
+        def cycles(share: float, length: int, chunks: int, programs: int) -> int:
+            return matmul.pace(share, length, size, chunks * config.chunk * size, min(programs, config.programs))
+
+        return matmul_all_reduce_hopper_kernel, {
+            **common,
+            **matmul_reduce_scatter.hopper_keywords(m, k, n, out_dtype, config, epilogue),
+            "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
+            "scratch": {
+                "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
+                "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
+                "outbox": jax.ShapeDtypeStruct((config.programs, OUTBOX.value, *block), dtype),
+            },
+            "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
+            "TILES": tiles,
+            "GROUPS": groups,
+            "LAG": min(config.lag, groups - 1),
+            "CHUNK": config.chunk,
+            "PACE": cycles(config.pace, k, 1, config.programs),
+            # Of so many programs together the wire takes no more.
+            "LAST_PACE": cycles(config.pace, 0, 1, peers * a_group),
+            "SUM_PACE": cycles(config.pace, 0, peers, a_group),
+        }
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
     keywords = {
         "out_type": out,
-        "name": "matmul_all_reduce",
-        "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
+        **common,
         **matmul.tile_keywords(m, k, n, precision, config),
         **epilogue.keywords("bias", "residual"),
     }
@@ -283,7 +406,7 @@ def launch(
         two_shots = config.shots == 2
         owned = math.ceil(m / world) if two_shots else m
         all_rows = world * owned if two_shots else m
-        tiles = math.ceil(all_rows / config.block_m) * column_blocks
+        programs = math.ceil(all_rows / config.block_m) * column_blocks
         parts = math.ceil(owned / config.add_rows) * column_blocks
 
         def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
@@ -291,7 +414,7 @@ def launch(
             return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
 
         return matmul_all_reduce_small_kernel, keywords | {
-            "grid": tiles + parts * config.apart,
+            "grid": programs + parts * config.apart,
             "messages": {
                 "partials": words(world, np.float32 if config.exact_wire else dtype),
                 "sums": words(world * two_shots, out_dtype),
@@ -303,9 +426,6 @@ def launch(
             "LINGER": config.linger,
             "ADD_ROWS": config.add_rows,
         }
-    tiles = math.ceil(math.ceil(m / config.block_m) * column_blocks / world)  # that a rank owns
-    peers = max(1, world - 1)  # no scratch is empty
-    block = (config.block_m, config.block_n)
     return matmul_all_reduce_kernel, keywords | {
         "grid": (2 * world - 1) * tiles,
         "scratch": {
@@ -316,6 +436,11 @@ def launch(
         "GROUP_M": config.group_m,
         "EXACT_WIRE": config.exact_wire,
     }
+
+
+def _tiles(m: int, n: int, config: Config) -> int:
+    """Number of tiles of a result [m, n]."""
+    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
 def _unsupported(
@@ -344,15 +469,21 @@ def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
+    on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability, "out_dtype": lhs.dtype}
+
     def default(m: int) -> Config:
-        return default_config(m, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+        return choose(m, *rhs.shape, world=team.world, **on, settings={})
+
+    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+        hopper = settings.get("hopper", False)
+        return None if hopper and unsupported_on_hopper(*rhs.shape, **on) else tuple(sorted(settings.items()))
 
     return matmul.case(
         "matmul_all_reduce",
         lhs,
         rhs,
         default=default,
-        take=lambda settings: tuple(sorted(settings.items())),
+        take=take,
         team=team,
         **params,
     )

@@ -134,6 +134,7 @@ class Config:
       hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. Of
         the settings above it has those up to `group_m`.
       programs: how many, if `hopper`: as many as the GPU has multiprocessors.
+      partitions: 1 or 2 of the warps that multiply, if `hopper`: of two one adds and stores while the other multiplies.
       chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, if `hopper`; 0: as soon as
         they can be.
@@ -150,6 +151,7 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     programs: int = 132
+    partitions: int = 1
     chunk: int = 1024
     pace: float = 0.95
 
@@ -298,18 +300,9 @@ def launch(
     }
     if config.hopper:
         assert not rhs_transposed
-        # The peers' parts of a tile arrive in the memory of a step's columns: so many columns, all rows of them.
-        arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-        hopper = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
-        last = epilogue.keywords("bias")
-        if "residual" in epilogue.operands:
-            hopper["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
-        else:
-            last["residual_desc"] = None
         return matmul_reduce_scatter_hopper_kernel, {
             **common,
-            **hopper,
-            **last,
+            **hopper_keywords(m, k, n, out_dtype, config, epilogue),
             "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
             "scratch": {
                 "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
@@ -352,6 +345,18 @@ def launch(
         "PART": part,
         "CHUNK": max(threads, next_power_of_2(part)),
     }
+
+
+def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogue: Epilogue) -> dict[str, Any]:
+    """As `matmul.hopper_keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
+    # So many columns, all rows of them.
+    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving, partitions=config.partitions)
+    keywords |= epilogue.keywords("bias")
+    if "residual" in epilogue.operands:
+        keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
+        return keywords
+    return keywords | {"residual_desc": None}
 
 
 def _tiles(m: int, n: int, config: Config) -> int:
