@@ -230,6 +230,115 @@ def hopper_keywords(
     }
 
 
+def unsupported_on_decode_hopper(rows: int, k: int, n: int, *, config: Any, **form: Any) -> list[str]:
+    """As `unsupported_on_hopper`, of a kernel for few rows and tiles of so many of them."""
+    reasons = unsupported_on_hopper(k, n, **form)
+    if rows > config.block_m:
+        reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
+    return reasons
+
+
+def decode_hopper_tile(rows: int, n: int, *, products: int = 1) -> dict[str, Any]:
+    """Settings for products of few rows in a kernel for Hopper, by shape.
+
+    Args:
+      rows: that a tile has to have, at most 128.
+      n: columns of `rhs`.
+      products: by how many matrices like it the rows are multiplied.
+    """
+    block_m, block_k = max(8, next_power_of_2(rows)), 64
+    # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
+    block_n = 128 if n >= 96 * 128 and products == 1 else 64
+    stage = 2 * block_k * (block_m + products * block_n)  # bytes
+    return {
+        "block_m": block_m,
+        "block_n": block_n,
+        "block_k": block_k,
+        "num_warps": block_n // 16,
+        # Beside them the tile, in f32, is put in order to be stored.
+        "num_stages": min(16, ((226 << 10) - 4 * block_m * block_n) // stage),
+    }
+
+
+def decode_hopper_keywords(n: int, config: Any, *descriptors: str) -> dict[str, Any]:
+    """What `shmem_call` needs to know of such a product.
+
+    Args:
+      n: as above.
+      config: with the settings of `decode_hopper_tile`.
+      *descriptors: the kernel's parameters for matrices [k, n].
+    """
+    return {
+        "grid": math.ceil(n / config.block_n),
+        "num_warps": config.num_warps,
+        "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+    }
+
+
+def rows_added_at_once(owned: int, world: int, columns: int, itemsize: int) -> int:
+    """How many of the rows that a rank owns one program of few rows adds up at a time.
+
+    Args:
+      columns: that its 4 warps have.
+      itemsize: of what arrives.
+    """
+    # A thread has 32 words in its registers.
+    most = 2**14 // (next_power_of_2(world) * columns * itemsize)
+    return max(1, min(next_power_of_2(owned), most))
+
+
+def reduce_decode_hopper_keywords(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    scattered: bool,
+    gathered: bool,
+    dtype: Any,
+    out_dtype: Any,
+    add_rows: int | None = None,
+    config: Any,
+) -> dict[str, Any]:
+    """What `shmem_call` needs to know for the kernel that adds up products of few rows on Hopper.
+
+    Args:
+      m, k, n: the result is [m, n], and lhs [..., k].
+      scattered: each rank adds up rows of its own.
+      gathered: and sends the sums to all, or has them from the others.
+      add_rows: rows that are added up at once; None chooses.
+    """
+    owned = math.ceil(m / world) if gathered else m
+    columns = math.ceil(n / config.block_n) * config.block_n
+    wire = np.dtype(np.float32 if config.exact_wire else dtype)
+
+    def words(of: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((world * owned * columns * of.itemsize // 4,), np.int32)
+
+    messages = {"partials": words(wire)}
+    if gathered:
+        messages["sums"] = words(np.dtype(out_dtype))
+    keywords = decode_hopper_keywords(n, config, "rhs_desc")
+    keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
+    return {
+        **keywords,
+        **({} if gathered else {"sums": None}),
+        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
+        "messages": messages,
+        "M": m,
+        "N": n,
+        "K": k,
+        "OWNED": owned,
+        "SCATTERED": scattered,
+        "EXACT_WIRE": config.exact_wire,
+        "ADD_ROWS": add_rows or rows_added_at_once(owned, world, 64, wire.itemsize),
+    }
+
+
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0
 _WIRE = 245  # bytes that NVLink 4 takes in a cycle: 393 GB/s at 1.6 GHz
 

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
@@ -127,6 +127,9 @@ class Config:
       apart: programs of their own add up, so that those who multiply do not wait.
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0; if `small`
+        alone. `block_m` is at least all rows, and `block_n` 16 times `num_warps`; who multiplies adds up, and does not
+        linger.
     """
 
     block_m: int = 128
@@ -141,6 +144,7 @@ class Config:
     apart: bool = True
     linger: bool = True
     add_rows: int = 8
+    hopper: bool = False
 
 
 # So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.
@@ -150,6 +154,8 @@ PLACES = 132
 ONE_SHOT_SIZE = 2**17
 # Partial sums of more elements are rounded on their way.
 EXACT_SIZE = 2**14
+# Up to so many rows the kernel for few rows on Hopper is the default: none, until it has been measured.
+DECODE_HOPPER_ROWS = 0
 
 
 def default_config(
@@ -187,8 +193,6 @@ def default_config(
         wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
         exact_wire = wider or m * n <= EXACT_SIZE
     itemsize = 4 if exact_wire else np.dtype(dtype).itemsize
-    # A thread has 32 words in its registers.
-    most = 2**14 // (next_power_of_2(world) * tile["block_n"] * itemsize)
     return Config(
         **tile,
         small=True,
@@ -196,8 +200,64 @@ def default_config(
         exact_wire=exact_wire,
         apart=tiles > PLACES,
         linger=owned > 16,
-        add_rows=max(1, min(next_power_of_2(owned), most)),
+        add_rows=matmul.rows_added_at_once(owned, world, tile["block_n"], itemsize),
     )
+
+
+def decode_hopper_config(m: int, n: int, world: int, config: Config) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper; what `default_config` has in common with it stays.
+
+    Args:
+      m, n, world: as there.
+      config: what that gives.
+    """
+    # Rows past the end are sent as well.
+    rows = m if config.shots == 1 else math.ceil(m / world) * world
+    return dataclasses.replace(config, **matmul.decode_hopper_tile(rows, n), apart=False, linger=False, hopper=True)
+
+
+def unsupported_on_hopper(m: int, k: int, n: int, *, world: int, config: Config, **on: Any) -> list[str]:
+    """All that keeps the kernel for Hopper of this configuration from multiplying lhs [m, k] by rhs [k, n]."""
+    if not config.small:
+        return ["it is for few rows, with small=True"]
+    rows = m if config.shots == 1 else math.ceil(m / world) * world
+    return matmul.unsupported_on_decode_hopper(rows, k, n, config=config, **on)
+
+
+def choose(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    compute_capability: int,
+    settings: Mapping[str, Any],
+    out_dtype: Any = None,
+) -> Config:
+    """The configuration by shape, of whichever kernel can take the call and is the fastest, but for these settings.
+
+    Args:
+      m, k, n: a rank multiplies its lhs [m, k] by its rhs [k, n].
+      world, dtype, compute_capability, out_dtype: as of `default_config`.
+
+    Raises:
+      NotImplementedError: if the settings ask for a kernel that cannot take the call.
+    """
+    on = {"dtype": dtype, "compute_capability": compute_capability}
+    asked = {name: settings.get(name) for name in ("shots", "exact_wire")}
+    config = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
+    if config.small and settings.get("hopper", m <= DECODE_HOPPER_ROWS and settings.get("small", True)):
+        hopper = dataclasses.replace(decode_hopper_config(m, n, world, config), **settings)
+        reasons = unsupported_on_hopper(m, k, n, world=world, config=hopper, **on)
+        if not reasons:
+            return hopper
+        if "hopper" in settings:
+            raise Unsupported("matmul_all_reduce with hopper=True", reasons)
+    config = dataclasses.replace(config, **settings)
+    if config.hopper and (reasons := unsupported_on_hopper(m, k, n, world=world, config=config, **on)):
+        raise Unsupported("matmul_all_reduce with hopper=True", reasons)
+    return config
 
 
 def fused(
@@ -228,28 +288,17 @@ def fused(
     world = lax.axis_size(axes)
     rows = lhs.reshape(-1, lhs.shape[-1])
     (m, k), n = rows.shape, rhs.shape[1]
-    settings = dict(config)
     out_dtype = preferred_element_type or lhs.dtype
-    by_shape = default_config(
-        m,
-        n,
-        world,
-        lhs.dtype,
-        compute_capability,
-        settings.get("shots"),
-        out_dtype=out_dtype,
-        exact_wire=settings.get("exact_wire"),
-    )
+    on = {"world": world, "dtype": lhs.dtype, "out_dtype": out_dtype}
+    chosen = choose(m, k, n, **on, compute_capability=compute_capability, settings=dict(config))
     kernel, keywords = launch(
         m,
         k,
         n,
-        world=world,
-        dtype=lhs.dtype,
-        out_dtype=out_dtype,
+        **on,
         precision=precision,
         epilogue=epilogue,
-        config=dataclasses.replace(by_shape, **settings),
+        config=chosen,
     )
     flat = epilogue.rows_first(operands, 0)
     out = shmem_call(kernel, rows, rhs, *flat, axis_name=axes, implementation=implementation, **keywords)
@@ -271,10 +320,21 @@ def launch(
     """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
     out = jax.ShapeDtypeStruct((m, n), out_dtype)
-    keywords = {
+    common = {
         "out_type": out,
         "name": "matmul_all_reduce",
         "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
+    }
+    if config.hopper:
+        two_shots = config.shots == 2
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": two_shots, "gathered": two_shots}
+        return matmul_reduce_decode_hopper_kernel, {
+            **common,
+            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, add_rows=config.add_rows, config=config),
+            **epilogue.keywords("bias", "residual"),
+        }
+    keywords = {
+        **common,
         **matmul.tile_keywords(m, k, n, precision, config),
         **epilogue.keywords("bias", "residual"),
     }
@@ -344,8 +404,10 @@ def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
+    on = {"world": team.world, "dtype": lhs.dtype, "compute_capability": team.compute_capability}
+
     def default(m: int) -> Config:
-        return default_config(m, rhs.shape[1], team.world, lhs.dtype, team.compute_capability)
+        return choose(m, *rhs.shape, **on, settings={})
 
     return matmul.case(
         "matmul_all_reduce",

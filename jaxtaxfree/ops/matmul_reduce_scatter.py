@@ -12,6 +12,7 @@ from jax import lax
 from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_hopper import PLACES, matmul_reduce_scatter_hopper_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
@@ -131,12 +132,13 @@ class Config:
       small: every tile has the rows of all ranks, so that `rhs` is read once.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
-      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. Of
-        the settings above it has those up to `group_m`.
-      programs: how many, if `hopper`: as many as the GPU has multiprocessors.
-      chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
-      pace: in which share of the time that tiles for others are multiplied they are sent, if `hopper`; 0: as soon as
-        they can be.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
+        `block_m` is at least the rows of all ranks, `block_n` 16 times `num_warps`, and partial sums travel as words,
+        without a signal. If not, the programs are persistent; of the settings above there are those up to `group_m`.
+        What follows is of this kind alone.
+      programs: how many: as many as the GPU has multiprocessors.
+      chunk: elements of a tile that are sent at a time: a power of 2.
+      pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
     """
 
     block_m: int = 128
@@ -152,6 +154,10 @@ class Config:
     programs: int = 132
     chunk: int = 1024
     pace: float = 0.95
+
+
+# Up to so many rows of all ranks the kernel for few rows on Hopper is the default: none, until it has been measured.
+DECODE_HOPPER_ROWS = 0
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -174,8 +180,13 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
+def decode_hopper_config(m: int, n: int, world: int) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper, as in `default_config`."""
+    return Config(**matmul.decode_hopper_tile(world * m, n), small=True, hopper=True, exact_wire=True)
+
+
 def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
-    """All that keeps the kernel for Hopper from multiplying a rank's lhs by its rhs [k, n].
+    """All that keeps the kernel for many rows on Hopper from multiplying a rank's lhs by its rhs [k, n].
 
     Args:
       residual: the dtype of the residual, if there is one.
@@ -187,6 +198,13 @@ def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) 
     return reasons
 
 
+def _unsupported_with(config: Config, rows: int, k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
+    """All that keeps the kernel for Hopper of this configuration from multiplying so many rows; as above."""
+    if config.small:
+        return matmul.unsupported_on_decode_hopper(rows, k, n, config=config, **form)
+    return unsupported_on_hopper(k, n, residual=residual, **form)
+
+
 def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
     """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
@@ -196,6 +214,10 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
+    if world * m <= DECODE_HOPPER_ROWS:
+        config = decode_hopper_config(m, n, world)
+        if not _unsupported_with(config, world * m, k, n, **on, **form):
+            return config
     config = Config(hopper=True)
     # Its tiles follow each other without a pause, which is worth something where a program has some.
     faster = world * _tiles(m, n, config) >= 3 * config.programs
@@ -241,7 +263,7 @@ def fused(
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     if config is None:
         config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := unsupported_on_hopper(k, n, **on, **form)):
+    elif config.hopper and (reasons := _unsupported_with(config, world * m, k, n, **on, **form)):
         raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
@@ -257,7 +279,7 @@ def fused(
     )
     others = epilogue.rows_first(operands, scatter_dimension)
     arrays = (rows, rhs, *others)
-    if config.hopper:
+    if config.hopper and not config.small:
         # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
         arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
     out = shmem_call(
@@ -296,6 +318,14 @@ def launch(
             "bytes_accessed": size * (world * m * k + k * n + m * n) + 2 * wire.itemsize * (world - 1) * m * n,
         },
     }
+    if config.hopper and config.small:
+        assert not rhs_transposed
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": True, "gathered": False}
+        return matmul_reduce_decode_hopper_kernel, {
+            **common,
+            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, config=config),
+            **epilogue.keywords("bias", "residual"),
+        }
     if config.hopper:
         assert not rhs_transposed
         # The peers' parts of a tile arrive in the memory of a step's columns: so many columns, all rows of them.
@@ -420,7 +450,8 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
-        return None if config.hopper and matmul.unsupported_on_hopper(*rhs.shape, **on) else config
+        rows = math.prod(lhs.shape[:-1])
+        return None if config.hopper and _unsupported_with(config, rows, *rhs.shape, **on) else config
 
     return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
 
