@@ -795,6 +795,57 @@ MUTANTS = (
         ),
         errors=TOO_EARLY,
     ),
+    Mutant(
+        name="rows past the end not sent",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("(m < WORLD * OWNED)", "(m < WORLD * OWNED - 1)"),),
+        errors=(DeadlockError,),
+        shape=(5, 24, 40, 2, False, 1, 3),
+    ),
+    Mutant(
+        name="a tile sent to one rank twice",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))", "words, me.rank, (m < OWNED) & (n >= 0))"),),
+        errors=(MessageError,),
+        shape=(5, 40, 72, 1, False, 2, 2),
+    ),
+    Mutant(
+        name="sums of all parts in one place",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("    m = row + word // ROW\n", "    m = word // ROW\n"),),
+        errors=(MessageError,),
+        shape=(5, 24, 40, 2, False, 1, 3),
+    ),
+    Mutant(
+        name="words of the first tile",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(
+            (
+                "source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)\n    words",
+                "source = shmem.messages(me, region) + row * (PITCH // A_WORD)\n    words",
+            ),
+        ),
+        errors=(MessageError, WaitOrderError, DeadlockError, DataRaceError),
+    ),
+    Mutant(
+        name="a stage released too early",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(
+            (
+                "warpgroup_mma_wait(num_outstanding=1, deps=(tile,))",
+                "warpgroup_mma_wait(num_outstanding=2, deps=(tile,))",
+            ),
+        ),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="lhs of one stage alone",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(("ring.full.index(stage), ring.lhs.index(stage))", "ring.full.index(stage), ring.lhs.index(0))"),),
+        errors=TOO_EARLY,
+    ),
 )
 
 
