@@ -42,6 +42,7 @@ from tests.support import (
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank
 SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": True}
 LARGE = {**SMALL, "small": False}
+HOPPER = {**SMALL, "hopper": True, "block_m": 32, "num_stages": 2, "add_rows": 4}
 
 
 def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
@@ -142,29 +143,48 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
 
 
+@pytest.mark.parametrize("world, m", ((1, 3), (2, 1), (3, 7), (4, 5), (4, 16)))
+@pytest.mark.parametrize("dtype, result", (("bfloat16", None), ("float16", "float32")))
+@pytest.mark.parametrize("shots", (1, 2))
+def test_simulated_on_hopper(world: int, m: int, dtype: str, result: str | None, shots: int) -> None:
+    """Tiles that are clipped at all ends, and ranks that own rows past the end."""
+    lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
+    config = {**HOPPER, "shots": shots, "exact_wire": m > 4}
+    program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
+
+
 @pytest.mark.parametrize(
     "config",
     (
         {**SMALL, "shots": 1},
         {**SMALL, "shots": 2},
         LARGE,
+        {**HOPPER, "shots": 1, "exact_wire": True},
+        {**HOPPER, "shots": 2, "exact_wire": True},
     ),
 )
 def test_sums_are_rounded_once(mesh: Mesh, config: dict[str, Any]) -> None:
     """Four parts of 1 + 2**-9 each: in bf16 a part alone is 1, but their sum is 4 + 2**-7."""
-    lhs = np.tile(np.array([1, 2**-9], jnp.bfloat16), (18, 4))
-    rhs = np.ones((8, 5), jnp.bfloat16)
+    lhs, rhs = sums_of_four()
     program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
-    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4 + 2**-7))
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 8), 4 + 2**-7))
+
+
+def sums_of_four() -> tuple[np.ndarray, np.ndarray]:
+    """Operands of which each rank's part is 1 + 2**-9; K and N as TMA takes them."""
+    lhs, rhs = np.zeros((18, 4, 8), jnp.bfloat16), np.ones((32, 8), jnp.bfloat16)
+    lhs[:, :, 0], lhs[:, :, 1] = 1, 2**-9
+    return lhs.reshape(18, 32), rhs
 
 
 @pytest.mark.parametrize("shots", (1, 2))
-def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh, shots: int) -> None:
-    lhs = np.tile(np.array([1, 2**-9], jnp.bfloat16), (18, 4))
-    rhs = np.ones((8, 5), jnp.bfloat16)
-    config = {**SMALL, "shots": shots, "exact_wire": False}
+@pytest.mark.parametrize("hopper", (False, True))
+def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh, shots: int, hopper: bool) -> None:
+    lhs, rhs = sums_of_four()
+    config = {**(HOPPER if hopper else SMALL), "shots": shots, "exact_wire": False}
     program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
-    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4))
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 8), 4))
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,23 @@ def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, res
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
 
+@pytest.mark.parametrize("world, m", ((1, 3), (2, 2), (3, 15), (4, 20)))
+@pytest.mark.parametrize("dtype, result", (("bfloat16", None), ("float16", "float32")))
+@pytest.mark.parametrize("exact_wire", (False, True))
+def test_simulated_on_hopper_with_few_rows(
+    world: int, m: int, dtype: str, result: str | None, exact_wire: bool
+) -> None:
+    lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
+    config = {"block_m": 32, "block_n": 16, "block_k": 16, "num_stages": 2, "hopper": True, "small": True}
+    program = row_parallel(
+        mesh_of(world),
+        implementation="simulate",
+        preferred_element_type=result,
+        config={**config, "exact_wire": exact_wire},
+    )
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
+
+
 @pytest.mark.parametrize("world", (1, 2, 4))
 @pytest.mark.parametrize("lag", (1, 3, 4, 100))
 def test_simulated_with_a_lag(world: int, lag: int) -> None:
