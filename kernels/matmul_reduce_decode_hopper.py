@@ -41,6 +41,7 @@ def matmul_reduce_decode_hopper_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once
+    LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
@@ -56,7 +57,7 @@ def matmul_reduce_decode_hopper_kernel(
                 reduce,
                 (
                     me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, steps, M, N, WORLD, OWNED,
-                    SCATTERED, wire, ADD_ROWS, ACTIVATION,
+                    SCATTERED, wire, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
             (load, (ring, lhs_desc, rhs_desc, column, steps)),
@@ -78,7 +79,8 @@ def load(ring, lhs_desc, rhs_desc, column, STEPS: gl.constexpr):
 def reduce(
     me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column,
     STEPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
-    SCATTERED: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, ACTIVATION: gl.constexpr,
+    SCATTERED: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, sends it, and adds up the rows of all ranks that this one owns."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
@@ -97,7 +99,7 @@ def reduce(
             bias = gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
         if residual_ptr is not None:
             residual = gl.load(residual_ptr + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
-        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
         total = parts[0].to(gl.float32)
         for rank in gl.static_range(1, WORLD):
             total += parts[rank].to(gl.float32)
@@ -114,7 +116,7 @@ def reduce(
     if sums is not None:
         for row in range(0, OWNED, ADD_ROWS):
             m, n = elements(row, column, OUT, BLOCK_N, ADD_ROWS)
-            blocks, late = receive(me, sums, OUT, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+            blocks, late = receive(me, sums, OUT, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
             for rank in gl.static_range(WORLD):
                 inside = (m < OWNED) & (rank * OWNED + m < M) & (n < N)
                 gl.store(out_ptr + (rank * OWNED + m) * N + n, blocks[rank], mask=inside)
@@ -177,7 +179,7 @@ def send_sums(
 @gluon.jit
 def receive(
     me, region, dtype: gl.constexpr, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
-    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
 ):  # fmt: skip
     """What all ranks send to some rows.
 
@@ -186,7 +188,7 @@ def receive(
     A_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
     source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)
     words, late = shmem.receive_vectors(
-        me, source, OWNED - row, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD
+        me, source, OWNED - row, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD, LINGER
     )
     blocks = ()
     for rank in gl.static_range(WORLD):

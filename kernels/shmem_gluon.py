@@ -90,7 +90,7 @@ def vectors_of(size, warps):
 @gluon.jit
 def receive_vectors(
     me, source, rows, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    WORLD: gl.constexpr,
+    WORLD: gl.constexpr, LINGER: gl.constexpr = False,
 ):  # fmt: skip
     """Waits for words of all ranks, this one included. Like `shmem.poll_vectors`, for the calling partition.
 
@@ -103,6 +103,7 @@ def receive_vectors(
       STRIDE: words from what a rank sends to what the next one sends. All these are multiples of 4.
       ROWS: rows of a block, a power of 2.
       ROW: words of a row, a power of 2, at least 4.
+      LINGER: waits for the first words of each rank before it looks at all of them, which pays where there are many.
 
     Returns: (for each rank a block of i32 words, one row after the other, in the layout `vectors_of(4, ...)`, longer
       than ROWS * ROW if that is less than 4 for each thread; -1 for those that did not come within the heap's timeout,
@@ -110,11 +111,28 @@ def receive_vectors(
     """
     WARPS: gl.constexpr = gl.num_warps()
     place, there = _places(rows, PITCH, ROWS, ROW, 4)
-    found, _, late = shmem.poll_vectors(me, source + place, STRIDE, WORLD, OWN=True, mask=there)
+    patient = _linger(me, source, STRIDE, WORLD) if LINGER else me.ready
+    found, _, late = shmem.poll_vectors(me, source + place, STRIDE, WORLD, OWN=True, patient=patient, mask=there)
     blocks = ()
     for rank in gl.static_range(WORLD):
         blocks = blocks + (gl.convert_layout(found[rank], vectors_of(4, WARPS)),)
     return blocks, late
+
+
+@gluon.jit
+def _linger(me, source, STRIDE: gl.constexpr, WORLD: gl.constexpr):
+    """Waits for a vector of each rank, at the least expense of the memory. All warps of the partition meet.
+
+    Returns: i1, false if they did not come within the heap's timeout.
+    """
+    BACKEND: gl.constexpr = shmem._backend()
+    came = me.ready
+    if BACKEND == "cuda":
+        # The first thread of each warp looks.
+        lane = gl.arange(0, 32 * gl.num_warps(), vectors_of(1, gl.num_warps()))
+        _, each, _ = shmem.poll_vectors(me, source + 0 * lane, STRIDE, WORLD, OWN=True, mask=lane % 32 == 0)
+        came = gl.min(each.to(gl.int32), 0) != 0
+    return came
 
 
 @gluon.jit

@@ -137,6 +137,7 @@ def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **g
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),
         ({"n": 1028}, False),
+        ({"n": 9216}, False),  # more tiles than run at a time
         ({"compute_capability": 80}, False),
         ({"compute_capability": 100}, False),
     ),

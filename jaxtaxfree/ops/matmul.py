@@ -302,6 +302,7 @@ def reduce_decode_hopper_keywords(
     dtype: Any,
     out_dtype: Any,
     add_rows: int | None = None,
+    linger: bool | None = None,
     config: Any,
 ) -> dict[str, Any]:
     """What `shmem_call` needs to know for the kernel that adds up products of few rows on Hopper.
@@ -310,7 +311,7 @@ def reduce_decode_hopper_keywords(
       m, k, n: the result is [m, n], and lhs [..., k].
       scattered: each rank adds up rows of its own.
       gathered: and sends the sums to all, or has them from the others.
-      add_rows: rows that are added up at once; None chooses.
+      add_rows, linger: as of `matmul_all_reduce`; None chooses.
     """
     owned = math.ceil(m / world) if gathered else m
     columns = math.ceil(n / config.block_n) * config.block_n
@@ -336,7 +337,16 @@ def reduce_decode_hopper_keywords(
         "SCATTERED": scattered,
         "EXACT_WIRE": config.exact_wire,
         "ADD_ROWS": add_rows or rows_added_at_once(owned, world, 64, wire.itemsize),
+        "LINGER": owned > 16 if linger is None else linger,
     }
+
+
+def runs_at_once(n: int, config: Any) -> bool:
+    """Whether a GPU runs all tiles of so many columns at a time, as many as an H100 or H200 has multiprocessors.
+
+    If they exchange what they have computed, the others' weights are not read before that.
+    """
+    return math.ceil(n / config.block_n) <= 132
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

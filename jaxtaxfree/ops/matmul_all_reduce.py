@@ -128,8 +128,7 @@ class Config:
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0; if `small`
-        alone. `block_m` is at least all rows, and `block_n` 16 times `num_warps`; who multiplies adds up, and does not
-        linger.
+        alone. `block_m` is at least all rows, and `block_n` 16 times `num_warps`; who multiplies adds up.
     """
 
     block_m: int = 128
@@ -213,7 +212,7 @@ def decode_hopper_config(m: int, n: int, world: int, config: Config) -> Config:
     """
     # Rows past the end are sent as well.
     rows = m if config.shots == 1 else math.ceil(m / world) * world
-    return dataclasses.replace(config, **matmul.decode_hopper_tile(rows, n), apart=False, linger=False, hopper=True)
+    return dataclasses.replace(config, **matmul.decode_hopper_tile(rows, n), apart=False, hopper=True)
 
 
 def unsupported_on_hopper(m: int, k: int, n: int, *, world: int, config: Config, **on: Any) -> list[str]:
@@ -247,13 +246,11 @@ def choose(
     on = {"dtype": dtype, "compute_capability": compute_capability}
     asked = {name: settings.get(name) for name in ("shots", "exact_wire")}
     config = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
-    if config.small and settings.get("hopper", m <= DECODE_HOPPER_ROWS and settings.get("small", True)):
-        hopper = dataclasses.replace(decode_hopper_config(m, n, world, config), **settings)
-        reasons = unsupported_on_hopper(m, k, n, world=world, config=hopper, **on)
-        if not reasons:
-            return hopper
-        if "hopper" in settings:
-            raise Unsupported("matmul_all_reduce with hopper=True", reasons)
+    hopper = decode_hopper_config(m, n, world, config)
+    # Tiles that somebody asks for are those of the portable kernel.
+    faster = m <= DECODE_HOPPER_ROWS and matmul.runs_at_once(n, hopper) and settings.keys() <= asked.keys()
+    if settings.get("hopper", faster and not unsupported_on_hopper(m, k, n, world=world, config=hopper, **on)):
+        config = hopper
     config = dataclasses.replace(config, **settings)
     if config.hopper and (reasons := unsupported_on_hopper(m, k, n, world=world, config=config, **on)):
         raise Unsupported("matmul_all_reduce with hopper=True", reasons)
@@ -330,7 +327,9 @@ def launch(
         on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": two_shots, "gathered": two_shots}
         return matmul_reduce_decode_hopper_kernel, {
             **common,
-            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, add_rows=config.add_rows, config=config),
+            **matmul.reduce_decode_hopper_keywords(
+                m, k, n, **on, add_rows=config.add_rows, linger=config.linger, config=config
+            ),
             **epilogue.keywords("bias", "residual"),
         }
     keywords = {
@@ -409,12 +408,18 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     def default(m: int) -> Config:
         return choose(m, *rhs.shape, **on, settings={})
 
+    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+        config, rows = Config(**settings), math.prod(lhs.shape[:-1])
+        if config.hopper and unsupported_on_hopper(rows, *rhs.shape, config=config, **on):
+            return None
+        return tuple(sorted(settings.items()))
+
     return matmul.case(
         "matmul_all_reduce",
         lhs,
         rhs,
         default=default,
-        take=lambda settings: tuple(sorted(settings.items())),
+        take=take,
         team=team,
         **params,
     )

@@ -216,7 +216,7 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
     on = {"dtype": dtype, "compute_capability": compute_capability}
     if world * m <= DECODE_HOPPER_ROWS:
         config = decode_hopper_config(m, n, world)
-        if not _unsupported_with(config, world * m, k, n, **on, **form):
+        if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
             return config
     config = Config(hopper=True)
     # Its tiles follow each other without a pause, which is worth something where a program has some.
