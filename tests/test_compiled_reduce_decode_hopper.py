@@ -56,7 +56,7 @@ def lowered(**given: Any) -> str:
     case = {"world": 4, "m": 16, "k": 28672, "n": 8192, "dtype": "bfloat16", **given}
     world, m, k, n, dtype = (case[name] for name in ("world", "m", "k", "n", "dtype"))
     scattered, mesh = case.get("scattered"), mesh_of(world)
-    settings = {"hopper": True, **case.get("settings", {})}
+    settings = {"hopper": True, "small": True, **case.get("settings", {})}
     if scattered:
         chosen = vars(scatter_ops.decode_hopper_config(m // world, n, world))
         operation, settings = matmul_reduce_scatter, {**chosen, **settings}
@@ -160,11 +160,11 @@ def test_the_kernel_can_be_the_default(
 def test_all_reasons_why_it_cannot_run(scattered: bool) -> None:
     parts = ("float16 and bfloat16, not float32", "64 are more than block_m=16", "1028 elements")
     operation = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
-    settings = {"small": True, "block_m": 16, "block_n": 64, "num_warps": 4}
+    settings = {"block_m": 16, "block_n": 64, "num_warps": 4}
     with fails(NotImplementedError, f"{operation} with hopper=True", *parts):
         lowered(scattered=scattered, m=64, k=4096, n=1028, dtype="float32", settings=settings)
 
 
 def test_many_rows_are_reduced_by_the_portable_kernel() -> None:
     with fails(NotImplementedError, "matmul_all_reduce with hopper=True", "it is for few rows, with small=True"):
-        lowered(m=512, k=4096, n=1024)
+        lowered(k=4096, n=1024, settings={"small": False})

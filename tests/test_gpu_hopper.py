@@ -236,7 +236,7 @@ def few_rows(kind: str, world: int, m: int, n: int) -> tuple[parity.Operation, d
     """
     if kind == "scatter":
         return parity.SCATTER, vars(scatter_ops.decode_hopper_config(parity.up_to(m, world) // world, n, world))
-    return parity.REDUCE, {"hopper": True, "shots": int(kind)}
+    return parity.REDUCE, {"hopper": True, "small": True, "shots": int(kind)}
 
 
 each_kind = pytest.mark.parametrize("kind", ("scatter", "1", "2"))

@@ -251,7 +251,8 @@ def choose(
     hopper = decode_hopper_config(m, n, world, config)
     # Tiles that somebody asks for are those of the portable kernel.
     faster = m <= DECODE_HOPPER_ROWS and matmul.runs_at_once(n, hopper) and settings.keys() <= asked.keys()
-    if settings.get("hopper", faster and not unsupported_on_hopper(m, k, n, world=world, config=hopper, **on)):
+    chosen = settings.get("hopper", faster and not unsupported_on_hopper(m, k, n, world=world, config=hopper, **on))
+    if chosen and settings.get("small", "hopper" not in settings):
         config = hopper
     config = dataclasses.replace(config, **settings)
     if config.hopper and (reasons := unsupported_on_hopper(m, k, n, world=world, config=config, **on)):
