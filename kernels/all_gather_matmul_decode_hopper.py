@@ -54,7 +54,7 @@ def all_gather_matmul_decode_hopper_kernel(
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
         steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
-        decode_hopper.begin(ring, rhs_desc, gate_desc, 0, column, steps)
+        decode_hopper.begin(ring, rhs_desc, gate_desc, column, steps)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
@@ -144,7 +144,7 @@ def load(
         shmem.fence_proxy()
         first = part * (PART // BLOCK_K)
         end = min((part + 1) * (PART // BLOCK_K), STEPS)
-        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, 0, column, position, first, end, STAGES)
+        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, STAGES)
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 

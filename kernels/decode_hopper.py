@@ -46,15 +46,15 @@ def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def begin(ring, rhs_desc, gate_desc, row, column, STEPS: gl.constexpr):
-    """Asks for the weights of the first steps, from a row of `rhs` on, before anything else."""
+def begin(ring, rhs_desc, gate_desc, column, STEPS: gl.constexpr):
+    """Asks for the weights of the first steps, before anything else."""
     BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
     STAGES: gl.constexpr = ring.lhs.shape[0]
     FIRST: gl.constexpr = min(STAGES, STEPS, AHEAD)
     for stage in gl.static_range(FIRST):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(FIRST):
-        fetch_weights(ring, rhs_desc, gate_desc, stage, row + stage * BLOCK_K, column)
+        fetch_weights(ring, rhs_desc, gate_desc, stage, stage * BLOCK_K, column)
     for stage in gl.static_range(FIRST, STAGES):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(STAGES):
@@ -73,11 +73,10 @@ def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, gate_desc, row, column, position, first, end, FETCHED: gl.constexpr):
+def load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, FETCHED: gl.constexpr):
     """Fetches what `multiply` needs for some steps of K.
 
     Args:
-      row: of `rhs`, with which the first step of all begins.
       position: the stage of step `first`, and the phase in which it is empty: (0, 1) for step 0.
       first, end: the steps.
       FETCHED: of so many steps, from the first one of all, the weights have been asked for.
@@ -90,8 +89,8 @@ def load(ring, lhs_desc, rhs_desc, gate_desc, row, column, position, first, end,
     for step in range(first, end):
         if step >= FETCHED:
             mbarrier.wait(ring.empty.index(stage), phase)
-            fetch_weights(ring, rhs_desc, gate_desc, stage, row + step * BLOCK_K, column)
-        tma.async_load(lhs_desc, [0, row + step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
+            fetch_weights(ring, rhs_desc, gate_desc, stage, step * BLOCK_K, column)
+        tma.async_load(lhs_desc, [0, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
         stage += 1
         if stage == STAGES:
             stage = 0

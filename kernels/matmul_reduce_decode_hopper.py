@@ -8,11 +8,8 @@ With `SCATTERED` each rank adds up the rows that it owns alone: that is a reduce
 all-reduce, whose second one sends the rounded sums to all. Without it all rows go to all ranks: an all-reduce in one
 shot.
 
-With `SPLITS` several programs share a tile: each multiplies a part of K and sends its sums by itself, and the last one
-adds up. So tiles may be wider, and lhs is read less often.
-
-Who adds up waits for programs of the same id or lower ones, on all ranks, after it has sent what the others wait for.
-So none of them needs more than its own place to run.
+Programs of one id wait for each other after they have sent what the others wait for, so none of them needs more than
+its own place to run.
 """
 
 from triton.experimental import gluon
@@ -29,7 +26,7 @@ def matmul_reduce_decode_hopper_kernel(
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     team,
-    partials,  # words [SPLITS * WORLD, OWNED, COLUMNS]: each rank's parts of the rows that this one adds up
+    partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
     out_ptr,  # [M, N]
     M: gl.constexpr,  # rows of the result
@@ -43,19 +40,15 @@ def matmul_reduce_decode_hopper_kernel(
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
-    SPLITS: gl.constexpr,  # programs that share a tile
     ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    column = gl.program_id(0) // SPLITS * BLOCK_N
-    part = gl.program_id(0) % SPLITS
+    column = gl.program_id(0) * BLOCK_N
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
-    # Steps past the end of K are of zeros.
-    steps: gl.constexpr = gl.cdiv(gl.cdiv(K, BLOCK_K), SPLITS)
-    first = part * (steps * BLOCK_K)
-    decode_hopper.begin(ring, rhs_desc, None, first, column, steps)
+    steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
+    decode_hopper.begin(ring, rhs_desc, None, column, steps)
     shmem.verify(me)
     wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
     gl.warp_specialize(
@@ -63,11 +56,11 @@ def matmul_reduce_decode_hopper_kernel(
             (
                 reduce,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, part, steps, M, N, WORLD, OWNED,
-                    SCATTERED, SPLITS, wire, ADD_ROWS, LINGER, ACTIVATION,
+                    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, steps, M, N, WORLD, OWNED,
+                    SCATTERED, wire, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
-            (load, (ring, lhs_desc, rhs_desc, first, column, steps)),
+            (load, (ring, lhs_desc, rhs_desc, column, steps)),
         ],
         [1],
         [64],
@@ -76,42 +69,25 @@ def matmul_reduce_decode_hopper_kernel(
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, first, column, STEPS: gl.constexpr):
+def load(ring, lhs_desc, rhs_desc, column, STEPS: gl.constexpr):
     """Fetches what is multiplied, which nobody has to wait for."""
     fetched: gl.constexpr = min(ring.lhs.shape[0], STEPS, decode_hopper.AHEAD)
-    decode_hopper.load(ring, lhs_desc, rhs_desc, None, first, column, (0, 1), 0, STEPS, fetched)
+    decode_hopper.load(ring, lhs_desc, rhs_desc, None, column, (0, 1), 0, STEPS, fetched)
 
 
 @gluon.jit
 def reduce(
-    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, part,
+    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column,
     STEPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
-    SCATTERED: gl.constexpr, SPLITS: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+    SCATTERED: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, sends it, and adds up the rows of all ranks that this one owns."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
-    PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    tile, _ = decode_hopper.multiply(ring, STEPS)
-    source = part * WORLD + me.rank
-    send_tile(me, tile.to(WIRE), partials, source, column, WORLD, OWNED, PITCH, SCATTERED)
-    if part == SPLITS - 1:
-        add_up(
-            me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, M, N, WORLD, OWNED, SPLITS, WIRE, BLOCK_N,
-            ADD_ROWS, LINGER, ACTIVATION,
-        )  # fmt: skip
-
-
-@gluon.jit
-def add_up(
-    me, bias_ptr, residual_ptr, partials, sums, out_ptr, column,
-    M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SPLITS: gl.constexpr,
-    WIRE: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
-):  # fmt: skip
-    """Adds up the rows of all ranks that this one owns, and stores those that it needs."""
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    SOURCES: gl.constexpr = SPLITS * WORLD
+    tile, _ = decode_hopper.multiply(ring, STEPS)
+    send_tile(me, tile.to(WIRE), partials, column, WORLD, OWNED, PITCH, SCATTERED)
     # The row of the result that this rank's first one is.
     first = 0 if sums is None else me.rank * OWNED
     for row in range(0, OWNED, ADD_ROWS):
@@ -123,10 +99,10 @@ def add_up(
             bias = gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
         if residual_ptr is not None:
             residual = gl.load(residual_ptr + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
-        parts, late = receive(me, partials, WIRE, row, column, SOURCES, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
+        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
         total = parts[0].to(gl.float32)
-        for source in gl.static_range(1, SOURCES):
-            total += parts[source].to(gl.float32)
+        for rank in gl.static_range(1, WORLD):
+            total += parts[rank].to(gl.float32)
         if bias_ptr is not None:
             total += bias
         total = epilogue.activate_gated(total, None, ACTIVATION)
@@ -136,7 +112,7 @@ def add_up(
             gl.store(out_ptr + (first + m) * N + n, total.to(OUT), mask=inside)
         else:
             send_sums(me, sums, total.to(OUT), row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
-        clear(me, partials, WIRE, late, row, column, SOURCES, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+        clear(me, partials, WIRE, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
     if sums is not None:
         for row in range(0, OWNED, ADD_ROWS):
             m, n = elements(row, column, OUT, BLOCK_N, ADD_ROWS)
@@ -149,13 +125,11 @@ def add_up(
 
 @gluon.jit
 def send_tile(
-    me, tile, partials, source, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
-    SCATTERED: gl.constexpr,
-):  # fmt: skip
+    me, tile, partials, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr, SCATTERED: gl.constexpr
+):
     """Sends the rows of a tile to those who add them up.
 
     Args:
-      source: i32, which of the parts that they add up this is.
       tile: [BLOCK_N, BLOCK_M], columns first.
     """
     BLOCK_N: gl.constexpr = tile.shape[0]
@@ -172,7 +146,7 @@ def send_tile(
     words = gl.convert_layout(words, WORDS)
     m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
-    dest = shmem.messages(me, partials) + (source * (OWNED * PITCH // A_WORD) + column // A_WORD)
+    dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
     if SCATTERED:
         owner = m // OWNED
         place = (m - owner * OWNED) * (PITCH // A_WORD) + n

@@ -711,7 +711,7 @@ def poll_vectors(
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
-            words, came = receive_words(me, words, rank % me.world, awaited)
+            words, came = receive_words(me, words, rank, awaited)
         else:
             values, came = receive(me, words, rank, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
@@ -773,7 +773,7 @@ def report_vectors(me, source, stride, reports):
             place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
             first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
             of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
-            _report(me, -1 - first, 4, 0, (begin + of) % me.world)
+            _report(me, -1 - first, 4, 0, begin + of)
 
 
 @triton.jit

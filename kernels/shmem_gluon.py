@@ -101,7 +101,6 @@ def receive_vectors(
       rows: i32, how many rows there are; of those in a block, no more than ROWS.
       PITCH: words from a row to the next one.
       STRIDE: words from what a rank sends to what the next one sends. All these are multiples of 4.
-      WORLD: number of ranks; or a multiple of it, if each rank sends several times, all of them before one sends again.
       ROWS: rows of a block, a power of 2.
       ROW: words of a row, a power of 2, at least 4.
       LINGER: waits for the first words of each rank before it looks at all of them, which pays where there are many.

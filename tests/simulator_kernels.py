@@ -192,7 +192,7 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages, *splits = shape
+    m, n, k, shots, exact_wire, add_rows, stages = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
         "block_m": triton.next_power_of_2(max(8, rows)),
@@ -200,7 +200,6 @@ def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "exact_wire": exact_wire,
         "small": True,
         "hopper": True,
-        "splits": splits[0] if splits else 1,
     }
     if shots == 0:
         return _matmul_reduce_scatter(world, dtype, (m, n, k), **config)
@@ -424,7 +423,7 @@ KERNELS = (
         module=matmul_reduce_decode_hopper,
         function="matmul_reduce_decode_hopper_kernel",
         call=_reduce_decode_hopper,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, and SPLITS if not 1
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES
         shapes=lambda world: (
             (3, 24, 136, 0, True, None, 2),
             (1, 16, 40, 0, False, None, 3),
@@ -432,9 +431,6 @@ KERNELS = (
             (1, 16, 392, 1, True, 1, 10),
             (5, 24, 40, 2, False, 1, 3),
             (1, 40, 72, 2, True, 1, 2),
-            (2, 24, 136, 0, False, None, 2, 2),
-            (3, 40, 40, 1, True, 2, 3, 3),
-            (5, 24, 72, 2, False, 1, 2, 2),
         ),
     ),
     Simulated(

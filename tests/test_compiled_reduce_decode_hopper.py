@@ -21,7 +21,6 @@ from tests.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.test_gluon import SHARED_MEMORY as SHARED
 
 KERNEL = b"matmul_reduce_decode_hopper_kernel"
-SPLIT = {"block_n": 128, "num_warps": 8, "num_stages": 5, "splits": 2, "exact_wire": False}
 # Rows in all, sizes and dtypes of the operation, of the reduce-scatter if `scattered`; `settings` of its kernel.
 CASES: dict[str, dict[str, Any]] = {
     "scattered-16-rows": {"scattered": True},
@@ -32,7 +31,6 @@ CASES: dict[str, dict[str, Any]] = {
     "scattered-odd": {"scattered": True, "m": 20, "k": 4 * 136, "n": 776, "dtype": "float16"},
     "scattered-8-ranks": {"scattered": True, "m": 64, "world": 8, "result": "float32"},
     "scattered-wide": {"scattered": True, "n": 28672},
-    "scattered-128-rows-splits": {"scattered": True, "m": 128, "settings": SPLIT},
     "1-row": {"m": 1},
     "16-rows": {},
     "16-rows-two-shots": {"settings": {"shots": 2}},
@@ -44,8 +42,6 @@ CASES: dict[str, dict[str, Any]] = {
     "128-rows-8-ranks": {"m": 128, "world": 8},
     "128-rows-epilogue": {"m": 128, "epilogue": True},
     "16-rows-epilogue": {"epilogue": True},
-    "128-rows-splits": {"m": 128, "settings": SPLIT},
-    "128-rows-splits-epilogue": {"m": 128, "settings": {**SPLIT, "shots": 1}, "epilogue": True},
     "odd": {"m": 13, "k": 4 * 136, "n": 776, "dtype": "float16", "result": "float32", "epilogue": True},
     "wide": {"m": 128, "n": 28672},
 }
@@ -85,7 +81,7 @@ def test_code(name: str) -> None:
     program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
     assert kernel[NAME] == KERNEL
     # More warps multiply wider tiles, where narrow ones are more than a GPU runs at a time.
-    assert kernel[WARPS] == (12 if case.get("n") == 28672 or "splits" in name else 8)
+    assert kernel[WARPS] == (12 if case.get("n") == 28672 else 8)
     assert code.shared <= SHARED_MEMORY[90]
     # Words alone say that they have come: nothing is released or acquired before what is missing is reported.
     assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)

@@ -149,7 +149,7 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
 def test_simulated_on_hopper(world: int, m: int, dtype: str, result: str | None, shots: int) -> None:
     """Tiles that are clipped at all ends, and ranks that own rows past the end."""
     lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
-    config = {**HOPPER, "shots": shots, "exact_wire": m > 4, "splits": 1 + m % 2}
+    config = {**HOPPER, "shots": shots, "exact_wire": m > 4}
     program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 

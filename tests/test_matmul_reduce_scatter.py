@@ -178,7 +178,7 @@ def test_simulated_on_hopper_with_few_rows(
         mesh_of(world),
         implementation="simulate",
         preferred_element_type=result,
-        config={**config, "exact_wire": exact_wire, "splits": 1 + m % 2},
+        config={**config, "exact_wire": exact_wire},
     )
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 

@@ -817,13 +817,6 @@ MUTANTS = (
         shape=(5, 24, 40, 2, False, 1, 3),
     ),
     Mutant(
-        name="the first part of K adds up",
-        kernel="matmul_reduce_decode_hopper",
-        edits=(("part == SPLITS - 1", "part == 0"),),
-        errors=(WaitOrderError,),
-        shape=(5, 24, 72, 2, False, 1, 2, 2),
-    ),
-    Mutant(
         name="words of the first tile",
         kernel="matmul_reduce_decode_hopper",
         edits=(

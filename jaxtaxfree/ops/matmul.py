@@ -317,17 +317,16 @@ def reduce_decode_hopper_keywords(
     columns = math.ceil(n / config.block_n) * config.block_n
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
 
-    def words(sources: int, of: np.dtype) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((sources * owned * columns * of.itemsize // 4,), np.int32)
+    def words(of: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((world * owned * columns * of.itemsize // 4,), np.int32)
 
-    messages = {"partials": words(config.splits * world, wire)}
+    messages = {"partials": words(wire)}
     if gathered:
-        messages["sums"] = words(world, np.dtype(out_dtype))
+        messages["sums"] = words(np.dtype(out_dtype))
     keywords = decode_hopper_keywords(n, config, "rhs_desc")
     keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
     return {
         **keywords,
-        "grid": config.splits * keywords["grid"],
         **({} if gathered else {"sums": None}),
         "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
         "messages": messages,
@@ -336,9 +335,8 @@ def reduce_decode_hopper_keywords(
         "K": k,
         "OWNED": owned,
         "SCATTERED": scattered,
-        "SPLITS": config.splits,
         "EXACT_WIRE": config.exact_wire,
-        "ADD_ROWS": add_rows or rows_added_at_once(owned, config.splits * world, 64, wire.itemsize),
+        "ADD_ROWS": add_rows or rows_added_at_once(owned, world, 64, wire.itemsize),
         "LINGER": owned > 16 if linger is None else linger,
     }
 
@@ -348,7 +346,7 @@ def runs_at_once(n: int, config: Any) -> bool:
 
     If they exchange what they have computed, the others' weights are not read before that.
     """
-    return config.splits * math.ceil(n / config.block_n) <= 132
+    return math.ceil(n / config.block_n) <= 132
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

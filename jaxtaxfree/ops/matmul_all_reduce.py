@@ -129,7 +129,6 @@ class Config:
       add_rows: rows of a tile that are added up at once, a power of 2.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0; if `small`
         alone. `block_m` is at least all rows, and `block_n` 16 times `num_warps`; who multiplies adds up.
-      splits: programs that share a tile, each with a part of K, if `hopper`.
     """
 
     block_m: int = 128
@@ -145,7 +144,6 @@ class Config:
     linger: bool = True
     add_rows: int = 8
     hopper: bool = False
-    splits: int = 1
 
 
 # So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.

@@ -135,11 +135,10 @@ class Config:
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
         `block_m` is at least the rows of all ranks, `block_n` 16 times `num_warps`, and partial sums travel as words,
         without a signal. If not, the programs are persistent; of the settings above there are those up to `group_m`.
-        `programs`, `chunk` and `pace` are of this kind alone.
+        What follows is of this kind alone.
       programs: how many: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time: a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
-      splits: programs that share a tile, each with a part of K, if `hopper` and `small`.
     """
 
     block_m: int = 128
@@ -155,7 +154,6 @@ class Config:
     programs: int = 132
     chunk: int = 1024
     pace: float = 0.95
-    splits: int = 1
 
 
 # Up to so many rows of all ranks the kernel for few rows on Hopper is the default: none, until it has been measured.
