@@ -135,7 +135,6 @@ def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
     if config.hopper:
         groups = [*each("groups", config.groups // 2, 2 * config.groups), *each("lag", config.lag + 1)]
         others = [
-            *each("partitions", 1, 2),
             *each("chunk", 1024, 2048),
             *each("pace", 0.0, 0.7),
             *each("group_m", 8, 32),

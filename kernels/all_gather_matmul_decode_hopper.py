@@ -1,9 +1,8 @@
 """All-gather and matrix product in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `all_gather_matmul_small`, turned round: a tile is as many columns of `rhs` as a warpgroup
-multiplies rows, by all rows of all ranks, so that few rows waste no tensor cores and `rhs` is read once. A program has
-its first blocks of `rhs` on their way before it knows who it is, and waits for the peers' rows only then: as long as
-they come before these blocks do, nobody notices that they come from elsewhere.
+The product is that of `decode_hopper`, of all rows of all ranks. A program has its first blocks of `rhs` on their way
+before it knows who it is, and waits for the peers' rows only then: as long as they come before these blocks do, nobody
+notices that they come from elsewhere.
 
 The first `PUSHERS` programs write this rank's rows into everybody's scratch, its own included; each later program
 waits for all ranks and computes one tile. Many rows are sent and awaited in parts of K: while the first one is
@@ -17,14 +16,10 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxtaxfree.kernels import epilogue
+from jaxtaxfree.kernels import decode_hopper, epilogue
 from jaxtaxfree.kernels import shmem_gluon as shmem
-
-# Weights are read once. They are not to drive out of the L2 cache what all programs read.
-READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
 
 @gluon.jit
@@ -56,24 +51,16 @@ def all_gather_matmul_decode_hopper_kernel(
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, PART, CHUNK)
     else:
         column = (gl.program_id(0) - PUSHERS) * BLOCK_N
-        ring = allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
+        ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
+        rows = allocate_answer()
         steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
-        # What keeps the memory busy until `load` begins, before anything else.
-        ahead: gl.constexpr = min(STAGES, steps, 8)
-        for stage in gl.static_range(ahead):
-            mbarrier.init(ring.full.index(stage), count=1)
-        for stage in gl.static_range(ahead):
-            fetch_weights(ring, rhs_desc, gate_desc, stage, stage * BLOCK_K, column)
-        for stage in gl.static_range(ahead, STAGES):
-            mbarrier.init(ring.full.index(stage), count=1)
-        for stage in gl.static_range(STAGES):
-            mbarrier.init(ring.empty.index(stage), count=1)
-        mbarrier.init(ring.told, count=1)
+        decode_hopper.begin(ring, rhs_desc, gate_desc, column, steps)
+        mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
             [
-                (multiply, (ring, bias_ptr, residual_ptr, out_ptr, column, WORLD * M, N, steps, ACTIVATION)),
-                (load, (me, ring, rhs_desc, gate_desc, column, gathered, arrived, M, K, WORLD, PUSHERS, PART, ahead)),
+                (store_tile, (ring, rows, bias_ptr, residual_ptr, out_ptr, column, WORLD * M, N, steps, ACTIVATION)),
+                (load, (me, ring, rows, rhs_desc, gate_desc, column, gathered, arrived, M, K, WORLD, PUSHERS, PART)),
             ],
             [1],
             [64],
@@ -81,33 +68,17 @@ def all_gather_matmul_decode_hopper_kernel(
     shmem.finish(me)
 
 
-class Ring(NamedTuple):
-    """What lies in shared memory."""
+class Answer(NamedTuple):
+    """Whether all ranks' rows have come, as the partition that waited for them tells the other one."""
 
-    lhs: Any  # [STAGES, BLOCK_M, BLOCK_K]
-    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N]
-    gate: Any  # the same, or None
-    full: Any  # mbarriers of the stages: all blocks have come
-    empty: Any  # they have been multiplied
-    came: Any  # i32 [4]: whether all ranks' rows have come
+    came: Any  # i32 [4]
     told: Any  # mbarrier: that is known
 
 
 @gluon.jit
-def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
-    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
-    BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
-    lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], LHS)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
-    gate = None
-    if gate_desc is not None:
-        gate = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
+def allocate_answer():
     came = gl.allocate_shared_memory(gl.int32, [4], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    full = mbarrier.allocate_mbarrier(batch=STAGES)
-    empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    told = mbarrier.allocate_mbarrier()
-    return Ring(lhs, rhs, gate, full, empty, came, told)
+    return Answer(came, mbarrier.allocate_mbarrier())
 
 
 @gluon.jit
@@ -140,20 +111,10 @@ def push(
 
 
 @gluon.jit
-def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
-    """Begins to fill a stage, and announces the block of lhs along with those of rhs and gate."""
-    full = ring.full.index(stage)
-    BLOCKS: gl.constexpr = 1 if gate_desc is None else 2
-    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + BLOCKS * rhs_desc.nbytes_per_cta)
-    tma.async_load(rhs_desc, [row, column], full, ring.rhs.index(stage), cache_policy=READ_ONCE)
-    if gate_desc is not None:
-        tma.async_load(gate_desc, [row, column], full, ring.gate.index(stage), cache_policy=READ_ONCE)
-
-
-@gluon.jit
 def load(
     me,
     ring,
+    rows,
     rhs_desc,
     gate_desc,
     column,
@@ -164,41 +125,34 @@ def load(
     WORLD: gl.constexpr,
     PUSHERS: gl.constexpr,
     PART: gl.constexpr,
-    AHEAD: gl.constexpr,  # stages whose weights are on their way
 ):
-    """Fetches what `multiply` needs, rows of peers as they arrive."""
+    """Fetches what is multiplied, rows of peers as they arrive."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K)
-    for step in range(AHEAD, min(STAGES, STEPS)):
-        fetch_weights(ring, rhs_desc, gate_desc, step, step * BLOCK_K, column)
+    for step in range(min(STAGES, STEPS, decode_hopper.AHEAD), min(STAGES, STEPS)):
+        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, step, step * BLOCK_K, column)
     inbox = shmem.scratch(me, gathered, rhs_desc.dtype)
     lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BLOCK_M, BLOCK_K], LHS)
     ready = me.ready
-    stage = 0
-    phase = 1
+    position = (0, 1)
     for part in range(gl.cdiv(K, PART)):
         ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready
         shmem.fence_proxy()
-        for step in range(part * (PART // BLOCK_K), min((part + 1) * (PART // BLOCK_K), STEPS)):
-            if step >= STAGES:
-                mbarrier.wait(ring.empty.index(stage), phase)
-                fetch_weights(ring, rhs_desc, gate_desc, stage, step * BLOCK_K, column)
-            tma.async_load(lhs_desc, [0, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
-            stage += 1
-            if stage == STAGES:
-                stage = 0
-                phase = phase ^ 1
-    ring.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
-    mbarrier.arrive(ring.told, count=1)
+        first = part * (PART // BLOCK_K)
+        end = min((part + 1) * (PART // BLOCK_K), STEPS)
+        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, STAGES)
+    rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
+    mbarrier.arrive(rows.told, count=1)
 
 
 @gluon.jit
-def multiply(
+def store_tile(
     ring,
+    rows,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -208,41 +162,14 @@ def multiply(
     STEPS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):
-    """The tile of all rows, from what `load` fetches; NaN if some have not come."""
-    STAGES: gl.constexpr = ring.lhs.shape[0]
+    """Computes the tile of all rows and stores it; NaN if some have not come."""
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     WARPS: gl.constexpr = gl.num_warps()
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[WARPS, 1], instr_shape=[16, BLOCK_M, 16]
-    )
-    tile = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, SUMS)
-    gate = tile
-    stage = 0
-    phase = 0
-    previous = 0
-    for step in range(STEPS):
-        mbarrier.wait(ring.full.index(stage), phase)
-        lhs = ring.lhs.index(stage).permute((1, 0))
-        tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
-        if ring.gate is None:
-            tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
-        else:
-            gate = warpgroup_mma(ring.gate.index(stage).permute((1, 0)), lhs, gate, use_acc=step > 0, is_async=True)
-            tile, gate = warpgroup_mma_wait(num_outstanding=2, deps=(tile, gate))
-        mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
-        previous = stage
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            phase = phase ^ 1
-    if ring.gate is None:
-        tile = warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
-    else:
-        tile, gate = warpgroup_mma_wait(num_outstanding=0, deps=(tile, gate))
-
-    mbarrier.wait(ring.told, 0)
-    ready = gl.max(ring.came.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) != 0
+    tile, gate = decode_hopper.multiply(ring, STEPS)
+    SUMS: gl.constexpr = decode_hopper.layout_of_sums(BLOCK_M, WARPS)
+    mbarrier.wait(rows.told, 0)
+    ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) != 0
     if bias_ptr is not None:
         n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
         tile += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]

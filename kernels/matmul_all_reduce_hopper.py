@@ -21,7 +21,7 @@ have been claimed before. What remains is a program's own order. Its roles take 
 in ascending order, so that the work of a ticket needs the program's lower tickets, and what it waits for, but never a
 higher ticket:
 
-* `load` waits for a stage until `multiply` (each partition of it, of one or two, that have parts of the rows) has taken
+* `load` waits for a stage until `multiply` (both of its partitions, each of which has half of the rows) has taken
   what lies there: steps or blocks of the same or a lower ticket.
 * `multiply` waits for a place in the outbox until `push` has carried what lies there: the tile of a lower ticket.
 * `push` waits for nobody but `multiply`.
@@ -100,14 +100,14 @@ def matmul_all_reduce_hopper_kernel(
     SUM_PACE: gl.constexpr,  # and to all peers
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
+    gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     results = shmem.scratch(me, sums, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    PARTITIONS: gl.constexpr = BLOCK_M // out_desc.block_type.shape[1]
-    claimed = scatter.allocate_relay(1, PARTITIONS)
-    staged = scatter.allocate_relay(PARTITIONS, 1)
+    claimed = scatter.allocate_relay(1, 2)
+    staged = scatter.allocate_relay(2, 1)
     work: gl.constexpr = Work(
         M,
         N,
@@ -128,28 +128,16 @@ def matmul_all_reduce_hopper_kernel(
     )
     last = scatter.Epilogue(bias_ptr, residual_desc)
     descs = (lhs_desc, rhs_desc, residual_desc)
-    if PARTITIONS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
-                (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
-                (push, (me, staged, inbox, results, places, arrived, added, work)),
-            ],
-            [4, 1, 2],
-            [216, 64, 64],
-        )
-    else:
-        gl.static_assert(PARTITIONS == 1, "one partition multiplies, or two")
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-                (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
-                (push, (me, staged, inbox, results, places, arrived, added, work)),
-            ],
-            [1, 2],
-            [64, 64],
-        )
+    gl.warp_specialize(
+        [
+            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+            (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
+            (push, (me, staged, inbox, results, places, arrived, added, work)),
+        ],
+        [4, 1, 2],
+        [216, 64, 64],
+    )
     shmem.finish(me)
 
 

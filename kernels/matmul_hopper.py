@@ -1,10 +1,10 @@
 """A matrix product by parts, for Gluon kernels on Hopper: tiles loaded by TMA, multiplied by warpgroups, stored by TMA.
 
 A kernel of persistent programs has one warp that loads (`load_steps`) and eight that multiply (`multiply_tile`,
-`store_tile`), in one partition, or in several of which each multiplies some rows of all tiles. Each partition has its
-own loop over the program's tiles, the same tiles in the same order, and they meet at the stages of a `Ring`. The loop
-that loads may wait, before any step, for what it loads: the others then wait for it. Those that multiply do not wait
-for each other, so that one stores while another one multiplies. What is to be added to a product may come by the same
+`store_tile`), in two partitions, each of which multiplies half of the rows of all tiles. Each partition has its own
+loop over the program's tiles, the same tiles in the same order, and they meet at the stages of a `Ring`. The loop that
+loads may wait, before any step, for what it loads: the others then wait for it. Those that multiply do not wait for
+each other, so that one stores while the other one multiplies. What is to be added to a product may come by the same
 stages (`load_block`, `take_block`).
 
 The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by

@@ -7,7 +7,7 @@ Persistent programs, one for each multiprocessor, each of three roles (partition
   waits and they come, the product of the tile goes on. A residual comes behind them in the same way.
 * `multiply`: multiplies what is loaded. A tile that another rank owns it leaves in this rank's outbox, and goes on; to
   a tile of this rank's own rows it adds the partial tiles as they are loaded, then does what the epilogue says, and
-  stores the result. Two partitions may do so, each for half of the rows of a tile: while one hands over, or adds and
+  stores the result. Two partitions do so, each for half of the rows of a tile: while one hands over, or adds and
   stores, the other one multiplies.
 * `push`: carries tiles from the outbox to their owners, at the pace at which they are multiplied: what queues up in
   front of the wire holds up the product.
@@ -96,37 +96,25 @@ def matmul_reduce_scatter_hopper_kernel(
     PACE: gl.constexpr,  # cycles in which a program sends so many
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
+    gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
-    PARTITIONS: gl.constexpr = BLOCK_M // out_desc.block_type.shape[1]
-    claimed = allocate_relay(1, PARTITIONS)
-    staged = allocate_relay(PARTITIONS, 1)
+    claimed = allocate_relay(1, 2)
+    staged = allocate_relay(2, 1)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION)
     last = Epilogue(bias_ptr, residual_desc)
-    if PARTITIONS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
-                (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
-                (push, (me, staged, inbox, places, arrived, work)),
-            ],
-            [4, 1, 2],
-            [216, 56, 56],
-        )
-    else:
-        gl.static_assert(PARTITIONS == 1, "one partition multiplies, or two")
-        gl.warp_specialize(
-            [
-                (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-                (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
-                (push, (me, staged, inbox, places, arrived, work)),
-            ],
-            [1, 2],
-            [56, 56],
-        )
+    gl.warp_specialize(
+        [
+            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
+            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
+            (push, (me, staged, inbox, places, arrived, work)),
+        ],
+        [4, 1, 2],
+        [216, 56, 56],
+    )
     shmem.finish(me)
 
 

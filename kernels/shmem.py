@@ -649,13 +649,21 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr =
 
 @triton.jit
 def poll_vectors(
-    me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr = False, patient=True, CLEARED: tl.constexpr = True
+    me,
+    source,
+    stride,
+    WORLD: tl.constexpr,
+    OWN: tl.constexpr = False,
+    patient=True,
+    CLEARED: tl.constexpr = True,
+    mask=True,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
     Args:
       patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
+      mask: which pointers to look at.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
@@ -666,7 +674,7 @@ def poll_vectors(
     WORDS: tl.constexpr = 4 * source.shape[0]
     blocks = ()
     late = ()
-    all_came = me.ready & (tl.arange(0, source.shape[0]) >= 0)
+    all_came = me.ready
     if BACKEND == "cuda":
         for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
             RANKS: tl.constexpr = min(RANKS_TOGETHER, WORLD - begin)
@@ -676,7 +684,7 @@ def poll_vectors(
                 [
                     source + begin * stride,
                     stride * 4,
-                    me.ready.to(tl.int32),
+                    (me.ready & mask).to(tl.int32),
                     over,
                     left_out - begin,
                     _call_bit(me),
@@ -698,14 +706,16 @@ def poll_vectors(
                 blocks = blocks + (words,)
     else:
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-        awaited = (rank < WORLD) & (rank != left_out) & (tl.arange(0, WORDS)[None, :] >= 0)
-        words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)[None, :] + rank * stride
+        of_4 = tl.arange(0, 4)[None, :]
+        looked_at = (mask & (tl.arange(0, source.shape[0]) >= 0))[:, None] & (of_4 >= 0)
+        awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
+        words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
             words, came = receive_words(me, words, rank, awaited)
         else:
             values, came = receive(me, words, rank, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
-        all_came = all_came & came
+        all_came = all_came & came & (tl.arange(0, source.shape[0]) >= 0)
         words = tl.where(came & awaited, words, -1)
         for of in tl.static_range(WORLD):
             blocks = blocks + (tl.sum(tl.where(rank == of, words, 0), axis=0),)

@@ -2,9 +2,10 @@
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `claim`,
-`pace`, `failed`, `fence_proxy`. Tensors of pointers bring their layout with them. `start` and `finish` stand in the
-kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are those of the partition
-that calls.
+`pace`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with other arguments
+`receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and `finish` stand in
+the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are those of the
+partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
   `tma.store_wait(0, read_only=False)`; what other partitions have stored, only behind an mbarrier at which they arrive.
@@ -33,6 +34,10 @@ claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
 fence_proxy = shmem.fence_proxy
+messages = shmem.messages
+send_words = shmem.send_words
+words_of = shmem.words_of
+elements_of = shmem.elements_of
 
 
 @gluon.jit
@@ -74,6 +79,93 @@ def _poll(me, index, counters, count):
     signals = me.signals + (index + gl.arange(0, 32 * WARPS, LANES) % 32) * 4
     # The minimum lets no warp go on that disagrees with another one.
     return gl.min(shmem._poll_in_warps(me, signals, counters, count), 0) != 0
+
+
+@triton.constexpr_function
+def vectors_of(size, warps):
+    """The layout of a block of which each thread of a partition has so many elements next to each other at a time."""
+    return gl.BlockedLayout([size], [32], [warps], [0])
+
+
+@gluon.jit
+def receive_vectors(
+    me, source, rows, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    WORLD: gl.constexpr, LINGER: gl.constexpr = False,
+):  # fmt: skip
+    """Waits for words of all ranks, this one included. Like `shmem.poll_vectors`, for the calling partition.
+
+    Each thread polls vectors of its own, and nobody waits for another thread. `clear_vectors` has to follow.
+
+    Args:
+      source: scalar pointer to the first word that rank 0 sends.
+      rows: i32, how many rows there are; of those in a block, no more than ROWS.
+      PITCH: words from a row to the next one.
+      STRIDE: words from what a rank sends to what the next one sends. All these are multiples of 4.
+      ROWS: rows of a block, a power of 2.
+      ROW: words of a row, a power of 2, at least 4.
+      LINGER: waits for the first words of each rank before it looks at all of them, which pays where there are many.
+
+    Returns: (for each rank a block of i32 words, one row after the other, in the layout `vectors_of(4, ...)`, longer
+      than ROWS * ROW if that is less than 4 for each thread; -1 for those that did not come within the heap's timeout,
+      or that there are not; what did not come).
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    place, there = _places(rows, PITCH, ROWS, ROW, 4)
+    patient = _linger(me, source, STRIDE, WORLD) if LINGER else me.ready
+    found, _, late = shmem.poll_vectors(me, source + place, STRIDE, WORLD, OWN=True, patient=patient, mask=there)
+    blocks = ()
+    for rank in gl.static_range(WORLD):
+        blocks = blocks + (gl.convert_layout(found[rank], vectors_of(4, WARPS)),)
+    return blocks, late
+
+
+@gluon.jit
+def _linger(me, source, STRIDE: gl.constexpr, WORLD: gl.constexpr):
+    """Waits for a vector of each rank, at the least expense of the memory. All warps of the partition meet.
+
+    Returns: i1, false if they did not come within the heap's timeout.
+    """
+    BACKEND: gl.constexpr = shmem._backend()
+    came = me.ready
+    if BACKEND == "cuda":
+        # The first thread of each warp looks.
+        lane = gl.arange(0, 32 * gl.num_warps(), vectors_of(1, gl.num_warps()))
+        _, each, _ = shmem.poll_vectors(me, source + 0 * lane, STRIDE, WORLD, OWN=True, mask=lane % 32 == 0)
+        came = gl.min(each.to(gl.int32), 0) != 0
+    return came
+
+
+@gluon.jit
+def clear_vectors(
+    me, source, rows, late, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    WORLD: gl.constexpr,
+):  # fmt: skip
+    """Makes room for the words of the next call but one, and reports those that did not come.
+
+    All warps of the partition meet here, so a kernel stores its result before.
+
+    Args:
+      late: what `receive_vectors` returned last; it took the other arguments.
+    """
+    if len(late) > 0:
+        # What comes later than this is of no use to anyone: the rank has given up.
+        place, there = _places(rows, PITCH, ROWS, ROW, 1)
+        for rank in gl.static_range(WORLD):
+            gl.store(source + place + rank * STRIDE, place * 0, mask=there & me.ready)
+        place, _ = _places(rows, PITCH, ROWS, ROW, 4)
+        reports = ()
+        for chunk in gl.static_range(len(late)):
+            reports = reports + ((late[chunk], gl.max(late[chunk], 0)),)
+        shmem.report_vectors(me, source + place, STRIDE, reports)
+
+
+@gluon.jit
+def _places(rows, PITCH: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr, STEP: gl.constexpr):
+    """Where every 4th word of a block lies, or every word, and whether it is there: each thread has 4 words."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SIZE: gl.constexpr = max(ROWS * ROW, 4 * 32 * WARPS)
+    word = STEP * gl.arange(0, SIZE // STEP, vectors_of(4 // STEP, WARPS))
+    return word // ROW * PITCH + word % ROW, (word < ROWS * ROW) & (word // ROW < rows)
 
 
 @gluon.jit(repr=lambda specialization: specialization.constants["KERNEL"].__name__)

@@ -24,6 +24,7 @@ from jaxtaxfree.kernels import (
     decode_attention,
     matmul_all_reduce,
     matmul_all_reduce_small,
+    matmul_reduce_decode_hopper,
     matmul_reduce_scatter,
     matmul_reduce_scatter_small,
 )
@@ -187,6 +188,22 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "add_rows": add_rows,
     }
     return _matmul_all_reduce(world, dtype, (m, n, k), small=True, **config)
+
+
+def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
+    m, n, k, shots, exact_wire, add_rows, stages = shape
+    rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
+    config = {
+        "block_m": triton.next_power_of_2(max(8, rows)),
+        "num_stages": stages,
+        "exact_wire": exact_wire,
+        "small": True,
+        "hopper": True,
+    }
+    if shots == 0:
+        return _matmul_reduce_scatter(world, dtype, (m, n, k), **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k), **config, shots=shots, add_rows=add_rows)
 
 
 def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_op.Config]) -> Call:
@@ -399,6 +416,21 @@ KERNELS = (
             (5, 17, 9, 2, True, True, 4),
             (18, 9, 17, 2, False, False, 2),
             (9, 33, 5, 2, False, True, 1),
+        ),
+    ),
+    Simulated(
+        name="matmul_reduce_decode_hopper",
+        module=matmul_reduce_decode_hopper,
+        function="matmul_reduce_decode_hopper_kernel",
+        call=_reduce_decode_hopper,
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES
+        shapes=lambda world: (
+            (3, 24, 136, 0, True, None, 2),
+            (1, 16, 40, 0, False, None, 3),
+            (5, 40, 72, 1, False, 2, 2),
+            (1, 16, 392, 1, True, 1, 10),
+            (5, 24, 40, 2, False, 1, 3),
+            (1, 40, 72, 2, True, 1, 2),
         ),
     ),
     Simulated(

@@ -59,24 +59,16 @@ CASES: dict[str, dict[str, Any]] = {
         "preferred_element_type": "float32",
     },
 }
-PARTITIONS = {"config": {"hopper": True, "partitions": 2}}
 SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-aligned": {},
     "scatter-two-ranks": {"world": 2},
     "scatter-eight-ranks": {"world": 8, "m": 16384, "k": 57344},
     "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "scatter-float32-result": {"preferred_element_type": "float32"},
-    "scatter-partitions": PARTITIONS,
-    "scatter-partitions-two-ranks": {"world": 2, **PARTITIONS},
-    "scatter-partitions-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16", **PARTITIONS},
-    "scatter-partitions-float32-result": {"preferred_element_type": "float32", **PARTITIONS},
 }
 EPILOGUE_CASES: dict[str, dict[str, Any]] = {
     "scatter-residual": {"residual": True},
     "scatter-epilogue": {"bias": True, "activation": "silu", "residual": True},
-    "scatter-partitions-residual": {"residual": True, **PARTITIONS},
-    "scatter-partitions-epilogue": {"bias": True, "activation": "silu", "residual": True, **PARTITIONS},
-    "scatter-partitions-gelu": {"activation": "gelu_exact", **PARTITIONS},
     "scatter-gelu": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "activation": "gelu_exact"},
     "reduce-epilogue": {"bias": True, "activation": "silu", "residual": True},
     "reduce-narrow-tiles-epilogue": {"m": 256, "bias": True, "activation": "gelu_exact", "residual": True},
@@ -86,8 +78,6 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
     "reduce-narrow-tiles": {"m": 256},
     "reduce-two-ranks": {"world": 2},
     "reduce-eight-ranks": {"world": 8, "k": 57344},
-    "reduce-partitions": PARTITIONS,
-    "reduce-narrow-tiles-partitions": {"m": 256, **PARTITIONS},
     "reduce-odd": {"m": 1333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
 }
 each_case = pytest.mark.parametrize("name", CASES)
@@ -156,11 +146,6 @@ def reduces(name: str) -> bool:
 def is_wide(name: str) -> bool:
     """Whether the tiles of sums have 256 columns; chunks of others have twice as many elements."""
     return "n256k16" in compiled(name)[0].ptx
-
-
-def partitions_of(name: str) -> int:
-    """How many partitions multiply in a case of `matmul_reduce_scatter`."""
-    return 2 if "partitions" in name else 1
 
 
 def products_that_do_not_overlap(report: str) -> list[str]:
@@ -238,7 +223,7 @@ def test_tiles_travel_in_accesses_of_16_bytes(name: str) -> None:
     assert len(loads) == (5 * chunk if reduces(name) else 2 * chunk)
     taken = places_of(matmul_hopper.take_block, "block = source.load(")
     loads = [s for s in program if s.place in taken and s.starts("ld.shared")]
-    assert len(loads) == 16 * partitions_of(name) * (2 if reduces(name) else 1)  # of each half of a tile; copies, too
+    assert len(loads) == 32 * (2 if reduces(name) else 1)  # of each half of a tile; copies, too
     assert {bytes_of(load) for load in loads} == {16}
 
 
@@ -254,7 +239,7 @@ def test_peers_tiles_come_by_tma(name: str) -> None:
     assert all(text.endswith(f", {64 * (256 if is_wide(name) else 128) * 2}") for text in announced)
     released = places_of(matmul_hopper.take_block, "mbarrier.arrive(")
     arrivals = [i for i, s in enumerate(program) if s.place in released and s.starts("mbarrier.arrive")]
-    assert len(arrivals) == 2 * partitions_of(name) if not reduces(name) else len(arrivals) >= 4 * partitions_of(name)
+    assert len(arrivals) >= 8 if reduces(name) else len(arrivals) == 4
     for i in arrivals:
         order = [s.text.split()[0] for s in program[i - 12 : i] if is_barrier(s) or s.starts("fence.proxy.async")]
         assert order[-2].startswith("fence.proxy.async.shared::cta") and order[-1].startswith("bar.sync")
@@ -270,7 +255,7 @@ def test_a_hand_over_is_behind_a_barrier(name: str) -> None:
     behind = [any(is_barrier(s) for s in program[i - 6 : i]) for i in arrivals]
     # The role that loads is one warp, and hands over in two places.
     assert len(arrivals) - sum(behind) == 2
-    assert sum(behind) >= 3 + partitions_of(name)
+    assert sum(behind) >= 5
 
 
 @each_kernel

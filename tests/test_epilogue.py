@@ -256,6 +256,20 @@ def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: st
         assert_close(out, expected(given, arrays), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
+@pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
+@pytest.mark.parametrize("shots", (0, 1, 2))
+def test_values_of_the_kernel_for_hopper_that_reduces_few_rows(given: dict[str, Any], dtype: str, shots: int) -> None:
+    operation = REDUCE if shots else SCATTER
+    arrays = operation.operands(2, 7, 72, 24, dtype)
+    config = {**SCATTER.tiles["small"], "hopper": True, "block_n": 16, "num_stages": 2, "exact_wire": True}
+    config |= {"shots": shots, "add_rows": 4} if shots else {}
+    for seed in range(3):
+        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
+            out = call(operation, mesh_of(2), given, arrays, implementation="simulate", config=config)
+        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+
+
 @pytest.mark.parametrize("m", (16, 300))
 @each_fullest
 def test_the_configuration_that_gpus_take(operation: Operation, given: dict[str, Any], m: int) -> None:

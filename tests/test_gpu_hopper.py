@@ -15,6 +15,7 @@ from jax import lax
 
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from tests import parity
 from tests.test_gpu import give_up
 
@@ -243,6 +244,105 @@ def test_a_rank_that_does_not_arrive_is_named(mesh: jax.sharding.Mesh, operation
             )
         assert operation.name in str(raised.value) and "arrived[" in str(raised.value)
         assert bool(jnp.isnan(result).any(axis=0).all())
+        heap.reset()
+        assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
+    finally:
+        heap.set_timeout(60.0)
+        heap.reset()
+
+
+def few_rows(kind: str, world: int, m: int, n: int) -> tuple[parity.Operation, dict]:
+    """The operation and the settings of its kernel for few rows, m in all.
+
+    Args:
+      kind: "scatter", or of an all-reduce "1" or "2" shots.
+    """
+    if kind == "scatter":
+        return parity.SCATTER, vars(
+            scatter_ops.decode_hopper_config(parity.up_to(m, world) // world, n, world, "bfloat16")
+        )
+    return parity.REDUCE, {"hopper": True, "small": True, "shots": int(kind)}
+
+
+each_kind = pytest.mark.parametrize("kind", ("scatter", "1", "2"))
+
+
+@each_kind
+def test_few_rows(mesh: jax.sharding.Mesh, kind: str) -> None:
+    """Of sizes drawn at random, in both dtypes, with an epilogue and without."""
+    draw, world = random.Random(0), mesh.devices.size
+
+    def case(i: int) -> Callable:
+        m, k, n = round(2 ** draw.uniform(0, 7)), 8 * world * draw.randint(1, 300), 8 * draw.randint(1, 600)
+        dtype = (jnp.bfloat16, jnp.float16)[i % 2]
+        operation, settings = few_rows(kind, world, min(m, 128), n)
+
+        def local() -> jax.Array:
+            lhs, rhs = parity.local_operands(operation, i, min(m, 128), k, n, dtype)
+            call = functools.partial(operation.function, lhs, rhs, "tp")
+            shape = jax.eval_shape(functools.partial(call, implementation="xla")).shape
+            if i % 3:
+                values = jnp.sin(jnp.arange(shape[0] * n, dtype=jnp.float32)).reshape(shape)
+                others = {"bias": values[0], "residual": values.astype(dtype)}
+                call = functools.partial(call, activation=("silu", "gelu_exact")[i % 3 - 1], **others)
+            wanted = call(implementation="xla", preferred_element_type=jnp.float32)
+            wide = {"preferred_element_type": jnp.float32} if i % 4 == 0 else {}
+            found = call(implementation="fused", config={**settings, "exact_wire": True}, **wide)
+            return parity.relative_error(found.astype(jnp.float32), wanted, "tp") / parity.TOLERANCE[dtype.__name__]
+
+        return parity.program(mesh, local)
+
+    found = parity.run_all([case(i) for i in range(8)])
+    assert all(each < 1 for each in found), found
+    jtf.heap.check()
+
+
+@each_kind
+@pytest.mark.parametrize("m", (16, 128))
+def test_few_rows_a_thousand_times(mesh: jax.sharding.Mesh, kind: str, m: int) -> None:
+    """What the calls give does not depend on when words arrive."""
+    operation, settings = few_rows(kind, mesh.devices.size, m, 2048)
+
+    def local() -> jax.Array:
+        call, lhs, rhs, first = parity.three_calls(operation, m, 4096, 2048, config=settings)
+
+        def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
+            return wrong + jnp.where(jnp.array_equal(call(lhs[i % 3], rhs), first[i % 3]), 0, 1)
+
+        return lax.psum(lax.fori_loop(0, 1000, step, jnp.int32(0)), "tp")
+
+    assert int(parity.on_ranks(mesh, local)) == 0
+    jtf.heap.check()
+
+
+@each_kind
+def test_few_rows_beside_another_kernel(mesh: jax.sharding.Mesh, kind: str) -> None:
+    """Which leaves some programs no place at first; and more tiles than a GPU runs at a time."""
+    operation, settings = few_rows(kind, mesh.devices.size, 16, 12000)
+    call = parity.on_mesh(operation, mesh, implementation="fused", config={**settings, "block_n": 64, "num_warps": 4})
+    operands = parity.operands(16, 1024, 12000, jnp.bfloat16, mesh, operation=operation)
+    want = jtf.block_until_ready(call(*operands))
+    with occupied(list(mesh.devices.flat), 64, 0.5):
+        for _ in range(10):
+            assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
+
+
+@each_kind
+def test_few_rows_of_a_rank_that_does_not_arrive(mesh: jax.sharding.Mesh, kind: str) -> None:
+    missing = mesh.devices.size - 2
+    operation, settings = few_rows(kind, mesh.devices.size, 16, 1024)
+    call = parity.on_mesh(operation, mesh, implementation="fused", config=settings)
+    operands = parity.operands(16, 1024, 1024, jnp.bfloat16, mesh, operation=operation)
+    heap.set_timeout(1.0)
+    heap.reset()
+    try:
+        want = jtf.block_until_ready(call(*operands))
+        give_up(mesh.devices.flat[missing])
+        with pytest.raises(jtf.PeerTimeoutError) as raised:
+            result = call(*operands)
+            jtf.block_until_ready(result)
+        assert operation.name in str(raised.value) and "message partials[" in str(raised.value)
+        assert bool(jnp.isnan(result).all())
         heap.reset()
         assert bool(jnp.array_equal(jtf.block_until_ready(call(*operands)), want))
     finally:

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_ALL_REDUCE, MatmulShape
 from jaxtaxfree import matmul_all_reduce
-from jaxtaxfree.ops import matmul_all_reduce as operation
 from jaxtaxfree.ops.matmul_all_reduce import Config, default_config, hopper_config
 from tests.conftest import MeshFactory
 from tests.support import (
@@ -44,7 +43,16 @@ from tests.test_gluon import NAME, launch_of
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank
 SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": True}
 LARGE = {**SMALL, "small": False}
-HOPPER = {"block_m": 32, "block_n": 64, "block_k": 16, "num_stages": 2, "hopper": True, "programs": 3, "chunk": 512}
+FEW_ON_HOPPER = {**SMALL, "hopper": True, "block_m": 32, "num_stages": 2, "add_rows": 4}
+MANY_ON_HOPPER = {
+    "block_m": 32,
+    "block_n": 64,
+    "block_k": 16,
+    "num_stages": 2,
+    "hopper": True,
+    "programs": 3,
+    "chunk": 512,
+}
 
 
 def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
@@ -146,13 +154,23 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
 
 
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 37, 24, 16), (3, 70, 40, 72), (4, 133, 16, 136)))
-@pytest.mark.parametrize("dtype, groups, partitions", (("bfloat16", 2, 1), ("float16", 1, 2)))
-def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int, partitions: int) -> None:
+@pytest.mark.parametrize("dtype, groups", (("bfloat16", 2), ("float16", 1)))
+def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int) -> None:
     """Tiles that are clipped at all ends, by few programs; of the last ranks some own fewer."""
-    others = {"groups": groups, "partitions": partitions}
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
-    program = row_parallel(mesh_of(world), implementation="simulate", config={**HOPPER, **others})
+    program = row_parallel(mesh_of(world), implementation="simulate", config={**MANY_ON_HOPPER, "groups": groups})
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
+
+
+@pytest.mark.parametrize("world, m", ((1, 3), (2, 1), (3, 7), (4, 5), (4, 16)))
+@pytest.mark.parametrize("dtype, result", (("bfloat16", None), ("float16", "float32")))
+@pytest.mark.parametrize("shots", (1, 2))
+def test_simulated_on_hopper_with_few_rows(world: int, m: int, dtype: str, result: str | None, shots: int) -> None:
+    """Tiles that are clipped at all ends, and ranks that own rows past the end."""
+    lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
+    config = {**FEW_ON_HOPPER, "shots": shots, "exact_wire": m > 4}
+    program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
 
 @pytest.mark.parametrize(
@@ -161,23 +179,31 @@ def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, gro
         {**SMALL, "shots": 1},
         {**SMALL, "shots": 2},
         LARGE,
+        {**FEW_ON_HOPPER, "shots": 1, "exact_wire": True},
+        {**FEW_ON_HOPPER, "shots": 2, "exact_wire": True},
     ),
 )
 def test_sums_are_rounded_once(mesh: Mesh, config: dict[str, Any]) -> None:
     """Four parts of 1 + 2**-9 each: in bf16 a part alone is 1, but their sum is 4 + 2**-7."""
-    lhs = np.tile(np.array([1, 2**-9], jnp.bfloat16), (18, 4))
-    rhs = np.ones((8, 5), jnp.bfloat16)
+    lhs, rhs = sums_of_four()
     program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
-    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4 + 2**-7))
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 8), 4 + 2**-7))
+
+
+def sums_of_four() -> tuple[np.ndarray, np.ndarray]:
+    """Operands of which each rank's part is 1 + 2**-9; K and N as TMA takes them."""
+    lhs, rhs = np.zeros((18, 4, 8), jnp.bfloat16), np.ones((32, 8), jnp.bfloat16)
+    lhs[:, :, 0], lhs[:, :, 1] = 1, 2**-9
+    return lhs.reshape(18, 32), rhs
 
 
 @pytest.mark.parametrize("shots", (1, 2))
-def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh, shots: int) -> None:
-    lhs = np.tile(np.array([1, 2**-9], jnp.bfloat16), (18, 4))
-    rhs = np.ones((8, 5), jnp.bfloat16)
-    config = {**SMALL, "shots": shots, "exact_wire": False}
+@pytest.mark.parametrize("hopper", (False, True))
+def test_partial_sums_may_be_rounded_on_the_way(mesh: Mesh, shots: int, hopper: bool) -> None:
+    lhs, rhs = sums_of_four()
+    config = {**(FEW_ON_HOPPER if hopper else SMALL), "shots": shots, "exact_wire": False}
     program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
-    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 5), 4))
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), np.full((18, 8), 4))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +239,7 @@ def test_every_rank_has_the_same_bits_on_hopper(mesh: Mesh) -> None:
         for i, size in enumerate(((70, 64), (64, 72)))
     )
     program = jax.shard_map(
-        lambda a, b: matmul_all_reduce(a, b, "tp", implementation="simulate", config={**HOPPER, "groups": 2}),
+        lambda a, b: matmul_all_reduce(a, b, "tp", implementation="simulate", config={**MANY_ON_HOPPER, "groups": 2}),
         mesh=mesh,
         in_specs=(COLUMNS, ROWS),
         out_specs=ROWS,
@@ -568,17 +594,22 @@ def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: Matmu
     assert name == "matmul_all_reduce_hopper_kernel"
 
 
-def test_the_kernel_for_hopper_is_taken_where_it_can_be(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    shape = ("bfloat16", 512, 512, 512)
-    assert kernel_of(mesh, *shape) == "matmul_all_reduce_kernel"
-    monkeypatch.setattr(operation, "HOPPER_ROWS", 257)
-    assert kernel_of(mesh, *shape) == "matmul_all_reduce_hopper_kernel"
-    assert kernel_of(mesh, "bfloat16", 256, 512, 512) == "matmul_all_reduce_small_kernel"
+def test_the_kernel_by_shape(mesh: Mesh) -> None:
+    hopper = "matmul_all_reduce_hopper_kernel"
+    few = "matmul_reduce_decode_hopper_kernel"
+    shape = ("bfloat16", 512, 512, 8192)
+    assert kernel_of(mesh, *shape) == kernel_of(mesh, "bfloat16", 129, 512, 8192) == hopper
+    assert kernel_of(mesh, "bfloat16", 128, 512, 8192) == kernel_of(mesh, "bfloat16", 1, 512, 512) == few
+    # Fewer tiles than multiprocessors; more tiles of few rows than run at a time; tiles that are asked for.
+    assert kernel_of(mesh, "bfloat16", 512, 512, 512) == "matmul_all_reduce_kernel"
+    assert kernel_of(mesh, "bfloat16", 16, 512, 9216) == "matmul_all_reduce_small_kernel"
+    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"block_n": 32}) == "matmul_all_reduce_small_kernel"
+    assert kernel_of(mesh, "bfloat16", 256, 512, 8192, config={"shots": 1}) == "matmul_all_reduce_small_kernel"
     others = (
-        ("float32", 512, 512, 512, {}),
-        ("bfloat16", 512, 500, 512, {}),  # rows that TMA does not take
+        ("float32", 512, 512, 8192, {}),
+        ("bfloat16", 512, 500, 8192, {}),  # rows that TMA does not take
         (*shape, {"preferred_element_type": "float32"}),
-        (*shape, {"residual": jnp.zeros((512, 512))}),
+        (*shape, {"residual": jnp.zeros((512, 8192))}),
         (*shape, {"config": {"exact_wire": True}}),
     )
     for *other, keywords in others:

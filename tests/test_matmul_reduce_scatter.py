@@ -157,14 +157,28 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 34, 24, 16), (3, 15, 40, 72), (4, 132, 16, 24)))
 @pytest.mark.parametrize("dtype, result, block_m", (("bfloat16", None, 32), ("float16", "float32", 64)))
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, result: str | None, block_m: int) -> None:
-    """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter.
-
-    The larger ones are multiplied by two partitions.
-    """
+    """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter."""
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
     config = {"block_m": block_m, "block_n": 64, "block_k": 16, "hopper": True, "programs": 3, "chunk": 512}
-    config |= {"num_stages": 2, "partitions": block_m // 32}
+    config["num_stages"] = 2
     program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
+    np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
+
+
+@pytest.mark.parametrize("world, m", ((1, 3), (2, 2), (3, 15), (4, 20)))
+@pytest.mark.parametrize("dtype, result", (("bfloat16", None), ("float16", "float32")))
+@pytest.mark.parametrize("exact_wire", (False, True))
+def test_simulated_on_hopper_with_few_rows(
+    world: int, m: int, dtype: str, result: str | None, exact_wire: bool
+) -> None:
+    lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
+    config = {"block_m": 32, "block_n": 16, "block_k": 16, "num_stages": 2, "hopper": True, "small": True}
+    program = row_parallel(
+        mesh_of(world),
+        implementation="simulate",
+        preferred_element_type=result,
+        config={**config, "exact_wire": exact_wire},
+    )
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
 

@@ -85,17 +85,19 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
     )
 
 
+TILES_OF_SUMS = {"block_m": 32, "block_n": 32, "block_k": 16, "num_stages": 2, "group_m": 2, "chunk": 128}
+
+
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, partitions, *names = shape
+    m, n, k, programs, *names = shape
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
-    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
-    config = scatter_ops.Config(**tiles, chunk=128, hopper=True, programs=programs, partitions=partitions)
+    config = scatter_ops.Config(**TILES_OF_SUMS, hopper=True, programs=programs)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
@@ -106,15 +108,15 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, groups, lag, partitions, *names = shape
+    m, n, k, programs, groups, lag, *names = shape
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
-    tiles = {"block_m": 16 * partitions, "block_n": 32, "block_k": 8 * partitions, "num_stages": 2, "group_m": 2}
-    tiles["chunk"] = 128
-    config = reduce_ops.Config(**tiles, hopper=True, programs=programs, groups=groups, lag=lag, partitions=partitions)
+    config = reduce_ops.Config(
+        **TILES_OF_SUMS, exact_wire=False, hopper=True, programs=programs, groups=groups, lag=lag
+    )
     return Call(
         arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
         keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
@@ -154,29 +156,23 @@ KERNELS = (
         module=matmul_reduce_scatter_hopper,
         function="matmul_reduce_scatter_hopper_kernel",
         call=matmul_reduce_scatter,
-        # M, N, K, programs, partitions, and what is added; clipped at all ends, so that the second half of the rows may
-        # be missing, and with more programs than a rank has tiles
-        shapes=lambda world: (
-            (17, 40, 24, 2, 1, "bias", "residual"),
-            (5, 40, 16, 1, 2),
-            (36, 40, 24, 2, 2, "bias", "residual"),
-            (32, 32, 40, 3, 2, "residual"),
-        ),
+        # M, N, K, programs, and what is added; clipped at all ends, so that the second half of the rows may be missing,
+        # and with more programs than a rank has tiles
+        shapes=lambda world: ((5, 40, 16, 1), (36, 40, 24, 2, "bias", "residual"), (32, 32, 40, 3, "residual")),
     ),
     Simulated(
         name="matmul_all_reduce",
         module=matmul_all_reduce_hopper,
         function="matmul_all_reduce_hopper_kernel",
         call=matmul_all_reduce,
-        # M, N, K, programs, groups, lag, partitions, and what is added; clipped at all ends, where the last ranks own
-        # fewer tiles or none, the last group has fewer, and with more programs than a rank has tiles
+        # M, N, K, programs, groups, lag, and what is added; clipped at all ends, where the last ranks own fewer tiles
+        # or none, the last group has fewer, and with more programs than a rank has tiles
         shapes=lambda world: (
-            (40, 104, 16, 2, 2, 1, 1, "bias", "residual"),
-            (17, 40, 24, 1, 3, 0, 1),
-            (48, 104, 16, 2, 2, 0, 2, "bias", "residual"),
-            (32, 32, 40, 3, 1, 1, 2, "residual"),
-            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1, 2),
-            (64, 16 * world, 8, 2, 4, 2, 1),
+            (40, 104, 16, 2, 2, 1, "bias", "residual"),
+            (34, 40, 24, 1, 3, 0),
+            (32, 32, 40, 3, 1, 1, "residual"),
+            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1),
+            (128, 16 * world, 8, 2, 4, 2),
         ),
     ),
 )
@@ -218,8 +214,8 @@ class Mutant:
 
 
 GATHERED = (8, 16, 24, 2, True, False)
-MANY_SUMS = (48, 96, 8, 1, 3, 1, 1)  # one program, of more tiles than an outbox has places
-ONE_PROGRAM = (33, 64, 16, 1, 2)  # of more tiles for others than an outbox has places
+MANY_SUMS = (80, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox has places
+ONE_PROGRAM = (33, 64, 16, 1)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
@@ -394,14 +390,14 @@ MUTANTS = (
     Mutant(
         name="a place taken from both partitions by one",
         kernel="matmul_reduce_scatter",
-        edits=(("allocate_relay(1, PARTITIONS)", "allocate_relay(1, 1)"),),
+        edits=(("allocate_relay(1, 2)", "allocate_relay(1, 1)"),),
         errors=(DeadlockError, *TOO_EARLY),
         shape=ONE_PROGRAM,
     ),
     Mutant(
         name="a tile carried when half of it is stored",
         kernel="matmul_reduce_scatter",
-        edits=(("allocate_relay(PARTITIONS, 1)", "allocate_relay(1, 1)"),),
+        edits=(("allocate_relay(2, 1)", "allocate_relay(1, 1)"),),
         errors=TOO_EARLY,
         shape=ONE_PROGRAM,
     ),

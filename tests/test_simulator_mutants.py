@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels import decode_hopper, shmem
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -39,6 +39,7 @@ class Mutant:
       name: in the names of tests.
       kernel: in which kernel's calls it shows.
       api: the fault is in the device API, not in the kernel.
+      product: it is in `decode_hopper`, not in the kernel's own file.
       edits: (text, what to put in its place); each text occurs once, or as often as a third item says.
       errors: of which kind the finding must be.
       shape: of the call; None for all shapes of the kernel.
@@ -50,6 +51,7 @@ class Mutant:
     edits: tuple[tuple, ...]
     errors: tuple[type[SimulationError], ...]
     api: bool = False
+    product: bool = False
     shape: tuple | None = None
     world: int = 3
 
@@ -772,13 +774,14 @@ MUTANTS = (
     Mutant(
         name="no wait for an empty buffer",
         kernel="all_gather_matmul_decode_hopper",
-        edits=(("                mbarrier.wait(ring.empty.index(stage), phase)\n", ""),),
+        product=True,
+        edits=(("            mbarrier.wait(ring.empty.index(stage), phase)\n", ""),),
         errors=(DataRaceError, MbarrierError),
     ),
     Mutant(
         name="told before it is known",
         kernel="all_gather_matmul_decode_hopper",
-        edits=(("    mbarrier.wait(ring.told, 0)\n", ""),),
+        edits=(("    mbarrier.wait(rows.told, 0)\n", ""),),
         errors=TOO_EARLY,
     ),
     Mutant(
@@ -790,6 +793,57 @@ MUTANTS = (
                 "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, rhs_desc.dtype)",
             ),
         ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="rows past the end not sent",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("(m < WORLD * OWNED)", "(m < WORLD * OWNED - 1)"),),
+        errors=(DeadlockError,),
+        shape=(5, 24, 40, 2, False, 1, 3),
+    ),
+    Mutant(
+        name="a tile sent to one rank twice",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))", "words, me.rank, (m < OWNED) & (n >= 0))"),),
+        errors=(MessageError,),
+        shape=(5, 40, 72, 1, False, 2, 2),
+    ),
+    Mutant(
+        name="sums of all parts in one place",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("    m = row + word // ROW\n", "    m = word // ROW\n"),),
+        errors=(MessageError,),
+        shape=(5, 24, 40, 2, False, 1, 3),
+    ),
+    Mutant(
+        name="words of the first tile",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(
+            (
+                "source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)\n    words",
+                "source = shmem.messages(me, region) + row * (PITCH // A_WORD)\n    words",
+            ),
+        ),
+        errors=(MessageError, WaitOrderError, DeadlockError, DataRaceError),
+    ),
+    Mutant(
+        name="a stage released too early",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(
+            (
+                "warpgroup_mma_wait(num_outstanding=1, deps=(tile,))",
+                "warpgroup_mma_wait(num_outstanding=2, deps=(tile,))",
+            ),
+        ),
+        errors=(DataRaceError,),
+    ),
+    Mutant(
+        name="lhs of one stage alone",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(("ring.full.index(stage), ring.lhs.index(stage))", "ring.full.index(stage), ring.lhs.index(0))"),),
         errors=TOO_EARLY,
     ),
 )
@@ -812,6 +866,9 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
     if mutant.api:
         api = load(edit(shmem, mutant.edits, folder), shmem.__name__)
         module = load(Path(source.__file__ or ""), source.__name__, shmem=api)
+    elif mutant.product:
+        product = load(edit(decode_hopper, mutant.edits, folder), decode_hopper.__name__)
+        module = load(Path(source.__file__ or ""), source.__name__, decode_hopper=product)
     else:
         module = load(edit(source, mutant.edits, folder), source.__name__)
     return getattr(module, kernel.function)

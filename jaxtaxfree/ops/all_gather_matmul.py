@@ -224,22 +224,14 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
         return HOPPER
     if rows > 128:
         return None
-    block_m, block_k = max(8, next_power_of_2(rows)), 64
-    # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured with a gate.
-    block_n = 128 if n >= 96 * 128 and not gated else 64
-    stage = 2 * block_k * (block_m + (2 if gated else 1) * block_n)  # bytes
+    tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1)
     # Few rows are there before anyone needs them, many in the order in which they are needed.
     part = 8192 if rows <= 32 else 2048
     pushers = 16
     return Config(
-        block_m=block_m,
-        block_n=block_n,
-        block_k=block_k,
-        num_warps=block_n // 16,
-        # Beside them the tile, in f32, is put in order to be stored.
-        num_stages=min(16, ((226 << 10) - 4 * block_m * block_n) // stage),
+        **tile,
         pushers=pushers,
-        chunk=min(4096, max(16 * block_n, next_power_of_2(m * part) // pushers)),
+        chunk=min(4096, max(16 * tile["block_n"], next_power_of_2(m * part) // pushers)),
         part=part,
         small=True,
         hopper=True,
@@ -260,17 +252,14 @@ def unsupported_on_hopper(
 ) -> list[str]:
     """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    reasons = matmul.unsupported_on_hopper(k, n, **on)
     if not config.small:
+        reasons = matmul.unsupported_on_hopper(k, n, **on)
         if "residual" in epilogue.operands:
             reasons.append("with small=False it adds no residual")
         return reasons
-    if rhs_transposed:
-        reasons.append("with small=True it takes rhs as [K, N] alone")
+    reasons = matmul.unsupported_on_decode_hopper(rows, k, n, config=config, rhs_transposed=rhs_transposed, **on)
     if return_gathered:
         reasons.append("with small=True it does not return the gathered rows")
-    if rows > config.block_m:
-        reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
     return reasons
 
 
@@ -456,7 +445,7 @@ def _launch_hopper(
     copied = {"out_type": out_type, "gathered_ptr": None}
     if return_gathered:
         copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
-    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed, partitions=2)
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed)
     blocks = keywords["descriptors"]
     gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
     if epilogue.gated:
@@ -478,22 +467,18 @@ def _launch_hopper(
 def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: Config) -> dict[str, Any]:
     """What is different for the kernel for few rows on Hopper."""
     weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
+    keywords = matmul.decode_hopper_keywords(n, config, *weights)
     # Whole steps.
     part = math.ceil(min(config.part, k) / config.block_k) * config.block_k
     return {
-        "grid": config.pushers + math.ceil(n / config.block_n),
-        "num_warps": config.num_warps,
+        **keywords,
+        "grid": config.pushers + keywords["grid"],
         "signals": {"arrived": (math.ceil(k / part), world)},
-        "descriptors": dict.fromkeys(weights, (config.block_k, config.block_n)),
         **({} if epilogue.gated else {"gate_desc": None}),
         **epilogue.keywords("bias", "residual"),
         "M": m,
         "N": n,
         "K": k,
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "STAGES": config.num_stages,
         "PUSHERS": config.pushers,
         "PART": part,
         "CHUNK": config.chunk,

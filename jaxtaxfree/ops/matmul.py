@@ -15,6 +15,8 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.primitive import DTYPES, settings_of
 from jaxtaxfree.teams import Team, vary, varying
 
+# Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
+PARTITIONS = 2
 # Why XLA is taken where nobody has measured which is faster.
 UNMEASURED = "the kernel has not been measured against XLA yet"
 
@@ -199,25 +201,23 @@ def hopper_keywords(
     *,
     rhs_transposed: bool = False,
     stored: int | None = None,
-    partitions: int = 1,
 ) -> dict[str, Any]:
     """As `tile_keywords`, for the kernels for Hopper.
 
     Args:
       stored: at most so many columns are stored at a time.
-      partitions: that multiply, of which each has a part of the warps, and of the rows of a tile.
     """
     block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
     # 128 bytes, which is as much as TMA moves at a time.
     columns = min(128 // np.dtype(out_dtype).itemsize, block_n // 2, stored or block_n)
     return {
         "grid": config.programs,
-        "num_warps": config.num_warps // partitions,
+        "num_warps": config.num_warps // PARTITIONS,
         "descriptors": {
             "lhs_desc": (1, block_m, block_k),
             "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
             "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
-            "out_desc": (1, block_m // partitions, columns),
+            "out_desc": (1, block_m // PARTITIONS, columns),
         },
         "M": m,
         "N": n,
@@ -228,6 +228,125 @@ def hopper_keywords(
         "GROUP_M": config.group_m,
         "STAGES": config.num_stages,
     }
+
+
+def unsupported_on_decode_hopper(rows: int, k: int, n: int, *, config: Any, **form: Any) -> list[str]:
+    """As `unsupported_on_hopper`, of a kernel for few rows and tiles of so many of them."""
+    reasons = unsupported_on_hopper(k, n, **form)
+    if rows > config.block_m:
+        reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
+    return reasons
+
+
+def decode_hopper_tile(rows: int, n: int, *, products: int = 1) -> dict[str, Any]:
+    """Settings for products of few rows in a kernel for Hopper, by shape.
+
+    Args:
+      rows: that a tile has to have, at most 128.
+      n: columns of `rhs`.
+      products: by how many matrices like it the rows are multiplied.
+    """
+    block_m, block_k = min(128, max(8, next_power_of_2(rows))), 64
+    # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
+    block_n = 128 if n >= 96 * 128 and products == 1 else 64
+    stage = 2 * block_k * (block_m + products * block_n)  # bytes
+    return {
+        "block_m": block_m,
+        "block_n": block_n,
+        "block_k": block_k,
+        "num_warps": block_n // 16,
+        # Beside them the tile, in f32, is put in order to be stored.
+        "num_stages": min(16, ((226 << 10) - 4 * block_m * block_n) // stage),
+    }
+
+
+def decode_hopper_keywords(n: int, config: Any, *descriptors: str) -> dict[str, Any]:
+    """What `shmem_call` needs to know of such a product.
+
+    Args:
+      n: as above.
+      config: with the settings of `decode_hopper_tile`.
+      *descriptors: the kernel's parameters for matrices [k, n].
+    """
+    return {
+        "grid": math.ceil(n / config.block_n),
+        "num_warps": config.num_warps,
+        "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "STAGES": config.num_stages,
+    }
+
+
+def rows_added_at_once(owned: int, world: int, columns: int, itemsize: int) -> int:
+    """How many of the rows that a rank owns one program of few rows adds up at a time.
+
+    Args:
+      columns: that its 4 warps have.
+      itemsize: of what arrives.
+    """
+    # A thread has 32 words in its registers.
+    most = 2**14 // (next_power_of_2(world) * columns * itemsize)
+    return max(1, min(next_power_of_2(owned), most))
+
+
+def reduce_decode_hopper_keywords(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    scattered: bool,
+    gathered: bool,
+    dtype: Any,
+    out_dtype: Any,
+    add_rows: int | None = None,
+    linger: bool | None = None,
+    config: Any,
+) -> dict[str, Any]:
+    """What `shmem_call` needs to know for the kernel that adds up products of few rows on Hopper.
+
+    Args:
+      m, k, n: the result is [m, n], and lhs [..., k].
+      scattered: each rank adds up rows of its own.
+      gathered: and sends the sums to all, or has them from the others.
+      add_rows, linger: as of `matmul_all_reduce`; None chooses.
+    """
+    owned = math.ceil(m / world) if gathered else m
+    columns = math.ceil(n / config.block_n) * config.block_n
+    wire = np.dtype(np.float32 if config.exact_wire else dtype)
+
+    def words(of: np.dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((world * owned * columns * of.itemsize // 4,), np.int32)
+
+    messages = {"partials": words(wire)}
+    if gathered:
+        messages["sums"] = words(np.dtype(out_dtype))
+    keywords = decode_hopper_keywords(n, config, "rhs_desc")
+    keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
+    return {
+        **keywords,
+        **({} if gathered else {"sums": None}),
+        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
+        "messages": messages,
+        "M": m,
+        "N": n,
+        "K": k,
+        "OWNED": owned,
+        "SCATTERED": scattered,
+        "EXACT_WIRE": config.exact_wire,
+        "ADD_ROWS": add_rows or rows_added_at_once(owned, world, 64, wire.itemsize),
+        "LINGER": owned > 16 if linger is None else linger,
+    }
+
+
+def runs_at_once(n: int, config: Any) -> bool:
+    """Whether a GPU runs all tiles of so many columns at a time, as many as an H100 or H200 has multiprocessors.
+
+    If they exchange what they have computed, the others' weights are not read before that.
+    """
+    return math.ceil(n / config.block_n) <= 132
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_hopper import PLACES as OUTBOX
 from jaxtaxfree.kernels.matmul_all_reduce_hopper import matmul_all_reduce_hopper_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
@@ -130,11 +130,11 @@ class Config:
       apart: programs of their own add up, so that those who multiply do not wait.
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
-      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0, and
-        results of the same dtype. Of the settings above it has those up to `group_m`. Partial sums are rounded. What
-        follows is of this kind alone.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
+        `block_m` is at least all rows, `block_n` 16 times `num_warps`, and who multiplies adds up. If not, the programs
+        are persistent, and partial sums are rounded, as is the result, to the operands' dtype; of the settings above
+        there are those up to `group_m`. What follows is of this kind alone.
       programs: how many: as many as the GPU has multiprocessors.
-      partitions: 1 or 2 of the warps that multiply: of two one adds and stores while the other multiplies.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
         hide it; all else at the speed of the wire. 0: as soon as it can be.
@@ -156,7 +156,6 @@ class Config:
     add_rows: int = 8
     hopper: bool = False
     programs: int = 132
-    partitions: int = 1
     chunk: int = 1024
     pace: float = 0.95
     groups: int = 1
@@ -170,8 +169,8 @@ PLACES = 132
 ONE_SHOT_SIZE = 2**17
 # Partial sums of more elements are rounded on their way.
 EXACT_SIZE = 2**14
-# From so many rows on the kernel for Hopper is the default: never, until it has been measured.
-HOPPER_ROWS = math.inf
+# Up to so many rows are few.
+FEW_ROWS = 128
 
 
 def default_config(
@@ -209,8 +208,6 @@ def default_config(
         wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
         exact_wire = wider or m * n <= EXACT_SIZE
     itemsize = 4 if exact_wire else np.dtype(dtype).itemsize
-    # A thread has 32 words in its registers.
-    most = 2**14 // (next_power_of_2(world) * tile["block_n"] * itemsize)
     return Config(
         **tile,
         small=True,
@@ -218,12 +215,12 @@ def default_config(
         exact_wire=exact_wire,
         apart=tiles > PLACES,
         linger=owned > 16,
-        add_rows=max(1, min(next_power_of_2(owned), most)),
+        add_rows=matmul.rows_added_at_once(owned, world, tile["block_n"], itemsize),
     )
 
 
 def hopper_config(m: int, n: int, world: int) -> Config:
-    """A configuration of the kernel for Hopper by shape; of sizes and ranks as `default_config`."""
+    """A configuration of the kernel for many rows on Hopper by shape; of sizes and ranks as `default_config`."""
     config = Config(hopper=True, exact_wire=False, group_m=16)
     if _tiles(m, n, config) < config.programs:
         # Nothing hides what is sent, so it is sent at once, and by more programs.
@@ -237,17 +234,40 @@ def hopper_config(m: int, n: int, world: int) -> Config:
     return dataclasses.replace(config, groups=groups, lag=lag)
 
 
-def unsupported_on_hopper(k: int, n: int, *, dtype: Any, out_dtype: Any, **form: Any) -> list[str]:
-    """All that keeps the kernel for Hopper from multiplying lhs by rhs [k, n].
+def decode_hopper_config(m: int, n: int, world: int, config: Config) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper; what `default_config` has in common with it stays.
 
     Args:
-      dtype: of the operands.
-      out_dtype: of the result.
-      **form: what else `matmul_reduce_scatter.unsupported_on_hopper` asks for.
+      m, n, world: as there.
+      config: what that gives.
     """
-    reasons = matmul_reduce_scatter.unsupported_on_hopper(k, n, dtype=dtype, **form)
-    if np.dtype(out_dtype) != np.dtype(dtype):
-        reasons.append(f"it gives results of the operands' dtype, {np.dtype(dtype)}, not {np.dtype(out_dtype)}")
+    tile = matmul.decode_hopper_tile(_rows_sent(m, world, config), n)
+    return dataclasses.replace(config, **tile, small=True, apart=False, hopper=True)
+
+
+def _rows_sent(m: int, world: int, config: Config) -> int:
+    """How many rows a kernel for few rows sends: with two shots as many to each rank, past the end of the result."""
+    return m if config.shots == 1 else math.ceil(m / world) * world
+
+
+def unsupported_on_hopper(
+    m: int, k: int, n: int, *, world: int, out_dtype: Any = None, residual: Any = None, config: Config, **on: Any
+) -> list[str]:
+    """All that keeps the kernel for Hopper of this configuration from multiplying lhs [m, k] by rhs [k, n].
+
+    Args:
+      world, out_dtype: as of `default_config`.
+      residual: the dtype of the residual, if there is one.
+      **on: the operands' `dtype`, and `compute_capability`.
+    """
+    if config.small:
+        return matmul.unsupported_on_decode_hopper(_rows_sent(m, world, config), k, n, config=config, **on)
+    reasons = matmul_reduce_scatter.unsupported_on_hopper(k, n, residual=residual, **on)
+    dtype, result = np.dtype(on["dtype"]), np.dtype(out_dtype or on["dtype"])
+    if result != dtype:
+        reasons.append(f"with small=False it gives results of the operands' dtype, {dtype}, not {result}")
+    if config.exact_wire:
+        reasons.append("with small=False it rounds partial sums")
     return reasons
 
 
@@ -258,7 +278,7 @@ def choose(
     *,
     world: int,
     dtype: Any,
-    out_dtype: Any,
+    out_dtype: Any = None,
     compute_capability: int,
     residual: Any = None,
     settings: Mapping[str, Any],
@@ -274,16 +294,23 @@ def choose(
       NotImplementedError: if the settings ask for a kernel that cannot take the call.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    reasons = unsupported_on_hopper(k, n, out_dtype=out_dtype, residual=residual, **on)
+    asked = {name: settings.get(name) for name in ("shots", "exact_wire")}
+    portable = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
+    # Tiles that somebody asks for are those of the portable kernel.
+    by_shape = settings.keys() <= asked.keys()
+    if settings.get("small", by_shape and m <= FEW_ROWS):
+        hopper = decode_hopper_config(m, n, world, portable)
+        faster = by_shape and matmul.runs_at_once(n, hopper)
+    else:
+        hopper = hopper_config(m, n, world)
+        # It was measured with tiles for all multiprocessors, or nearly.
+        faster = by_shape and "shots" not in settings and 4 * _tiles(m, n, hopper) >= 3 * hopper.programs
+    hopper = dataclasses.replace(hopper, **settings)
+    form = {"world": world, "out_dtype": out_dtype, "residual": residual, **on}
+    reasons = unsupported_on_hopper(m, k, n, config=hopper, **form)
     if settings.get("hopper") and reasons:
         raise Unsupported("matmul_all_reduce with hopper=True", reasons)
-    others = settings.get("small") or settings.get("exact_wire")
-    if settings.get("hopper", m >= HOPPER_ROWS and not others and not reasons):
-        config = hopper_config(m, n, world)
-    else:
-        wire = {"out_dtype": out_dtype, "exact_wire": settings.get("exact_wire")}
-        config = default_config(m, n, world, shots=settings.get("shots"), **on, **wire)
-    return dataclasses.replace(config, **settings)
+    return hopper if settings.get("hopper", faster and not reasons) else dataclasses.replace(portable, **settings)
 
 
 def fused(
@@ -316,13 +343,12 @@ def fused(
     (m, k), n = rows.shape, rhs.shape[1]
     out_dtype = preferred_element_type or lhs.dtype
     residual = epilogue.split(rhs, operands)[1].get("residual")
+    on = {"world": world, "dtype": lhs.dtype, "out_dtype": out_dtype}
     chosen = choose(
         m,
         k,
         n,
-        world=world,
-        dtype=lhs.dtype,
-        out_dtype=out_dtype,
+        **on,
         compute_capability=compute_capability,
         residual=None if residual is None else residual.dtype,
         settings=dict(config),
@@ -331,16 +357,14 @@ def fused(
         m,
         k,
         n,
-        world=world,
-        dtype=lhs.dtype,
-        out_dtype=out_dtype,
+        **on,
         precision=precision,
         epilogue=epilogue,
         config=chosen,
     )
     others = epilogue.rows_first(operands, 0)
     arrays = (rows, rhs, *others)
-    if chosen.hopper:
+    if chosen.hopper and not chosen.small:
         # rhs in blocks and in halves of them; one more dimension, as the kernel that scatters has it for the ranks.
         arrays = (rows[None], rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
     out = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
@@ -361,81 +385,99 @@ def launch(
 ) -> tuple[Any, dict[str, Any]]:
     """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
+    out = jax.ShapeDtypeStruct((m, n), out_dtype)
     common = {
         "name": "matmul_all_reduce",
+        "out_type": out,
         "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
     }
-    tiles = math.ceil(_tiles(m, n, config) / world)  # that a rank owns
-    peers = max(1, world - 1)  # no scratch is empty
-    block = (config.block_m, config.block_n)
+    if config.hopper and config.small:
+        two_shots = config.shots == 2
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": two_shots, "gathered": two_shots}
+        keywords = matmul.reduce_decode_hopper_keywords(
+            m, k, n, **on, add_rows=config.add_rows, linger=config.linger, config=config
+        )
+        return matmul_reduce_decode_hopper_kernel, common | keywords | epilogue.keywords("bias", "residual")
     if config.hopper:
-        groups = min(config.groups, tiles)
-        a_group = math.ceil(tiles / groups)
-
-        def cycles(share: float, length: int, chunks: int, programs: int) -> int:
-            return matmul.pace(share, length, size, chunks * config.chunk * size, min(programs, config.programs))
-
-        return matmul_all_reduce_hopper_kernel, {
-            **common,
-            **matmul_reduce_scatter.hopper_keywords(m, k, n, out_dtype, config, epilogue),
-            "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
-            "scratch": {
-                "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
-                "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
-                "outbox": jax.ShapeDtypeStruct((config.programs, OUTBOX.value, *block), dtype),
-            },
-            "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
-            "TILES": tiles,
-            "GROUPS": groups,
-            "LAG": min(config.lag, groups - 1),
-            "CHUNK": config.chunk,
-            "PACE": cycles(config.pace, k, 1, config.programs),
-            # Of so many programs together the wire takes no more.
-            "LAST_PACE": cycles(config.pace, 0, 1, peers * a_group),
-            "SUM_PACE": cycles(config.pace, 0, peers, a_group),
-        }
-    out = jax.ShapeDtypeStruct((m, n), out_dtype)
+        keywords = matmul_reduce_scatter.hopper_keywords(m, k, n, out_dtype, config, epilogue)
+        return matmul_all_reduce_hopper_kernel, common | keywords | _hopper_exchange(m, k, n, world, dtype, config)
     keywords = {
-        "out_type": out,
         **common,
         **matmul.tile_keywords(m, k, n, precision, config),
         **epilogue.keywords("bias", "residual"),
+        "EXACT_WIRE": config.exact_wire,
     }
-    column_blocks = math.ceil(n / config.block_n)
+    wire = np.float32 if config.exact_wire else dtype
     if config.small:
-        two_shots = config.shots == 2
-        owned = math.ceil(m / world) if two_shots else m
-        all_rows = world * owned if two_shots else m
-        programs = math.ceil(all_rows / config.block_m) * column_blocks
-        parts = math.ceil(owned / config.add_rows) * column_blocks
-
-        def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
-            elements = boxes * owned * column_blocks * config.block_n
-            return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
-
-        return matmul_all_reduce_small_kernel, keywords | {
-            "grid": programs + parts * config.apart,
-            "messages": {
-                "partials": words(world, np.float32 if config.exact_wire else dtype),
-                "sums": words(world * two_shots, out_dtype),
-            },
-            "OWNED": owned,
-            "SHOTS": config.shots,
-            "EXACT_WIRE": config.exact_wire,
-            "APART": config.apart,
-            "LINGER": config.linger,
-            "ADD_ROWS": config.add_rows,
-        }
+        return matmul_all_reduce_small_kernel, keywords | _small_exchange(m, n, world, wire, out_dtype, config)
+    tiles, peers, block = _exchanged(m, n, world, config)
     return matmul_all_reduce_kernel, keywords | {
         "grid": (2 * world - 1) * tiles,
         "scratch": {
-            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), np.float32 if config.exact_wire else dtype),
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), wire),
             "sums": jax.ShapeDtypeStruct((world, tiles, *block), out_dtype),
         },
         "signals": {"arrived": (peers, tiles), "added": (world, tiles)},
         "GROUP_M": config.group_m,
-        "EXACT_WIRE": config.exact_wire,
     }
+
+
+def _hopper_exchange(m: int, k: int, n: int, world: int, dtype: Any, config: Config) -> dict[str, Any]:
+    """What the ranks exchange in the kernel for many rows on Hopper, and when."""
+    tiles, peers, block = _exchanged(m, n, world, config)
+    groups = min(config.groups, tiles)
+    a_group = math.ceil(tiles / groups)
+    size = np.dtype(dtype).itemsize
+
+    def cycles(length: int, chunks: int, programs: int) -> int:
+        return matmul.pace(config.pace, length, size, chunks * config.chunk * size, min(programs, config.programs))
+
+    return {
+        "out_type": jax.ShapeDtypeStruct((1, m, n), dtype),
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
+            "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
+            "outbox": jax.ShapeDtypeStruct((config.programs, OUTBOX.value, *block), dtype),
+        },
+        "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
+        "TILES": tiles,
+        "GROUPS": groups,
+        "LAG": min(config.lag, groups - 1),
+        "CHUNK": config.chunk,
+        "PACE": cycles(k, 1, config.programs),
+        # Of so many programs together the wire takes no more.
+        "LAST_PACE": cycles(0, 1, peers * a_group),
+        "SUM_PACE": cycles(0, peers, a_group),
+    }
+
+
+def _small_exchange(m: int, n: int, world: int, wire: Any, out_dtype: Any, config: Config) -> dict[str, Any]:
+    """The programs of the portable kernel for few rows, and what they exchange."""
+    column_blocks = math.ceil(n / config.block_n)
+    two_shots = config.shots == 2
+    owned = math.ceil(m / world) if two_shots else m
+    tiles = math.ceil((world * owned if two_shots else m) / config.block_m) * column_blocks
+    parts = math.ceil(owned / config.add_rows) * column_blocks
+
+    def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
+        elements = boxes * owned * column_blocks * config.block_n
+        return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
+
+    return {
+        "grid": tiles + parts * config.apart,
+        "messages": {"partials": words(world, wire), "sums": words(world * two_shots, out_dtype)},
+        "OWNED": owned,
+        "SHOTS": config.shots,
+        "APART": config.apart,
+        "LINGER": config.linger,
+        "ADD_ROWS": config.add_rows,
+    }
+
+
+def _exchanged(m: int, n: int, world: int, config: Config) -> tuple[int, int, tuple[int, int]]:
+    """How many tiles a rank owns, how many peers send it parts of them, and the shape of a tile."""
+    # No scratch is empty.
+    return math.ceil(_tiles(m, n, config) / world), max(1, world - 1), (config.block_m, config.block_n)
 
 
 def _tiles(m: int, n: int, config: Config) -> int:
@@ -469,14 +511,16 @@ def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
 
-    on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability, "out_dtype": lhs.dtype}
+    on = {"world": team.world, "dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        return choose(m, *rhs.shape, world=team.world, **on, settings={})
+        return choose(m, *rhs.shape, **on, settings={})
 
     def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-        hopper = settings.get("hopper", False)
-        return None if hopper and unsupported_on_hopper(*rhs.shape, **on) else tuple(sorted(settings.items()))
+        config, rows = Config(**settings), math.prod(lhs.shape[:-1])
+        if config.hopper and unsupported_on_hopper(rows, *rhs.shape, config=config, **on):
+            return None
+        return tuple(sorted(settings.items()))
 
     return matmul.case(
         "matmul_all_reduce",

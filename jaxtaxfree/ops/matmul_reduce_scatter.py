@@ -12,6 +12,7 @@ from jax import lax
 from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_hopper import PLACES, matmul_reduce_scatter_hopper_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
@@ -131,13 +132,13 @@ class Config:
       small: every tile has the rows of all ranks, so that `rhs` is read once.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
-      hopper: persistent programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. Of
-        the settings above it has those up to `group_m`.
-      programs: how many, if `hopper`: as many as the GPU has multiprocessors.
-      partitions: 1 or 2 of the warps that multiply, if `hopper`: of two one adds and stores while the other multiplies.
-      chunk: elements of a tile that are sent at a time, if `hopper`: a power of 2.
-      pace: in which share of the time that tiles for others are multiplied they are sent, if `hopper`; 0: as soon as
-        they can be.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
+        `block_m` is at least the rows of all ranks, `block_n` 16 times `num_warps`, and partial sums travel as words,
+        without a signal. If not, the programs are persistent; of the settings above there are those up to `group_m`.
+        What follows is of this kind alone.
+      programs: how many: as many as the GPU has multiprocessors.
+      chunk: elements of a tile that are sent at a time: a power of 2.
+      pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
     """
 
     block_m: int = 128
@@ -151,9 +152,15 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     programs: int = 132
-    partitions: int = 1
     chunk: int = 1024
     pace: float = 0.95
+
+
+# Up to so many rows of all ranks are few.
+FEW_ROWS = 128
+# Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took
+# the same time either way, those of 128 rows 47 us instead of 42.
+EXACT_SIZE = 2**18
 
 
 def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
@@ -176,8 +183,20 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
+def decode_hopper_config(m: int, n: int, world: int, dtype: Any, out_dtype: Any = None) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper.
+
+    Args:
+      m, n, world, dtype: as of `default_config`.
+      out_dtype: of the result; None is that of the operands.
+    """
+    wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
+    exact_wire = wider or world * m * n <= EXACT_SIZE
+    return Config(**matmul.decode_hopper_tile(world * m, n), small=True, hopper=True, exact_wire=exact_wire)
+
+
 def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
-    """All that keeps the kernel for Hopper from multiplying a rank's lhs by its rhs [k, n].
+    """All that keeps the kernel for many rows on Hopper from multiplying a rank's lhs by its rhs [k, n].
 
     Args:
       residual: the dtype of the residual, if there is one.
@@ -189,15 +208,28 @@ def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) 
     return reasons
 
 
-def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
+def _unsupported_with(config: Config, rows: int, k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
+    """All that keeps the kernel for Hopper of this configuration from multiplying so many rows; as above."""
+    if config.small:
+        return matmul.unsupported_on_decode_hopper(rows, k, n, config=config, **form)
+    return unsupported_on_hopper(k, n, residual=residual, **form)
+
+
+def choose(
+    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any = None, compute_capability: int, **form: Any
+) -> Config:
     """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
     Args:
       m, k, n: a rank multiplies its lhs [world * m, k] by its rhs [k, n].
-      world, dtype, compute_capability: as of `default_config`.
+      world, dtype, out_dtype, compute_capability: as of `default_config` and `decode_hopper_config`.
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
+    if world * m <= FEW_ROWS:
+        config = decode_hopper_config(m, n, world, dtype, out_dtype)
+        if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
+            return config
     config = Config(hopper=True)
     # Its tiles follow each other without a pause, which is worth something where a program has some.
     faster = world * _tiles(m, n, config) >= 3 * config.programs
@@ -242,8 +274,8 @@ def fused(
     residual = epilogue.split(rhs, operands)[1].get("residual")
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     if config is None:
-        config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := unsupported_on_hopper(k, n, **on, **form)):
+        config = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **form)
+    elif config.hopper and (reasons := _unsupported_with(config, world * m, k, n, **on, **form)):
         raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
@@ -259,7 +291,7 @@ def fused(
     )
     others = epilogue.rows_first(operands, scatter_dimension)
     arrays = (rows, rhs, *others)
-    if config.hopper:
+    if config.hopper and not config.small:
         # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
         arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
     out = shmem_call(
@@ -298,6 +330,14 @@ def launch(
             "bytes_accessed": size * (world * m * k + k * n + m * n) + 2 * wire.itemsize * (world - 1) * m * n,
         },
     }
+    if config.hopper and config.small:
+        assert not rhs_transposed
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": True, "gathered": False}
+        return matmul_reduce_decode_hopper_kernel, {
+            **common,
+            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, config=config),
+            **epilogue.keywords("bias", "residual"),
+        }
     if config.hopper:
         assert not rhs_transposed
         return matmul_reduce_scatter_hopper_kernel, {
@@ -351,7 +391,7 @@ def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogu
     """As `matmul.hopper_keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
     # So many columns, all rows of them.
     arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving, partitions=config.partitions)
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
     keywords |= epilogue.keywords("bias")
     if "residual" in epilogue.operands:
         keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
@@ -425,7 +465,8 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
-        return None if config.hopper and matmul.unsupported_on_hopper(*rhs.shape, **on) else config
+        rows = math.prod(lhs.shape[:-1])
+        return None if config.hopper and _unsupported_with(config, rows, *rhs.shape, **on) else config
 
     return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
 

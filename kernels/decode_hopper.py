@@ -1,0 +1,136 @@
+"""What the kernels for the few rows of a decode step on Hopper share: the product, and how its weights are kept coming.
+
+With few rows a product takes as long as reading `rhs`. It is turned round here: a tile is as many columns of `rhs` as a
+warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
+100 KB of it are on their way to every multiprocessor before anything else is done.
+
+`allocate` and `begin` stand in the kernel itself; of its partitions one calls `load`, the other one `multiply`.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+# Weights are read once. They are not to drive out of the L2 cache what all programs read.
+READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
+AHEAD = gl.constexpr(8)  # steps of K whose weights `begin` asks for, which keep the memory busy until `load` begins
+
+
+class Ring(NamedTuple):
+    """What lies in shared memory."""
+
+    lhs: Any  # [STAGES, BLOCK_M, BLOCK_K]
+    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N]
+    gate: Any  # the same, or None
+    full: Any  # mbarriers of the stages: all blocks have come
+    empty: Any  # they have been multiplied
+
+
+@gluon.jit
+def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
+    BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
+    lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], LHS)
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
+    gate = None
+    if gate_desc is not None:
+        gate = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    return Ring(lhs, rhs, gate, full, empty)
+
+
+@gluon.jit
+def begin(ring, rhs_desc, gate_desc, column, STEPS: gl.constexpr):
+    """Asks for the weights of the first steps, before anything else."""
+    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
+    STAGES: gl.constexpr = ring.lhs.shape[0]
+    FIRST: gl.constexpr = min(STAGES, STEPS, AHEAD)
+    for stage in gl.static_range(FIRST):
+        mbarrier.init(ring.full.index(stage), count=1)
+    for stage in gl.static_range(FIRST):
+        fetch_weights(ring, rhs_desc, gate_desc, stage, stage * BLOCK_K, column)
+    for stage in gl.static_range(FIRST, STAGES):
+        mbarrier.init(ring.full.index(stage), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(ring.empty.index(stage), count=1)
+
+
+@gluon.jit
+def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
+    """Begins to fill a stage, and announces the block of lhs along with those of rhs and gate."""
+    full = ring.full.index(stage)
+    BLOCKS: gl.constexpr = 1 if gate_desc is None else 2
+    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + BLOCKS * rhs_desc.nbytes_per_cta)
+    tma.async_load(rhs_desc, [row, column], full, ring.rhs.index(stage), cache_policy=READ_ONCE)
+    if gate_desc is not None:
+        tma.async_load(gate_desc, [row, column], full, ring.gate.index(stage), cache_policy=READ_ONCE)
+
+
+@gluon.jit
+def load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, FETCHED: gl.constexpr):
+    """Fetches what `multiply` needs for some steps of K.
+
+    Args:
+      position: the stage of step `first`, and the phase in which it is empty: (0, 1) for step 0.
+      first, end: the steps.
+      FETCHED: of so many steps, from the first one of all, the weights have been asked for.
+
+    Returns: the position of step `end`.
+    """
+    STAGES: gl.constexpr = ring.lhs.shape[0]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    stage, phase = position
+    for step in range(first, end):
+        if step >= FETCHED:
+            mbarrier.wait(ring.empty.index(stage), phase)
+            fetch_weights(ring, rhs_desc, gate_desc, stage, step * BLOCK_K, column)
+        tma.async_load(lhs_desc, [0, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase = phase ^ 1
+    return stage, phase
+
+
+@triton.constexpr_function
+def layout_of_sums(block_m, warps):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16])
+
+
+@gluon.jit
+def multiply(ring, STEPS: gl.constexpr):
+    """The tile of all rows, from what `load` fetches, with columns of `rhs` as its rows: (product, the gate's)."""
+    STAGES: gl.constexpr = ring.lhs.shape[0]
+    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
+    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
+    tile = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout_of_sums(BLOCK_M, gl.num_warps()))
+    gate = tile
+    stage = 0
+    phase = 0
+    previous = 0
+    for step in range(STEPS):
+        mbarrier.wait(ring.full.index(stage), phase)
+        lhs = ring.lhs.index(stage).permute((1, 0))
+        tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
+        if ring.gate is None:
+            tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+        else:
+            gate = warpgroup_mma(ring.gate.index(stage).permute((1, 0)), lhs, gate, use_acc=step > 0, is_async=True)
+            tile, gate = warpgroup_mma_wait(num_outstanding=2, deps=(tile, gate))
+        mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
+        previous = stage
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            phase = phase ^ 1
+    if ring.gate is None:
+        tile = warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
+    else:
+        tile, gate = warpgroup_mma_wait(num_outstanding=0, deps=(tile, gate))
+    return tile, gate

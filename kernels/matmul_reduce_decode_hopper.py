@@ -1,0 +1,222 @@
+"""Matrix product and reduce-scatter or all-reduce in one kernel, for the few rows of a decode step, on Hopper GPUs.
+
+The product is that of `decode_hopper`: a program computes a tile of all rows. It sends it as words, which say by
+themselves that they have arrived, to those who add it up; waits for what the programs of the same id on all ranks send
+for its own rows; adds that up in the order of the ranks, and applies the epilogue.
+
+With `SCATTERED` each rank adds up the rows that it owns alone: that is a reduce-scatter, or the first shot of an
+all-reduce, whose second one sends the rounded sums to all. Without it all rows go to all ranks: an all-reduce in one
+shot.
+
+Programs of one id wait for each other after they have sent what the others wait for, so none of them needs more than
+its own place to run.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jaxtaxfree.kernels import decode_hopper, epilogue
+from jaxtaxfree.kernels import shmem_gluon as shmem
+
+
+@gluon.jit
+def matmul_reduce_decode_hopper_kernel(
+    lhs_desc,  # [all rows, K], in blocks [BLOCK_M, BLOCK_K]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [M, N], or None
+    team,
+    partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
+    sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
+    out_ptr,  # [M, N]
+    M: gl.constexpr,  # rows of the result
+    N: gl.constexpr,
+    K: gl.constexpr,
+    WORLD: gl.constexpr,
+    OWNED: gl.constexpr,  # rows that a rank adds up
+    SCATTERED: gl.constexpr,  # each rank adds up rows of its own, all together WORLD * OWNED
+    EXACT_WIRE: gl.constexpr,  # partial sums travel in f32, not in the type of the operands
+    BLOCK_M: gl.constexpr,  # at least as many as all ranks add up
+    BLOCK_N: gl.constexpr,  # 16 for each warp
+    BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr,  # steps of K in flight
+    ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once
+    LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
+    ACTIVATION: gl.constexpr,  # see `epilogue.activate`
+):
+    me = shmem.start(team, VERIFY=False)
+    column = gl.program_id(0) * BLOCK_N
+    ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
+    steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
+    decode_hopper.begin(ring, rhs_desc, None, column, steps)
+    shmem.verify(me)
+    wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
+    gl.warp_specialize(
+        [
+            (
+                reduce,
+                (
+                    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, steps, M, N, WORLD, OWNED,
+                    SCATTERED, wire, ADD_ROWS, LINGER, ACTIVATION,
+                ),
+            ),
+            (load, (ring, lhs_desc, rhs_desc, column, steps)),
+        ],
+        [1],
+        [64],
+    )  # fmt: skip
+    shmem.finish(me)
+
+
+@gluon.jit
+def load(ring, lhs_desc, rhs_desc, column, STEPS: gl.constexpr):
+    """Fetches what is multiplied, which nobody has to wait for."""
+    fetched: gl.constexpr = min(ring.lhs.shape[0], STEPS, decode_hopper.AHEAD)
+    decode_hopper.load(ring, lhs_desc, rhs_desc, None, column, (0, 1), 0, STEPS, fetched)
+
+
+@gluon.jit
+def reduce(
+    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column,
+    STEPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
+    SCATTERED: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Computes this rank's tile, sends it, and adds up the rows of all ranks that this one owns."""
+    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
+    OUT: gl.constexpr = out_ptr.dtype.element_ty
+    PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
+    tile, _ = decode_hopper.multiply(ring, STEPS)
+    send_tile(me, tile.to(WIRE), partials, column, WORLD, OWNED, PITCH, SCATTERED)
+    # The row of the result that this rank's first one is.
+    first = 0 if sums is None else me.rank * OWNED
+    for row in range(0, OWNED, ADD_ROWS):
+        m, n = elements(row, column, WIRE, BLOCK_N, ADD_ROWS)
+        inside = (m < OWNED) & (first + m < M) & (n < N)
+        bias, residual = 0.0, 0.0
+        # On their way while the words are.
+        if bias_ptr is not None:
+            bias = gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
+        if residual_ptr is not None:
+            residual = gl.load(residual_ptr + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
+        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
+        total = parts[0].to(gl.float32)
+        for rank in gl.static_range(1, WORLD):
+            total += parts[rank].to(gl.float32)
+        if bias_ptr is not None:
+            total += bias
+        total = epilogue.activate_gated(total, None, ACTIVATION)
+        if residual_ptr is not None:
+            total += residual
+        if sums is None:
+            gl.store(out_ptr + (first + m) * N + n, total.to(OUT), mask=inside)
+        else:
+            send_sums(me, sums, total.to(OUT), row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+        clear(me, partials, WIRE, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+    if sums is not None:
+        for row in range(0, OWNED, ADD_ROWS):
+            m, n = elements(row, column, OUT, BLOCK_N, ADD_ROWS)
+            blocks, late = receive(me, sums, OUT, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
+            for rank in gl.static_range(WORLD):
+                inside = (m < OWNED) & (rank * OWNED + m < M) & (n < N)
+                gl.store(out_ptr + (rank * OWNED + m) * N + n, blocks[rank], mask=inside)
+            clear(me, sums, OUT, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+
+
+@gluon.jit
+def send_tile(
+    me, tile, partials, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr, SCATTERED: gl.constexpr
+):
+    """Sends the rows of a tile to those who add them up.
+
+    Args:
+      tile: [BLOCK_N, BLOCK_M], columns first.
+    """
+    BLOCK_N: gl.constexpr = tile.shape[0]
+    BLOCK_M: gl.constexpr = tile.shape[1]
+    VECTOR: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements of 16 bytes
+    A_WORD: gl.constexpr = VECTOR // 4
+    ACROSS: gl.constexpr = min(BLOCK_N // VECTOR, 32)
+    WARPS: gl.constexpr = gl.num_warps()
+    # Rows that follow each other are those of a thread, so that at a time rows of all owners are sent.
+    DOWN: gl.constexpr = max(BLOCK_M // (WARPS * (32 // ACROSS)), 1)
+    SENT: gl.constexpr = gl.BlockedLayout([DOWN, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    words = shmem.words_of(gl.convert_layout(gl.permute(tile, (1, 0)), SENT))
+    words = gl.convert_layout(words, WORDS)
+    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, WORDS))[:, None]
+    n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
+    dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
+    if SCATTERED:
+        owner = m // OWNED
+        place = (m - owner * OWNED) * (PITCH // A_WORD) + n
+        shmem.send_words(me, dest + place, words, owner, (m < WORLD * OWNED) & (n >= 0))
+    else:
+        for i in gl.static_range(1, WORLD + 1):
+            place = m * (PITCH // A_WORD) + n
+            shmem.send_words(me, dest + place, words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))
+
+
+@gluon.jit
+def send_sums(
+    me, sums, rounded, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
+    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Sends rows of the result to all ranks."""
+    VECTOR: gl.constexpr = 128 // rounded.dtype.primitive_bitwidth
+    A_WORD: gl.constexpr = VECTOR // 4
+    ROW: gl.constexpr = BLOCK_N // A_WORD
+    words = shmem.words_of(gl.convert_layout(rounded, shmem.vectors_of(VECTOR, gl.num_warps())))
+    words = gl.convert_layout(words, shmem.vectors_of(4, gl.num_warps()))
+    word = gl.arange(0, words.shape[0], shmem.vectors_of(4, gl.num_warps()))
+    m = row + word // ROW
+    inside = (word < ADD_ROWS * ROW) & (m < OWNED)
+    dest = shmem.messages(me, sums) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
+    for i in gl.static_range(1, WORLD + 1):
+        shmem.send_words(me, dest + (m * (PITCH // A_WORD) + word % ROW), words, (me.rank + i) % WORLD, inside)
+
+
+@gluon.jit
+def receive(
+    me, region, dtype: gl.constexpr, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
+    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+):  # fmt: skip
+    """What all ranks send to some rows.
+
+    Returns: (for each rank a block of `elements`, NaN where it did not come; what `clear` takes as `late`).
+    """
+    A_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
+    source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)
+    words, late = shmem.receive_vectors(
+        me, source, OWNED - row, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD, LINGER
+    )
+    blocks = ()
+    for rank in gl.static_range(WORLD):
+        block = shmem.elements_of(words[rank], dtype)
+        blocks = blocks + (gl.convert_layout(block, shmem.vectors_of(4 * A_WORD, gl.num_warps())),)
+    return blocks, late
+
+
+@gluon.jit
+def clear(
+    me, region, dtype: gl.constexpr, late, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr,
+    PITCH: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr,
+):  # fmt: skip
+    """Makes room where `receive`, which took the other arguments, has found what it returned."""
+    A_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
+    source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)
+    shmem.clear_vectors(
+        me, source, OWNED - row, late, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD
+    )
+
+
+@gluon.jit
+def elements(row, column, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr):
+    """Row and column of each element of a block that `receive` returns."""
+    VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
+    WARPS: gl.constexpr = gl.num_warps()
+    SIZE: gl.constexpr = max(ADD_ROWS * BLOCK_N, 32 * WARPS * VECTOR)
+    element = gl.arange(0, SIZE, shmem.vectors_of(VECTOR, WARPS))
+    # Elements behind the block have rows that nobody owns.
+    below = gl.where(element < ADD_ROWS * BLOCK_N, element // BLOCK_N, 1 << 20)
+    return row + below, column + element % BLOCK_N

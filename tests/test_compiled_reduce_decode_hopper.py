@@ -1,0 +1,156 @@
+"""What the compiler makes of the kernel that reduces products of few rows on Hopper, read from PTX: no GPU needed."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import pytest
+import triton
+from jax.sharding import PartitionSpec as P
+
+from benchmarks.shapes import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
+from jaxtaxfree import matmul_all_reduce, matmul_reduce_scatter
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
+from tests.test_compiled import SHARED_MEMORY, local_memory, parse, ptxas_report, spilled_bytes
+from tests.test_compiled_attention import polling_loops, widths
+from tests.test_compiled_hopper import products_that_do_not_overlap, stages_released_for_ever
+from tests.test_gluon import NAME, PTX, WARPS, launch_of
+from tests.test_gluon import SHARED_MEMORY as SHARED
+
+KERNEL = b"matmul_reduce_decode_hopper_kernel"
+# Rows in all, sizes and dtypes of the operation, of the reduce-scatter if `scattered`; `settings` of its kernel.
+CASES: dict[str, dict[str, Any]] = {
+    "scattered-16-rows": {"scattered": True},
+    "scattered-16-rows-rounded": {"scattered": True, "settings": {"exact_wire": False}},
+    "scattered-128-rows": {"scattered": True, "m": 128},
+    "scattered-128-rows-2-ranks": {"scattered": True, "m": 128, "world": 2},
+    "scattered-128-rows-epilogue": {"scattered": True, "m": 128, "epilogue": True},
+    "scattered-odd": {"scattered": True, "m": 20, "k": 4 * 136, "n": 776, "dtype": "float16"},
+    "scattered-8-ranks": {"scattered": True, "m": 64, "world": 8, "result": "float32"},
+    "scattered-wide": {"scattered": True, "n": 28672},
+    "1-row": {"m": 1},
+    "16-rows": {},
+    "16-rows-two-shots": {"settings": {"shots": 2}},
+    "16-rows-2-ranks": {"world": 2},
+    "64-rows": {"m": 64},
+    "128-rows": {"m": 128},
+    "128-rows-exact": {"m": 128, "settings": {"exact_wire": True}},
+    "128-rows-2-ranks": {"m": 128, "world": 2},
+    "128-rows-8-ranks": {"m": 128, "world": 8},
+    "128-rows-epilogue": {"m": 128, "epilogue": True},
+    "16-rows-epilogue": {"epilogue": True},
+    "odd": {"m": 13, "k": 4 * 136, "n": 776, "dtype": "float16", "result": "float32", "epilogue": True},
+    "wide": {"m": 128, "n": 28672},
+}
+
+
+def lowered(**given: Any) -> str:
+    """The program of a call of these sizes as of the whole."""
+    case = {"world": 4, "m": 16, "k": 28672, "n": 8192, "dtype": "bfloat16", **given}
+    world, m, k, n, dtype = (case[name] for name in ("world", "m", "k", "n", "dtype"))
+    scattered, mesh = case.get("scattered"), mesh_of(world)
+    settings = {"hopper": True, "small": True, **case.get("settings", {})}
+    if scattered:
+        chosen = vars(scatter_ops.decode_hopper_config(m // world, n, world, dtype, case.get("result")))
+        operation, settings = matmul_reduce_scatter, {**chosen, **settings}
+    else:
+        operation = matmul_all_reduce
+    out_spec = P("tp") if scattered else P()
+    in_specs, shapes, names = (P(None, "tp"), P("tp")), ((m, k), (k, n)), ()
+    if case.get("epilogue"):
+        in_specs, shapes, names = (*in_specs, P(), out_spec), (*shapes, (n,), (m, n)), ("bias", "residual")
+
+    def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
+        keywords = {"preferred_element_type": case.get("result"), "activation": "gelu_tanh" if names else None}
+        call = functools.partial(operation, lhs, rhs, "tp", implementation="fused", config=settings)
+        return call(**keywords, **dict(zip(names, others)))
+
+    program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
+    return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, shapes)))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_code(name: str) -> None:
+    case = CASES[name]
+    kernel = launch_of(lowered(**case))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    # The barriers of a partition of one warp are those of a warp.
+    program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
+    assert kernel[NAME] == KERNEL
+    # More warps multiply wider tiles, where narrow ones are more than a GPU runs at a time.
+    assert kernel[WARPS] == (12 if case.get("n") == 28672 else 8)
+    assert code.shared <= SHARED_MEMORY[90]
+    # Words alone say that they have come: nothing is released or acquired before what is missing is reported.
+    assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)
+    assert "ld.acquire" not in code.ptx
+    stores, polls = widths(program, "st."), widths(program, "ld.")
+    assert set(stores) | set(polls) == {16}
+    assert polling_loops(program) >= 1
+    assert stages_released_for_ever(program) == []
+    assert local_memory(code.ptx) == []
+    report = ptxas_report(code)
+    assert spilled_bytes(report) == 0
+    assert products_that_do_not_overlap(report) == []
+    columns = max(8, triton.next_power_of_2(case.get("m", 16)))
+    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32", code.ptx)
+    assert {int(found) for found in products} == {columns}
+
+
+def test_weights_are_on_their_way_before_a_wait() -> None:
+    ptx = launch_of(lowered())[PTX].decode()
+    # From the first mbarrier to where the partitions begin.
+    before = re.search(r"mbarrier\.init.*?barrier\.sync\s+1;", ptx, re.DOTALL)[0]
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", before)) == 8
+    assert "ld.relaxed" not in before
+
+
+def test_no_barrier_is_of_all_warps() -> None:
+    """But those of the partitions themselves: other ones would wait for the warp that loads."""
+    ptx = launch_of(lowered(m=128))[PTX].decode()
+    assert re.findall(r"\bbarrier\.(?!sync\s+1;)\S+", ptx) == []
+    assert set(re.findall(r"\bbar\.sync\s+(.*?);", ptx)) == {"0, 128"}
+
+
+def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
+    for listed, scattered in ((MATMUL_REDUCE_SCATTER, True), (MATMUL_ALL_REDUCE, None)):
+        rows = {case.get("m", 16) for case in CASES.values() if case.get("scattered") == scattered}
+        assert {shape.m for shape in listed if shape.m <= 128} <= rows
+
+
+def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **given: Any) -> bool:
+    """Whether such a call of 4 ranks is the kernel's, if nobody says what kernel it is for."""
+    on = {"world": 4, "dtype": "bfloat16", "compute_capability": 90, **given}
+    config = scatter_ops.choose(m // 4, k, n, **on) if scattered else reduce_ops.choose(m, k, n, **on, settings={})
+    return config.hopper and config.small
+
+
+@pytest.mark.parametrize("scattered", (False, True))
+@pytest.mark.parametrize(
+    ("changed", "chosen"),
+    (
+        ({}, True),
+        ({"m": 128}, True),
+        ({"m": 132}, False),
+        ({"dtype": "float32"}, False),
+        ({"k": 1028}, False),
+        ({"n": 1028}, False),
+        ({"n": 9216}, False),  # more tiles than run at a time
+        ({"compute_capability": 80}, False),
+        ({"compute_capability": 100}, False),
+    ),
+    ids=str,
+)
+def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered: bool) -> None:
+    assert is_chosen(scattered, **changed) == chosen
+
+
+@pytest.mark.parametrize("scattered", (False, True))
+def test_all_reasons_why_it_cannot_run(scattered: bool) -> None:
+    parts = ("float16 and bfloat16, not float32", "64 are more than block_m=16", "1028 elements")
+    operation = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
+    settings = {"block_m": 16, "block_n": 64, "num_warps": 4}
+    with fails(NotImplementedError, f"{operation} with hopper=True", *parts):
+        lowered(scattered=scattered, m=64, k=4096, n=1028, dtype="float32", settings=settings)
