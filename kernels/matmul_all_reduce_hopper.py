@@ -16,10 +16,10 @@ group after group. Among the others' tiles of a group those of rank + 1 come fir
 at any time each link carries the tiles of one rank.
 
 Nothing waits in a circle. All ranks number their work alike, by tickets. An own tile waits for tickets of the others'
-tiles of its group, a copy for the ticket of an own tile: lower ones in both cases, of programs that run, because they
-have been claimed before. What remains is a program's own order. Its roles take its tickets one after the other, each
-in ascending order, so that the work of a ticket needs the program's lower tickets, and what it waits for, but never a
-higher ticket:
+tiles of its group, a copy for those of others' tiles and of an own tile: lower ones in all cases, of programs that run,
+because they have been claimed before. What remains is a program's own order. Its roles take its tickets one after the
+other, each in ascending order, so that the work of a ticket needs the program's lower tickets, and what it waits for,
+but never a higher ticket:
 
 * `load` waits for a stage until `multiply` (both of its partitions, each of which has half of the rows) has taken
   what lies there: steps or blocks of the same or a lower ticket.
@@ -154,7 +154,7 @@ def load(me, ring, claimed, descs, inbox, results, arrived, added, tickets, work
     while ticket < count:
         turn, tile = turn_of(ticket, work)
         owner = owner_of(me, turn, work)
-        if is_there(owner, tile, work):
+        if tile < owned(owner, work):
             place = scatter.give(claimed, place, ticket)
             row, column = start_of(owner, tile, work)
             if turn < work.WORLD:
@@ -165,7 +165,7 @@ def load(me, ring, claimed, descs, inbox, results, arrived, added, tickets, work
                         me, ring, position, parts_desc, residual_desc, arrived, tile, work.TILES, row, column, work
                     )
             else:
-                position = load_sum(me, ring, position, sums_desc, added, owner, tile, work)
+                position = load_sum(me, ring, position, sums_desc, arrived, added, owner, tile, work)
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     scatter.give(claimed, place, ticket)
 
@@ -180,8 +180,17 @@ def describe(region, count, work):
 
 
 @gluon.jit
-def load_sum(me, ring, position, sums_desc, added, owner, tile, work):
-    """Loads a tile that its owner has summed into the next stages; if it does not come, `failed` says so."""
+def load_sum(me, ring, position, sums_desc, arrived, added, owner, tile, work):
+    """Loads a tile that its owner has summed into the next stages; if it does not come, `failed` says so.
+
+    It may not come because a third rank is missing. So this one waits for a part from each rank first, which that one
+    has not sent either: then it is the one that is named.
+    """
+    own = gl.minimum(tile, owned(me.rank, work) - 1)
+    if own >= 0:
+        for i in range(work.WORLD - 1):
+            peer = (me.rank + work.WORLD - 1 - i) % work.WORLD
+            shmem.wait(me, arrived + i * work.TILES + own, me.epoch, peer)
     place = owner * work.TILES + tile
     shmem.wait(me, added + place, me.epoch, owner)
     shmem.fence_proxy()
@@ -343,10 +352,10 @@ def owner_of(me, turn, work):
 
 
 @gluon.jit
-def is_there(owner, tile, work):
-    """Whether a rank owns so many tiles."""
+def owned(owner, work):
+    """How many tiles a rank owns; not above 0 if none."""
     count = gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
-    return (tile < work.TILES) & (owner * work.TILES + tile < count)
+    return gl.minimum(count - owner * work.TILES, work.TILES)
 
 
 @gluon.jit

@@ -57,7 +57,8 @@ def compiled(name: str, compute_capability: int = 90, world: int = 4, amd: bool 
         names, in_specs, shapes = ("bias", "residual"), (*in_specs, P(), P()), (*shapes, (n,), (m, n))
 
     def call(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> jax.Array:
-        keywords = {"implementation": "fused", "config": case | ({"num_stages": 2} if amd else {})}
+        config = {**case, "hopper": False, **({"num_stages": 2} if amd else {})}
+        keywords = {"implementation": "fused", "config": config}
         keywords |= {**dict(zip(names, others)), "activation": "silu" if names else None}
         return matmul_all_reduce(lhs, rhs, "tp", **keywords)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,7 @@ SUM_FENCE = "    shmem.fence_proxy()\n"
 SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
 PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
 SUM_CARRIED = "carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
+PART_SIGNAL = "            shmem.signal(me, arrived + part, owner)\n"
 SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
 OWN_FIRST = (
     ("unit - (work.LAG + 1) * (work.WORLD - 1)", "unit"),
@@ -580,6 +582,18 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
             assert mutant.says in str(error)
             assert str(error).startswith(f"{kernel.function}: ")
     assert found, f"not found in {SEEDS} seeds"
+
+
+def test_the_missing_rank_is_waited_for_before_the_sums_of_others(tmp_path: Path) -> None:
+    """Sums of other ranks do not come either, but it is not they that are to be named."""
+    kernel = KERNEL["matmul_all_reduce"]
+    edits = ((PART_SIGNAL, PART_SIGNAL.replace("owner)", "owner, me.rank != 1)")),)
+    module = load(edit(kernel.module, edits, tmp_path), kernel.module.__name__)
+    for seed in range(SEEDS):
+        call, settings = kernel.call(3, np.dtype(jnp.bfloat16), (40, 104, 16, 2, 2, 1)), kernel.case(seed, 3)[1]
+        with pytest.raises(DeadlockError, match=r"signal arrived\[") as error:
+            call.run(getattr(module, kernel.function), **settings)
+        assert not re.search(r"signal added\[.*?\] of rank [02]", str(error.value))
 
 
 @pytest.mark.parametrize("gated", (False, True))
