@@ -72,7 +72,10 @@ def matmul_all_reduce_kernel(
                 shmem.store(me, inbox + slot.to(tl.int64) * size + element, product.to(inbox.dtype.element_ty), owner)
                 shmem.signal(me, arrived + slot, owner)
             else:
-                ready = wait_for_parts(me, arrived, tile, tiles_a_rank, WORLD)
+                ready = me.ready
+                for i in range(WORLD - 1):
+                    slot = i * tiles_a_rank + tile
+                    ready &= shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
                 received = inbox + tile.to(tl.int64) * size
                 stride: tl.constexpr = tiles_a_rank * size
                 half: tl.constexpr = BLOCK_N // 2
@@ -90,25 +93,12 @@ def matmul_all_reduce_kernel(
                 )  # fmt: skip
                 shmem.signal_all(me, added + place, WORLD)
         else:
-            # A sum may not come because a third rank is missing. Its parts are missing here, too: then it is named.
-            owned = tl.minimum(row_blocks * column_blocks - me.rank * tiles_a_rank, tiles_a_rank)
-            if owned > 0:
-                wait_for_parts(me, arrived, tl.minimum(tile, owned - 1), tiles_a_rank, WORLD)
             ready = shmem.wait(me, added + place, me.epoch, owner)
             element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             total = tl.load(outbox + element)
             total = tl.where(ready, total, float("nan"))
             matmul.store_tile(out, total, rows, column, N, BLOCK_M, BLOCK_N)
     shmem.finish(me)
-
-
-@triton.jit
-def wait_for_parts(me, arrived, tile, TILES: tl.constexpr, WORLD: tl.constexpr):
-    """Waits for what all peers have of one of this rank's tiles: false if that of one of them does not come."""
-    ready = me.ready
-    for i in range(WORLD - 1):
-        ready &= shmem.wait(me, arrived + i * TILES + tile, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)
-    return ready
 
 
 @triton.jit

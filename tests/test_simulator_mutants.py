@@ -96,7 +96,7 @@ SPLIT_SENT = "    send_partial(me, acc * shift[:, None], sent, total * shift, ac
 MERGED_SENT = "            shmem.send(me, sums_at, sent, peer, wanted & (h == 0))\n"
 FOUR_RECEIVED = "four, came = receive(me, four_ptrs, of[:, :, None], four_mask)\n"
 REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
-PART_WAIT = "shmem.wait(me, arrived + i * TILES + tile, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
+PART_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
 RIGHT_HALF = """                give_out(
                     me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
