@@ -50,10 +50,10 @@ def matmul_all_reduce(
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Of up to 256
-        rows, and by the kernel that `config` calls `hopper`, each rank's part is rounded to the operands' dtype on its
-        way, as XLA does, unless the result is to be of more bits, the operands of so few rows that it saves nothing, or
-        `config` asks for `exact_wire`.
+      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Each rank's
+        part is rounded to the operands' dtype on its way, as XLA does, unless the result is to be of more bits, the
+        operands of so few rows that it saves nothing, or `config` asks for `exact_wire`. (Of many rows, on other GPUs
+        than Hopper, parts travel as f32.)
       bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: of the result's shape, the same on every rank, added last.
