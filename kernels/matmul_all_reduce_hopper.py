@@ -268,39 +268,17 @@ def push(me, staged, inbox, results, places, arrived, added, work):
         to_owner = inbox + part.to(gl.int64) * size
         to_all = results + total.to(gl.int64) * size
         if owner == me.rank:
-            due = carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)
+            due = scatter.carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)
         elif ticket + gl.num_programs(0) < products(work):
-            due = carry(me, source, to_owner, owner, 1, due, work.PACE, work)
+            due = scatter.carry(me, source, to_owner, owner, 1, due, work.PACE, work)
         else:
-            due = carry(me, source, to_owner, owner, 1, due, work.LAST_PACE, work)
+            due = scatter.carry(me, source, to_owner, owner, 1, due, work.LAST_PACE, work)
         place = scatter.release(staged, place)
         if owner == me.rank:
             shmem.signal_all(me, added + total, work.WORLD)
         else:
             shmem.signal(me, arrived + part, owner)
         ticket = scatter.take(staged, place)
-
-
-@gluon.jit
-def carry(me, source, dest, peer, peers, due, PACE: gl.constexpr, work):
-    """Carries a tile to so many ranks from `peer` on, and says when the next chunk is due.
-
-    Args:
-      peers: how many; a variable where they are all, so that registers hold the address of one at a time.
-    """
-    LINES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    size = work.BLOCK_M * work.BLOCK_N
-    element = gl.arange(0, work.CHUNK, LINES)
-    value = gl.load(source + element)
-    for first in range(0, size - work.CHUNK, work.CHUNK):
-        due = shmem.pace(due, PACE)
-        later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
-        for i in range(peers):
-            shmem.store(me, dest + first + element, value, (peer + i) % work.WORLD)
-        value = later
-    for i in range(peers):
-        shmem.store(me, dest + (size - work.CHUNK) + element, value, (peer + i) % work.WORLD)
-    return due
 
 
 @gluon.jit

@@ -205,26 +205,39 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
 @gluon.jit
 def push(me, staged, inbox, places, arrived, work):
     """Carries tiles from the outbox to their owners, to the same places as they have in the order of tickets."""
-    LINES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     size = work.BLOCK_M * work.BLOCK_N
-    element = gl.arange(0, work.CHUNK, LINES)
     place = (0, 0)
     ticket = take(staged, place)
     due = me.epoch * 0  # i64
     while ticket < (work.WORLD - 1) * tiles_a_rank(work):
         owner = owner_of(me, ticket, work)
-        source = places + place[0] * size
         dest = inbox + ticket.to(gl.int64) * size
-        value = gl.load(source + element)
-        for first in range(0, size - work.CHUNK, work.CHUNK):
-            due = shmem.pace(due, work.PACE)
-            later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
-            shmem.store(me, dest + first + element, value, owner)
-            value = later
-        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)
+        due = carry(me, places + place[0] * size, dest, owner, 1, due, work.PACE, work)
         place = release(staged, place)
         shmem.signal(me, arrived + ticket, owner)
         ticket = take(staged, place)
+
+
+@gluon.jit
+def carry(me, source, dest, peer, peers, due, PACE: gl.constexpr, work):
+    """Carries a tile to so many ranks from `peer` on, and says when the next chunk is due.
+
+    Args:
+      peers: how many; a variable where they are all, so that registers hold the address of one at a time.
+    """
+    LINES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
+    size = work.BLOCK_M * work.BLOCK_N
+    element = gl.arange(0, work.CHUNK, LINES)
+    value = gl.load(source + element)
+    for first in range(0, size - work.CHUNK, work.CHUNK):
+        due = shmem.pace(due, PACE)
+        later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
+        for i in range(peers):
+            shmem.store(me, dest + first + element, value, (peer + i) % work.WORLD)
+        value = later
+    for i in range(peers):
+        shmem.store(me, dest + (size - work.CHUNK) + element, value, (peer + i) % work.WORLD)
+    return due
 
 
 @gluon.jit

@@ -231,14 +231,7 @@ TILE_FENCE = "                shmem.fence_proxy()\n"
 TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
 STAGED = "            gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)\n"
 GIVEN = "            to_push = give(staged, to_push, ticket, PARTITION)\n"
-CARRIED = """        value = gl.load(source + element)
-        for first in range(0, size - work.CHUNK, work.CHUNK):
-            due = shmem.pace(due, work.PACE)
-            later = gl.load(source + (first + work.CHUNK) + element)  # on its way while the last one is stored
-            shmem.store(me, dest + first + element, value, owner)
-            value = later
-        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)
-"""
+CARRIED = "        due = carry(me, places + place[0] * size, dest, owner, 1, due, work.PACE, work)\n"
 RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
 LINES = "    block = source.load(LAYOUT)\n"
@@ -250,7 +243,7 @@ SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
 SUM_FENCE = "    shmem.fence_proxy()\n"
 SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
 PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
-SUM_CARRIED = "carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
+SUM_CARRIED = "scatter.carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
 PART_SIGNAL = "            shmem.signal(me, arrived + part, owner)\n"
 SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
 OWN_FIRST = (
