@@ -412,7 +412,12 @@ MUTANTS = (
     Mutant(
         name="the last lines not carried",
         kernel="matmul_reduce_scatter",
-        edits=(("        shmem.store(me, dest + (size - work.CHUNK) + element, value, owner)\n", ""),),
+        edits=(
+            (
+                "        shmem.store(me, dest + (size - work.CHUNK) + element, value, (peer + i) % work.WORLD)\n",
+                "        pass\n",
+            ),
+        ),
         errors=TOO_EARLY,
     ),
     Mutant(
