@@ -50,8 +50,8 @@ from benchmarks.timing import measure_bandwidths
 
 DECODE_ROWS = 256
 # XLA's own collective matmul: the threshold of 0 MiB lets it decompose every product. On 4 H200, by XLA of JAX 0.11.2,
-# its results were wrong at every shape; in a program of one `jnp.matmul`, without anything of ours, just as well: half of
-# the blocks of rows that come from other ranks.
+# its results were wrong at every shape. So they were in a program of one `jnp.matmul`, without anything of ours: of the
+# rows of the three other ranks those of one were right.
 XLA_AUTO: dict[str, Any] = {
     "options": {"xla_gpu_threshold_for_windowed_einsum_mib": 0},
     "auto": True,
