@@ -136,7 +136,7 @@ def matmul_all_reduce_hopper_kernel(
             (push, (me, staged, inbox, results, places, arrived, added, work)),
         ],
         [4, 1, 2],
-        [216, 64, 64],
+        [224, 64, 64],
     )
     shmem.finish(me)
 

@@ -230,7 +230,7 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
         assert_close(out, wanted, TOLERANCE["float32"])
 
 
-REDUCE_HOPPER = {**TILE, "hopper": True, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
+REDUCE_HOPPER = {**TILE, "block_m": 32, "hopper": True, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
