@@ -38,7 +38,7 @@ from tests.attention_cases import TOLERANCE
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import Call, Simulated, integers, launched, load
 from tests.test_simulator_gluon import indent
-from tests.test_simulator_kernels import PORTION, PORTIONS
+from tests.test_simulator_kernels import FEW, PORTION, PORTIONS
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
 SEEDS = 10
@@ -183,14 +183,14 @@ KERNEL = {kernel.name: kernel for kernel in KERNELS}
 @pytest.mark.parametrize("world", (2, 3, 4, 8))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    kernel.run(range(3 if world < 8 else 1), world)
+    kernel.run(range(FEW if world < 8 else 1), world)
 
 
 @pytest.mark.parametrize("first", PORTIONS)
 @pytest.mark.parametrize("world", (2, 3, 4, pytest.param(8, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    kernel.run(range(first, first + PORTION), world)
+    kernel.run(range(max(first, FEW if world < 8 else 1), first + PORTION), world)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ import pytest
 from tests.simulator_kernels import KERNELS, WORLDS, Simulated
 
 SEEDS = 200
+FEW = 3  # the first ones, in every run
 PORTION = 10  # seeds of a test, so that several processes share the work
 # The first portion always, the others by `make soak`.
 PORTIONS = [
@@ -16,10 +17,10 @@ PORTIONS = [
 @pytest.mark.parametrize("world", (*WORLDS[:-1], pytest.param(WORLDS[-1], marks=pytest.mark.soak)))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    kernel.run(range(first, first + PORTION), world)
+    kernel.run(range(max(first, FEW), first + PORTION), world)
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    kernel.run(range(3), world)
+    kernel.run(range(FEW), world)
