@@ -175,7 +175,7 @@ class Config:
     group_m: int = 8
     small: bool = False
     hopper: bool = False
-    programs: int = 132
+    programs: int = matmul.MULTIPROCESSORS
     part: int = 512
     unit: int = 16
     pace: float = 0.95
@@ -222,7 +222,7 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     # rows have not been measured.
     if rows >= 2048 and n >= 2048:
         return HOPPER
-    if rows > 128:
+    if rows > matmul.FEW_ROWS:
         return None
     tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1)
     # Few rows are there before anyone needs them, many in the order in which they are needed.

@@ -17,6 +17,10 @@ from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
 PARTITIONS = 2
+# Up to so many rows of all ranks are few: on Hopper one tile has all of them.
+FEW_ROWS = 128
+# Of an H100 or H200. Each runs one program of a product at a time.
+MULTIPROCESSORS = 132
 # Why XLA is taken where nobody has measured which is faster.
 UNMEASURED = "the kernel has not been measured against XLA yet"
 
@@ -242,11 +246,11 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1) -> dict[str, Any
     """Settings for products of few rows in a kernel for Hopper, by shape.
 
     Args:
-      rows: that a tile has to have, at most 128.
+      rows: that a tile has to have, at most FEW_ROWS.
       n: columns of `rhs`.
       products: by how many matrices like it the rows are multiplied.
     """
-    block_m, block_k = min(128, max(8, next_power_of_2(rows))), 64
+    block_m, block_k = min(FEW_ROWS, max(8, next_power_of_2(rows))), 64
     # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
     block_n = 128 if n >= 96 * 128 and products == 1 else 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
@@ -342,11 +346,11 @@ def reduce_decode_hopper_keywords(
 
 
 def runs_at_once(n: int, config: Any) -> bool:
-    """Whether a GPU runs all tiles of so many columns at a time, as many as an H100 or H200 has multiprocessors.
+    """Whether a GPU runs all tiles of so many columns at a time.
 
     If they exchange what they have computed, the others' weights are not read before that.
     """
-    return math.ceil(n / config.block_n) <= 132
+    return math.ceil(n / config.block_n) <= MULTIPROCESSORS
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

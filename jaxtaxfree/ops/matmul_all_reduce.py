@@ -12,8 +12,7 @@ from jax import lax
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from jaxtaxfree.kernels.matmul_all_reduce_hopper import PLACES as OUTBOX
-from jaxtaxfree.kernels.matmul_all_reduce_hopper import matmul_all_reduce_hopper_kernel
+from jaxtaxfree.kernels.matmul_all_reduce_hopper import PLACES, matmul_all_reduce_hopper_kernel
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
 from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
 from jaxtaxfree.ops import epilogue as epilogues
@@ -155,22 +154,18 @@ class Config:
     linger: bool = True
     add_rows: int = 8
     hopper: bool = False
-    programs: int = 132
+    programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95
     groups: int = 1
     lag: int = 1
 
 
-# So many tiles run at a time on a GPU that they alone keep busy: an H100's or H200's multiprocessors.
-PLACES = 132
 # Partial sums of so many elements are sent to every rank, because a second way over the wire takes longer than their
 # bytes. At 16 rows of 8192, on 4 H200, both took the same time.
 ONE_SHOT_SIZE = 2**17
 # Partial sums of more elements are rounded on their way.
 EXACT_SIZE = 2**14
-# Up to so many rows are few.
-FEW_ROWS = 128
 
 
 def default_config(
@@ -213,7 +208,7 @@ def default_config(
         small=True,
         shots=shots,
         exact_wire=exact_wire,
-        apart=tiles > PLACES,
+        apart=tiles > matmul.MULTIPROCESSORS,
         linger=owned > 16,
         add_rows=matmul.rows_added_at_once(owned, world, tile["block_n"], itemsize),
     )
@@ -298,7 +293,7 @@ def choose(
     portable = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
     # Tiles that somebody asks for are those of the portable kernel.
     by_shape = settings.keys() <= asked.keys()
-    if settings.get("small", by_shape and m <= FEW_ROWS):
+    if settings.get("small", by_shape and m <= matmul.FEW_ROWS):
         hopper = decode_hopper_config(m, n, world, portable)
         faster = by_shape and matmul.runs_at_once(n, hopper)
     else:
@@ -437,7 +432,7 @@ def _hopper_exchange(m: int, k: int, n: int, world: int, dtype: Any, config: Con
         "scratch": {
             "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
             "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
-            "outbox": jax.ShapeDtypeStruct((config.programs, OUTBOX.value, *block), dtype),
+            "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *block), dtype),
         },
         "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
         "TILES": tiles,

@@ -147,17 +147,15 @@ class Config:
     num_warps: int = 8
     num_stages: int = 4
     group_m: int = 16
-    lag: int = 132
+    lag: int = matmul.MULTIPROCESSORS
     small: bool = False
     exact_wire: bool = False
     hopper: bool = False
-    programs: int = 132
+    programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95
 
 
-# Up to so many rows of all ranks are few.
-FEW_ROWS = 128
 # Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took
 # the same time either way, those of 128 rows 47 us instead of 42.
 EXACT_SIZE = 2**18
@@ -178,7 +176,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
         # Where rhs is all there is to read, f32 on the wire costs little.
         return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True, exact_wire=True)
     config = Config(**matmul.large_tile(dtype, compute_capability))
-    # A GPU runs some 132 of these programs at a time. Rather a short wait than tiles that are not carried.
+    # Rather a short wait than tiles that are not carried.
     tiles = _tiles(m, n, config)
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
@@ -226,7 +224,7 @@ def choose(
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if world * m <= FEW_ROWS:
+    if world * m <= matmul.FEW_ROWS:
         config = decode_hopper_config(m, n, world, dtype, out_dtype)
         if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
             return config
