@@ -98,15 +98,15 @@ def _bytes_of_a_step(config: Any) -> int:
     return (config.block_m + config.block_n) * config.block_k * ITEMSIZE
 
 
+def _few_rows_on_hopper(config: Any) -> list[Config]:
+    """What the products of few rows on Hopper have in common."""
+    return each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)
+
+
 def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
     if config.small and config.hopper:
-        stages = config.num_stages
-        return [
-            *each("pushers", 8, 12),
-            *each("part", 1024, 4096),
-            *each("chunk", 1024, 4096),
-            *each("num_stages", stages // 2, stages * 3 // 4),
-        ]
+        sent = [*each("pushers", 8, 12), *each("part", 1024, 4096), *each("chunk", 1024, 4096)]
+        return [*sent, *_few_rows_on_hopper(config)]
     if config.small:
         return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
     if config.hopper:
@@ -124,6 +124,9 @@ def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
 
 
 def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]:
+    if config.small and config.hopper:
+        wide = {"block_n": 128, "num_warps": 8, "num_stages": config.num_stages // 2}
+        return [wide, *_few_rows_on_hopper(config)]
     if config.hopper:
         triton = {"hopper": False}
         others = [triton, *(triton | lag for lag in each("lag", 124, 128, 148))]
@@ -132,6 +135,10 @@ def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]
 
 
 def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
+    rows = config.add_rows
+    added = [*each("linger", False, True), *each("add_rows", rows // 2, 2 * rows)]
+    if config.small and config.hopper:
+        return [*each("shots", 1, 2), *added, *_few_rows_on_hopper(config)]
     if config.hopper:
         groups = [*each("groups", config.groups // 2, 2 * config.groups), *each("lag", config.lag + 1)]
         others = [
@@ -140,9 +147,7 @@ def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
             *each("group_m", 8, 32),
         ]
         return [{"hopper": False}, *groups, *others]
-    rows = config.add_rows
-    ways = [*each("apart", False, True), *each("linger", False, True), *each("add_rows", rows // 2, 2 * rows)]
-    return [*(ways if config.small else []), *_product(config)]
+    return [*([*each("apart", False, True), *added] if config.small else []), *_product(config)]
 
 
 def _decode_attention(config: decode_attention.Config) -> list[Config]:
@@ -225,7 +230,7 @@ def candidates(operation: str, default: Any) -> dict[str, Any]:
         new = {name: value for name, value in change.items() if value != getattr(default, name)}
         config = dataclasses.replace(default, **new)
         too_large = operation in _PRODUCTS and config.num_stages * _bytes_of_a_step(config) > SHARED_MEMORY
-        half_of_1 = any(value == 0 and value is not False for value in new.values())
+        half_of_1 = any(type(value) is int and value == 0 for value in new.values())
         if config not in found.values() and not too_large and not half_of_1:
             found[config_name(new)] = config
     return dict(list(found.items())[:MOST_CANDIDATES])
