@@ -12,6 +12,7 @@ from jaxtaxfree import all_gather_matmul
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
+    Statement,
     local_memory,
     narrow_remote_stores,
     parse,
@@ -60,36 +61,54 @@ def lowered(**given: Any) -> str:
     return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, sizes)))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_code(name: str) -> None:
-    case = CASES[name]
-    kernel = launch_of(lowered(**case))
+def check_code(text: str, name: bytes, *, rows: int, wide: bool) -> list[Statement]:
+    """Checks what kernels for few rows on Hopper have in common, and gives the code.
+
+    Args:
+      text: a program with one launch.
+      name: of the kernel.
+      rows: of all ranks.
+      wide: whether narrow tiles are more than a GPU runs at a time. More warps multiply wider ones.
+    """
+    kernel = launch_of(text)
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     # The barriers of a partition of one warp are those of a warp.
     program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
-    assert kernel[NAME] == KERNEL
-    # More warps multiply wider tiles, where narrow ones are more than a GPU runs at a time.
-    assert kernel[WARPS] == (12 if case.get("world") == 2 else 8)
+    assert kernel[NAME] == name
+    assert kernel[WARPS] == (12 if wide else 8)
     assert code.shared <= SHARED_MEMORY[90]
-    assert waits_that_do_not_wait(program, 1) == []
-    assert publishes_out_of_order(program) == []
-    assert narrow_remote_stores(program) == []
     assert stages_released_for_ever(program) == []
     assert local_memory(code.ptx) == []
     report = ptxas_report(code)
     assert spilled_bytes(report) == 0
     assert products_that_do_not_overlap(report) == []
-    columns = max(8, triton.next_power_of_2(case.get("m", 16)))
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32", code.ptx)
-    assert {int(found) for found in products} == {columns}
+    assert {int(found) for found in products} == {max(8, triton.next_power_of_2(rows))}
+    return program
+
+
+def before_the_partitions(text: str) -> str:
+    """What the code does from the first mbarrier on, until warps take roles."""
+    return re.search(r"mbarrier\.init.*?barrier\.sync\s+1;", launch_of(text)[PTX].decode(), re.DOTALL)[0]
+
+
+def requests(ptx: str) -> int:
+    """How many loads by TMA there are in the code."""
+    return len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_code(name: str) -> None:
+    case = CASES[name]
+    program = check_code(lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("world") == 2)
+    assert waits_that_do_not_wait(program, 1) == []
+    assert publishes_out_of_order(program) == []
+    assert narrow_remote_stores(program) == []
 
 
 def test_weights_are_on_their_way_before_a_wait() -> None:
-    ptx = launch_of(lowered())[PTX].decode()
-    # From the first mbarrier to where the partitions begin.
-    before = re.search(r"mbarrier\.init.*?barrier\.sync\s+1;", ptx, re.DOTALL)[0]
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", before)) == 8
-    assert "ld.acquire" not in before
+    before = before_the_partitions(lowered())
+    assert requests(before) == 8 and "ld.acquire" not in before
 
 
 @pytest.mark.parametrize(

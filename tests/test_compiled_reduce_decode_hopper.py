@@ -6,19 +6,16 @@ from typing import Any
 
 import jax
 import pytest
-import triton
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from jaxtaxfree import matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
-from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
-from tests.test_compiled import SHARED_MEMORY, local_memory, parse, ptxas_report, spilled_bytes
+from tests.support import fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled_attention import polling_loops, widths
-from tests.test_compiled_hopper import products_that_do_not_overlap, stages_released_for_ever
-from tests.test_gluon import NAME, PTX, WARPS, launch_of
-from tests.test_gluon import SHARED_MEMORY as SHARED
+from tests.test_compiled_decode_hopper import before_the_partitions, check_code, requests
+from tests.test_gluon import PTX, launch_of
 
 KERNEL = b"matmul_reduce_decode_hopper_kernel"
 # Rows in all, sizes and dtypes of the operation, of the reduce-scatter if `scattered`; `settings` of its kernel.
@@ -75,36 +72,18 @@ def lowered(**given: Any) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_code(name: str) -> None:
     case = CASES[name]
-    kernel = launch_of(lowered(**case))
-    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-    # The barriers of a partition of one warp are those of a warp.
-    program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
-    assert kernel[NAME] == KERNEL
-    # More warps multiply wider tiles, where narrow ones are more than a GPU runs at a time.
-    assert kernel[WARPS] == (12 if case.get("n") == 28672 else 8)
-    assert code.shared <= SHARED_MEMORY[90]
+    program = check_code(lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("n") == 28672)
     # Words alone say that they have come: nothing is released or acquired before what is missing is reported.
     assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)
-    assert "ld.acquire" not in code.ptx
+    assert not any("ld.acquire" in s.text for s in program)
     stores, polls = widths(program, "st."), widths(program, "ld.")
     assert set(stores) | set(polls) == {16}
     assert polling_loops(program) >= 1
-    assert stages_released_for_ever(program) == []
-    assert local_memory(code.ptx) == []
-    report = ptxas_report(code)
-    assert spilled_bytes(report) == 0
-    assert products_that_do_not_overlap(report) == []
-    columns = max(8, triton.next_power_of_2(case.get("m", 16)))
-    products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32", code.ptx)
-    assert {int(found) for found in products} == {columns}
 
 
 def test_weights_are_on_their_way_before_a_wait() -> None:
-    ptx = launch_of(lowered())[PTX].decode()
-    # From the first mbarrier to where the partitions begin.
-    before = re.search(r"mbarrier\.init.*?barrier\.sync\s+1;", ptx, re.DOTALL)[0]
-    assert len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", before)) == 8
-    assert "ld.relaxed" not in before
+    before = before_the_partitions(lowered())
+    assert requests(before) == 8 and "ld.relaxed" not in before
 
 
 def test_no_barrier_is_of_all_warps() -> None:

@@ -230,30 +230,33 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
         assert_close(out, wanted, TOLERANCE["float32"])
 
 
-REDUCE_HOPPER = {**TILE, "block_m": 32, "hopper": True, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
+def check_simulated(
+    operation: Operation, given: dict[str, Any], arrays: dict[str, Any], seeds: range, **config: Any
+) -> None:
+    """The kernel for Hopper of this configuration, on 2 ranks."""
+    dtype, keywords = arrays["lhs"].dtype.name, {"implementation": "simulate", "config": config | {"hopper": True}}
+    for seed in seeds:
+        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
+            out = call(operation, mesh_of(2), given, arrays, **keywords)
+        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+
+
+REDUCE_HOPPER = {**TILE, "block_m": 32, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_values_of_the_kernel_for_hopper_that_reduces(given: dict[str, Any], dtype: str) -> None:
-    arrays = REDUCE.operands(2, 21, 40, 104, dtype)
-    for seed in range(3):
-        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
-            out = call(REDUCE, mesh_of(2), given, arrays, implementation="simulate", config=REDUCE_HOPPER)
-        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+    check_simulated(REDUCE, given, REDUCE.operands(2, 21, 40, 104, dtype), range(3), **REDUCE_HOPPER)
 
 
-DECODE_HOPPER = {**GATHER.tiles["small"], "hopper": True, "block_n": 16, "part": 32, "num_stages": 2}
+DECODE_HOPPER = {**GATHER.tiles["small"], "block_n": 16, "part": 32, "num_stages": 2}
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE + PAIRS, ids=name_of)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: str) -> None:
-    arrays = GATHER.operands(2, 7, 72, 24, dtype)
-    for seed in range(3):
-        with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
-            out = call(GATHER, mesh_of(2), given, arrays, implementation="simulate", config=DECODE_HOPPER)
-        assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+    check_simulated(GATHER, given, GATHER.operands(2, 7, 72, 24, dtype), range(3), **DECODE_HOPPER)
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
@@ -261,12 +264,9 @@ def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: st
 @pytest.mark.parametrize("shots", (0, 1, 2))
 def test_values_of_the_kernel_for_hopper_that_reduces_few_rows(given: dict[str, Any], dtype: str, shots: int) -> None:
     operation = REDUCE if shots else SCATTER
-    arrays = operation.operands(2, 7, 72, 24, dtype)
-    config = {**SCATTER.tiles["small"], "hopper": True, "block_n": 16, "num_stages": 2, "exact_wire": True}
+    config = {**SCATTER.tiles["small"], "block_n": 16, "num_stages": 2, "exact_wire": True}
     config |= {"shots": shots, "add_rows": 4} if shots else {}
-    with simulator.simulating(seed=shots, policy=POLICIES[shots % len(POLICIES)], slots=(1, 2, None)[shots]):
-        out = call(operation, mesh_of(2), given, arrays, implementation="simulate", config=config)
-    assert_close(out, expected(given, arrays), TOLERANCE[dtype])
+    check_simulated(operation, given, operation.operands(2, 7, 72, 24, dtype), range(shots, shots + 1), **config)
 
 
 @pytest.mark.parametrize("m", (16, 300))
