@@ -5,11 +5,11 @@ before it knows who it is, and waits for the peers' rows only then: as long as t
 notices that they come from elsewhere.
 
 The first `PUSHERS` programs write this rank's rows into everybody's scratch, its own included; each later program
-waits for all ranks and computes one tile. Many rows are sent and awaited in parts of K: while the first one is
-multiplied the others come.
+waits for all ranks and computes one tile, or a part of K of it. Many rows are sent and awaited in parts of K: while the
+first one is multiplied the others come.
 
 Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
-run.
+run. Nor does it for those that share it, whose ids are lower, too.
 """
 
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ def all_gather_matmul_decode_hopper_kernel(
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS from each rank
+    halves,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
     out_ptr,  # [WORLD * M, N]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -41,6 +43,7 @@ def all_gather_matmul_decode_hopper_kernel(
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
+    SPLITS: gl.constexpr,  # programs that share a tile
     PUSHERS: gl.constexpr,
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
@@ -50,21 +53,36 @@ def all_gather_matmul_decode_hopper_kernel(
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, PART, CHUNK)
     else:
-        column = (gl.program_id(0) - PUSHERS) * BLOCK_N
+        number = (gl.program_id(0) - PUSHERS) // SPLITS
+        split = (gl.program_id(0) - PUSHERS) % SPLITS
+        column = number * BLOCK_N
+        first = decode_hopper.first_step(split, K, BLOCK_K, SPLITS)
+        end = decode_hopper.first_step(split + 1, K, BLOCK_K, SPLITS)
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
-        steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
-        decode_hopper.begin(ring, rhs_desc, gate_desc, column, steps)
+        decode_hopper.begin(ring, rhs_desc, gate_desc, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
             [
-                (store_tile, (ring, rows, bias_ptr, residual_ptr, out_ptr, column, WORLD * M, N, steps, ACTIVATION)),
-                (load, (me, ring, rows, rhs_desc, gate_desc, column, gathered, arrived, M, K, WORLD, PUSHERS, PART)),
+                (
+                    multiply,
+                    (
+                        me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, end - first,
+                        WORLD * M, N, SPLITS, ACTIVATION,
+                    ),
+                ),
+                (
+                    load,
+                    (
+                        me, ring, rows, rhs_desc, gate_desc, column, first, end, gathered, arrived, M, K, WORLD,
+                        SPLITS, PUSHERS, PART,
+                    ),
+                ),
             ],
             [1],
             [64],
-        )
+        )  # fmt: skip
     shmem.finish(me)
 
 
@@ -118,69 +136,87 @@ def load(
     rhs_desc,
     gate_desc,
     column,
+    first,
+    end,
     gathered,
     arrived,
     M: gl.constexpr,
     K: gl.constexpr,
     WORLD: gl.constexpr,
+    SPLITS: gl.constexpr,
     PUSHERS: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Fetches what is multiplied, rows of peers as they arrive."""
+    """Fetches what is multiplied in the steps from `first` to before `end`, rows of peers as they arrive."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K)
-    for step in range(min(STAGES, STEPS, decode_hopper.AHEAD), min(STAGES, STEPS)):
-        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, step, step * BLOCK_K, column)
+    STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
+    STEPS_A_PART: gl.constexpr = PART // BLOCK_K
+    for stage in range(min(STAGES, STEPS, decode_hopper.AHEAD), min(STAGES, STEPS)):
+        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, stage, (first + stage) * BLOCK_K, column)
     inbox = shmem.scratch(me, gathered, rhs_desc.dtype)
     lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BLOCK_M, BLOCK_K], LHS)
     ready = me.ready
     position = (0, 1)
-    for part in range(gl.cdiv(K, PART)):
+    for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
         ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready
         shmem.fence_proxy()
-        first = part * (PART // BLOCK_K)
-        end = min((part + 1) * (PART // BLOCK_K), STEPS)
-        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, STAGES)
+        begin = gl.maximum(part * STEPS_A_PART, first)
+        until = gl.minimum((part + 1) * STEPS_A_PART, end)
+        fetched = first + min(STAGES, STEPS)
+        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, column, position, begin, until, fetched)
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 
 
 @gluon.jit
-def store_tile(
-    ring,
-    rows,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
-    column,
-    ROWS: gl.constexpr,
-    N: gl.constexpr,
-    STEPS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
-):
-    """Computes the tile of all rows and stores it; NaN if some have not come."""
-    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
+def multiply(
+    me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, steps,
+    ROWS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Computes the tile of all rows, and stores it or leaves it to another program; NaN if some have not come."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
-    WARPS: gl.constexpr = gl.num_warps()
-    tile, gate = decode_hopper.multiply(ring, STEPS)
-    SUMS: gl.constexpr = decode_hopper.layout_of_sums(BLOCK_M, WARPS)
+    tile, gate = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
-    ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [WARPS], [0])), 0) != 0
+    ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
+    if SPLITS > 1 and split < SPLITS - 1:
+        tile = gl.where(ready, tile, float("nan"))
+        decode_hopper.leave(me, tile, halves, left, number, split, SPLITS)
+    else:
+        ready = decode_hopper.wait(me, left, number, SPLITS) & ready
+        parts = decode_hopper.pieces(tile)
+        gates = None if ring.gate is None else decode_hopper.pieces(gate)
+        for i in gl.static_range(len(parts)):
+            piece = decode_hopper.take(me, parts[i], halves, number, i, len(parts), SPLITS)
+            piece_of_gate = None if gates is None else gates[i]
+            store_piece(
+                piece, piece_of_gate, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, i, len(parts), ROWS, N,
+                ACTIVATION,
+            )  # fmt: skip
+
+
+@gluon.jit
+def store_piece(
+    piece, gate, ready, bias_ptr, residual_ptr, out_ptr, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Applies the epilogue to a piece of the tile, and stores it."""
+    BLOCK_N: gl.constexpr = piece.shape[0]
+    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.shape[1], gl.num_warps())
     if bias_ptr is not None:
         n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-        tile += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    tile = epilogue.activate_gated(tile, None if ring.gate is None else gate, ACTIVATION)
+        piece += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    piece = gl.where(ready, epilogue.activate_gated(piece, gate, ACTIVATION), float("nan"))
     # 8 columns of a row for each thread.
-    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, WARPS], [0, 1])
+    STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(0, STORED))[None, :]
+    m = decode_hopper.rows_of(PIECE_NUMBER, PIECES, piece.shape[1], gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)
-        tile += gl.convert_layout(residual.to(gl.float32), SUMS)
-    tile = gl.where(ready, tile, float("nan")).to(out_ptr.dtype.element_ty)
-    gl.store(out_ptr + m * N + n, gl.convert_layout(tile, STORED), mask=inside)
+        piece += gl.convert_layout(residual.to(gl.float32), SUMS)
+    stored = gl.convert_layout(piece.to(out_ptr.dtype.element_ty), STORED)
+    gl.store(out_ptr + m * N + n, stored, mask=inside)

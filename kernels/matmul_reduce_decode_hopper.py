@@ -1,8 +1,9 @@
 """Matrix product and reduce-scatter or all-reduce in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `decode_hopper`: a program computes a tile of all rows. It sends it as words, which say by
-themselves that they have arrived, to those who add it up; waits for what the programs of the same id on all ranks send
-for its own rows; adds that up in the order of the ranks, and applies the epilogue.
+The product is that of `decode_hopper`: a program computes a tile of all rows, or a part of K of it, which it leaves to
+another one. It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for
+what the programs of the same id on all ranks send for its own rows; adds that up in the order of the ranks, and applies
+the epilogue.
 
 With `SCATTERED` each rank adds up the rows that it owns alone: that is a reduce-scatter, or the first shot of an
 all-reduce, whose second one sends the rounded sums to all. Without it all rows go to all ranks: an all-reduce in one
@@ -28,6 +29,8 @@ def matmul_reduce_decode_hopper_kernel(
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
+    halves,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
     out_ptr,  # [M, N]
     M: gl.constexpr,  # rows of the result
     N: gl.constexpr,
@@ -40,27 +43,31 @@ def matmul_reduce_decode_hopper_kernel(
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
+    SPLITS: gl.constexpr,  # programs that share a tile
     ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    column = gl.program_id(0) * BLOCK_N
+    number = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    column = number * BLOCK_N
+    first = decode_hopper.first_step(split, K, BLOCK_K, SPLITS)
+    end = decode_hopper.first_step(split + 1, K, BLOCK_K, SPLITS)
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
-    steps: gl.constexpr = gl.cdiv(K, BLOCK_K)
-    decode_hopper.begin(ring, rhs_desc, None, column, steps)
+    fetched = decode_hopper.begin(ring, rhs_desc, None, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
     wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
     gl.warp_specialize(
         [
             (
-                reduce,
+                multiply,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column, steps, M, N, WORLD, OWNED,
-                    SCATTERED, wire, ADD_ROWS, LINGER, ACTIVATION,
+                    me, ring, bias_ptr, residual_ptr, partials, sums, halves, left, out_ptr, number, split,
+                    end - first, M, N, WORLD, OWNED, SCATTERED, wire, SPLITS, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
-            (load, (ring, lhs_desc, rhs_desc, column, steps)),
+            (load, (ring, lhs_desc, rhs_desc, column, first, end, first + fetched)),
         ],
         [1],
         [64],
@@ -69,25 +76,45 @@ def matmul_reduce_decode_hopper_kernel(
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, column, STEPS: gl.constexpr):
+def load(ring, lhs_desc, rhs_desc, column, first, end, fetched):
     """Fetches what is multiplied, which nobody has to wait for."""
-    fetched: gl.constexpr = min(ring.lhs.shape[0], STEPS, decode_hopper.AHEAD)
-    decode_hopper.load(ring, lhs_desc, rhs_desc, None, column, (0, 1), 0, STEPS, fetched)
+    decode_hopper.load(ring, lhs_desc, rhs_desc, None, column, (0, 1), first, end, fetched)
+
+
+@gluon.jit
+def multiply(
+    me, ring, bias_ptr, residual_ptr, partials, sums, halves, left, out_ptr, number, split, steps,
+    M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
+    WIRE: gl.constexpr, SPLITS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+):  # fmt: skip
+    """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
+    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
+    PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
+    tile, _ = decode_hopper.multiply(ring, steps)
+    if SPLITS > 1 and split < SPLITS - 1:
+        decode_hopper.leave(me, tile, halves, left, number, split, SPLITS)
+    else:
+        came = decode_hopper.wait(me, left, number, SPLITS)
+        parts = decode_hopper.pieces(tile)
+        for i in gl.static_range(len(parts)):
+            piece = decode_hopper.take(me, parts[i], halves, number, i, len(parts), SPLITS)
+            if SPLITS > 1:
+                piece = gl.where(came, piece, float("nan"))
+            send_piece(me, piece.to(WIRE), partials, number * BLOCK_N, i, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+        reduce(
+            me, bias_ptr, residual_ptr, partials, sums, out_ptr, number * BLOCK_N, M, N, WORLD, OWNED, PITCH, BLOCK_N,
+            WIRE, ADD_ROWS, LINGER, ACTIVATION,
+        )  # fmt: skip
 
 
 @gluon.jit
 def reduce(
-    me, ring, bias_ptr, residual_ptr, partials, sums, out_ptr, column,
-    STEPS: gl.constexpr, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
-    SCATTERED: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr,
+    OWNED: gl.constexpr, PITCH: gl.constexpr, BLOCK_N: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr,
+    LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Computes this rank's tile, sends it, and adds up the rows of all ranks that this one owns."""
-    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
+    """Adds up what all ranks send of the rows that this one owns, and with two shots sends the sums."""
     OUT: gl.constexpr = out_ptr.dtype.element_ty
-    PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    tile, _ = decode_hopper.multiply(ring, STEPS)
-    send_tile(me, tile.to(WIRE), partials, column, WORLD, OWNED, PITCH, SCATTERED)
     # The row of the result that this rank's first one is.
     first = 0 if sums is None else me.rank * OWNED
     for row in range(0, OWNED, ADD_ROWS):
@@ -124,27 +151,28 @@ def reduce(
 
 
 @gluon.jit
-def send_tile(
-    me, tile, partials, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr, SCATTERED: gl.constexpr
-):
-    """Sends the rows of a tile to those who add them up.
+def send_piece(
+    me, piece, partials, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, WORLD: gl.constexpr,
+    OWNED: gl.constexpr, PITCH: gl.constexpr, SCATTERED: gl.constexpr,
+):  # fmt: skip
+    """Sends rows of a tile to those who add them up.
 
     Args:
-      tile: [BLOCK_N, BLOCK_M], columns first.
+      piece: of the tile, columns first.
     """
-    BLOCK_N: gl.constexpr = tile.shape[0]
-    BLOCK_M: gl.constexpr = tile.shape[1]
-    VECTOR: gl.constexpr = 128 // tile.dtype.primitive_bitwidth  # elements of 16 bytes
+    BLOCK_N: gl.constexpr = piece.shape[0]
+    ROWS: gl.constexpr = piece.shape[1]
+    VECTOR: gl.constexpr = 128 // piece.dtype.primitive_bitwidth  # elements of 16 bytes
     A_WORD: gl.constexpr = VECTOR // 4
     ACROSS: gl.constexpr = min(BLOCK_N // VECTOR, 32)
     WARPS: gl.constexpr = gl.num_warps()
     # Rows that follow each other are those of a thread, so that at a time rows of all owners are sent.
-    DOWN: gl.constexpr = max(BLOCK_M // (WARPS * (32 // ACROSS)), 1)
+    DOWN: gl.constexpr = max(ROWS // (WARPS * (32 // ACROSS)), 1)
     SENT: gl.constexpr = gl.BlockedLayout([DOWN, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    words = shmem.words_of(gl.convert_layout(gl.permute(tile, (1, 0)), SENT))
+    words = shmem.words_of(gl.convert_layout(gl.permute(piece, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = gl.arange(0, BLOCK_M, gl.SliceLayout(1, WORDS))[:, None]
+    m = decode_hopper.rows_of(PIECE_NUMBER, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
     dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
     if SCATTERED:

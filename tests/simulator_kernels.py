@@ -148,9 +148,15 @@ def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk, part, stages = shape
-    config = {"block_m": triton.next_power_of_2(max(8, world * m)), "part": part, "num_stages": stages}
+    m, n, k, pushers, chunk, part, stages, splits = shape
+    config = {**_tile_of_all(world * m), "part": part, "num_stages": stages, "splits": splits}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
+
+
+def _tile_of_all(rows: int) -> dict[str, int]:
+    """Settings of a tile that has all rows; of many of them it is handled in pieces."""
+    wide = {"block_n": 64, "num_warps": 4} if rows > 128 else {}
+    return {"block_m": triton.next_power_of_2(max(8, rows)), **wide}
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
@@ -192,11 +198,12 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages = shape
+    m, n, k, shots, exact_wire, add_rows, stages, splits = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
-        "block_m": triton.next_power_of_2(max(8, rows)),
+        **_tile_of_all(rows),
         "num_stages": stages,
+        "splits": splits,
         "exact_wire": exact_wire,
         "small": True,
         "hopper": True,
@@ -362,16 +369,18 @@ KERNELS = (
         module=all_gather_matmul_decode_hopper,
         function="all_gather_matmul_decode_hopper_kernel",
         call=_decode_hopper,
-        # M, N, K, PUSHERS, CHUNK, PART, STAGES
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS
         shapes=lambda world: (
             (
-                (3, 24, 136, 2, 32, 96, 2),
-                (1, 16, 40, 1, 32, 40, 3),
-                (5, 40, 104, 3, 64, 32, 2),
-                (2, 16, 392, 1, 256, 392, 10),
+                (3, 24, 136, 2, 32, 96, 2, 1),
+                (1, 16, 40, 1, 32, 40, 3, 2),
+                (5, 40, 104, 3, 64, 32, 2, 2),
+                (2, 16, 392, 1, 256, 392, 10, 1),
+                (3, 24, 136, 2, 32, 64, 2, 3),
+                (256 // world, 40, 40, 2, 2048, 32, 2, 2),
             )
             if world <= 4
-            else ((3, 24, 72, 2, 64, 64, 2), (1, 16, 32, 1, 32, 32, 3))
+            else ((3, 24, 72, 2, 64, 64, 2, 1), (1, 16, 32, 1, 32, 32, 3, 2))
         ),
     ),
     Simulated(
@@ -423,14 +432,15 @@ KERNELS = (
         module=matmul_reduce_decode_hopper,
         function="matmul_reduce_decode_hopper_kernel",
         call=_reduce_decode_hopper,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS
         shapes=lambda world: (
-            (3, 24, 136, 0, True, None, 2),
-            (1, 16, 40, 0, False, None, 3),
-            (5, 40, 72, 1, False, 2, 2),
-            (1, 16, 392, 1, True, 1, 10),
-            (5, 24, 40, 2, False, 1, 3),
-            (1, 40, 72, 2, True, 1, 2),
+            (3, 24, 136, 0, True, None, 2, 1),
+            (1, 16, 40, 0, False, None, 3, 2),
+            (5, 40, 72, 1, False, 2, 2, 2),
+            (1, 16, 392, 1, True, 1, 10, 1),
+            (5, 24, 136, 2, False, 1, 2, 3),
+            (1, 40, 72, 2, True, 1, 2, 1),
+            (256 // world, 40, 40, 0, False, 16, 2, 2),
         ),
     ),
     Simulated(

@@ -37,6 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "pair": {"gate": True, "activation": "silu"},
     "128-rows-pair": {"m": 128, "gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
     "128-rows-epilogue": {"m": 128, "bias": True, "activation": "gelu_tanh", "residual": True},
+    "256-rows": {"m": 256},
+    "256-rows-epilogue": {"m": 256, "bias": True, "activation": "gelu_exact", "residual": True},
+    "256-rows-float32": {"m": 256, "preferred_element_type": "float32"},
+    "256-rows-2-ranks": {"m": 256, "world": 2},
+    "256-rows-8-ranks": {"m": 256, "world": 8},
     "2-ranks": {"world": 2},
     "2-ranks-128-rows-float32": {"world": 2, "m": 128, "residual": True, "preferred_element_type": "float32"},
 }
@@ -100,7 +105,9 @@ def requests(ptx: str) -> int:
 @pytest.mark.parametrize("name", CASES)
 def test_code(name: str) -> None:
     case = CASES[name]
-    program = check_code(lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("world") == 2)
+    program = check_code(
+        lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("world") == 2 or case.get("m") == 256
+    )
     assert waits_that_do_not_wait(program, 1) == []
     assert publishes_out_of_order(program) == []
     assert narrow_remote_stores(program) == []
@@ -115,7 +122,9 @@ def test_weights_are_on_their_way_before_a_wait() -> None:
     ("changed", "hopper"),
     (
         ({"m": 128}, True),
-        ({"m": 132}, False),
+        ({"m": 256}, True),
+        ({"m": 260}, False),
+        ({"m": 132, "gate": True}, False),
         ({"dtype": "float32"}, False),
         ({"k": 132}, False),
         ({"n": 4 * 100}, False),
@@ -129,7 +138,7 @@ def test_weights_are_on_their_way_before_a_wait() -> None:
 def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"k": 1024, "n": 1024, "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
-    assert launch_of(lowered(**call))[NAME] == (KERNEL if hopper else b"all_gather_matmul_small_kernel")
+    assert (launch_of(lowered(**call))[NAME] == KERNEL) == hopper
 
 
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

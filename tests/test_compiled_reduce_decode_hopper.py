@@ -13,6 +13,7 @@ from jaxtaxfree import matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from tests.support import fails, lower_for_cuda, mesh_of, sharded
+from tests.test_compiled import publishes_out_of_order, waits_that_do_not_wait
 from tests.test_compiled_attention import polling_loops, widths
 from tests.test_compiled_decode_hopper import before_the_partitions, check_code, requests
 from tests.test_gluon import PTX, launch_of
@@ -34,6 +35,12 @@ CASES: dict[str, dict[str, Any]] = {
     "16-rows-2-ranks": {"world": 2},
     "64-rows": {"m": 64},
     "128-rows": {"m": 128},
+    "256-rows": {"m": 256},
+    "256-rows-epilogue": {"m": 256, "epilogue": True},
+    "256-rows-2-ranks": {"m": 256, "world": 2},
+    "scattered-256-rows": {"scattered": True, "m": 256},
+    "scattered-256-rows-2-ranks": {"scattered": True, "m": 256, "world": 2, "epilogue": True},
+    "scattered-256-rows-exact": {"scattered": True, "m": 256, "settings": {"exact_wire": True}},
     "128-rows-exact": {"m": 128, "settings": {"exact_wire": True}},
     "128-rows-2-ranks": {"m": 128, "world": 2},
     "128-rows-8-ranks": {"m": 128, "world": 8},
@@ -72,10 +79,17 @@ def lowered(**given: Any) -> str:
 @pytest.mark.parametrize("name", CASES)
 def test_code(name: str) -> None:
     case = CASES[name]
-    program = check_code(lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("n") == 28672)
-    # Words alone say that they have come: nothing is released or acquired before what is missing is reported.
-    assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)
-    assert not any("ld.acquire" in s.text for s in program)
+    program = check_code(
+        lowered(**case), KERNEL, rows=case.get("m", 16), wide=case.get("n") == 28672 or case.get("m") == 256
+    )
+    if case.get("m") == 256:
+        # Programs that share a tile signal that its sums are there.
+        assert waits_that_do_not_wait(program, 1) == []
+        assert publishes_out_of_order(program) == []
+    else:
+        # Words alone say that they have come: nothing is released or acquired before what is missing is reported.
+        assert not any(s.starts("membar", "fence") and not s.has("proxy") for s in program)
+        assert not any("ld.acquire" in s.text for s in program)
     stores, polls = widths(program, "st."), widths(program, "ld.")
     assert set(stores) | set(polls) == {16}
     assert polling_loops(program) >= 1
@@ -112,7 +126,7 @@ def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **g
     (
         ({}, True),
         ({"m": 128}, True),
-        ({"m": 132}, False),
+        ({"m": 260}, False),
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),
         ({"n": 1028}, False),
@@ -124,6 +138,11 @@ def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **g
 )
 def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered: bool) -> None:
     assert is_chosen(scattered, **changed) == chosen
+
+
+def test_of_more_rows_a_scatter_has_another_kernel() -> None:
+    assert is_chosen(True, m=128) and not is_chosen(True, m=132)
+    assert is_chosen(False, m=256)
 
 
 @pytest.mark.parametrize("scattered", (False, True))

@@ -588,7 +588,15 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize(
-    "m, k, n", ((8192, 8192, 8192), (8448, 544, 4096), (8192, 28672, 8192), (4096, 14336, 4096), (2048, 28672, 8192))
+    "m, k, n",
+    (
+        (8192, 8192, 8192),
+        (8448, 544, 4096),
+        (8192, 28672, 8192),
+        (4096, 14336, 4096),
+        (2048, 28672, 8192),
+        (256, 28672, 8192),
+    ),
 )
 def test_hopper_has_a_kernel_of_its_own_where_programs_have_some_tiles(
     mesh: Mesh, dtype: str, m: int, k: int, n: int

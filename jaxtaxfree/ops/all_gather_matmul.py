@@ -157,6 +157,7 @@ class Config:
         `block_m` is at least the rows of all ranks, a tile has `block_n` columns of each product, 16 times `num_warps`,
         and `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are warps of all of
         them; of the settings above there are the first six and `group_m`.
+      splits: programs that share a tile, if `hopper` and `small`: each multiplies a part of K.
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
       part: columns that are sent together, if `hopper`: a multiple of `block_k`.
       unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
@@ -175,6 +176,7 @@ class Config:
     group_m: int = 8
     small: bool = False
     hopper: bool = False
+    splits: int = 1
     programs: int = matmul.MULTIPROCESSORS
     part: int = 512
     unit: int = 16
@@ -218,16 +220,17 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
       gated: whether there is.
     """
     rows = world * m
-    # Fewer columns, for which the rows travel for longer than the product takes, and what lies between these numbers of
-    # rows have not been measured.
-    if rows >= 2048 and n >= 2048:
-        return HOPPER
-    if rows > matmul.FEW_ROWS:
-        return None
-    tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1)
+    products = 2 if gated else 1
+    if rows > matmul.FEW_ROWS // products:
+        if n < 2048:
+            return None  # not measured: the rows travel for longer than the product takes
+        waves = world * _tiles(m, products * n, HOPPER) / HOPPER.programs
+        # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
+        return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+    pushers = 16
+    tile = matmul.decode_hopper_tile(rows, n, products=products, others=pushers)
     # Few rows are there before anyone needs them, many in the order in which they are needed.
     part = 8192 if rows <= 32 else 2048
-    pushers = 16
     return Config(
         **tile,
         pushers=pushers,
@@ -236,6 +239,11 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
         small=True,
         hopper=True,
     )
+
+
+def _tiles(m: int, n: int, config: Config) -> int:
+    """Number of tiles of a product [m, n]."""
+    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
 def unsupported_on_hopper(
@@ -386,7 +394,8 @@ def launch(
     if config.hopper and config.small:
         assert not (rhs_transposed or return_gathered)
         own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
-        return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type}
+        scratch = common["scratch"] | own["scratch"]
+        return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type, "scratch": scratch}
     if config.hopper:
         own = _launch_hopper(
             m,
@@ -467,13 +476,13 @@ def _launch_hopper(
 def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: Config) -> dict[str, Any]:
     """What is different for the kernel for few rows on Hopper."""
     weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
-    keywords = matmul.decode_hopper_keywords(n, config, *weights)
+    keywords = matmul.decode_hopper_keywords(k, n, config, *weights)
     # Whole steps.
     part = math.ceil(min(config.part, k) / config.block_k) * config.block_k
     return {
         **keywords,
         "grid": config.pushers + keywords["grid"],
-        "signals": {"arrived": (math.ceil(k / part), world)},
+        "signals": keywords["signals"] | {"arrived": (math.ceil(k / part), world)},
         **({} if epilogue.gated else {"gate_desc": None}),
         **epilogue.keywords("bias", "residual"),
         "M": m,

@@ -12,13 +12,14 @@ from triton import next_power_of_2
 
 from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.primitive import DTYPES, settings_of
 from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
 PARTITIONS = 2
-# Up to so many rows of all ranks are few: on Hopper one tile has all of them.
-FEW_ROWS = 128
+# Up to so many rows of all ranks are few: on Hopper one tile has all of them, or of two products half as many.
+FEW_ROWS = 256
 # Of an H100 or H200. Each runs one program of a product at a time.
 MULTIPROCESSORS = 132
 # Why XLA is taken where nobody has measured which is faster.
@@ -242,44 +243,56 @@ def unsupported_on_decode_hopper(rows: int, k: int, n: int, *, config: Any, **fo
     return reasons
 
 
-def decode_hopper_tile(rows: int, n: int, *, products: int = 1) -> dict[str, Any]:
+def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, Any]:
     """Settings for products of few rows in a kernel for Hopper, by shape.
 
     Args:
       rows: that a tile has to have, at most FEW_ROWS.
       n: columns of `rhs`.
       products: by how many matrices like it the rows are multiplied.
+      others: programs that do something else.
     """
-    block_m, block_k = min(FEW_ROWS, max(8, next_power_of_2(rows))), 64
+    block_m, block_k = min(FEW_ROWS // products, max(8, next_power_of_2(rows))), 64
     # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
-    block_n = 128 if n >= 96 * 128 and products == 1 else 64
+    # Of more rows, which the programs read again and again from the L2 cache, tiles are wide in any case.
+    block_n = 128 if products == 1 and (n >= 96 * 128 or block_m > 128) else 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
+    free = (MULTIPROCESSORS - others) // math.ceil(n / block_n)
     return {
         "block_m": block_m,
         "block_n": block_n,
         "block_k": block_k,
         "num_warps": block_n // 16,
-        # Beside them the tile, in f32, is put in order to be stored.
-        "num_stages": min(16, ((226 << 10) - 4 * block_m * block_n) // stage),
+        # Beside them a piece of the tile, in f32, is put in order to be stored.
+        "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, block_m * block_n)) // stage),
+        # With fewer rows the memory is as busy as it can be.
+        "splits": 4 if free >= 4 and block_m > 128 else 2 if free >= 2 and block_m > 128 else 1,
     }
 
 
-def decode_hopper_keywords(n: int, config: Any, *descriptors: str) -> dict[str, Any]:
+def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
     """What `shmem_call` needs to know of such a product.
 
     Args:
-      n: as above.
+      k, n: the matrices are [k, n].
       config: with the settings of `decode_hopper_tile`.
-      *descriptors: the kernel's parameters for matrices [k, n].
+      *descriptors: the kernel's parameters for them.
     """
+    tiles, splits = math.ceil(n / config.block_n), min(config.splits, math.ceil(k / config.block_k))
+    shared = {"halves": None, "left": None, "scratch": {}, "signals": {}}
+    if splits > 1:
+        halves = jax.ShapeDtypeStruct((tiles, splits - 1, config.block_n * config.block_m), np.float32)
+        shared = {"scratch": {"halves": halves}, "signals": {"left": tiles}}
     return {
-        "grid": math.ceil(n / config.block_n),
+        **shared,
+        "grid": tiles * splits,
         "num_warps": config.num_warps,
         "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
+        "SPLITS": splits,
     }
 
 
@@ -327,7 +340,7 @@ def reduce_decode_hopper_keywords(
     messages = {"partials": words(wire)}
     if gathered:
         messages["sums"] = words(np.dtype(out_dtype))
-    keywords = decode_hopper_keywords(n, config, "rhs_desc")
+    keywords = decode_hopper_keywords(k, n, config, "rhs_desc")
     keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
     return {
         **keywords,
@@ -346,11 +359,11 @@ def reduce_decode_hopper_keywords(
 
 
 def runs_at_once(n: int, config: Any) -> bool:
-    """Whether a GPU runs all tiles of so many columns at a time.
+    """Whether a GPU runs all programs of `decode_hopper_keywords` at a time.
 
     If they exchange what they have computed, the others' weights are not read before that.
     """
-    return math.ceil(n / config.block_n) <= MULTIPROCESSORS
+    return math.ceil(n / config.block_n) * config.splits <= MULTIPROCESSORS
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

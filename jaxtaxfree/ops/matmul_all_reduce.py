@@ -133,7 +133,8 @@ class Config:
         `block_m` is at least all rows, `block_n` 16 times `num_warps`, and who multiplies adds up. If not, the programs
         are persistent, and partial sums are rounded, as is the result, to the operands' dtype; of the settings above
         there are those up to `group_m`. What follows is of this kind alone.
-      programs: how many: as many as the GPU has multiprocessors.
+      splits: programs that share a tile, if `small`: each multiplies a part of K.
+      programs: how many, if not: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
         hide it; all else at the speed of the wire. 0: as soon as it can be.
@@ -154,6 +155,7 @@ class Config:
     linger: bool = True
     add_rows: int = 8
     hopper: bool = False
+    splits: int = 1
     programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95

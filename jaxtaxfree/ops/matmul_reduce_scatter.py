@@ -136,7 +136,8 @@ class Config:
         `block_m` is at least the rows of all ranks, `block_n` 16 times `num_warps`, and partial sums travel as words,
         without a signal. If not, the programs are persistent; of the settings above there are those up to `group_m`.
         What follows is of this kind alone.
-      programs: how many: as many as the GPU has multiprocessors.
+      splits: programs that share a tile, if `small`: each multiplies a part of K.
+      programs: how many, if not: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time: a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
     """
@@ -151,11 +152,15 @@ class Config:
     small: bool = False
     exact_wire: bool = False
     hopper: bool = False
+    splits: int = 1
     programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95
 
 
+# On Hopper up to so many rows of all ranks are few. Of more, with which tensor cores have more to do than the memory, the
+# other kernel was the faster one: on 2 H200 it took 116 us instead of 121 for 256 rows of 8192.
+FEW_ROWS = 128
 # Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took
 # the same time either way, those of 128 rows 47 us instead of 42.
 EXACT_SIZE = 2**18
@@ -193,6 +198,18 @@ def decode_hopper_config(m: int, n: int, world: int, dtype: Any, out_dtype: Any 
     return Config(**matmul.decode_hopper_tile(world * m, n), small=True, hopper=True, exact_wire=exact_wire)
 
 
+def hopper_config(m: int, n: int, world: int) -> Config:
+    """A configuration of the kernel for many rows on Hopper by shape; of sizes and ranks as `default_config`."""
+    config = Config(hopper=True)
+    if 2 * world * _tiles(m, n, config) >= 3 * config.programs:
+        return config
+    config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
+    if world * _tiles(m, n, config) <= config.programs:
+        # Nothing hides what is sent, so it is sent at once.
+        config = dataclasses.replace(config, pace=0.0)
+    return config
+
+
 def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
     """All that keeps the kernel for many rows on Hopper from multiplying a rank's lhs by its rhs [k, n].
 
@@ -224,13 +241,13 @@ def choose(
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if world * m <= matmul.FEW_ROWS:
+    if world * m <= FEW_ROWS:
         config = decode_hopper_config(m, n, world, dtype, out_dtype)
         if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
             return config
-    config = Config(hopper=True)
-    # Its tiles follow each other without a pause, which is worth something where a program has some.
-    faster = world * _tiles(m, n, config) >= 3 * config.programs
+    config = hopper_config(m, n, world)
+    # It was measured with tiles for all multiprocessors, or nearly.
+    faster = 4 * world * _tiles(m, n, config) >= 3 * config.programs
     if faster and not unsupported_on_hopper(k, n, **on, **form):
         return config
     return default_config(m, n, world, **on)
