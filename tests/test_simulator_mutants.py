@@ -112,6 +112,8 @@ CUSTOM_STORES = """    for i in range(WORLD):
 CUSTOM_SIGNALS = """    for i in range(WORLD):
         shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
 """
+SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * (SPLITS - 1), me.rank)\n"
+SHARED_SIGNAL = "    shmem.signal(me, left + number, me.rank)\n"
 DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready\n"
 DECODE_FENCE = "        shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
@@ -744,14 +746,14 @@ MUTANTS = (
         kernel="all_gather_matmul_decode_hopper",
         edits=((DECODE_WAIT, "        if part == 0:\n    " + DECODE_WAIT),),
         errors=TOO_EARLY,
-        shape=(3, 24, 136, 2, 32, 96, 2),
+        shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
     Mutant(
         name="wait for one pusher of each rank",
         kernel="all_gather_matmul_decode_hopper",
         edits=(("me.epoch * PUSHERS) & ready", "(me.epoch - 1) * PUSHERS + 1) & ready"),),
         errors=TOO_EARLY,
-        shape=(3, 24, 136, 2, 32, 96, 2),
+        shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
     Mutant(
         name="no proxy fence",
@@ -800,21 +802,21 @@ MUTANTS = (
         kernel="matmul_reduce_decode_hopper",
         edits=(("(m < WORLD * OWNED)", "(m < WORLD * OWNED - 1)"),),
         errors=(DeadlockError,),
-        shape=(5, 24, 40, 2, False, 1, 3),
+        shape=(5, 24, 136, 2, False, 1, 2, 3),
     ),
     Mutant(
         name="a tile sent to one rank twice",
         kernel="matmul_reduce_decode_hopper",
         edits=(("words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))", "words, me.rank, (m < OWNED) & (n >= 0))"),),
         errors=(MessageError,),
-        shape=(5, 40, 72, 1, False, 2, 2),
+        shape=(5, 40, 72, 1, False, 2, 2, 2),
     ),
     Mutant(
         name="sums of all parts in one place",
         kernel="matmul_reduce_decode_hopper",
         edits=(("    m = row + word // ROW\n", "    m = word // ROW\n"),),
         errors=(MessageError,),
-        shape=(5, 24, 40, 2, False, 1, 3),
+        shape=(5, 24, 136, 2, False, 1, 2, 3),
     ),
     Mutant(
         name="words of the first tile",
@@ -845,6 +847,21 @@ MUTANTS = (
         product=True,
         edits=(("ring.full.index(stage), ring.lhs.index(stage))", "ring.full.index(stage), ring.lhs.index(0))"),),
         errors=TOO_EARLY,
+    ),
+    *(
+        Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=TOO_EARLY, shape=shape)
+        for kernel, shape in (
+            ("all_gather_matmul_decode_hopper", (3, 24, 136, 2, 32, 64, 2, 3)),
+            ("matmul_reduce_decode_hopper", (5, 24, 136, 2, False, 1, 2, 3)),
+        )
+        for name, edits in (
+            ("no wait for who shares a tile", ((SHARED_WAIT, "        came = me.ready\n"),)),
+            ("wait for one who shares a tile", (("me.epoch * (SPLITS - 1)", "(me.epoch - 1) * (SPLITS - 1) + 1"),)),
+            (
+                "publish before sums are left",
+                ((SHARED_SIGNAL, ""), ("    parts = pieces(tile)\n", SHARED_SIGNAL + "    parts = pieces(tile)\n")),
+            ),
+        )
     ),
 )
 

@@ -158,7 +158,7 @@ class Config:
     pace: float = 0.95
 
 
-# On Hopper up to so many rows of all ranks are few. Of more, with which tensor cores have more to do than the memory, the
+# On Hopper up to so many rows of all ranks are few. Of more the tensor cores have more to do than the memory, and the
 # other kernel was the faster one: on 2 H200 it took 116 us instead of 121 for 256 rows of 8192.
 FEW_ROWS = 128
 # Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took
