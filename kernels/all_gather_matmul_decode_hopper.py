@@ -31,7 +31,7 @@ def all_gather_matmul_decode_hopper_kernel(
     residual_ptr,  # [WORLD * M, N], or None
     team,
     gathered,  # scratch [WORLD, M, K]
-    arrived,  # signals [parts, WORLD]: PUSHERS from each rank
+    arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
     halves,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
     out_ptr,  # [WORLD * M, N]
@@ -45,13 +45,14 @@ def all_gather_matmul_decode_hopper_kernel(
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile
     PUSHERS: gl.constexpr,
+    GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
     if gl.program_id(0) < PUSHERS:
-        push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, PART, CHUNK)
+        push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number = (gl.program_id(0) - PUSHERS) // SPLITS
         split = (gl.program_id(0) - PUSHERS) % SPLITS
@@ -76,7 +77,7 @@ def all_gather_matmul_decode_hopper_kernel(
                     load,
                     (
                         me, ring, rows, rhs_desc, gate_desc, column, first, end, gathered, arrived, M, K, WORLD,
-                        SPLITS, PUSHERS, PART,
+                        SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
             ],
@@ -109,14 +110,20 @@ def push(
     K: gl.constexpr,
     WORLD: gl.constexpr,
     PUSHERS: gl.constexpr,
+    GROUPS: gl.constexpr,
     PART: gl.constexpr,
     CHUNK: gl.constexpr,
 ):
-    """Writes this rank's rows into the scratch of every rank, one part of K after the other, each with one release."""
+    """Writes this rank's rows into the scratch of every rank, one part of K after the other, each with one release.
+
+    Where programs begin at several parts of K at once, as many groups of pushers do.
+    """
     LANES: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
     mine = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty) + me.rank * (M * K)
-    for part in range(gl.cdiv(K, PART)):
-        for at in range(gl.program_id(0) * CHUNK, M * PART, PUSHERS * CHUNK):
+    group = gl.program_id(0) % GROUPS
+    parts: gl.constexpr = gl.cdiv(K, PART)
+    for part in range(group * parts // GROUPS, (group + 1) * parts // GROUPS):
+        for at in range(gl.program_id(0) // GROUPS * CHUNK, M * PART, PUSHERS // GROUPS * CHUNK):
             place = at + gl.arange(0, CHUNK, LANES)
             column = part * PART + place % PART
             element = place // PART * K + column
@@ -144,10 +151,14 @@ def load(
     K: gl.constexpr,
     WORLD: gl.constexpr,
     SPLITS: gl.constexpr,
-    PUSHERS: gl.constexpr,
+    SIGNALS: gl.constexpr,
     PART: gl.constexpr,
 ):
-    """Fetches what is multiplied in the steps from `first` to before `end`, rows of peers as they arrive."""
+    """Fetches what is multiplied in the steps from `first` to before `end`, rows of peers as they arrive.
+
+    Args:
+      SIGNALS: of a part, from each rank.
+    """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -162,7 +173,7 @@ def load(
     ready = me.ready
     position = (0, 1)
     for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
-        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready
+        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready
         shmem.fence_proxy()
         begin = gl.maximum(part * STEPS_A_PART, first)
         until = gl.minimum((part + 1) * STEPS_A_PART, end)

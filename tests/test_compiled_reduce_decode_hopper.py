@@ -140,9 +140,12 @@ def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered:
     assert is_chosen(scattered, **changed) == chosen
 
 
-def test_of_more_rows_a_scatter_has_another_kernel() -> None:
-    assert is_chosen(True, m=128) and not is_chosen(True, m=132)
-    assert is_chosen(False, m=256)
+def test_of_more_rows_a_scatter_of_two_ranks_has_another_kernel() -> None:
+    """If tiles have the rows of one owner, and are full."""
+    on = {"dtype": "bfloat16", "compute_capability": 90}
+    found = [scatter_ops.choose(m, 1024, 8192, world=2, **on) for m in (64, 65, 128, 129)]
+    assert [config.small for config in found] == [True, False, False, False]
+    assert all(config.hopper for config in found)
 
 
 @pytest.mark.parametrize("scattered", (False, True))

@@ -595,7 +595,7 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
         (8192, 28672, 8192),
         (4096, 14336, 4096),
         (2048, 28672, 8192),
-        (256, 28672, 8192),
+        (512, 28672, 8192),
     ),
 )
 def test_hopper_has_a_kernel_of_its_own_where_programs_have_some_tiles(

@@ -114,7 +114,7 @@ CUSTOM_SIGNALS = """    for i in range(WORLD):
 """
 SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * (SPLITS - 1), me.rank)\n"
 SHARED_SIGNAL = "    shmem.signal(me, left + number, me.rank)\n"
-DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * PUSHERS) & ready\n"
+DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
 DECODE_FENCE = "        shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
 
@@ -751,7 +751,7 @@ MUTANTS = (
     Mutant(
         name="wait for one pusher of each rank",
         kernel="all_gather_matmul_decode_hopper",
-        edits=(("me.epoch * PUSHERS) & ready", "(me.epoch - 1) * PUSHERS + 1) & ready"),),
+        edits=(("me.epoch * SIGNALS) & ready", "(me.epoch - 1) * SIGNALS + 1) & ready"),),
         errors=TOO_EARLY,
         shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),

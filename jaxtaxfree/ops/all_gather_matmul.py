@@ -231,10 +231,11 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     tile = matmul.decode_hopper_tile(rows, n, products=products, others=pushers)
     # Few rows are there before anyone needs them, many in the order in which they are needed.
     part = 8192 if rows <= 32 else 2048
+    chunk = next_power_of_2(m * part) * tile["splits"] // pushers
     return Config(
         **tile,
         pushers=pushers,
-        chunk=min(4096, max(16 * tile["block_n"], next_power_of_2(m * part) // pushers)),
+        chunk=min(4096 if rows <= 128 else 16384, max(16 * tile["block_n"], chunk)),
         part=part,
         small=True,
         hopper=True,
@@ -489,6 +490,7 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
         "N": n,
         "K": k,
         "PUSHERS": config.pushers,
+        "GROUPS": math.gcd(config.pushers, keywords["SPLITS"]),
         "PART": part,
         "CHUNK": config.chunk,
     }
