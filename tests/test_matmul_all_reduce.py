@@ -574,7 +574,7 @@ def test_default_config() -> None:
     assert [config.shots for config in by_rows.values()] == [1, 1, 2, 2, 2, 2]
     assert [config.exact_wire for config in by_rows.values()] == [True, False, False, False, False, True]
     assert default_config(128, 8192, 4, "bfloat16", 90, out_dtype="float32").exact_wire
-    assert default_config(256, 8192, 2, "bfloat16", 90).shots == 1
+    assert [default_config(m, 8192, 2, "bfloat16", 90).shots for m in (64, 65)] == [1, 2]
     assert [default_config(16, n, 4, "bfloat16", 90).apart for n in (8192, 28672)] == [False, True]
     for world in (2, 3, 4, 8):
         for m in range(1, 257):

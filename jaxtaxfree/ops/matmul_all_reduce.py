@@ -166,6 +166,9 @@ class Config:
 # Partial sums of so many elements are sent to every rank, because a second way over the wire takes longer than their
 # bytes. At 16 rows of 8192, on 4 H200, both took the same time.
 ONE_SHOT_SIZE = 2**17
+# Between two ranks it is no more bytes, and saves time as long as there are few to be added up: on 2 H200 64 rows of
+# 8192 took 65.4 us instead of 66.3, 128 rows 76.0 instead of 74.4.
+ONE_SHOT_SIZE_OF_TWO = 2**19
 # Partial sums of more elements are rounded on their way.
 EXACT_SIZE = 2**14
 
@@ -197,7 +200,7 @@ def default_config(
         return Config(**matmul.large_tile(dtype, compute_capability))
     tile = matmul.small_tile(m, dtype, compute_capability)
     if shots is None:
-        shots = 1 if world == 2 or m * n <= ONE_SHOT_SIZE else 2
+        shots = 1 if m * n <= (ONE_SHOT_SIZE_OF_TWO if world == 2 else ONE_SHOT_SIZE) else 2
     owned = m if shots == 1 else math.ceil(m / world)
     all_rows = m if shots == 1 else world * owned
     tiles = math.ceil(all_rows / tile["block_m"]) * math.ceil(n / tile["block_n"])
