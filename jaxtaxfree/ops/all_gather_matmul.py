@@ -480,17 +480,18 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
     keywords = matmul.decode_hopper_keywords(k, n, config, *weights)
     # Whole steps.
     part = math.ceil(min(config.part, k) / config.block_k) * config.block_k
+    parts, splits = math.ceil(k / part), keywords["SPLITS"]
     return {
         **keywords,
         "grid": config.pushers + keywords["grid"],
-        "signals": keywords["signals"] | {"arrived": (math.ceil(k / part), world)},
+        "signals": keywords["signals"] | {"arrived": (parts, world)},
         **({} if epilogue.gated else {"gate_desc": None}),
         **epilogue.keywords("bias", "residual"),
         "M": m,
         "N": n,
         "K": k,
         "PUSHERS": config.pushers,
-        "GROUPS": math.gcd(config.pushers, keywords["SPLITS"]),
+        "GROUPS": math.gcd(config.pushers, splits) if parts >= splits else 1,
         "PART": part,
         "CHUNK": config.chunk,
     }
