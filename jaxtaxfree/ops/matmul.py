@@ -265,8 +265,8 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, block_m * block_n)) // stage),
-        # With fewer rows the memory is as busy as it can be.
-        "splits": 4 if free >= 4 and block_m > 128 else 2 if free >= 2 and block_m > 128 else 1,
+        # More of them were not measured.
+        "splits": 4 if free >= 4 else 2 if free >= 2 else 1,
     }
 
 
