@@ -257,7 +257,10 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
     # Of more rows, which the programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n >= 96 * 128 or block_m > 128) else 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
-    free = (MULTIPROCESSORS - others) // math.ceil(n / block_n)
+    tiles = math.ceil(n / block_n)
+    free = (MULTIPROCESSORS - others) // tiles
+    # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
+    shared = rows > 64 or tiles <= 40
     return {
         "block_m": block_m,
         "block_n": block_n,
@@ -265,8 +268,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, block_m * block_n)) // stage),
-        # More of them were not measured.
-        "splits": 4 if free >= 4 else 2 if free >= 2 else 1,
+        "splits": 4 if shared and free >= 4 else 2 if shared and free >= 2 else 1,
     }
 
 
