@@ -40,7 +40,7 @@ def all_gather_matmul_decode_hopper_kernel(
     K: gl.constexpr,
     WORLD: gl.constexpr,
     BLOCK_M: gl.constexpr,  # at least WORLD * M
-    BLOCK_N: gl.constexpr,  # 16 for each warp
+    BLOCK_N: gl.constexpr,  # of each product; 16 columns of all for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile
@@ -70,7 +70,7 @@ def all_gather_matmul_decode_hopper_kernel(
                     multiply,
                     (
                         me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, end - first,
-                        WORLD * M, N, SPLITS, ACTIVATION,
+                        WORLD * M, N, BLOCK_N, SPLITS, ACTIVATION,
                     ),
                 ),
                 (
@@ -186,11 +186,10 @@ def load(
 @gluon.jit
 def multiply(
     me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, steps,
-    ROWS: gl.constexpr, N: gl.constexpr, SPLITS: gl.constexpr, ACTIVATION: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes the tile of all rows, and stores it or leaves it to another program; NaN if some have not come."""
-    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
-    tile, gate = decode_hopper.multiply(ring, steps)
+    tile = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1 and split < SPLITS - 1:
@@ -199,35 +198,37 @@ def multiply(
     else:
         ready = decode_hopper.wait(me, left, number, SPLITS) & ready
         parts = decode_hopper.pieces(tile)
-        gates = None if ring.gate is None else decode_hopper.pieces(gate)
         for i in gl.static_range(len(parts)):
             piece = decode_hopper.take(me, parts[i], halves, number, i, len(parts), SPLITS)
-            piece_of_gate = None if gates is None else gates[i]
             store_piece(
-                piece, piece_of_gate, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, i, len(parts), ROWS, N,
+                piece, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, i, len(parts), ROWS, N, BLOCK_N,
                 ACTIVATION,
             )  # fmt: skip
 
 
 @gluon.jit
 def store_piece(
-    piece, gate, ready, bias_ptr, residual_ptr, out_ptr, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr,
-    ROWS: gl.constexpr, N: gl.constexpr, ACTIVATION: gl.constexpr,
+    piece, ready, bias_ptr, residual_ptr, out_ptr, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Applies the epilogue to a piece of the tile, and stores it."""
-    BLOCK_N: gl.constexpr = piece.shape[0]
-    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.shape[1], gl.num_warps())
-    if bias_ptr is not None:
-        n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, SUMS))
-        piece += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    piece = gl.where(ready, epilogue.activate_gated(piece, gate, ACTIVATION), float("nan"))
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
+    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.shape[1], gl.num_warps())
+    GATED: gl.constexpr = piece.shape[0] > BLOCK_N
+    LAYOUT: gl.constexpr = STORED if GATED else SUMS
+    gate = None
+    if GATED:
+        piece, gate = decode_hopper.product_and_gate(piece, LAYOUT)
+    if bias_ptr is not None:
+        n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        piece += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    piece = gl.where(ready, epilogue.activate_gated(piece, gate, ACTIVATION), float("nan"))
     n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
     m = decode_hopper.rows_of(PIECE_NUMBER, PIECES, piece.shape[1], gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)
-        piece += gl.convert_layout(residual.to(gl.float32), SUMS)
+        piece += gl.convert_layout(residual.to(gl.float32), LAYOUT)
     stored = gl.convert_layout(piece.to(out_ptr.dtype.element_ty), STORED)
     gl.store(out_ptr + m * N + n, stored, mask=inside)

@@ -7,6 +7,9 @@ warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor 
 Where there are fewer tiles than multiprocessors, several programs share one: each has a part of K (`first_step`), and
 leaves its sums to the one of the highest id (`leave`, `take`), which waits for programs that have begun before it.
 
+With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
+`rhs` and then of the gate (`product_and_gate`).
+
 `allocate` and `begin` stand in the kernel itself; of its partitions one calls `load`, the other one `multiply` and what
 comes after it. What becomes of a tile then it does with one of its `pieces` after the other, for want of registers.
 """
@@ -31,8 +34,7 @@ class Ring(NamedTuple):
     """What lies in shared memory."""
 
     lhs: Any  # [STAGES, BLOCK_M, BLOCK_K]
-    rhs: Any  # [STAGES, BLOCK_K, BLOCK_N]
-    gate: Any  # the same, or None
+    rhs: Any  # [STAGES, BLOCK_K, columns of a tile]
     full: Any  # mbarriers of the stages: all blocks have come
     empty: Any  # they have been multiplied
 
@@ -40,16 +42,13 @@ class Ring(NamedTuple):
 @gluon.jit
 def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
-    BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
+    COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * (1 if gate_desc is None else 2)
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
     lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], LHS)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
-    gate = None
-    if gate_desc is not None:
-        gate = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, BLOCK_N], rhs_desc.layout)
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    return Ring(lhs, rhs, gate, full, empty)
+    return Ring(lhs, rhs, full, empty)
 
 
 @gluon.jit
@@ -86,11 +85,14 @@ def begin(ring, rhs_desc, gate_desc, column, first, STEPS: gl.constexpr):
 def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
     """Begins to fill a stage, and announces the block of lhs along with those of rhs and gate."""
     full = ring.full.index(stage)
-    BLOCKS: gl.constexpr = 1 if gate_desc is None else 2
-    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + BLOCKS * rhs_desc.nbytes_per_cta)
-    tma.async_load(rhs_desc, [row, column], full, ring.rhs.index(stage), cache_policy=READ_ONCE)
-    if gate_desc is not None:
-        tma.async_load(gate_desc, [row, column], full, ring.gate.index(stage), cache_policy=READ_ONCE)
+    dest = ring.rhs.index(stage)
+    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + dest.nbytes_per_cta)
+    if gate_desc is None:
+        tma.async_load(rhs_desc, [row, column], full, dest, cache_policy=READ_ONCE)
+    else:
+        BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
+        tma.async_load(rhs_desc, [row, column], full, dest.slice(0, BLOCK_N, 1), cache_policy=READ_ONCE)
+        tma.async_load(gate_desc, [row, column], full, dest.slice(BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
 
 
 @gluon.jit
@@ -126,12 +128,11 @@ def layout_of_sums(block_m, warps):
 
 @gluon.jit
 def multiply(ring, steps):
-    """The tile of all rows, from what `load` fetches, with columns of `rhs` as its rows: (product, the gate's)."""
+    """The tile of all rows, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
-    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
-    tile = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout_of_sums(BLOCK_M, gl.num_warps()))
-    gate = tile
+    COLUMNS: gl.constexpr = ring.rhs.shape[2]
+    tile = gl.zeros((COLUMNS, BLOCK_M), gl.float32, layout_of_sums(BLOCK_M, gl.num_warps()))
     stage = 0
     phase = 0
     previous = 0
@@ -139,22 +140,14 @@ def multiply(ring, steps):
         mbarrier.wait(ring.full.index(stage), phase)
         lhs = ring.lhs.index(stage).permute((1, 0))
         tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
-        if ring.gate is None:
-            tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
-        else:
-            gate = warpgroup_mma(ring.gate.index(stage).permute((1, 0)), lhs, gate, use_acc=step > 0, is_async=True)
-            tile, gate = warpgroup_mma_wait(num_outstanding=2, deps=(tile, gate))
+        tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
         mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase = phase ^ 1
-    if ring.gate is None:
-        tile = warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
-    else:
-        tile, gate = warpgroup_mma_wait(num_outstanding=0, deps=(tile, gate))
-    return tile, gate
+    return warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
 
 
 @gluon.jit
@@ -189,6 +182,17 @@ def rows_of(PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr
     """The rows of the tile that one of its pieces has."""
     row = gl.arange(0, ROWS, LAYOUT)
     return row // 8 * (8 * PIECES) + first_row(PIECE_NUMBER, PIECES) + row % 8
+
+
+@gluon.jit
+def product_and_gate(piece, LAYOUT: gl.constexpr):
+    """A piece of each of the two products, in this layout."""
+    COLUMNS: gl.constexpr = piece.shape[0] // 2
+    ROWS: gl.constexpr = piece.shape[1]
+    BOTH: gl.constexpr = gl.BlockedLayout([8, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
+    both = gl.convert_layout(piece.reshape([2, COLUMNS, ROWS]).permute([1, 2, 0]), BOTH)
+    product, gate = both.split()
+    return gl.convert_layout(product, LAYOUT), gl.convert_layout(gate, LAYOUT)
 
 
 @gluon.jit

@@ -90,7 +90,7 @@ def multiply(
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    tile, _ = decode_hopper.multiply(ring, steps)
+    tile = decode_hopper.multiply(ring, steps)
     if SPLITS > 1 and split < SPLITS - 1:
         decode_hopper.leave(me, tile, halves, left, number, split, SPLITS)
     else:

@@ -335,7 +335,7 @@ def test_products_that_do_not_overlap_are_reported() -> None:
         ({}, True),
         ({"m": 260}, True),
         ({"m": 256}, False),
-        ({"gate": True, "m": 132}, True),
+        ({"gate": True, "m": 260}, True),
         ({"n": 4 * 2040}, False),
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),

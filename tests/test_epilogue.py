@@ -259,6 +259,15 @@ def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: st
     check_simulated(GATHER, given, GATHER.operands(2, 7, 72, 24, dtype), range(3), **DECODE_HOPPER)
 
 
+@pytest.mark.parametrize("splits", (1, 2))
+@pytest.mark.parametrize("given", (ELEMENTWISE[-1], PAIRS[-1]), ids=name_of)
+def test_values_of_a_tile_that_is_handled_in_pieces(given: dict[str, Any], splits: int) -> None:
+    """By the same kernel, of 256 rows, and by two programs."""
+    config = {**DECODE_HOPPER, "block_m": 256, "block_n": 64, "num_warps": 8, "chunk": 4096, "splits": splits}
+    arrays = GATHER.operands(2, 125, 72, 40, "bfloat16")
+    check_simulated(GATHER, given, arrays, range(splits, splits + 1), **config)
+
+
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 @pytest.mark.parametrize("shots", (0, 1, 2))

@@ -154,9 +154,9 @@ class Config:
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
       small: every tile has the rows of all ranks, so that `rhs` is read once.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least the rows of all ranks, a tile has `block_n` columns of each product, 16 times `num_warps`,
-        and `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are warps of all of
-        them; of the settings above there are the first six and `group_m`.
+        `block_m` is at least the rows of all ranks, a tile has `block_n` columns of each product, 16 of all of them for
+        each warp, and `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are
+        warps of all of them; of the settings above there are the first six and `group_m`.
       splits: programs that share a tile, if `hopper` and `small`: each multiplies a part of K.
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
       part: columns that are sent together, if `hopper`: a multiple of `block_k`.
@@ -221,7 +221,7 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     """
     rows = world * m
     products = 2 if gated else 1
-    if rows > matmul.FEW_ROWS // products:
+    if rows > matmul.FEW_ROWS:
         if n < 2048:
             return None  # not measured: the rows travel for longer than the product takes
         waves = world * _tiles(m, products * n, HOPPER) / HOPPER.programs

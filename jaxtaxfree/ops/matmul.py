@@ -18,7 +18,7 @@ from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
 PARTITIONS = 2
-# Up to so many rows of all ranks are few: on Hopper one tile has all of them, or of two products half as many.
+# Up to so many rows of all ranks are few: on Hopper one tile has all of them.
 FEW_ROWS = 256
 # Of an H100 or H200. Each runs one program of a product at a time.
 MULTIPROCESSORS = 132
@@ -252,7 +252,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
       products: by how many matrices like it the rows are multiplied.
       others: programs that do something else.
     """
-    block_m, block_k = min(FEW_ROWS // products, max(8, next_power_of_2(rows))), 64
+    block_m, block_k = min(FEW_ROWS, max(8, next_power_of_2(rows))), 64
     # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
     # Of more rows, which the programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n >= 96 * 128 or block_m > 128) else 64
@@ -265,9 +265,9 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "block_m": block_m,
         "block_n": block_n,
         "block_k": block_k,
-        "num_warps": block_n // 16,
+        "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
-        "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, block_m * block_n)) // stage),
+        "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
         "splits": 4 if shared and free >= 4 else 2 if shared and free >= 2 else 1,
     }
 
@@ -283,7 +283,8 @@ def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> di
     tiles, splits = math.ceil(n / config.block_n), min(config.splits, math.ceil(k / config.block_k))
     shared = {"halves": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
-        halves = jax.ShapeDtypeStruct((tiles, splits - 1, config.block_n * config.block_m), np.float32)
+        size = len(descriptors) * config.block_n * config.block_m
+        halves = jax.ShapeDtypeStruct((tiles, splits - 1, size), np.float32)
         shared = {"scratch": {"halves": halves}, "signals": {"left": tiles}}
     return {
         **shared,
