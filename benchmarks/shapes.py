@@ -28,6 +28,8 @@ class MatmulShape:
 ALL_GATHER_MATMUL = (
     MatmulShape(name="llama3-70b/decode-16/mlp-up", m=16, k=8192, n=28672),
     MatmulShape(name="llama3-70b/decode-128/mlp-up", m=128, k=8192, n=28672),
+    MatmulShape(name="llama3-70b/decode-256/mlp-up", m=256, k=8192, n=28672),
+    MatmulShape(name="llama3-70b/prefill-512/mlp-up", m=512, k=8192, n=28672),
     MatmulShape(name="llama3-70b/prefill-2k/mlp-up", m=2048, k=8192, n=28672),
     MatmulShape(name="llama3-70b/prefill-8k/mlp-up", m=8192, k=8192, n=28672),
     MatmulShape(name="llama3-70b/prefill-8k/attention-q", m=8192, k=8192, n=8192),
@@ -43,13 +45,21 @@ ALL_GATHER_MATMUL_TINY = (
 # Of each of the two products.
 GATED_ALL_GATHER_MATMUL = tuple(
     MatmulShape(name=f"llama3-70b/{name}/mlp-gate-up", m=m, k=8192, n=28672)
-    for name, m in (("decode-16", 16), ("decode-128", 128), ("prefill-2k", 2048), ("prefill-8k", 8192))
+    for name, m in (
+        ("decode-16", 16),
+        ("decode-128", 128),
+        ("decode-256", 256),
+        ("prefill-2k", 2048),
+        ("prefill-8k", 8192),
+    )
 )
 
 # The other half of the same layers.
 MATMUL_REDUCE_SCATTER = (
     MatmulShape(name="llama3-70b/decode-16/mlp-down", m=16, k=28672, n=8192),
     MatmulShape(name="llama3-70b/decode-128/mlp-down", m=128, k=28672, n=8192),
+    MatmulShape(name="llama3-70b/decode-256/mlp-down", m=256, k=28672, n=8192),
+    MatmulShape(name="llama3-70b/prefill-512/mlp-down", m=512, k=28672, n=8192),
     MatmulShape(name="llama3-70b/prefill-2k/mlp-down", m=2048, k=28672, n=8192),
     MatmulShape(name="llama3-70b/prefill-8k/mlp-down", m=8192, k=28672, n=8192),
     MatmulShape(name="llama3-70b/prefill-8k/attention-out", m=8192, k=8192, n=8192),
@@ -71,6 +81,7 @@ MATMUL_ALL_REDUCE = tuple(
         ("decode-64", 64),
         ("decode-128", 128),
         ("decode-256", 256),
+        ("prefill-512", 512),
         ("prefill-2k", 2048),
     )
 )

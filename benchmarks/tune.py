@@ -100,7 +100,7 @@ def _bytes_of_a_step(config: Any) -> int:
 
 def _few_rows_on_hopper(config: Any) -> list[Config]:
     """What the products of few rows on Hopper have in common."""
-    return each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)
+    return [*each("splits", 1, 2), *each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)]
 
 
 def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:

@@ -466,7 +466,7 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
 
 
 def test_what_calls_find_in_the_cache(mesh: Mesh, few_calls: None) -> None:
-    decode, _, prefill, *_ = ALL_GATHER_MATMUL
+    decode, *_, prefill = (shape for shape in ALL_GATHER_MATMUL if shape.m in (16, 2048))
     assert [MATMUL.turns(decode, 4, 64, l2) for l2 in operation.L2] == [2, 1, 3]
     assert [MATMUL.turns(prefill, 4, 64, l2) for l2 in operation.L2] == [1, 1, 3]
     assert MATMUL.turns(prefill, 4, 2, "cold") == 2

@@ -91,7 +91,7 @@ def test_panels() -> None:
     size, groups = plots.panels(MATMUL, rows)
     assert size == "m"
     assert [(title, [each["m"] for each in group]) for title, group in groups] == [
-        ("k 8192, n 28672", [16, 128, 2048, 8192])
+        ("k 8192, n 28672", [16, 128, 256, 512, 2048, 8192])
     ]
     assert plots.panels(MATMUL, rows[:1]) == ("", [("", rows[:1])])
     attention = run.OPERATIONS["decode_attention"]
