@@ -32,7 +32,7 @@ def all_gather_matmul_decode_hopper_kernel(
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
-    halves,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    shares,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
     out_ptr,  # [WORLD * M, N]
     M: gl.constexpr,
@@ -69,7 +69,7 @@ def all_gather_matmul_decode_hopper_kernel(
                 (
                     multiply,
                     (
-                        me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, end - first,
+                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, end - first,
                         WORLD * M, N, BLOCK_N, SPLITS, ACTIVATION,
                     ),
                 ),
@@ -185,7 +185,7 @@ def load(
 
 @gluon.jit
 def multiply(
-    me, ring, rows, bias_ptr, residual_ptr, halves, left, out_ptr, number, split, steps,
+    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes the tile of all rows, and stores it or leaves it to another program; NaN if some have not come."""
@@ -194,12 +194,12 @@ def multiply(
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1 and split < SPLITS - 1:
         tile = gl.where(ready, tile, float("nan"))
-        decode_hopper.leave(me, tile, halves, left, number, split, SPLITS)
+        decode_hopper.leave(me, tile, shares, left, number, split, SPLITS)
     else:
         ready = decode_hopper.wait(me, left, number, SPLITS) & ready
         parts = decode_hopper.pieces(tile)
         for i in gl.static_range(len(parts)):
-            piece = decode_hopper.take(me, parts[i], halves, number, i, len(parts), SPLITS)
+            piece = decode_hopper.take(me, parts[i], shares, number, i, len(parts), SPLITS)
             store_piece(
                 piece, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, i, len(parts), ROWS, N, BLOCK_N,
                 ACTIVATION,

@@ -196,28 +196,28 @@ def product_and_gate(piece, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def leave(me, tile, halves, left, number, split, SPLITS: gl.constexpr):
+def leave(me, tile, shares, left, number, split, SPLITS: gl.constexpr):
     """Leaves the sums of a part of K to the program that adds them up.
 
     Args:
-      halves: scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M].
+      shares: scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M].
       left: signals [tiles], 1 from each of the SPLITS - 1.
       number: of the tile.
     """
     parts = pieces(tile)
     for i in gl.static_range(len(parts)):
-        place = place_in(me, parts[i], halves, number, split, i, len(parts), SPLITS)
+        place = place_in(me, parts[i], shares, number, split, i, len(parts), SPLITS)
         gl.store(place, parts[i])
     shmem.signal(me, left + number, me.rank)
 
 
 @gluon.jit
-def take(me, piece, halves, number, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
+def take(me, piece, shares, number, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
     """A piece, and with it the sums that others have left of it, in their order. Behind `wait`."""
     total = piece
     if SPLITS > 1:
         for split in range(SPLITS - 1):  # no static_range: there are no registers for all of them
-            total += gl.load(place_in(me, piece, halves, number, split, PIECE_NUMBER, PIECES, SPLITS))
+            total += gl.load(place_in(me, piece, shares, number, split, PIECE_NUMBER, PIECES, SPLITS))
     return total
 
 
@@ -231,7 +231,7 @@ def wait(me, left, number, SPLITS: gl.constexpr):
 
 
 @gluon.jit
-def place_in(me, piece, halves, number, split, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
+def place_in(me, piece, shares, number, split, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
     """Where the elements of a piece lie that a program leaves."""
     COLUMNS: gl.constexpr = piece.shape[0]
     ROWS: gl.constexpr = piece.shape[1]
@@ -239,4 +239,4 @@ def place_in(me, piece, halves, number, split, PIECE_NUMBER: gl.constexpr, PIECE
     first = ((number * (SPLITS - 1) + split) * PIECES + PIECE_NUMBER) * (COLUMNS * ROWS)
     n = gl.arange(0, COLUMNS, gl.SliceLayout(1, SUMS))[:, None]
     m = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
-    return shmem.scratch(me, halves, gl.float32) + first + (n * ROWS + m)
+    return shmem.scratch(me, shares, gl.float32) + first + (n * ROWS + m)

@@ -29,7 +29,7 @@ def matmul_reduce_decode_hopper_kernel(
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
-    halves,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    shares,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
     out_ptr,  # [M, N]
     M: gl.constexpr,  # rows of the result
@@ -63,7 +63,7 @@ def matmul_reduce_decode_hopper_kernel(
             (
                 multiply,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, halves, left, out_ptr, number, split,
+                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split,
                     end - first, M, N, WORLD, OWNED, SCATTERED, wire, SPLITS, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
@@ -83,7 +83,7 @@ def load(ring, lhs_desc, rhs_desc, column, first, end, fetched):
 
 @gluon.jit
 def multiply(
-    me, ring, bias_ptr, residual_ptr, partials, sums, halves, left, out_ptr, number, split, steps,
+    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
     WIRE: gl.constexpr, SPLITS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -92,12 +92,12 @@ def multiply(
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = decode_hopper.multiply(ring, steps)
     if SPLITS > 1 and split < SPLITS - 1:
-        decode_hopper.leave(me, tile, halves, left, number, split, SPLITS)
+        decode_hopper.leave(me, tile, shares, left, number, split, SPLITS)
     else:
         came = decode_hopper.wait(me, left, number, SPLITS)
         parts = decode_hopper.pieces(tile)
         for i in gl.static_range(len(parts)):
-            piece = decode_hopper.take(me, parts[i], halves, number, i, len(parts), SPLITS)
+            piece = decode_hopper.take(me, parts[i], shares, number, i, len(parts), SPLITS)
             if SPLITS > 1:
                 piece = gl.where(came, piece, float("nan"))
             send_piece(me, piece.to(WIRE), partials, number * BLOCK_N, i, len(parts), WORLD, OWNED, PITCH, SCATTERED)

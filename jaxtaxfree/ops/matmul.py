@@ -281,11 +281,11 @@ def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> di
       *descriptors: the kernel's parameters for them.
     """
     tiles, splits = math.ceil(n / config.block_n), min(config.splits, math.ceil(k / config.block_k))
-    shared = {"halves": None, "left": None, "scratch": {}, "signals": {}}
+    shared = {"shares": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
         size = len(descriptors) * config.block_n * config.block_m
-        halves = jax.ShapeDtypeStruct((tiles, splits - 1, size), np.float32)
-        shared = {"scratch": {"halves": halves}, "signals": {"left": tiles}}
+        shares = jax.ShapeDtypeStruct((tiles, splits - 1, size), np.float32)
+        shared = {"scratch": {"shares": shares}, "signals": {"left": tiles}}
     return {
         **shared,
         "grid": tiles * splits,
