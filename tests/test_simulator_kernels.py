@@ -6,7 +6,7 @@ from tests.simulator_kernels import KERNELS, WORLDS, Simulated
 
 SEEDS = 200
 FEW = 3  # the first ones, in every run
-PORTION = 10  # seeds of a test, so that several processes share the work
+PORTION = 8  # seeds of a test, so that several processes share the work
 # The first portion always, the others by `make soak`.
 PORTIONS = [
     pytest.param(first, marks=pytest.mark.soak if first else pytest.mark.slow) for first in range(0, SEEDS, PORTION)

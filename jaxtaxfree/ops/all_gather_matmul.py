@@ -222,8 +222,8 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     rows = world * m
     products = 2 if gated else 1
     if rows > matmul.FEW_ROWS:
-        if n < 2048:
-            return None  # not measured: the rows travel for longer than the product takes
+        if n < 1024:
+            return None  # not measured
         waves = world * _tiles(m, products * n, HOPPER) / HOPPER.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
