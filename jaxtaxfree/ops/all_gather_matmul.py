@@ -535,6 +535,7 @@ def _slower(
     rhs_transposed: bool,
     compute_capability: int,
     epilogue: Epilogue = NONE,
+    return_gathered: bool = False,
     **__: Any,
 ) -> str | None:
     """Why XLA is known to be faster, if it is. Measured on 4 H200."""
@@ -544,11 +545,14 @@ def _slower(
         return "there is one rank, so nothing to gather"
     if why := matmul.slower(lhs, precision, rows, 2 * rows * math.prod(rhs.shape)):
         return why
-    if 256 <= rows <= 768:
-        # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
-        return f"with {rows} rows the kernel reads rhs too often or waits too long"
     on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability, "epilogue": epilogue}
-    if epilogue.gated and 128 < rows < 8192 and not _faster_hopper_config(rows // world, *rhs.shape, **on):
+    form = {"rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
+    k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
+    portable = not _faster_hopper_config(rows // world, k, n, **on, **form)
+    if portable and 256 <= rows <= 768:
+        # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
+        return f"with {rows} rows the portable kernel reads rhs too often or waits too long"
+    if portable and epilogue.gated and 128 < rows < 8192:
         return "with a gate XLA was faster than the portable kernel at 2048 rows, and slower at 16, 128 and 8192"
     # Of gradients, that of an MLP of 4096 rows was measured.
     return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
