@@ -54,11 +54,8 @@ def all_gather_matmul_decode_hopper_kernel(
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
-        number = (gl.program_id(0) - PUSHERS) // SPLITS
-        split = (gl.program_id(0) - PUSHERS) % SPLITS
+        number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS)
         column = number * BLOCK_N
-        first = decode_hopper.first_step(split, K, BLOCK_K, SPLITS)
-        end = decode_hopper.first_step(split + 1, K, BLOCK_K, SPLITS)
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
         decode_hopper.begin(ring, rhs_desc, gate_desc, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)

@@ -4,7 +4,7 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
-Where there are fewer tiles than multiprocessors, several programs share one: each has a part of K (`first_step`), and
+Where there are fewer tiles than multiprocessors, several programs share one: each has a part of K (`share_of`), and
 leaves its sums to the one of the highest id (`leave`, `take`), which waits for programs that have begun before it.
 
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
@@ -52,9 +52,12 @@ def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def first_step(split, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
-    """At which step of K a program begins, of those that share a tile. Where it ends, the next one begins."""
-    return split * gl.cdiv(K, BLOCK_K) // SPLITS
+def share_of(program, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
+    """What a program multiplies: (number of its tile, its own among those that share it, first step of K, end)."""
+    split = program % SPLITS
+    first = split * gl.cdiv(K, BLOCK_K) // SPLITS
+    end = (split + 1) * gl.cdiv(K, BLOCK_K) // SPLITS
+    return program // SPLITS, split, first, end
 
 
 @gluon.jit

@@ -49,11 +49,8 @@ def matmul_reduce_decode_hopper_kernel(
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    number = gl.program_id(0) // SPLITS
-    split = gl.program_id(0) % SPLITS
+    number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS)
     column = number * BLOCK_N
-    first = decode_hopper.first_step(split, K, BLOCK_K, SPLITS)
-    end = decode_hopper.first_step(split + 1, K, BLOCK_K, SPLITS)
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
     fetched = decode_hopper.begin(ring, rhs_desc, None, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)

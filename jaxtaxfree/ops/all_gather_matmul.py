@@ -224,7 +224,7 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
     if rows > matmul.FEW_ROWS:
         if n < 1024:
             return None  # not measured
-        waves = world * _tiles(m, products * n, HOPPER) / HOPPER.programs
+        waves = world * matmul.tiles(m, products * n, HOPPER) / HOPPER.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
     pushers = 16
@@ -240,11 +240,6 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
         small=True,
         hopper=True,
     )
-
-
-def _tiles(m: int, n: int, config: Config) -> int:
-    """Number of tiles of a product [m, n]."""
-    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
 def unsupported_on_hopper(

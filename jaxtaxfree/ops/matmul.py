@@ -164,6 +164,11 @@ def _wide(dtype: Any) -> int:
     return np.dtype(dtype).itemsize // 2
 
 
+def tiles(m: int, n: int, config: Any) -> int:
+    """Number of tiles of a product [m, n]."""
+    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
+
+
 def tile_keywords(m: int, k: int, n: int, precision: str, config: Any) -> dict[str, Any]:
     """What `shmem_call` needs to know of the product and its tiles, for every kernel alike."""
     return {

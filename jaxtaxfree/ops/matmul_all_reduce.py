@@ -222,11 +222,11 @@ def default_config(
 def hopper_config(m: int, n: int, world: int) -> Config:
     """A configuration of the kernel for many rows on Hopper by shape; of sizes and ranks as `default_config`."""
     config = Config(hopper=True, exact_wire=False, group_m=16)
-    if _tiles(m, n, config) < config.programs:
+    if matmul.tiles(m, n, config) < config.programs:
         # Nothing hides what is sent, so it is sent at once, and by more programs.
         config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
     # The sums of 32 tiles of a rank take three ranks some 16 us: so much, at the most, is left at the end.
-    tiles = math.ceil(_tiles(m, n, config) / world)
+    tiles = math.ceil(matmul.tiles(m, n, config) / world)
     groups = max(1, min(tiles // 32, 16))
     # Parts travel while as many tiles are multiplied as there are programs, about.
     between = 0.9 * config.programs / math.ceil(tiles / groups)
@@ -304,7 +304,7 @@ def choose(
     else:
         hopper = hopper_config(m, n, world)
         # It was measured with tiles for all multiprocessors, or nearly.
-        faster = by_shape and "shots" not in settings and 4 * _tiles(m, n, hopper) >= 3 * hopper.programs
+        faster = by_shape and "shots" not in settings and 4 * matmul.tiles(m, n, hopper) >= 3 * hopper.programs
     hopper = dataclasses.replace(hopper, **settings)
     form = {"world": world, "out_dtype": out_dtype, "residual": residual, **on}
     reasons = unsupported_on_hopper(m, k, n, config=hopper, **form)
@@ -477,12 +477,7 @@ def _small_exchange(m: int, n: int, world: int, wire: Any, out_dtype: Any, confi
 def _exchanged(m: int, n: int, world: int, config: Config) -> tuple[int, int, tuple[int, int]]:
     """How many tiles a rank owns, how many peers send it parts of them, and the shape of a tile."""
     # No scratch is empty.
-    return math.ceil(_tiles(m, n, config) / world), max(1, world - 1), (config.block_m, config.block_n)
-
-
-def _tiles(m: int, n: int, config: Config) -> int:
-    """Number of tiles of a result [m, n]."""
-    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
+    return math.ceil(matmul.tiles(m, n, config) / world), max(1, world - 1), (config.block_m, config.block_n)
 
 
 def _unsupported(

@@ -179,7 +179,7 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
         return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True, exact_wire=True)
     config = Config(**matmul.large_tile(dtype, compute_capability))
     # Rather a short wait than tiles that are not carried.
-    tiles = _tiles(m, n, config)
+    tiles = matmul.tiles(m, n, config)
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
@@ -198,10 +198,10 @@ def decode_hopper_config(m: int, n: int, world: int, dtype: Any, out_dtype: Any 
 def hopper_config(m: int, n: int, world: int) -> Config:
     """A configuration of the kernel for many rows on Hopper by shape; of sizes and ranks as `default_config`."""
     config = Config(hopper=True)
-    if 2 * world * _tiles(m, n, config) >= 3 * config.programs:
+    if 2 * world * matmul.tiles(m, n, config) >= 3 * config.programs:
         return config
     config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
-    if world * _tiles(m, n, config) <= config.programs:
+    if world * matmul.tiles(m, n, config) <= config.programs:
         # Nothing hides what is sent, so it is sent at once.
         config = dataclasses.replace(config, pace=0.0)
     return config
@@ -244,7 +244,7 @@ def choose(
             return config
     config = hopper_config(m, n, world)
     # It was measured with tiles for all multiprocessors, or nearly.
-    faster = 4 * world * _tiles(m, n, config) >= 3 * config.programs
+    faster = 4 * world * matmul.tiles(m, n, config) >= 3 * config.programs
     if faster and not unsupported_on_hopper(k, n, **on, **form):
         return config
     return default_config(m, n, world, **on)
@@ -332,7 +332,7 @@ def launch(
     """The kernel for lhs [world * m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
     size = np.dtype(dtype).itemsize
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
-    tiles = _tiles(m, n, config)
+    tiles = matmul.tiles(m, n, config)
     tile = (config.block_m, config.block_n)
     peers = max(1, world - 1)  # no scratch is empty
     common = {
@@ -373,7 +373,7 @@ def launch(
         **epilogue.keywords("bias", "residual"),
     }
     if config.small:
-        programs = _tiles(world * m, n, config)
+        programs = matmul.tiles(world * m, n, config)
         return matmul_reduce_scatter_small_kernel, keywords | {
             "grid": programs,
             "scratch": {"partials": jax.ShapeDtypeStruct((world, m, n), wire)},
@@ -417,11 +417,6 @@ def _are_few(m: int, world: int) -> bool:
     # Where they are, on 2 H200, that took 116 us instead of 121 for 256 rows of 8192.
     most = 128 if world * math.ceil(m / 128) * 128 <= matmul.FEW_ROWS else matmul.FEW_ROWS
     return world * m <= most
-
-
-def _tiles(m: int, n: int, config: Config) -> int:
-    """Number of tiles of a product [m, n]."""
-    return math.ceil(m / config.block_m) * math.ceil(n / config.block_n)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
