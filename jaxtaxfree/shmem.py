@@ -34,6 +34,7 @@ def shmem_call(
     name: str | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
+    together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
     implementation: str | None = None,
     **params: Any,
@@ -53,8 +54,8 @@ def shmem_call(
     A pointer may be missing: a parameter that `params` makes None is None in a Triton kernel, and takes no array.
 
     The kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`, in every program. A program may
-    wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. See
-    `examples/custom_kernel.py`.
+    wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. With `together` it may
+    wait for the next ones, too. See `examples/custom_kernel.py`.
 
     A Gluon kernel reaches its peers through `jaxtaxfree.kernels.shmem_gluon`, may have partitions of warps
     (`gl.warp_specialize`), and may take operands and results as TMA descriptors. It needs NVIDIA GPUs of compute
@@ -79,6 +80,8 @@ def shmem_call(
         An operand that the kernel takes in several ways is passed several times, which costs nothing.
       name: of the operation in profiles and errors; the kernel's name if None.
       num_warps, num_stages: for Triton. Of a Gluon kernel `num_warps` are those of the first partition.
+      together: how many programs of ids that follow each other may wait for each other. If other work leaves the GPU no
+        places for so many at a time, they wait for its end.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
       implementation: "simulate" runs the kernel for all ranks on the CPU, and raises what a GPU would hide; see
         `jaxtaxfree.simulator`. None and "fused" run it on GPUs.
@@ -121,6 +124,7 @@ def shmem_call(
             name=name,
             num_warps=num_warps,
             num_stages=num_stages,
+            together=together,
             cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
             params=tuple(sorted(params.items())),
             simulate=implementation == "simulate",
@@ -210,9 +214,9 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
 
-def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, **params: Any) -> Any:
+def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **params: Any) -> Any:
     if simulate:
-        return _lower_simulated(ctx, *args, **params)
+        return _lower_simulated(ctx, *args, together=together, **params)
     team = team_of(ctx, params["axes"])
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)

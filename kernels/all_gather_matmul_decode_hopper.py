@@ -9,7 +9,7 @@ waits for all ranks and computes one tile, or a part of K of it. Many rows are s
 first one is multiplied the others come.
 
 Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
-run. Nor does it for those that share it, whose ids are lower, too.
+run, as long as there are places for all that share a tile.
 """
 
 from typing import Any, NamedTuple
@@ -32,8 +32,8 @@ def all_gather_matmul_decode_hopper_kernel(
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
-    shares,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
-    left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
+    shares,  # scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [tiles]: one from each program that has left some; or None
     out_ptr,  # [WORLD * M, N]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -44,6 +44,7 @@ def all_gather_matmul_decode_hopper_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile
+    ADDERS: gl.constexpr,  # so many of these add it up
     PUSHERS: gl.constexpr,
     GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
@@ -67,7 +68,7 @@ def all_gather_matmul_decode_hopper_kernel(
                     multiply,
                     (
                         me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, end - first,
-                        WORLD * M, N, BLOCK_N, SPLITS, ACTIVATION,
+                        WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
@@ -183,49 +184,50 @@ def load(
 @gluon.jit
 def multiply(
     me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, steps,
-    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ACTIVATION: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Computes the tile of all rows, and stores it or leaves it to another program; NaN if some have not come."""
+    """Computes the tile of all rows, and stores it or what it adds up of it; NaN if some have not come."""
     tile = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
-    if SPLITS > 1 and split < SPLITS - 1:
+    if SPLITS > 1:
         tile = gl.where(ready, tile, float("nan"))
-        decode_hopper.leave(me, tile, shares, left, number, split, SPLITS)
-    else:
-        ready = decode_hopper.wait(me, left, number, SPLITS) & ready
-        parts = decode_hopper.pieces(tile)
-        for i in gl.static_range(len(parts)):
-            piece = decode_hopper.take(me, parts[i], shares, number, i, len(parts), SPLITS)
+    parts = decode_hopper.pieces(tile, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
+    if split >= SPLITS - ADDERS:
+        ready = decode_hopper.wait(me, left, number, SPLITS, ADDERS) & ready
+        for i in gl.static_range(len(parts) // ADDERS):
+            sums, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
             store_piece(
-                piece, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, i, len(parts), ROWS, N, BLOCK_N,
+                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, len(parts), ROWS, N, BLOCK_N,
                 ACTIVATION,
             )  # fmt: skip
 
 
 @gluon.jit
 def store_piece(
-    piece, ready, bias_ptr, residual_ptr, out_ptr, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr,
-    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
+    sums, number, ready, bias_ptr, residual_ptr, out_ptr, column, PIECES: gl.constexpr, ROWS: gl.constexpr,
+    N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Applies the epilogue to a piece of the tile, and stores it."""
+    """Applies the epilogue to a piece of the tile, of this number, and stores it."""
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.shape[1], gl.num_warps())
-    GATED: gl.constexpr = piece.shape[0] > BLOCK_N
+    SUMS: gl.constexpr = decode_hopper.layout_of_sums(sums.shape[1], gl.num_warps())
+    GATED: gl.constexpr = sums.shape[0] > BLOCK_N
     LAYOUT: gl.constexpr = STORED if GATED else SUMS
     gate = None
     if GATED:
-        piece, gate = decode_hopper.product_and_gate(piece, LAYOUT)
+        sums, gate = decode_hopper.product_and_gate(sums, LAYOUT)
     if bias_ptr is not None:
         n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        piece += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    piece = gl.where(ready, epilogue.activate_gated(piece, gate, ACTIVATION), float("nan"))
+        sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
     n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = decode_hopper.rows_of(PIECE_NUMBER, PIECES, piece.shape[1], gl.SliceLayout(0, STORED))[None, :]
+    m = decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)
-        piece += gl.convert_layout(residual.to(gl.float32), LAYOUT)
-    stored = gl.convert_layout(piece.to(out_ptr.dtype.element_ty), STORED)
+        sums += gl.convert_layout(residual.to(gl.float32), LAYOUT)
+    stored = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), STORED)
     gl.store(out_ptr + m * N + n, stored, mask=inside)

@@ -4,8 +4,10 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
-Where there are fewer tiles than multiprocessors, several programs share one: each has a part of K (`share_of`), and
-leaves its sums to the one of the highest id (`leave`, `take`), which waits for programs that have begun before it.
+Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
+and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
+of these rows (`leave`, `wait`, `take`). So an adder may wait for programs that begin after it; there have to be places
+for as many programs as share a tile, which start in the order of their ids.
 
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
 `rhs` and then of the gate (`product_and_gate`).
@@ -154,37 +156,35 @@ def multiply(ring, steps):
 
 
 @gluon.jit
-def pieces(tile):
-    """A tile of `multiply` in pieces of PIECE elements, each in the `layout_of_sums`; `rows_of` says of which rows.
+def pieces(tile, LEAST: gl.constexpr):
+    """A tile of `multiply` in pieces of no more than PIECE elements, each in the `layout_of_sums`.
 
-    Each has 8 rows, and again 8, from all over the tile: so no element changes its thread.
+    One of so many begins with 8 rows of the tile, the next one with the next 8, and when all have 8 the first one goes
+    on (`rows_of`): so no element changes its thread.
+
+    Args:
+      LEAST: how many there are at least, a power of 2.
     """
     BLOCK_N: gl.constexpr = tile.shape[0]
     BLOCK_M: gl.constexpr = tile.shape[1]
-    if BLOCK_N * BLOCK_M <= PIECE:
+    if LEAST <= 1 and BLOCK_N * BLOCK_M <= PIECE:
         found = (tile,)
     else:
         left, right = tile.reshape([BLOCK_N, BLOCK_M // 16, 2, 8]).permute([0, 1, 3, 2]).split()
         HALF: gl.constexpr = BLOCK_M // 2
         SUMS: gl.constexpr = layout_of_sums(HALF, gl.num_warps())
-        left = gl.convert_layout(left.reshape([BLOCK_N, HALF]), SUMS)
-        right = gl.convert_layout(right.reshape([BLOCK_N, HALF]), SUMS)
-        found = pieces(left) + pieces(right)
+        even = pieces(gl.convert_layout(left.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
+        odd = pieces(gl.convert_layout(right.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
+        found = ()
+        for i in gl.static_range(len(even)):
+            found = found + (even[i], odd[i])
     return found
 
 
-@triton.constexpr_function
-def first_row(piece, count):
-    """Of a piece out of so many: 8 times its number, of which the bits stand in reverse, as they have been split."""
-    bits = count.bit_length() - 1
-    return 8 * sum((piece >> i & 1) << (bits - 1 - i) for i in range(bits))
-
-
 @gluon.jit
-def rows_of(PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def rows_of(number, PIECES: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """The rows of the tile that one of its pieces has."""
-    row = gl.arange(0, ROWS, LAYOUT)
-    return row // 8 * (8 * PIECES) + first_row(PIECE_NUMBER, PIECES) + row % 8
+    return 8 * number + shmem.spread(gl.arange(0, ROWS, LAYOUT), PIECES)
 
 
 @gluon.jit
@@ -199,47 +199,71 @@ def product_and_gate(piece, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def leave(me, tile, shares, left, number, split, SPLITS: gl.constexpr):
-    """Leaves the sums of a part of K to the program that adds them up.
+def adder_of(split, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+    """Which one of a tile's adders a program is, or a negative number."""
+    return split - (SPLITS - ADDERS)
+
+
+@gluon.jit
+def leave(me, parts, shares, left, number, split, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+    """Leaves what a program has of the rows that others add up.
 
     Args:
-      shares: scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M].
-      left: signals [tiles], 1 from each of the SPLITS - 1.
+      parts: `pieces` of its tile, at least ADDERS. Of each ADDERS that follow each other every adder has one.
+      shares: scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M].
+      left: signals [tiles].
       number: of the tile.
     """
-    parts = pieces(tile)
-    for i in gl.static_range(len(parts)):
-        place = place_in(me, parts[i], shares, number, split, i, len(parts), SPLITS)
-        gl.store(place, parts[i])
-    shmem.signal(me, left + number, me.rank)
-
-
-@gluon.jit
-def take(me, piece, shares, number, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
-    """A piece, and with it the sums that others have left of it, in their order. Behind `wait`."""
-    total = piece
     if SPLITS > 1:
-        for split in range(SPLITS - 1):  # no static_range: there are no registers for all of them
-            total += gl.load(place_in(me, piece, shares, number, split, PIECE_NUMBER, PIECES, SPLITS))
-    return total
+        adder = adder_of(split, SPLITS, ADDERS)
+        for i in gl.static_range(len(parts)):
+            if adder != i % ADDERS:
+                gl.store(place_in(me, parts[i], shares, number, split, i, len(parts), SPLITS), parts[i])
+        if split < signals(SPLITS, ADDERS):
+            shmem.signal(me, left + number, me.rank)
+
+
+@triton.constexpr_function
+def signals(splits, adders):
+    """How many of the programs that share a tile leave something: a single adder does not."""
+    return splits if adders > 1 else splits - 1
 
 
 @gluon.jit
-def wait(me, left, number, SPLITS: gl.constexpr):
-    """Waits for the sums of those who share a tile with this program: whether they have come."""
+def wait(me, left, number, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+    """Waits for what others leave to the adders of a tile: whether it has come."""
     came = me.ready
     if SPLITS > 1:
-        came = shmem.wait(me, left + number, me.epoch * (SPLITS - 1), me.rank)
+        came = shmem.wait(me, left + number, me.epoch * signals(SPLITS, ADDERS), me.rank)
     return came
 
 
 @gluon.jit
-def place_in(me, piece, shares, number, split, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, SPLITS: gl.constexpr):
-    """Where the elements of a piece lie that a program leaves."""
-    COLUMNS: gl.constexpr = piece.shape[0]
-    ROWS: gl.constexpr = piece.shape[1]
+def take(me, parts, shares, number, split, i: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+    """What an adder adds up: one of the `parts` from number i * ADDERS on, and what others have left of it.
+
+    Returns: (the sums, the number of the piece).
+    """
+    adder = adder_of(split, SPLITS, ADDERS)
+    total = parts[i * ADDERS]
+    for mine in gl.static_range(1, ADDERS):
+        total = gl.where(adder == mine, parts[i * ADDERS + mine], total)
+    piece = i * ADDERS + adder
+    if SPLITS > 1:
+        for after in range(1, SPLITS):  # no static_range: there are no registers for all of them
+            other = (split + after) % SPLITS
+            total += gl.load(place_in(me, total, shares, number, other, piece, len(parts), SPLITS))
+    return total, piece
+
+
+@gluon.jit
+def place_in(me, sums, shares, number, split, piece, PIECES: gl.constexpr, SPLITS: gl.constexpr):
+    """Where the elements of a piece lie that a program leaves: 8 columns of 8 rows together, as a warp has them."""
+    COLUMNS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
     SUMS: gl.constexpr = layout_of_sums(ROWS, gl.num_warps())
-    first = ((number * (SPLITS - 1) + split) * PIECES + PIECE_NUMBER) * (COLUMNS * ROWS)
+    first = ((number * SPLITS + split) * PIECES + piece) * (COLUMNS * ROWS)
     n = gl.arange(0, COLUMNS, gl.SliceLayout(1, SUMS))[:, None]
     m = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
-    return shmem.scratch(me, shares, gl.float32) + first + (n * ROWS + m)
+    within = (n // 8 * (ROWS // 8) + m // 8) * 64 + n % 8 * 8 + m % 8
+    return shmem.scratch(me, shares, gl.float32) + first + within

@@ -1,7 +1,7 @@
 """Matrix product and reduce-scatter or all-reduce in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `decode_hopper`: a program computes a tile of all rows, or a part of K of it, which it leaves to
-another one. It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for
+The product is that of `decode_hopper`: a program computes a tile of all rows, or some rows of it if it shares the tile
+with others. It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for
 what the programs of the same id on all ranks send for its own rows; adds that up in the order of the ranks, and applies
 the epilogue.
 
@@ -10,7 +10,7 @@ all-reduce, whose second one sends the rounded sums to all. Without it all rows 
 shot.
 
 Programs of one id wait for each other after they have sent what the others wait for, so none of them needs more than
-its own place to run.
+its own place to run, and those of the programs that share its tile.
 """
 
 from triton.experimental import gluon
@@ -29,8 +29,8 @@ def matmul_reduce_decode_hopper_kernel(
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
-    shares,  # scratch f32 [tiles, SPLITS - 1, BLOCK_N * BLOCK_M]: sums of a part of K; or None
-    left,  # signals [tiles]: SPLITS - 1, one for each of them; or None
+    shares,  # scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [tiles]: one from each program that has left some; or None
     out_ptr,  # [M, N]
     M: gl.constexpr,  # rows of the result
     N: gl.constexpr,
@@ -44,7 +44,8 @@ def matmul_reduce_decode_hopper_kernel(
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile
-    ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once
+    ADDERS: gl.constexpr,  # so many of these add it up
+    ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once; with several ADDERS at least 8
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
@@ -61,7 +62,7 @@ def matmul_reduce_decode_hopper_kernel(
                 multiply,
                 (
                     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split,
-                    end - first, M, N, WORLD, OWNED, SCATTERED, wire, SPLITS, ADD_ROWS, LINGER, ACTIVATION,
+                    end - first, M, N, WORLD, OWNED, SCATTERED, wire, SPLITS, ADDERS, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
             (load, (ring, lhs_desc, rhs_desc, column, first, end, first + fetched)),
@@ -82,40 +83,45 @@ def load(ring, lhs_desc, rhs_desc, column, first, end, fetched):
 def multiply(
     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, SPLITS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = decode_hopper.multiply(ring, steps)
-    if SPLITS > 1 and split < SPLITS - 1:
-        decode_hopper.leave(me, tile, shares, left, number, split, SPLITS)
-    else:
-        came = decode_hopper.wait(me, left, number, SPLITS)
-        parts = decode_hopper.pieces(tile)
-        for i in gl.static_range(len(parts)):
-            piece = decode_hopper.take(me, parts[i], shares, number, i, len(parts), SPLITS)
+    parts = decode_hopper.pieces(tile, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
+    if split >= SPLITS - ADDERS:
+        column = number * BLOCK_N
+        came = decode_hopper.wait(me, left, number, SPLITS, ADDERS)
+        for i in gl.static_range(len(parts) // ADDERS):
+            total, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
             if SPLITS > 1:
-                piece = gl.where(came, piece, float("nan"))
-            send_piece(me, piece.to(WIRE), partials, number * BLOCK_N, i, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+                total = gl.where(came, total, float("nan"))
+            send_piece(me, total.to(WIRE), partials, column, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+        adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
         reduce(
-            me, bias_ptr, residual_ptr, partials, sums, out_ptr, number * BLOCK_N, M, N, WORLD, OWNED, PITCH, BLOCK_N,
-            WIRE, ADD_ROWS, LINGER, ACTIVATION,
+            me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, adder, M, N, WORLD, OWNED, PITCH, BLOCK_N,
+            WIRE, ADDERS, ADD_ROWS, LINGER, ACTIVATION,
         )  # fmt: skip
 
 
 @gluon.jit
 def reduce(
-    me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr,
-    OWNED: gl.constexpr, PITCH: gl.constexpr, BLOCK_N: gl.constexpr, WIRE: gl.constexpr, ADD_ROWS: gl.constexpr,
-    LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, adder, M: gl.constexpr, N: gl.constexpr,
+    WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr, BLOCK_N: gl.constexpr, WIRE: gl.constexpr,
+    ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Adds up what all ranks send of the rows that this one owns, and with two shots sends the sums."""
+    """Adds up what all ranks send of the rows that this one owns, and with two shots sends the sums.
+
+    Every adder does so with 8 rows after the other, whoever of its tile sends them.
+    """
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     # The row of the result that this rank's first one is.
     first = 0 if sums is None else me.rank * OWNED
-    for row in range(0, OWNED, ADD_ROWS):
-        m, n = elements(row, column, WIRE, BLOCK_N, ADD_ROWS)
+    for row in range(8 * adder, OWNED, ADD_ROWS * ADDERS):
+        m, n = elements(row, column, WIRE, BLOCK_N, ADD_ROWS, ADDERS)
         inside = (m < OWNED) & (first + m < M) & (n < N)
         bias, residual = 0.0, 0.0
         # On their way while the words are.
@@ -123,7 +129,7 @@ def reduce(
             bias = gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
         if residual_ptr is not None:
             residual = gl.load(residual_ptr + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
-        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
+        parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS, LINGER)
         total = parts[0].to(gl.float32)
         for rank in gl.static_range(1, WORLD):
             total += parts[rank].to(gl.float32)
@@ -135,31 +141,32 @@ def reduce(
         if sums is None:
             gl.store(out_ptr + (first + m) * N + n, total.to(OUT), mask=inside)
         else:
-            send_sums(me, sums, total.to(OUT), row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
-        clear(me, partials, WIRE, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+            send_sums(me, sums, total.to(OUT), row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)
+        clear(me, partials, WIRE, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)
     if sums is not None:
-        for row in range(0, OWNED, ADD_ROWS):
-            m, n = elements(row, column, OUT, BLOCK_N, ADD_ROWS)
-            blocks, late = receive(me, sums, OUT, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS, LINGER)
+        for row in range(8 * adder, OWNED, ADD_ROWS * ADDERS):
+            m, n = elements(row, column, OUT, BLOCK_N, ADD_ROWS, ADDERS)
+            blocks, late = receive(me, sums, OUT, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS, LINGER)
             for rank in gl.static_range(WORLD):
                 inside = (m < OWNED) & (rank * OWNED + m < M) & (n < N)
                 gl.store(out_ptr + (rank * OWNED + m) * N + n, blocks[rank], mask=inside)
-            clear(me, sums, OUT, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADD_ROWS)
+            clear(me, sums, OUT, late, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)
 
 
 @gluon.jit
 def send_piece(
-    me, piece, partials, column, PIECE_NUMBER: gl.constexpr, PIECES: gl.constexpr, WORLD: gl.constexpr,
-    OWNED: gl.constexpr, PITCH: gl.constexpr, SCATTERED: gl.constexpr,
+    me, sums, partials, column, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
+    PITCH: gl.constexpr, SCATTERED: gl.constexpr,
 ):  # fmt: skip
     """Sends rows of a tile to those who add them up.
 
     Args:
-      piece: of the tile, columns first.
+      sums: of a piece of the tile, columns first.
+      number: of the piece.
     """
-    BLOCK_N: gl.constexpr = piece.shape[0]
-    ROWS: gl.constexpr = piece.shape[1]
-    VECTOR: gl.constexpr = 128 // piece.dtype.primitive_bitwidth  # elements of 16 bytes
+    BLOCK_N: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    VECTOR: gl.constexpr = 128 // sums.dtype.primitive_bitwidth  # elements of 16 bytes
     A_WORD: gl.constexpr = VECTOR // 4
     ACROSS: gl.constexpr = min(BLOCK_N // VECTOR, 32)
     WARPS: gl.constexpr = gl.num_warps()
@@ -167,9 +174,9 @@ def send_piece(
     DOWN: gl.constexpr = max(ROWS // (WARPS * (32 // ACROSS)), 1)
     SENT: gl.constexpr = gl.BlockedLayout([DOWN, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    words = shmem.words_of(gl.convert_layout(gl.permute(piece, (1, 0)), SENT))
+    words = shmem.words_of(gl.convert_layout(gl.permute(sums, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = decode_hopper.rows_of(PIECE_NUMBER, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
+    m = decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
     dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
     if SCATTERED:
@@ -185,7 +192,7 @@ def send_piece(
 @gluon.jit
 def send_sums(
     me, sums, rounded, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
-    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr,
+    BLOCK_N: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Sends rows of the result to all ranks."""
     VECTOR: gl.constexpr = 128 // rounded.dtype.primitive_bitwidth
@@ -194,7 +201,7 @@ def send_sums(
     words = shmem.words_of(gl.convert_layout(rounded, shmem.vectors_of(VECTOR, gl.num_warps())))
     words = gl.convert_layout(words, shmem.vectors_of(4, gl.num_warps()))
     word = gl.arange(0, words.shape[0], shmem.vectors_of(4, gl.num_warps()))
-    m = row + word // ROW
+    m = row + shmem.spread(word // ROW, ADDERS)
     inside = (word < ADD_ROWS * ROW) & (m < OWNED)
     dest = shmem.messages(me, sums) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
     for i in gl.static_range(1, WORLD + 1):
@@ -204,17 +211,18 @@ def send_sums(
 @gluon.jit
 def receive(
     me, region, dtype: gl.constexpr, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
-    BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
+    BLOCK_N: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
 ):  # fmt: skip
     """What all ranks send to some rows.
 
     Returns: (for each rank a block of `elements`, NaN where it did not come; what `clear` takes as `late`).
     """
     A_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
-    source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)
+    source = shmem.messages(me, region) + column // A_WORD
     words, late = shmem.receive_vectors(
-        me, source, OWNED - row, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD, LINGER
-    )
+        me, source, row, OWNED, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, ADDERS, WORLD,
+        LINGER,
+    )  # fmt: skip
     blocks = ()
     for rank in gl.static_range(WORLD):
         block = shmem.elements_of(words[rank], dtype)
@@ -225,23 +233,24 @@ def receive(
 @gluon.jit
 def clear(
     me, region, dtype: gl.constexpr, late, row, column, WORLD: gl.constexpr, OWNED: gl.constexpr,
-    PITCH: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr,
+    PITCH: gl.constexpr, BLOCK_N: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr,
 ):  # fmt: skip
     """Makes room where `receive`, which took the other arguments, has found what it returned."""
     A_WORD: gl.constexpr = 32 // dtype.primitive_bitwidth
-    source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)
+    source = shmem.messages(me, region) + column // A_WORD
     shmem.clear_vectors(
-        me, source, OWNED - row, late, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, WORLD
-    )
+        me, source, row, OWNED, late, PITCH // A_WORD, OWNED * PITCH // A_WORD, ADD_ROWS, BLOCK_N // A_WORD, ADDERS,
+        WORLD,
+    )  # fmt: skip
 
 
 @gluon.jit
-def elements(row, column, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr):
+def elements(row, column, dtype: gl.constexpr, BLOCK_N: gl.constexpr, ADD_ROWS: gl.constexpr, ADDERS: gl.constexpr):
     """Row and column of each element of a block that `receive` returns."""
     VECTOR: gl.constexpr = 128 // dtype.primitive_bitwidth
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(ADD_ROWS * BLOCK_N, 32 * WARPS * VECTOR)
     element = gl.arange(0, SIZE, shmem.vectors_of(VECTOR, WARPS))
     # Elements behind the block have rows that nobody owns.
-    below = gl.where(element < ADD_ROWS * BLOCK_N, element // BLOCK_N, 1 << 20)
+    below = gl.where(element < ADD_ROWS * BLOCK_N, shmem.spread(element // BLOCK_N, ADDERS), 1 << 20)
     return row + below, column + element % BLOCK_N

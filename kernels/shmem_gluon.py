@@ -89,20 +89,22 @@ def vectors_of(size, warps):
 
 @gluon.jit
 def receive_vectors(
-    me, source, rows, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    WORLD: gl.constexpr, LINGER: gl.constexpr = False,
+    me, source, row, rows, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    SPREAD: gl.constexpr, WORLD: gl.constexpr, LINGER: gl.constexpr = False,
 ):  # fmt: skip
     """Waits for words of all ranks, this one included. Like `shmem.poll_vectors`, for the calling partition.
 
     Each thread polls vectors of its own, and nobody waits for another thread. `clear_vectors` has to follow.
 
     Args:
-      source: scalar pointer to the first word that rank 0 sends.
-      rows: i32, how many rows there are; of those in a block, no more than ROWS.
+      source: scalar pointer to the first word of row 0 that rank 0 sends.
+      row: i32, the first row of the block.
+      rows: i32, how many rows there are, more than `row`. Of others nothing is waited for.
       PITCH: words from a row to the next one.
       STRIDE: words from what a rank sends to what the next one sends. All these are multiples of 4.
-      ROWS: rows of a block, a power of 2.
+      ROWS: rows of a block, a power of 2; if they are spread, a multiple of 8.
       ROW: words of a row, a power of 2, at least 4.
+      SPREAD: see `spread`.
       LINGER: waits for the first words of each rank before it looks at all of them, which pays where there are many.
 
     Returns: (for each rank a block of i32 words, one row after the other, in the layout `vectors_of(4, ...)`, longer
@@ -110,8 +112,8 @@ def receive_vectors(
       or that there are not; what did not come).
     """
     WARPS: gl.constexpr = gl.num_warps()
-    place, there = _places(rows, PITCH, ROWS, ROW, 4)
-    patient = _linger(me, source, STRIDE, WORLD) if LINGER else me.ready
+    place, there = _places(row, rows, PITCH, ROWS, ROW, SPREAD, 4)
+    patient = _linger(me, source + row * PITCH, STRIDE, WORLD) if LINGER else me.ready
     found, _, late = shmem.poll_vectors(me, source + place, STRIDE, WORLD, OWN=True, patient=patient, mask=there)
     blocks = ()
     for rank in gl.static_range(WORLD):
@@ -137,8 +139,8 @@ def _linger(me, source, STRIDE: gl.constexpr, WORLD: gl.constexpr):
 
 @gluon.jit
 def clear_vectors(
-    me, source, rows, late, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
-    WORLD: gl.constexpr,
+    me, source, row, rows, late, PITCH: gl.constexpr, STRIDE: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr,
+    SPREAD: gl.constexpr, WORLD: gl.constexpr,
 ):  # fmt: skip
     """Makes room for the words of the next call but one, and reports those that did not come.
 
@@ -149,10 +151,10 @@ def clear_vectors(
     """
     if len(late) > 0:
         # What comes later than this is of no use to anyone: the rank has given up.
-        place, there = _places(rows, PITCH, ROWS, ROW, 1)
+        place, there = _places(row, rows, PITCH, ROWS, ROW, SPREAD, 1)
         for rank in gl.static_range(WORLD):
             gl.store(source + place + rank * STRIDE, place * 0, mask=there & me.ready)
-        place, _ = _places(rows, PITCH, ROWS, ROW, 4)
+        place, _ = _places(row, rows, PITCH, ROWS, ROW, SPREAD, 4)
         reports = ()
         for chunk in gl.static_range(len(late)):
             reports = reports + ((late[chunk], gl.max(late[chunk], 0)),)
@@ -160,12 +162,23 @@ def clear_vectors(
 
 
 @gluon.jit
-def _places(rows, PITCH: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr, STEP: gl.constexpr):
+def _places(
+    row, rows, PITCH: gl.constexpr, ROWS: gl.constexpr, ROW: gl.constexpr, SPREAD: gl.constexpr, STEP: gl.constexpr
+):
     """Where every 4th word of a block lies, or every word, and whether it is there: each thread has 4 words."""
     WARPS: gl.constexpr = gl.num_warps()
     SIZE: gl.constexpr = max(ROWS * ROW, 4 * 32 * WARPS)
     word = STEP * gl.arange(0, SIZE // STEP, vectors_of(4 // STEP, WARPS))
-    return word // ROW * PITCH + word % ROW, (word < ROWS * ROW) & (word // ROW < rows)
+    line = row + spread(word // ROW, SPREAD)
+    return line * PITCH + word % ROW, (word < ROWS * ROW) & (line < rows)
+
+
+@gluon.jit
+def spread(row, SPREAD: gl.constexpr):
+    """Where rows lie, counted from the first one, of which 8 lie together in every 8 * SPREAD."""
+    if SPREAD > 1:
+        row = row // 8 * (8 * SPREAD) + row % 8
+    return row
 
 
 @gluon.jit(repr=lambda specialization: specialization.constants["KERNEL"].__name__)

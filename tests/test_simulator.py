@@ -160,6 +160,29 @@ def test_a_wait_for_a_higher_id_may_be_declared() -> None:
 
 
 @triton.jit
+def next_kernel(team, done, out_ptr, DISTANCE: tl.constexpr):
+    """Each program waits for the one that comes so many after it."""
+    me = shmem.start(team)
+    program = tl.program_id(0)
+    shmem.signal(me, done + program, me.rank)
+    if program + DISTANCE < tl.num_programs(0):
+        shmem.wait(me, done + program + DISTANCE, me.epoch, me.rank)
+    tl.store(out_ptr + program, 1.0)
+    shmem.finish(me)
+
+
+def test_programs_may_wait_together() -> None:
+    """For those that come less than so many after them, and with that many slots they do not wait in vain."""
+    call = {"world": 2, "grid": 5, "out_type": shape_of(5), "signals": {"done": 5}}
+    for slots in (1, 2, None):
+        simulator.run(next_kernel, **call, DISTANCE=1, together=2, slots=slots)
+        simulator.run(next_kernel, **call, DISTANCE=2, together=3, slots=slots)
+        for distance in (1, 2):
+            with pytest.raises(simulator.WaitOrderError, match="a program of a higher id"):
+                simulator.run(next_kernel, **call, DISTANCE=distance, together=distance, slots=slots)
+
+
+@triton.jit
 def claim_kernel(team, tickets, done, out_ptr, DRAWS: tl.constexpr):
     """Whoever draws the second ticket waits for whoever has drawn the first one."""
     me = shmem.start(team)

@@ -112,8 +112,9 @@ CUSTOM_STORES = """    for i in range(WORLD):
 CUSTOM_SIGNALS = """    for i in range(WORLD):
         shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
 """
-SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * (SPLITS - 1), me.rank)\n"
-SHARED_SIGNAL = "    shmem.signal(me, left + number, me.rank)\n"
+SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * signals(SPLITS, ADDERS), me.rank)\n"
+SHARED_SIGNAL = "            shmem.signal(me, left + number, me.rank)\n"
+LEAVING = "        for i in gl.static_range(len(parts)):\n            if adder"
 DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
 DECODE_FENCE = "        shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
@@ -814,7 +815,7 @@ MUTANTS = (
     Mutant(
         name="sums of all parts in one place",
         kernel="matmul_reduce_decode_hopper",
-        edits=(("    m = row + word // ROW\n", "    m = word // ROW\n"),),
+        edits=(("    m = row + shmem.spread(word // ROW, ADDERS)\n", "    m = shmem.spread(word // ROW, ADDERS)\n"),),
         errors=(MessageError,),
         shape=(5, 24, 136, 2, False, 1, 2, 3),
     ),
@@ -823,8 +824,8 @@ MUTANTS = (
         kernel="matmul_reduce_decode_hopper",
         edits=(
             (
-                "source = shmem.messages(me, region) + (row * (PITCH // A_WORD) + column // A_WORD)\n    words",
-                "source = shmem.messages(me, region) + row * (PITCH // A_WORD)\n    words",
+                "source = shmem.messages(me, region) + column // A_WORD\n    words",
+                "source = shmem.messages(me, region)\n    words",
             ),
         ),
         errors=(MessageError, WaitOrderError, DeadlockError, DataRaceError),
@@ -851,17 +852,52 @@ MUTANTS = (
     *(
         Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=TOO_EARLY, shape=shape)
         for kernel, shape in (
-            ("all_gather_matmul_decode_hopper", (3, 24, 136, 2, 32, 64, 2, 3)),
+            ("all_gather_matmul_decode_hopper", (11, 24, 136, 4, 256, 32, 2, 4)),
+            ("matmul_reduce_decode_hopper", (11, 24, 136, 0, True, None, 2, 4)),
             ("matmul_reduce_decode_hopper", (5, 24, 136, 2, False, 1, 2, 3)),
         )
         for name, edits in (
             ("no wait for who shares a tile", ((SHARED_WAIT, "        came = me.ready\n"),)),
-            ("wait for one who shares a tile", (("me.epoch * (SPLITS - 1)", "(me.epoch - 1) * (SPLITS - 1) + 1"),)),
+            (
+                "wait for one who shares a tile",
+                (("me.epoch * signals(SPLITS, ADDERS)", "(me.epoch - 1) * signals(SPLITS, ADDERS) + 1"),),
+            ),
             (
                 "publish before sums are left",
-                ((SHARED_SIGNAL, ""), ("    parts = pieces(tile)\n", SHARED_SIGNAL + "    parts = pieces(tile)\n")),
+                ((SHARED_SIGNAL, "            pass\n"), (LEAVING, SHARED_SIGNAL[4:] + LEAVING)),
             ),
         )
+    ),
+    Mutant(
+        name="an adder does not wait for the others",
+        kernel="all_gather_matmul_decode_hopper",
+        product=True,
+        edits=(("return splits if adders > 1 else splits - 1", "return splits - 1"),),
+        errors=(*TOO_EARLY, SignalCountError),
+        shape=(11, 24, 136, 4, 256, 32, 2, 4),
+    ),
+    Mutant(
+        name="what an adder keeps is what others leave",
+        kernel="all_gather_matmul_decode_hopper",
+        product=True,
+        edits=(("if adder != i % ADDERS", "if adder == i % ADDERS"),),
+        errors=TOO_EARLY,
+        shape=(11, 24, 136, 4, 256, 32, 2, 4),
+    ),
+    Mutant(
+        name="another adder's rows",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(("    piece = i * ADDERS + adder\n", "    piece = i * ADDERS + (adder + 1) % ADDERS\n"),),
+        errors=(*TOO_EARLY, MessageError, DeadlockError),
+        shape=(11, 24, 136, 0, True, None, 2, 4),
+    ),
+    Mutant(
+        name="every adder has all rows",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("for row in range(8 * adder, OWNED, ADD_ROWS * ADDERS)", "for row in range(0, OWNED, ADD_ROWS)", 2),),
+        errors=(MessageError, DeadlockError, WaitOrderError, DataRaceError),
+        shape=(29, 24, 136, 2, False, 2, 2, 4),
     ),
 )
 

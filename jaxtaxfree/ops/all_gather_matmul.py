@@ -229,8 +229,12 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
         return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
     pushers = 16
     tile = matmul.decode_hopper_tile(rows, n, products=products, others=pushers)
-    # Few rows are there before anyone needs them, many in the order in which they are needed.
-    part = 8192 if rows <= 32 else 2048
+    if math.ceil(n / tile["block_n"]) * tile["splits"] <= matmul.MULTIPROCESSORS - 32:
+        pushers = 32
+    # Few rows are there before anyone needs them, many in the order in which they are needed, and in the smaller parts
+    # the more programs there are that begin with another one.
+    part = 8192 if rows <= 32 else 2048 if rows <= 64 else max(512, 2048 // tile["splits"])
+    part = min(part, 8192 // tile["splits"])
     chunk = next_power_of_2(m * part) * tile["splits"] // pushers
     return Config(
         **tile,
@@ -473,9 +477,10 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
     """What is different for the kernel for few rows on Hopper."""
     weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
     keywords = matmul.decode_hopper_keywords(k, n, config, *weights)
-    # Whole steps.
-    part = math.ceil(min(config.part, k) / config.block_k) * config.block_k
-    parts, splits = math.ceil(k / part), keywords["SPLITS"]
+    # Whole steps, and at least as many parts as there are programs that begin with another one.
+    splits = keywords["SPLITS"]
+    part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
+    parts = math.ceil(k / part)
     return {
         **keywords,
         "grid": config.pushers + keywords["grid"],

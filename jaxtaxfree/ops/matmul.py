@@ -265,7 +265,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
     tiles = math.ceil(n / block_n)
     free = (MULTIPROCESSORS - others) // tiles
     # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
-    shared = rows > 64 or tiles <= 40
+    most = min(free, 8) if rows > 64 or tiles <= 40 else 1
     return {
         "block_m": block_m,
         "block_n": block_n,
@@ -273,7 +273,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
-        "splits": 4 if shared and free >= 4 else 2 if shared and free >= 2 else 1,
+        "splits": 2 ** int(math.log2(max(1, most))),
     }
 
 
@@ -289,18 +289,21 @@ def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> di
     shared = {"shares": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
         size = len(descriptors) * config.block_n * config.block_m
-        shares = jax.ShapeDtypeStruct((tiles, splits - 1, size), np.float32)
+        shares = jax.ShapeDtypeStruct((tiles, splits, size), np.float32)
         shared = {"scratch": {"shares": shares}, "signals": {"left": tiles}}
     return {
         **shared,
         "grid": tiles * splits,
         "num_warps": config.num_warps,
+        "together": splits,
         "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
         "SPLITS": splits,
+        # A power of 2, each with 8 rows at least.
+        "ADDERS": min(2 ** int(math.log2(splits)), config.block_m // 8),
     }
 
 
@@ -338,9 +341,14 @@ def reduce_decode_hopper_keywords(
       gathered: and sends the sums to all, or has them from the others.
       add_rows, linger: as of `matmul_all_reduce`; None chooses.
     """
-    owned = math.ceil(m / world) if gathered else m
+    keywords = decode_hopper_keywords(k, n, config, "rhs_desc")
+    keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
+    owned, adders = math.ceil(m / world) if gathered else m, keywords["ADDERS"]
     columns = math.ceil(n / config.block_n) * config.block_n
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
+    add_rows = add_rows or rows_added_at_once(owned, world, 64, wire.itemsize)
+    if adders > 1:
+        add_rows = max(8, min(add_rows, next_power_of_2(math.ceil(owned / adders))))
 
     def words(of: np.dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((world * owned * columns * of.itemsize // 4,), np.int32)
@@ -348,8 +356,6 @@ def reduce_decode_hopper_keywords(
     messages = {"partials": words(wire)}
     if gathered:
         messages["sums"] = words(np.dtype(out_dtype))
-    keywords = decode_hopper_keywords(k, n, config, "rhs_desc")
-    keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
     return {
         **keywords,
         **({} if gathered else {"sums": None}),
@@ -361,7 +367,7 @@ def reduce_decode_hopper_keywords(
         "OWNED": owned,
         "SCATTERED": scattered,
         "EXACT_WIRE": config.exact_wire,
-        "ADD_ROWS": add_rows or rows_added_at_once(owned, world, 64, wire.itemsize),
+        "ADD_ROWS": add_rows,
         "LINGER": owned > 16 if linger is None else linger,
     }
 

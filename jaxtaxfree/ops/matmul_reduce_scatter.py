@@ -238,7 +238,7 @@ def choose(
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if _are_few(m, world):
+    if world * m <= matmul.FEW_ROWS:
         config = decode_hopper_config(m, n, world, dtype, out_dtype)
         if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
             return config
@@ -409,14 +409,6 @@ def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogu
         keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
         return keywords
     return keywords | {"residual_desc": None}
-
-
-def _are_few(m: int, world: int) -> bool:
-    """Whether the kernel for few rows is the faster one on Hopper."""
-    # Of more than 128 rows it is so where the other one's tiles, which have the rows of one owner, would not be full.
-    # Where they are, on 2 H200, that took 116 us instead of 121 for 256 rows of 8192.
-    most = 128 if world * math.ceil(m / 128) * 128 <= matmul.FEW_ROWS else matmul.FEW_ROWS
-    return world * m <= most
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:

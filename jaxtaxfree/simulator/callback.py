@@ -80,6 +80,7 @@ def simulate(
     team: Team,
     descriptors: tuple,
     num_warps: int,
+    together: int,
 ) -> Sequence[jax.Array]:
     """A call of `shmem_call`, to be traced inside `jax.shard_map`.
 
@@ -87,7 +88,7 @@ def simulate(
       *operands: of this rank.
       identity: tells calls apart that may not share a region.
       team: the ranks.
-      kernel, axes, out_types, grid, layout, name, params, descriptors, num_warps: parameters of the primitive.
+      kernel, axes, out_types, grid, layout, name, params, descriptors, num_warps, together: of the primitive.
     """
     launch = Launch(
         kernel=kernel,
@@ -99,6 +100,7 @@ def simulate(
         params=dict(params),
         descriptors=dict(descriptors),
         num_warps=num_warps,
+        together=together,
     )
     shapes = tuple((operand.shape, operand.dtype.name) for operand in operands)
     devices = tuple((device.process_index, device.id) for device in team.devices)

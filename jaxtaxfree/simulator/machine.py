@@ -112,11 +112,13 @@ class Machine:
       running: the machine of the simulation that runs, for the hooks in the device API.
       scheduler: to be set before it runs.
       num_warps: of a program.
+      together: programs that may wait for each other.
     """
 
     running: "Machine | None" = None
     scheduler: Scheduler
     num_warps = 4
+    together = 1
 
     def __init__(
         self,
@@ -558,9 +560,9 @@ class Machine:
                 self._check_order(program, wait, f"signal {self._signal(address)}", thread, call)
 
     def _check_order(self, program: Program, wait: _Wait | _Reception, what: str, thread: int, call: int) -> None:
-        """Checks that a program waited for none of a higher id."""
+        """Checks that a program waited for none of a higher id, but for the next ones that run together with it."""
         claimed = self._settings.tickets or (thread % self._threads, call) in self._claims
-        if claimed or call != program.call or thread % self._programs <= program.program:
+        if claimed or call != program.call or thread % self._programs < program.program + self.together:
             return
         does = "raises" if isinstance(wait, _Wait) else "sends"
         raise self._error(
@@ -619,9 +621,7 @@ class Machine:
         if len(waits) > _WAITS_SHOWN:
             lines.append(f"  and {len(waits) - _WAITS_SHOWN} more")
         if unstarted:
-            lines.append(
-                f"  Further programs need a slot, and those that wait have all {self._settings.slots} of a rank."
-            )
+            lines.append("  Further programs need a slot, and those that wait have all of a rank.")
         return "\n".join(lines)
 
     def _describe_reception(self, wait: _Reception) -> list[str]:

@@ -29,7 +29,7 @@ class Settings:
     Attributes:
       seed: of all choices.
       policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
-      slots: programs of a rank that run at a time; None for all.
+      slots: programs of a rank that run at a time, or as many as the kernel needs `together`; None for all.
       patience: steps after which a wait has lasted too long.
       tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
         a higher id.
@@ -62,6 +62,7 @@ class Launch:
       params: the kernel's other parameters.
       descriptors: those of its parameters that are TMA descriptors of operands or results, and the shapes of blocks.
       num_warps: of a program, for Gluon kernels that ask.
+      together: programs that may wait for each other.
       shapes: of the scratch, the signals and the messages, where they are known.
     """
 
@@ -74,6 +75,7 @@ class Launch:
     params: Mapping[str, Any]
     descriptors: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
+    together: int = 1
     shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
@@ -126,7 +128,7 @@ class Session:
         programs = math.prod(launch.grid)
         x, y, z = (*launch.grid, 1, 1)[:3]
         machine = self._machine(launch.name, self.space, self.heap, self.clocks, (x, y, z), settings, trace)
-        machine.num_warps = launch.num_warps
+        machine.num_warps, machine.together = launch.num_warps, launch.together
         function = interpreter.convert(launch.kernel)
         arguments: dict[tuple[int, int], dict[str, Any]] = {}
         arrays: dict[tuple[int, int], list[Part]] = {}
@@ -161,7 +163,7 @@ class Session:
             programs=programs,
             first_call=first,
             last_call=self.calls + len(operands),
-            slots=settings.slots,
+            slots=settings.slots and max(settings.slots, launch.together),
             policy=settings.policy,
             seed=settings.seed,
             index=lambda i: (i % x, i // x % y, i // (x * y)),
@@ -253,6 +255,7 @@ def run(
     name: str | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
+    together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
     **params: Any,
 ) -> tuple[list[Any], Trace]:
@@ -266,8 +269,8 @@ def run(
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *arrays: operands: for each one a sequence with an array for each rank.
       world: number of ranks.
-      grid, out_type, scratch, signals, messages, descriptors, name, **params: as for `shmem_call`. `out_type` is one
-        object with `shape` and `dtype`, or a sequence of them.
+      grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as for `shmem_call`. `out_type`
+        is one object with `shape` and `dtype`, or a sequence of them.
       calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
         show their faults.
       seed, policy, slots, patience, tickets: as in `Settings`.
@@ -300,6 +303,7 @@ def run(
         params=params,
         descriptors=dict(descriptors or {}),
         num_warps=num_warps or 4,
+        together=together,
         shapes={
             key: getattr(of, "shape", of)
             for key, of in {**scratch, **signals, **messages}.items()
