@@ -100,12 +100,13 @@ def _bytes_of_a_step(config: Any) -> int:
 
 def _few_rows_on_hopper(config: Any) -> list[Config]:
     """What the products of few rows on Hopper have in common."""
-    return [*each("splits", 1, 2), *each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)]
+    shared = each("splits", config.splits // 2, 2 * config.splits)
+    return [*shared, *each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)]
 
 
 def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
     if config.small and config.hopper:
-        sent = [*each("pushers", 8, 12), *each("part", 1024, 4096), *each("chunk", 1024, 4096)]
+        sent = [*each("pushers", 8, 12), *each("part", config.part // 2, 2 * config.part), *each("chunk", 1024, 4096)]
         return [*sent, *_few_rows_on_hopper(config)]
     if config.small:
         return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
