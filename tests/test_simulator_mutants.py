@@ -24,7 +24,8 @@ from jaxtaxfree.simulator import (
 )
 from tests.simulator_kernels import KERNELS, load
 
-SEEDS = 50
+SEEDS = 20
+MOST_SEEDS = 50  # for a fault that few interleavings show
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 # What is read too early was written by nobody yet, or is being written.
@@ -932,7 +933,9 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     """By the right detector under whichever seeds show it, and never as a wrong result without a finding."""
     kernel, function = KERNEL[mutant.kernel], kernel_of(mutant, tmp_path)
     found = 0
-    for seed in range(SEEDS):
+    for seed in range(MOST_SEEDS):
+        if found and seed >= SEEDS:
+            break
         call, settings = kernel.case(seed, mutant.world)
         if mutant.shape is not None:
             call = kernel.call(mutant.world, call.arrays[0][0].dtype, mutant.shape)
@@ -943,7 +946,7 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
             assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
             assert str(error).startswith(f"{kernel.function}: ")
             assert f"(seed={seed}, " in str(error)
-    assert found, f"not found in {SEEDS} seeds"
+    assert found, f"not found in {MOST_SEEDS} seeds"
 
 
 def test_there_are_enough_faults() -> None:
