@@ -24,7 +24,7 @@ from jaxtaxfree.simulator import (
 )
 from tests.simulator_kernels import KERNELS, load
 
-SEEDS = 20
+SEEDS = 10
 MOST_SEEDS = 50  # for a fault that few interleavings show
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
