@@ -9,6 +9,8 @@ import triton
 from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops.matmul import MULTIPROCESSORS
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -142,6 +144,20 @@ def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch:
     call = {"k": 1024, "n": 1024, "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
     assert (launch_of(lowered(**call))[NAME] == KERNEL) == hopper
+
+
+@pytest.mark.parametrize("rows", (2, 16, 64, 128, 256))
+@pytest.mark.parametrize("n", (8, 640, 1280, 3584, 7168, 8192, 28672))
+@pytest.mark.parametrize("gated", (False, True))
+def test_programs_of_its_configuration(rows: int, n: int, gated: bool) -> None:
+    """Where there are fewer tiles than multiprocessors some share one, and all run at once, and those that send."""
+    config = gather_ops.hopper_config(rows // 2, n, 2, gated=gated)
+    tiles = -(-n // config.block_n)
+    assert config.splits == 1 or config.pushers + tiles * config.splits <= MULTIPROCESSORS
+    more = 16 + 2 * tiles * config.splits
+    assert config.splits == 8 or more > MULTIPROCESSORS or (rows <= 64 and tiles > 40)
+    # As many groups of them send as programs begin at different parts of K.
+    assert config.pushers % config.splits == 0 and config.part * config.splits <= 8192
 
 
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
