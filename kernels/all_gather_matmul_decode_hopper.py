@@ -195,7 +195,7 @@ def multiply(
         tile = gl.where(ready, tile, float("nan"))
     parts = decode_hopper.pieces(tile, ADDERS)
     decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
-    if split >= SPLITS - ADDERS:
+    if decode_hopper.adder_of(split, SPLITS, ADDERS) >= 0:
         ready = decode_hopper.wait(me, left, number, SPLITS, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
             sums, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)

@@ -92,7 +92,8 @@ def multiply(
     tile = decode_hopper.multiply(ring, steps)
     parts = decode_hopper.pieces(tile, ADDERS)
     decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
-    if split >= SPLITS - ADDERS:
+    adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
+    if adder >= 0:
         column = number * BLOCK_N
         came = decode_hopper.wait(me, left, number, SPLITS, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
@@ -100,7 +101,6 @@ def multiply(
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))
             send_piece(me, total.to(WIRE), partials, column, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
-        adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
         reduce(
             me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, adder, M, N, WORLD, OWNED, PITCH, BLOCK_N,
             WIRE, ADDERS, ADD_ROWS, LINGER, ACTIVATION,

@@ -113,6 +113,9 @@ CUSTOM_STORES = """    for i in range(WORLD):
 CUSTOM_SIGNALS = """    for i in range(WORLD):
         shmem.signal(me, arrived + me.rank * tl.num_programs(0) + block, (me.rank + i) % WORLD)
 """
+# Shapes of kernels for few rows whose tiles four programs share, and all four add up.
+SHARED_GATHER = (11, 24, 136, 4, 256, 32, 2, 4)
+SHARED_SCATTER = (11, 24, 136, 0, True, None, 2, 4)
 SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * signals(SPLITS, ADDERS), me.rank)\n"
 SHARED_SIGNAL = "            shmem.signal(me, left + number, me.rank)\n"
 LEAVING = "        for i in gl.static_range(len(parts)):\n            if adder"
@@ -853,8 +856,8 @@ MUTANTS = (
     *(
         Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=TOO_EARLY, shape=shape)
         for kernel, shape in (
-            ("all_gather_matmul_decode_hopper", (11, 24, 136, 4, 256, 32, 2, 4)),
-            ("matmul_reduce_decode_hopper", (11, 24, 136, 0, True, None, 2, 4)),
+            ("all_gather_matmul_decode_hopper", SHARED_GATHER),
+            ("matmul_reduce_decode_hopper", SHARED_SCATTER),
             ("matmul_reduce_decode_hopper", (5, 24, 136, 2, False, 1, 2, 3)),
         )
         for name, edits in (
@@ -875,7 +878,7 @@ MUTANTS = (
         product=True,
         edits=(("return splits if adders > 1 else splits - 1", "return splits - 1"),),
         errors=(*TOO_EARLY, SignalCountError),
-        shape=(11, 24, 136, 4, 256, 32, 2, 4),
+        shape=SHARED_GATHER,
     ),
     Mutant(
         name="what an adder keeps is what others leave",
@@ -883,7 +886,7 @@ MUTANTS = (
         product=True,
         edits=(("if adder != i % ADDERS", "if adder == i % ADDERS"),),
         errors=TOO_EARLY,
-        shape=(11, 24, 136, 4, 256, 32, 2, 4),
+        shape=SHARED_GATHER,
     ),
     Mutant(
         name="another adder's rows",
@@ -891,7 +894,7 @@ MUTANTS = (
         product=True,
         edits=(("    piece = i * ADDERS + adder\n", "    piece = i * ADDERS + (adder + 1) % ADDERS\n"),),
         errors=(*TOO_EARLY, MessageError, DeadlockError),
-        shape=(11, 24, 136, 0, True, None, 2, 4),
+        shape=SHARED_SCATTER,
     ),
     Mutant(
         name="every adder has all rows",

@@ -273,7 +273,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
-        "splits": 2 ** int(math.log2(max(1, most))),
+        "splits": _power_of_2_up_to(max(1, most)),
     }
 
 
@@ -303,8 +303,12 @@ def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> di
         "STAGES": config.num_stages,
         "SPLITS": splits,
         # A power of 2, each with 8 rows at least.
-        "ADDERS": min(2 ** int(math.log2(splits)), config.block_m // 8),
+        "ADDERS": min(_power_of_2_up_to(splits), config.block_m // 8),
     }
+
+
+def _power_of_2_up_to(most: int) -> int:
+    return 1 << (most.bit_length() - 1)
 
 
 def rows_added_at_once(owned: int, world: int, columns: int, itemsize: int) -> int:
