@@ -39,7 +39,7 @@ def all_gather_matmul_decode_hopper_kernel(
     N: gl.constexpr,
     K: gl.constexpr,
     WORLD: gl.constexpr,
-    BLOCK_M: gl.constexpr,  # at least WORLD * M
+    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # of each product; 16 columns of all for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
@@ -56,7 +56,7 @@ def all_gather_matmul_decode_hopper_kernel(
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS)
-        column = number * BLOCK_N
+        _, row, column = decode_hopper.tile_of(number, WORLD * M, BLOCK_M, BLOCK_N)
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
         decode_hopper.begin(ring, rhs_desc, gate_desc, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
@@ -67,14 +67,14 @@ def all_gather_matmul_decode_hopper_kernel(
                 (
                     multiply,
                     (
-                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, end - first,
-                        WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
+                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, row, column, split,
+                        end - first, WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
                     load,
                     (
-                        me, ring, rows, rhs_desc, gate_desc, column, first, end, gathered, arrived, M, K, WORLD,
+                        me, ring, rows, rhs_desc, gate_desc, row, column, first, end, gathered, arrived, M, K, WORLD,
                         SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
@@ -140,6 +140,7 @@ def load(
     rows,
     rhs_desc,
     gate_desc,
+    row,
     column,
     first,
     end,
@@ -176,18 +177,20 @@ def load(
         begin = gl.maximum(part * STEPS_A_PART, first)
         until = gl.minimum((part + 1) * STEPS_A_PART, end)
         fetched = first + min(STAGES, STEPS)
-        position = decode_hopper.load(ring, lhs_desc, rhs_desc, gate_desc, column, position, begin, until, fetched)
+        position = decode_hopper.load(
+            ring, lhs_desc, rhs_desc, gate_desc, row, column, position, begin, until, fetched
+        )
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 
 
 @gluon.jit
 def multiply(
-    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, split, steps,
+    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, row, column, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Computes the tile of all rows, and stores it or what it adds up of it; NaN if some have not come."""
+    """Computes the tile at a row and a column, and stores it or what it adds up of it; NaN if some have not come."""
     tile = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
@@ -200,14 +203,14 @@ def multiply(
         for i in gl.static_range(len(parts) // ADDERS):
             sums, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
             store_piece(
-                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, number * BLOCK_N, len(parts), ROWS, N, BLOCK_N,
+                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, row, column, len(parts), ROWS, N, BLOCK_N,
                 ACTIVATION,
             )  # fmt: skip
 
 
 @gluon.jit
 def store_piece(
-    sums, number, ready, bias_ptr, residual_ptr, out_ptr, column, PIECES: gl.constexpr, ROWS: gl.constexpr,
+    sums, number, ready, bias_ptr, residual_ptr, out_ptr, row, column, PIECES: gl.constexpr, ROWS: gl.constexpr,
     N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Applies the epilogue to a piece of the tile, of this number, and stores it."""
@@ -224,7 +227,7 @@ def store_piece(
         sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
     n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
+    m = row + decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)

@@ -4,6 +4,8 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
+Of more rows than a tile takes there are several blocks of them (`tile_of`), and `rhs` is read once for each.
+
 Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
 and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
 of these rows (`leave`, `wait`, `take`). So an adder may wait for programs that begin after it; there have to be places
@@ -63,6 +65,14 @@ def share_of(program, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constex
 
 
 @gluon.jit
+def tile_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(block of rows, row, column) of a tile. Those of the same columns follow each other, and read them together."""
+    BLOCKS: gl.constexpr = gl.cdiv(ROWS, BLOCK_M)
+    block = number % BLOCKS
+    return block, block * BLOCK_M, number // BLOCKS * BLOCK_N
+
+
+@gluon.jit
 def begin(ring, rhs_desc, gate_desc, column, first, STEPS: gl.constexpr):
     """Asks for the weights of the first steps, before anything else.
 
@@ -101,10 +111,11 @@ def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, fetched):
+def load(ring, lhs_desc, rhs_desc, gate_desc, row, column, position, first, end, fetched):
     """Fetches what `multiply` needs for some steps of K.
 
     Args:
+      row, column: of the tile.
       position: the stage of step `first`, and the phase in which it is empty: (0, 1) for the program's first step.
       first, end: the steps.
       fetched: of all steps before this one the weights have been asked for.
@@ -118,7 +129,7 @@ def load(ring, lhs_desc, rhs_desc, gate_desc, column, position, first, end, fetc
         if step >= fetched:
             mbarrier.wait(ring.empty.index(stage), phase)
             fetch_weights(ring, rhs_desc, gate_desc, stage, step * BLOCK_K, column)
-        tma.async_load(lhs_desc, [0, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
+        tma.async_load(lhs_desc, [row, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -133,7 +144,7 @@ def layout_of_sums(block_m, warps):
 
 @gluon.jit
 def multiply(ring, steps):
-    """The tile of all rows, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows."""
+    """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     COLUMNS: gl.constexpr = ring.rhs.shape[2]

@@ -1,16 +1,16 @@
 """Matrix product and reduce-scatter or all-reduce in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `decode_hopper`: a program computes a tile of all rows, or some rows of it if it shares the tile
-with others. It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for
-what the programs of the same id on all ranks send for its own rows; adds that up in the order of the ranks, and applies
-the epilogue.
+The product is that of `decode_hopper`: a program computes a tile, or some rows of it if it shares the tile with others.
+It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for what is sent for
+its own rows; adds that up in the order of the ranks, and applies the epilogue.
 
 With `SCATTERED` each rank adds up the rows that it owns alone: that is a reduce-scatter, or the first shot of an
 all-reduce, whose second one sends the rounded sums to all. Without it all rows go to all ranks: an all-reduce in one
 shot.
 
-Programs of one id wait for each other after they have sent what the others wait for, so none of them needs more than
-its own place to run, and those of the programs that share its tile.
+Who multiplies the same columns, on whichever rank and of whichever block of rows, adds up all rows of them that the
+rank owns, 8 rows in turns. They wait for each other after they have sent what the others wait for, so none of them
+needs more than its own place to run, and theirs.
 """
 
 from triton.experimental import gluon
@@ -39,19 +39,20 @@ def matmul_reduce_decode_hopper_kernel(
     OWNED: gl.constexpr,  # rows that a rank adds up
     SCATTERED: gl.constexpr,  # each rank adds up rows of its own, all together WORLD * OWNED
     EXACT_WIRE: gl.constexpr,  # partial sums travel in f32, not in the type of the operands
-    BLOCK_M: gl.constexpr,  # at least as many as all ranks add up
+    BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile
     ADDERS: gl.constexpr,  # so many of these add it up
-    ADD_ROWS: gl.constexpr,  # rows of a tile that are added up at once; with several ADDERS at least 8
+    ADD_ROWS: gl.constexpr,  # rows that are added up at once; at least 8 if several programs take turns
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
     number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS)
-    column = number * BLOCK_N
+    ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
+    block, row, column = decode_hopper.tile_of(number, ROWS, BLOCK_M, BLOCK_N)
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
     fetched = decode_hopper.begin(ring, rhs_desc, None, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
@@ -61,11 +62,12 @@ def matmul_reduce_decode_hopper_kernel(
             (
                 multiply,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split,
-                    end - first, M, N, WORLD, OWNED, SCATTERED, wire, SPLITS, ADDERS, ADD_ROWS, LINGER, ACTIVATION,
+                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, block, row,
+                    column, split, end - first, M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), SPLITS,
+                    ADDERS, ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
-            (load, (ring, lhs_desc, rhs_desc, column, first, end, first + fetched)),
+            (load, (ring, lhs_desc, rhs_desc, row, column, first, end, first + fetched)),
         ],
         [1],
         [64],
@@ -74,17 +76,17 @@ def matmul_reduce_decode_hopper_kernel(
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, column, first, end, fetched):
+def load(ring, lhs_desc, rhs_desc, row, column, first, end, fetched):
     """Fetches what is multiplied, which nobody has to wait for."""
-    decode_hopper.load(ring, lhs_desc, rhs_desc, None, column, (0, 1), first, end, fetched)
+    decode_hopper.load(ring, lhs_desc, rhs_desc, None, row, column, (0, 1), first, end, fetched)
 
 
 @gluon.jit
 def multiply(
-    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, split, steps,
+    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, block, row, column, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, BLOCKS: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr,
+    LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
@@ -94,16 +96,15 @@ def multiply(
     decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
     adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
     if adder >= 0:
-        column = number * BLOCK_N
         came = decode_hopper.wait(me, left, number, SPLITS, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
             total, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))
-            send_piece(me, total.to(WIRE), partials, column, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+            send_piece(me, total.to(WIRE), partials, row, column, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
         reduce(
-            me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, adder, M, N, WORLD, OWNED, PITCH, BLOCK_N,
-            WIRE, ADDERS, ADD_ROWS, LINGER, ACTIVATION,
+            me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, block * ADDERS + adder, M, N, WORLD, OWNED,
+            PITCH, BLOCK_N, WIRE, BLOCKS * ADDERS, ADD_ROWS, LINGER, ACTIVATION,
         )  # fmt: skip
 
 
@@ -115,7 +116,8 @@ def reduce(
 ):  # fmt: skip
     """Adds up what all ranks send of the rows that this one owns, and with two shots sends the sums.
 
-    Every adder does so with 8 rows after the other, whoever of its tile sends them.
+    Args:
+      adder: which one a program is of the ADDERS of these columns. Each adds up 8 rows in turns, whoever sends them.
     """
     OUT: gl.constexpr = out_ptr.dtype.element_ty
     # The row of the result that this rank's first one is.
@@ -155,13 +157,13 @@ def reduce(
 
 @gluon.jit
 def send_piece(
-    me, sums, partials, column, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
+    me, sums, partials, row, column, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
     PITCH: gl.constexpr, SCATTERED: gl.constexpr,
 ):  # fmt: skip
     """Sends rows of a tile to those who add them up.
 
     Args:
-      sums: of a piece of the tile, columns first.
+      sums: of a piece of the tile at this row and column, columns first.
       number: of the piece.
     """
     BLOCK_N: gl.constexpr = sums.shape[0]
@@ -176,7 +178,7 @@ def send_piece(
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     words = shmem.words_of(gl.convert_layout(gl.permute(sums, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
+    m = row + decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
     dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
     if SCATTERED:

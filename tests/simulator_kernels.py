@@ -148,8 +148,8 @@ def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk, part, stages, splits = shape
-    config = {**_tile_of_all(world * m), "part": part, "num_stages": stages, "splits": splits}
+    m, n, k, pushers, chunk, part, stages, splits, *block_m = shape
+    config = {**_tile_of_all(*block_m or (world * m,)), "part": part, "num_stages": stages, "splits": splits}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
 
 
@@ -198,10 +198,10 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages, splits = shape
+    m, n, k, shots, exact_wire, add_rows, stages, splits, *block_m = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
-        **_tile_of_all(rows),
+        **_tile_of_all(*block_m or (rows,)),
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
@@ -369,7 +369,7 @@ KERNELS = (
         module=all_gather_matmul_decode_hopper,
         function="all_gather_matmul_decode_hopper_kernel",
         call=_decode_hopper,
-        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS, and BLOCK_M if that is less than all rows
         shapes=lambda world: (
             (
                 (3, 24, 136, 2, 32, 96, 2, 1),
@@ -379,9 +379,16 @@ KERNELS = (
                 (3, 24, 136, 3, 32, 64, 2, 3),
                 (256 // world, 40, 40, 2, 2048, 32, 2, 2),
                 (11, 24, 136, 4, 256, 32, 2, 4),
+                (11, 40, 104, 3, 64, 32, 2, 3, 16),
+                (12, 24, 72, 2, 128, 64, 2, 1, 8),
             )
             if world <= 4
-            else ((3, 24, 72, 2, 64, 64, 2, 1), (1, 16, 32, 1, 32, 32, 3, 2), (5, 16, 136, 4, 64, 32, 2, 4))
+            else (
+                (3, 24, 72, 2, 64, 64, 2, 1),
+                (1, 16, 32, 1, 32, 32, 3, 2),
+                (5, 16, 136, 4, 64, 32, 2, 4),
+                (3, 16, 104, 3, 64, 32, 2, 3, 16),
+            )
         ),
     ),
     Simulated(
@@ -433,7 +440,7 @@ KERNELS = (
         module=matmul_reduce_decode_hopper,
         function="matmul_reduce_decode_hopper_kernel",
         call=_reduce_decode_hopper,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS, and BLOCK_M if that is less than all rows
         shapes=lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),
             (1, 16, 40, 0, False, None, 3, 2),
@@ -445,6 +452,9 @@ KERNELS = (
             (11, 24, 136, 0, True, None, 2, 4),
             (29, 24, 136, 2, False, 2, 2, 4),
             (21, 24, 136, 1, False, 1, 2, 2),
+            (19, 40, 72, 0, False, None, 2, 1, 16),
+            (45, 24, 136, 2, True, 2, 2, 3, 16),
+            (21, 24, 72, 1, False, 1, 2, 1, 8),
         ),
     ),
     Simulated(

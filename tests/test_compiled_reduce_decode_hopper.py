@@ -46,6 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
     "128-rows-8-ranks": {"m": 128, "world": 8},
     "128-rows-epilogue": {"m": 128, "epilogue": True},
     "16-rows-epilogue": {"epilogue": True},
+    "512-rows": {"m": 512},
+    "512-rows-epilogue": {"m": 512, "world": 2, "epilogue": True},
+    "384-rows-few-columns": {"m": 384, "n": 1280},
+    "scattered-512-rows": {"scattered": True, "m": 512},
+    "scattered-512-rows-8-ranks-epilogue": {"scattered": True, "m": 512, "world": 8, "epilogue": True},
+    "scattered-384-rows-2-ranks": {"scattered": True, "m": 384, "n": 4096, "world": 2},
     "odd": {"m": 13, "k": 4 * 136, "n": 776, "dtype": "float16", "result": "float32", "epilogue": True},
     "wide": {"m": 128, "n": 28672},
 }
@@ -80,8 +86,8 @@ def lowered(**given: Any) -> str:
 def test_code(name: str) -> None:
     case = CASES[name]
     rows = case.get("m", 16)
-    program = check_code(lowered(**case), KERNEL, rows=rows, wide=case.get("n") == 28672 or rows == 256)
-    if case.get("n") == 776 or rows == 256:
+    program = check_code(lowered(**case), KERNEL, rows=rows, wide=case.get("n") == 28672 or rows > 128)
+    if case.get("n") in (776, 1280) or rows == 256:
         # Few tiles. Programs that share one signal that its sums are there.
         assert waits_that_do_not_wait(program, 1) == []
         assert publishes_out_of_order(program) == []

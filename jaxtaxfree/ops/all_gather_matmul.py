@@ -152,11 +152,11 @@ class Config:
       chunk: elements that a pusher moves at a time, a power of 2.
       units: parts in which a block of rows is sent, each with a signal; not if `small`.
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
-      small: every tile has the rows of all ranks, so that `rhs` is read once.
-      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least the rows of all ranks, a tile has `block_n` columns of each product, 16 of all of them for
-        each warp, and `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are
-        warps of all of them; of the settings above there are the first six and `group_m`.
+      small: a tile has rows of all ranks, all of them if they are no more than `block_m`, so that `rhs` is read once.
+      hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`, a
+        tile has `block_n` columns of each product, 16 of all of them for each warp, `block_m` is at least 8, and
+        `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are warps of all of
+        them; of the settings above there are the first six and `group_m`.
       splits: programs that share a tile, if `hopper` and `small`: each multiplies a part of K.
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
       part: columns that are sent together, if `hopper`: a multiple of `block_k`.
@@ -211,31 +211,34 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return Config(**tile, pushers=pushers, units=units)
 
 
-def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config | None:
-    """A configuration by shape of the kernels for Hopper, as in `default_config`; None where they are not faster.
+def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
+    """A configuration by shape of the kernels for Hopper, as in `default_config`.
 
     Args:
       m, world: as there.
       n: columns of a rank's `rhs`, and of the gate if there is one.
       gated: whether there is.
     """
-    rows = world * m
-    products = 2 if gated else 1
-    if rows > matmul.FEW_ROWS:
-        if n < 1024:
-            return None  # not measured
-        waves = world * matmul.tiles(m, products * n, HOPPER) / HOPPER.programs
-        # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
-        return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
-    pushers = 16
-    tile = matmul.decode_hopper_tile(rows, n, products=products, others=pushers)
-    if math.ceil(n / tile["block_n"]) * tile["splits"] <= matmul.MULTIPROCESSORS - 32:
+    if world * m <= matmul.FEW_ROWS:
+        return decode_hopper_config(m, n, world, gated=gated)
+    waves = world * matmul.tiles(m, 2 * n if gated else n, HOPPER) / HOPPER.programs
+    # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
+    return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+
+
+def decode_hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper, as `hopper_config`."""
+    rows, pushers = world * m, 16
+    tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1, others=pushers)
+    splits = tile["splits"]
+    if math.ceil(rows / tile["block_m"]) * math.ceil(n / tile["block_n"]) * splits <= matmul.MULTIPROCESSORS - 32:
         pushers = 32
+    pushers -= pushers % splits
     # Few rows are there before anyone needs them, many in the order in which they are needed, and in the smaller parts
     # the more programs there are that begin with another one.
-    part = 8192 if rows <= 32 else 2048 if rows <= 64 else max(512, 2048 // tile["splits"])
-    part = min(part, 8192 // tile["splits"])
-    chunk = next_power_of_2(m * part) * tile["splits"] // pushers
+    part = 8192 if rows <= 32 else 2048 if rows <= 64 else max(512, 2048 // splits)
+    part = min(part, 8192 // splits) // 512 * 512
+    chunk = next_power_of_2(math.ceil(m * part * splits / pushers))
     return Config(
         **tile,
         pushers=pushers,
@@ -247,7 +250,6 @@ def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config 
 
 
 def unsupported_on_hopper(
-    rows: int,
     k: int,
     n: int,
     *,
@@ -258,14 +260,14 @@ def unsupported_on_hopper(
     return_gathered: bool = False,
     config: Config,
 ) -> list[str]:
-    """All that keeps the kernel for Hopper of this configuration from multiplying rows of all ranks by rhs [k, n]."""
+    """All that keeps the kernel for Hopper of this configuration from multiplying the gathered rows by rhs [k, n]."""
     on = {"dtype": dtype, "compute_capability": compute_capability}
     if not config.small:
         reasons = matmul.unsupported_on_hopper(k, n, **on)
         if "residual" in epilogue.operands:
             reasons.append("with small=False it adds no residual")
         return reasons
-    reasons = matmul.unsupported_on_decode_hopper(rows, k, n, config=config, rhs_transposed=rhs_transposed, **on)
+    reasons = matmul.unsupported_on_hopper(k, n, rhs_transposed=rhs_transposed, **on)
     if return_gathered:
         reasons.append("with small=True it does not return the gathered rows")
     return reasons
@@ -276,9 +278,7 @@ def _faster_hopper_config(
 ) -> Config | None:
     """What `hopper_config` gives if that can take the call; the arguments are those of `choose`."""
     config = hopper_config(m, n, world, gated=epilogue.gated)
-    if config is None:
-        return None
-    reasons = unsupported_on_hopper(world * m, k, n, config=config, epilogue=epilogue, **form)
+    reasons = unsupported_on_hopper(k, n, config=config, epilogue=epilogue, **form)
     return None if reasons else config
 
 
@@ -331,7 +331,7 @@ def fused(
     form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
     if config is None:
         config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := unsupported_on_hopper(world * m, k, n, config=config, **on, **form)):
+    elif config.hopper and (reasons := unsupported_on_hopper(k, n, config=config, **on, **form)):
         raise Unsupported("all_gather_matmul with hopper=True", reasons)
     kernel, keywords = launch(
         m,
@@ -476,7 +476,7 @@ def _launch_hopper(
 def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: Config) -> dict[str, Any]:
     """What is different for the kernel for few rows on Hopper."""
     weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
-    keywords = matmul.decode_hopper_keywords(k, n, config, *weights)
+    keywords = matmul.decode_hopper_keywords(world * m, k, n, config, *weights)
     # Whole steps, and at least as many parts as there are programs that begin with another one.
     splits = keywords["SPLITS"]
     part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
@@ -560,7 +560,6 @@ def _slower(
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
-    rows = team.world * math.prod(lhs.shape[:-1])
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
@@ -568,7 +567,7 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
-        return None if config.hopper and unsupported_on_hopper(rows, *rhs.shape, config=config, **on) else config
+        return None if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on) else config
 
     return matmul.case("all_gather_matmul", lhs, rhs, default=default, take=take, team=team, **params)
 

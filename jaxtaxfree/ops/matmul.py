@@ -18,8 +18,9 @@ from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
 PARTITIONS = 2
-# Up to so many rows of all ranks are few: on Hopper one tile has all of them.
-FEW_ROWS = 256
+# Up to so many rows of all ranks are few, for which there are kernels for Hopper. A tile of these has at most so many.
+FEW_ROWS = 512
+ROWS_OF_A_TILE = 256
 # Of an H100 or H200. Each runs one program of a product at a time.
 MULTIPROCESSORS = 132
 # Why XLA is taken where nobody has measured which is faster.
@@ -240,32 +241,26 @@ def hopper_keywords(
     }
 
 
-def unsupported_on_decode_hopper(rows: int, k: int, n: int, *, config: Any, **form: Any) -> list[str]:
-    """As `unsupported_on_hopper`, of a kernel for few rows and tiles of so many of them."""
-    reasons = unsupported_on_hopper(k, n, **form)
-    if rows > config.block_m:
-        reasons.append(f"with small=True its tiles have all rows, and {rows} are more than block_m={config.block_m}")
-    return reasons
-
-
 def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, Any]:
     """Settings for products of few rows in a kernel for Hopper, by shape.
 
     Args:
-      rows: that a tile has to have, at most FEW_ROWS.
+      rows: of the product, few.
       n: columns of `rhs`.
       products: by how many matrices like it the rows are multiplied.
       others: programs that do something else.
     """
-    block_m, block_k = min(FEW_ROWS, max(8, next_power_of_2(rows))), 64
-    # Wider tiles where these fill a GPU, and narrow ones are more than it runs at a time; not measured of two products.
-    # Of more rows, which the programs read again and again from the L2 cache, tiles are wide in any case.
-    block_n = 128 if products == 1 and (n >= 96 * 128 or block_m > 128) else 64
+    # Wider tiles where narrow ones are more than a GPU runs at a time; not measured of two products. Of more rows, which
+    # the programs read again and again from the L2 cache, tiles are wide in any case.
+    block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
+    columns, free = math.ceil(n / block_n), MULTIPROCESSORS - others
+    block_m, block_k = min(ROWS_OF_A_TILE, max(8, next_power_of_2(rows))), 64
+    if ROWS_OF_A_TILE < rows <= 384 and 3 * columns <= free:
+        block_m = 128
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
-    tiles = math.ceil(n / block_n)
-    free = (MULTIPROCESSORS - others) // tiles
+    tiles = math.ceil(rows / block_m) * columns
     # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
-    most = min(free, 8) if rows > 64 or tiles <= 40 else 1
+    most = min(free // tiles, 8) if rows > 64 or tiles <= 40 else 1
     return {
         "block_m": block_m,
         "block_n": block_n,
@@ -273,27 +268,27 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
-        "splits": _power_of_2_up_to(max(1, most)),
+        "splits": max(1, most),
     }
 
 
-def decode_hopper_keywords(k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
+def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
     """What `shmem_call` needs to know of such a product.
 
     Args:
-      k, n: the matrices are [k, n].
+      rows, k, n: so many rows are multiplied by matrices [k, n].
       config: with the settings of `decode_hopper_tile`.
       *descriptors: the kernel's parameters for them.
     """
-    tiles, splits = math.ceil(n / config.block_n), min(config.splits, math.ceil(k / config.block_k))
+    number, splits = tiles(rows, n, config), min(config.splits, math.ceil(k / config.block_k))
     shared = {"shares": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
         size = len(descriptors) * config.block_n * config.block_m
-        shares = jax.ShapeDtypeStruct((tiles, splits, size), np.float32)
-        shared = {"scratch": {"shares": shares}, "signals": {"left": tiles}}
+        shares = jax.ShapeDtypeStruct((number, splits, size), np.float32)
+        shared = {"scratch": {"shares": shares}, "signals": {"left": number}}
     return {
         **shared,
-        "grid": tiles * splits,
+        "grid": number * splits,
         "num_warps": config.num_warps,
         "together": splits,
         "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
@@ -345,9 +340,12 @@ def reduce_decode_hopper_keywords(
       gathered: and sends the sums to all, or has them from the others.
       add_rows, linger: as of `matmul_all_reduce`; None chooses.
     """
-    keywords = decode_hopper_keywords(k, n, config, "rhs_desc")
+    owned = math.ceil(m / world) if gathered else m
+    rows = world * owned if scattered else owned
+    keywords = decode_hopper_keywords(rows, k, n, config, "rhs_desc")
     keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
-    owned, adders = math.ceil(m / world) if gathered else m, keywords["ADDERS"]
+    blocks = math.ceil(rows / config.block_m)
+    adders = blocks * keywords["ADDERS"]
     columns = math.ceil(n / config.block_n) * config.block_n
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
     add_rows = add_rows or rows_added_at_once(owned, world, 64, wire.itemsize)
@@ -362,6 +360,7 @@ def reduce_decode_hopper_keywords(
         messages["sums"] = words(np.dtype(out_dtype))
     return {
         **keywords,
+        "together": blocks * keywords["SPLITS"],
         **({} if gathered else {"sums": None}),
         "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
         "messages": messages,
@@ -376,12 +375,12 @@ def reduce_decode_hopper_keywords(
     }
 
 
-def runs_at_once(n: int, config: Any) -> bool:
+def runs_at_once(rows: int, n: int, config: Any) -> bool:
     """Whether a GPU runs all programs of `decode_hopper_keywords` at a time.
 
     If they exchange what they have computed, the others' weights are not read before that.
     """
-    return math.ceil(n / config.block_n) * config.splits <= MULTIPROCESSORS
+    return tiles(rows, n, config) * config.splits <= MULTIPROCESSORS
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

@@ -130,7 +130,7 @@ class Config:
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least all rows, `block_n` 16 times `num_warps`, and who multiplies adds up. If not, the programs
+        `block_m` is at least 8, `block_n` 16 times `num_warps`, and who multiplies adds up. If not, the programs
         are persistent, and partial sums are rounded, as is the result, to the operands' dtype; of the settings above
         there are those up to `group_m`. What follows is of this kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
@@ -198,25 +198,32 @@ def default_config(
     """
     if m > 256:
         return Config(**matmul.large_tile(dtype, compute_capability))
-    tile = matmul.small_tile(m, dtype, compute_capability)
+    config = Config(
+        **matmul.small_tile(m, dtype, compute_capability),
+        **_exchange(m, n, world, dtype, out_dtype=out_dtype, shots=shots, exact_wire=exact_wire),
+        small=True,
+    )
+    tiles = matmul.tiles(_rows_sent(m, world, config), n, config)
+    return dataclasses.replace(config, apart=tiles > matmul.MULTIPROCESSORS)
+
+
+def _exchange(
+    m: int, n: int, world: int, dtype: Any, *, out_dtype: Any, shots: int | None, exact_wire: bool | None
+) -> dict[str, Any]:
+    """Settings of how few rows are added up; the arguments are those of `default_config`."""
     if shots is None:
         shots = 1 if m * n <= (ONE_SHOT_SIZE_OF_TWO if world == 2 else ONE_SHOT_SIZE) else 2
-    owned = m if shots == 1 else math.ceil(m / world)
-    all_rows = m if shots == 1 else world * owned
-    tiles = math.ceil(all_rows / tile["block_m"]) * math.ceil(n / tile["block_n"])
     if exact_wire is None:
         wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
         exact_wire = wider or m * n <= EXACT_SIZE
+    owned = m if shots == 1 else math.ceil(m / world)
     itemsize = 4 if exact_wire else np.dtype(dtype).itemsize
-    return Config(
-        **tile,
-        small=True,
-        shots=shots,
-        exact_wire=exact_wire,
-        apart=tiles > matmul.MULTIPROCESSORS,
-        linger=owned > 16,
-        add_rows=matmul.rows_added_at_once(owned, world, tile["block_n"], itemsize),
-    )
+    return {
+        "shots": shots,
+        "exact_wire": exact_wire,
+        "linger": owned > 16,
+        "add_rows": matmul.rows_added_at_once(owned, world, 64, itemsize),
+    }
 
 
 def hopper_config(m: int, n: int, world: int) -> Config:
@@ -234,15 +241,20 @@ def hopper_config(m: int, n: int, world: int) -> Config:
     return dataclasses.replace(config, groups=groups, lag=lag)
 
 
-def decode_hopper_config(m: int, n: int, world: int, config: Config) -> Config:
-    """A configuration by shape of the kernel for few rows on Hopper; what `default_config` has in common with it stays.
-
-    Args:
-      m, n, world: as there.
-      config: what that gives.
-    """
-    tile = matmul.decode_hopper_tile(_rows_sent(m, world, config), n)
-    return dataclasses.replace(config, **tile, small=True, apart=False, hopper=True)
+def decode_hopper_config(
+    m: int,
+    n: int,
+    world: int,
+    dtype: Any,
+    *,
+    out_dtype: Any = None,
+    shots: int | None = None,
+    exact_wire: bool | None = None,
+) -> Config:
+    """A configuration by shape of the kernel for few rows on Hopper; the arguments are those of `default_config`."""
+    exchange = _exchange(m, n, world, dtype, out_dtype=out_dtype, shots=shots, exact_wire=exact_wire)
+    config = Config(**exchange, small=True, apart=False, hopper=True)
+    return dataclasses.replace(config, **matmul.decode_hopper_tile(_rows_sent(m, world, config), n))
 
 
 def _rows_sent(m: int, world: int, config: Config) -> int:
@@ -251,17 +263,17 @@ def _rows_sent(m: int, world: int, config: Config) -> int:
 
 
 def unsupported_on_hopper(
-    m: int, k: int, n: int, *, world: int, out_dtype: Any = None, residual: Any = None, config: Config, **on: Any
+    k: int, n: int, *, out_dtype: Any = None, residual: Any = None, config: Config, **on: Any
 ) -> list[str]:
     """All that keeps the kernel for Hopper of this configuration from multiplying lhs [m, k] by rhs [k, n].
 
     Args:
-      world, out_dtype: as of `default_config`.
+      out_dtype: as of `default_config`.
       residual: the dtype of the residual, if there is one.
       **on: the operands' `dtype`, and `compute_capability`.
     """
     if config.small:
-        return matmul.unsupported_on_decode_hopper(_rows_sent(m, world, config), k, n, config=config, **on)
+        return matmul.unsupported_on_hopper(k, n, **on)
     reasons = matmul_reduce_scatter.unsupported_on_hopper(k, n, residual=residual, **on)
     dtype, result = np.dtype(on["dtype"]), np.dtype(out_dtype or on["dtype"])
     if result != dtype:
@@ -298,16 +310,17 @@ def choose(
     portable = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
     # Tiles that somebody asks for are those of the portable kernel.
     by_shape = settings.keys() <= asked.keys()
-    if settings.get("small", by_shape and m <= matmul.FEW_ROWS):
-        hopper = decode_hopper_config(m, n, world, portable)
-        faster = by_shape and matmul.runs_at_once(n, hopper)
+    few, many = decode_hopper_config(m, n, world, dtype, out_dtype=out_dtype, **asked), hopper_config(m, n, world)
+    at_once = matmul.runs_at_once(_rows_sent(m, world, few), n, few)
+    most = matmul.FEW_ROWS if at_once else matmul.ROWS_OF_A_TILE
+    if settings.get("small", by_shape and m <= most):
+        hopper, faster = few, by_shape and at_once
     else:
-        hopper = hopper_config(m, n, world)
         # It was measured with tiles for all multiprocessors, or nearly.
-        faster = by_shape and "shots" not in settings and 4 * matmul.tiles(m, n, hopper) >= 3 * hopper.programs
+        fills = 4 * matmul.tiles(m, n, many) >= 3 * many.programs
+        hopper, faster = many, by_shape and "shots" not in settings and fills
     hopper = dataclasses.replace(hopper, **settings)
-    form = {"world": world, "out_dtype": out_dtype, "residual": residual, **on}
-    reasons = unsupported_on_hopper(m, k, n, config=hopper, **form)
+    reasons = unsupported_on_hopper(k, n, out_dtype=out_dtype, residual=residual, config=hopper, **on)
     if settings.get("hopper") and reasons:
         raise Unsupported("matmul_all_reduce with hopper=True", reasons)
     return hopper if settings.get("hopper", faster and not reasons) else dataclasses.replace(portable, **settings)
@@ -505,15 +518,14 @@ def _slower(lhs: Any, rhs: Any, *_: Any, axes: tuple[str, ...], precision: Any, 
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
-
-    on = {"world": team.world, "dtype": lhs.dtype, "compute_capability": team.compute_capability}
+    on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        return choose(m, *rhs.shape, **on, settings={})
+        return choose(m, *rhs.shape, world=team.world, **on, settings={})
 
     def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-        config, rows = Config(**settings), math.prod(lhs.shape[:-1])
-        if config.hopper and unsupported_on_hopper(rows, *rhs.shape, config=config, **on):
+        config = Config(**settings)
+        if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on):
             return None
         return tuple(sorted(settings.items()))
 

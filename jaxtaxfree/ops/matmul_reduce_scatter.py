@@ -129,13 +129,13 @@ class Config:
       group_m: row blocks whose tiles run together, for the L2 cache; not if `small`.
       lag: from a program to the one that carries its tile, at least 1. Of fewer programs than run at a time they wait
         for each other; of more than a rank has tiles of its own, the last tiles are not carried. Not if `small`.
-      small: every tile has the rows of all ranks, so that `rhs` is read once.
+      small: a tile has rows for all ranks, all of them if they are no more than `block_m`, so that `rhs` is read once.
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least the rows of all ranks, `block_n` 16 times `num_warps`, and partial sums travel as words,
-        without a signal. If not, the programs are persistent; of the settings above there are those up to `group_m`.
-        What follows is of this kind alone.
+        `block_m` is at least 8, `block_n` 16 times `num_warps`, and partial sums travel as words, without a signal. If
+        not, the programs are persistent; of the settings above there are those up to `group_m`. What follows is of this
+        kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
       programs: how many, if not: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time: a power of 2.
@@ -220,10 +220,10 @@ def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) 
     return reasons
 
 
-def _unsupported_with(config: Config, rows: int, k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
-    """All that keeps the kernel for Hopper of this configuration from multiplying so many rows; as above."""
+def _unsupported_with(config: Config, k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
+    """As `unsupported_on_hopper`, of the kernel of this configuration."""
     if config.small:
-        return matmul.unsupported_on_decode_hopper(rows, k, n, config=config, **form)
+        return matmul.unsupported_on_hopper(k, n, **form)
     return unsupported_on_hopper(k, n, residual=residual, **form)
 
 
@@ -240,7 +240,7 @@ def choose(
     on = {"dtype": dtype, "compute_capability": compute_capability}
     if world * m <= matmul.FEW_ROWS:
         config = decode_hopper_config(m, n, world, dtype, out_dtype)
-        if matmul.runs_at_once(n, config) and not _unsupported_with(config, world * m, k, n, **on, **form):
+        if matmul.runs_at_once(world * m, n, config) and not _unsupported_with(config, k, n, **on, **form):
             return config
     config = hopper_config(m, n, world)
     # It was measured with tiles for all multiprocessors, or nearly.
@@ -287,7 +287,7 @@ def fused(
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     if config is None:
         config = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **form)
-    elif config.hopper and (reasons := _unsupported_with(config, world * m, k, n, **on, **form)):
+    elif config.hopper and (reasons := _unsupported_with(config, k, n, **on, **form)):
         raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
@@ -464,7 +464,6 @@ def _slower(
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
-
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
@@ -472,8 +471,7 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
 
     def take(settings: dict[str, Any]) -> Config | None:
         config = Config(**settings)
-        rows = math.prod(lhs.shape[:-1])
-        return None if config.hopper and _unsupported_with(config, rows, *rhs.shape, **on) else config
+        return None if config.hopper and _unsupported_with(config, *rhs.shape, **on) else config
 
     return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
 
