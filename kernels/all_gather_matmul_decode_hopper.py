@@ -18,7 +18,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxtaxfree.kernels import decode_hopper, epilogue
+from jaxtaxfree.kernels import decode_hopper, epilogue, tiles
 from jaxtaxfree.kernels import shmem_gluon as shmem
 
 
@@ -56,10 +56,10 @@ def all_gather_matmul_decode_hopper_kernel(
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS)
-        _, row, column = decode_hopper.tile_of(number, WORLD * M, BLOCK_M, BLOCK_N)
+        place = decode_hopper.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
-        decode_hopper.begin(ring, rhs_desc, gate_desc, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+        decode_hopper.begin(ring, rhs_desc, gate_desc, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
@@ -67,14 +67,14 @@ def all_gather_matmul_decode_hopper_kernel(
                 (
                     multiply,
                     (
-                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, row, column, split,
-                        end - first, WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
+                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, end - first,
+                        WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
                     load,
                     (
-                        me, ring, rows, rhs_desc, gate_desc, row, column, first, end, gathered, arrived, M, K, WORLD,
+                        me, ring, rows, rhs_desc, gate_desc, place, first, end, gathered, arrived, M, K, WORLD,
                         SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
@@ -140,8 +140,7 @@ def load(
     rows,
     rhs_desc,
     gate_desc,
-    row,
-    column,
+    place,
     first,
     end,
     gathered,
@@ -159,16 +158,16 @@ def load(
       SIGNALS: of a part, from each rank.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
-    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
+    BOX: gl.constexpr = tiles.box_of(WORLD * M, ring.lhs.shape[1])
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], rhs_desc.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
     for stage in range(min(STAGES, STEPS, decode_hopper.AHEAD), min(STAGES, STEPS)):
-        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, stage, (first + stage) * BLOCK_K, column)
+        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
     inbox = shmem.scratch(me, gathered, rhs_desc.dtype)
-    lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BLOCK_M, BLOCK_K], LHS)
+    lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
     ready = me.ready
     position = (0, 1)
     for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
@@ -178,7 +177,7 @@ def load(
         until = gl.minimum((part + 1) * STEPS_A_PART, end)
         fetched = first + min(STAGES, STEPS)
         position = decode_hopper.load(
-            ring, lhs_desc, rhs_desc, gate_desc, row, column, position, begin, until, fetched
+            ring, lhs_desc, rhs_desc, gate_desc, place, WORLD * M, position, begin, until, fetched
         )
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
@@ -186,31 +185,30 @@ def load(
 
 @gluon.jit
 def multiply(
-    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, number, row, column, split, steps,
+    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Computes the tile at a row and a column, and stores it or what it adds up of it; NaN if some have not come."""
+    """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
     tile = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:
         tile = gl.where(ready, tile, float("nan"))
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, SPLITS, ADDERS)
     if decode_hopper.adder_of(split, SPLITS, ADDERS) >= 0:
-        ready = decode_hopper.wait(me, left, number, SPLITS, ADDERS) & ready
+        ready = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
-            sums, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
+            sums, piece = decode_hopper.take(me, parts, shares, place.number, split, i, SPLITS, ADDERS)
             store_piece(
-                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, row, column, len(parts), ROWS, N, BLOCK_N,
-                ACTIVATION,
-            )  # fmt: skip
+                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, place, len(parts), ROWS, N, BLOCK_N, ACTIVATION
+            )
 
 
 @gluon.jit
 def store_piece(
-    sums, number, ready, bias_ptr, residual_ptr, out_ptr, row, column, PIECES: gl.constexpr, ROWS: gl.constexpr,
+    sums, number, ready, bias_ptr, residual_ptr, out_ptr, place, PIECES: gl.constexpr, ROWS: gl.constexpr,
     N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Applies the epilogue to a piece of the tile, of this number, and stores it."""
@@ -223,11 +221,11 @@ def store_piece(
     if GATED:
         sums, gate = decode_hopper.product_and_gate(sums, LAYOUT)
     if bias_ptr is not None:
-        n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+        n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
         sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
-    n = column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = row + decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
+    n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
+    m = place.row + decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)

@@ -53,7 +53,7 @@ class Work(NamedTuple):
 @gluon.jit
 def all_gather_matmul_hopper_kernel(
     lhs_ptr,  # [1, M, K], this rank's rows
-    lhs_desc,  # the same, in blocks [1, BLOCK_M, BLOCK_K]
+    lhs_desc,  # the same, in boxes [1, rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]
     half_desc,  # the same, in blocks of half the columns
     gate_desc,  # as rhs_desc, of the gate; or None
@@ -82,7 +82,7 @@ def all_gather_matmul_hopper_kernel(
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     GATED: gl.constexpr = gate_desc is not None
-    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES, GATED)
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES, GATED)
     whole_descs = (rhs_desc, gate_desc)
     half_descs = (half_desc, half_gate_desc)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION)
@@ -139,7 +139,7 @@ def load(me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work):
         inbox,
         [work.WORLD, work.M, work.K],
         [work.M * work.K, work.K, 1],
-        [1, work.BLOCK_M, work.BLOCK_K],
+        lhs_desc.block_shape,
         lhs_desc.layout,
     )
     position = (0, 1)
@@ -159,7 +159,9 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, ha
     source, row, column = place(me, tile, half, work)
     steps = gl.cdiv(work.K, work.BLOCK_K)
     if source == me.rank:
-        position = matmul.load_steps(ring, position, lhs_desc, 0, row, rhs_desc, column, 0, steps, HALF, gate_desc)
+        position = matmul.load_steps(
+            ring, position, lhs_desc, 0, row, work.M, rhs_desc, column, 0, steps, HALF, gate_desc
+        )
     else:
         parts = gl.cdiv(work.K, work.PART)
         steps_a_part = work.PART // work.BLOCK_K
@@ -168,8 +170,9 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, ha
             shmem.fence_proxy()
             end = gl.minimum((part + 1) * steps_a_part, steps)
             position = matmul.load_steps(
-                ring, position, inbox_desc, source, row, rhs_desc, column, part * steps_a_part, end, HALF, gate_desc
-            )
+                ring, position, inbox_desc, source, row, work.M, rhs_desc, column, part * steps_a_part, end, HALF,
+                gate_desc,
+            )  # fmt: skip
     return position
 
 

@@ -4,7 +4,7 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
-Of more rows than a tile takes there are several blocks of them (`tile_of`), and `rhs` is read once for each.
+Of more rows than a tile takes there are several blocks of them (`place_of`), and `rhs` is read once for each.
 
 Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
 and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, Fracti
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels import tiles
 
 # Weights are read once. They are not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
@@ -64,16 +65,31 @@ def share_of(program, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constex
     return program // SPLITS, split, first, end
 
 
+class Place(NamedTuple):
+    """Where a tile is.
+
+    Attributes:
+      number: of the tile. Those of the same columns follow each other, and read them together.
+      block: of rows, from 0 on.
+      row, column: its first ones.
+    """
+
+    number: Any
+    block: Any
+    row: Any
+    column: Any
+
+
 @gluon.jit
-def tile_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(block of rows, row, column) of a tile. Those of the same columns follow each other, and read them together."""
+def place_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """The `Place` of a tile of a product of so many rows."""
     BLOCKS: gl.constexpr = gl.cdiv(ROWS, BLOCK_M)
     block = number % BLOCKS
-    return block, block * BLOCK_M, number // BLOCKS * BLOCK_N
+    return Place(number, block, block * BLOCK_M, number // BLOCKS * BLOCK_N)
 
 
 @gluon.jit
-def begin(ring, rhs_desc, gate_desc, column, first, STEPS: gl.constexpr):
+def begin(ring, rhs_desc, gate_desc, place, first, STEPS: gl.constexpr):
     """Asks for the weights of the first steps, before anything else.
 
     Args:
@@ -82,13 +98,12 @@ def begin(ring, rhs_desc, gate_desc, column, first, STEPS: gl.constexpr):
 
     Returns: how many it has asked for.
     """
-    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
     STAGES: gl.constexpr = ring.lhs.shape[0]
     FIRST: gl.constexpr = min(STAGES, STEPS, AHEAD)
     for stage in gl.static_range(FIRST):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(FIRST):
-        fetch_weights(ring, rhs_desc, gate_desc, stage, (first + stage) * BLOCK_K, column)
+        fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
     for stage in gl.static_range(FIRST, STAGES):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(STAGES):
@@ -97,25 +112,26 @@ def begin(ring, rhs_desc, gate_desc, column, first, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_weights(ring, rhs_desc, gate_desc, stage, row, column):
+def fetch_weights(ring, rhs_desc, gate_desc, stage, step, place):
     """Begins to fill a stage, and announces the block of lhs along with those of rhs and gate."""
     full = ring.full.index(stage)
     dest = ring.rhs.index(stage)
+    at = [step * rhs_desc.block_shape[0], place.column]
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + dest.nbytes_per_cta)
     if gate_desc is None:
-        tma.async_load(rhs_desc, [row, column], full, dest, cache_policy=READ_ONCE)
+        tma.async_load(rhs_desc, at, full, dest, cache_policy=READ_ONCE)
     else:
         BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
-        tma.async_load(rhs_desc, [row, column], full, dest.slice(0, BLOCK_N, 1), cache_policy=READ_ONCE)
-        tma.async_load(gate_desc, [row, column], full, dest.slice(BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
+        tma.async_load(rhs_desc, at, full, dest.slice(0, BLOCK_N, 1), cache_policy=READ_ONCE)
+        tma.async_load(gate_desc, at, full, dest.slice(BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, gate_desc, row, column, position, first, end, fetched):
+def load(ring, lhs_desc, rhs_desc, gate_desc, place, ROWS: gl.constexpr, position, first, end, fetched):
     """Fetches what `multiply` needs for some steps of K.
 
     Args:
-      row, column: of the tile.
+      ROWS: of lhs.
       position: the stage of step `first`, and the phase in which it is empty: (0, 1) for the program's first step.
       first, end: the steps.
       fetched: of all steps before this one the weights have been asked for.
@@ -123,13 +139,17 @@ def load(ring, lhs_desc, rhs_desc, gate_desc, row, column, position, first, end,
     Returns: the position of step `end`.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
+    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    BOX: gl.constexpr = lhs_desc.block_shape[0]
     stage, phase = position
     for step in range(first, end):
         if step >= fetched:
             mbarrier.wait(ring.empty.index(stage), phase)
-            fetch_weights(ring, rhs_desc, gate_desc, stage, step * BLOCK_K, column)
-        tma.async_load(lhs_desc, [row, step * BLOCK_K], ring.full.index(stage), ring.lhs.index(stage))
+            fetch_weights(ring, rhs_desc, gate_desc, stage, step, place)
+        for box in gl.static_range(BLOCK_M // BOX):
+            at = [tiles.row_of_box(place.row, box, ROWS, BOX), step * BLOCK_K]
+            tma.async_load(lhs_desc, at, ring.full.index(stage), ring.lhs.index(stage).slice(box * BOX, BOX))
         stage += 1
         if stage == STAGES:
             stage = 0

@@ -69,7 +69,7 @@ class Work(NamedTuple):
 
 @gluon.jit
 def matmul_all_reduce_hopper_kernel(
-    lhs_desc,  # [1, M, K], in blocks [1, BLOCK_M, BLOCK_K]
+    lhs_desc,  # [1, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
     bias_ptr,  # [N], or None
@@ -105,7 +105,7 @@ def matmul_all_reduce_hopper_kernel(
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     results = shmem.scratch(me, sums, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
-    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = scatter.allocate_relay(1, 2)
     staged = scatter.allocate_relay(2, 1)
     work: gl.constexpr = Work(
@@ -159,7 +159,9 @@ def load(me, ring, claimed, descs, inbox, results, arrived, added, tickets, work
             row, column = start_of(owner, tile, work)
             if turn < work.WORLD:
                 steps = gl.cdiv(work.K, work.BLOCK_K)
-                position = matmul.load_steps(ring, position, lhs_desc, 0, row, rhs_desc, column, 0, steps, False)
+                position = matmul.load_steps(
+                    ring, position, lhs_desc, 0, row, work.M, rhs_desc, column, 0, steps, False
+                )
                 if owner == me.rank:
                     position = scatter.load_parts(
                         me, ring, position, parts_desc, residual_desc, arrived, tile, work.TILES, row, column, work

@@ -35,7 +35,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxtaxfree.kernels import epilogue
+from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import shmem_gluon as shmem
 
 
@@ -58,17 +58,18 @@ def whole(tiles):
 
 
 @gluon.jit
-def allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES: gl.constexpr, GATED: gl.constexpr = False):
+def allocate(
+    lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, GATED: gl.constexpr = False
+):
     """The program's `Ring`. Called by the kernel itself, before `gl.warp_specialize`.
 
     Args:
-      lhs_desc: blocks [1, BLOCK_M, BLOCK_K].
+      lhs_desc: boxes [1, rows, BLOCK_K], see `tiles.box_of`.
       rhs_desc: blocks [BLOCK_K, BLOCK_N]; of an array [N, K] blocks [BLOCK_N, BLOCK_K].
       half_desc: of the same array, blocks of half the columns.
       out_desc: blocks [1, rows, columns], of which a tile has powers of 2: the rows that a partition multiplies.
       GATED: whether a stage has a block of each of two arrays [K, N], side by side.
     """
-    BLOCK_M: gl.constexpr = lhs_desc.block_type.shape[1]
     BLOCK_K: gl.constexpr = lhs_desc.block_type.shape[2]
     RHS: gl.constexpr = rhs_desc.block_type.shape
     HALF: gl.constexpr = half_desc.block_type.shape
@@ -95,25 +96,33 @@ def is_transposed(ring):
 
 
 @gluon.jit
-def load_steps(ring, position, lhs_desc, source, row, rhs_desc, column, first, end, HALF: gl.constexpr, gate_desc=None):
+def load_steps(
+    ring, position, lhs_desc, source, row, ROWS: gl.constexpr, rhs_desc, column, first, end, HALF: gl.constexpr,
+    gate_desc=None,
+):  # fmt: skip
     """Loads the steps of K from `first` to before `end` into the next stages: the position behind them.
 
     Args:
       position: (stage, phase), (0, 1) in the beginning.
-      source, row: of the block of `lhs_desc`.
+      source, row: of the block of lhs, of whose sources each has so many ROWS.
       rhs_desc: `half_desc` for half tiles.
       column: of the block of `rhs_desc`.
       HALF: whether that is a half tile.
       gate_desc: of a gate, blocks like those of `rhs_desc`, which come to lie right of them.
     """
     stage, phase = position
+    BLOCK_M: gl.constexpr = ring.lhs.shape[2]
     BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+    BOX: gl.constexpr = lhs_desc.block_type.shape[1]
     PRODUCTS: gl.constexpr = 1 if gate_desc is None else 2
     for step in range(first, end):
         bar = ring.ready.index(stage)
         mbarrier.wait(ring.empty.index(stage), phase)
-        mbarrier.expect(bar, lhs_desc.nbytes_per_cta + PRODUCTS * rhs_desc.nbytes_per_cta)
-        tma.async_load(lhs_desc, [source, row, step * BLOCK_K], bar, ring.lhs.index(stage))
+        lhs = ring.lhs.index(stage)
+        mbarrier.expect(bar, lhs.nbytes_per_cta + PRODUCTS * rhs_desc.nbytes_per_cta)
+        for box in gl.static_range(BLOCK_M // BOX):
+            at = [source, tiles.row_of_box(row, box, ROWS, BOX), step * BLOCK_K]
+            tma.async_load(lhs_desc, at, bar, lhs.slice(box * BOX, BOX, 1))
         dest = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
         if gate_desc is not None:
             COLUMNS: gl.constexpr = rhs_desc.block_type.shape[1]

@@ -22,7 +22,7 @@ from jaxtaxfree.kernels import shmem_gluon as shmem
 
 @gluon.jit
 def matmul_reduce_decode_hopper_kernel(
-    lhs_desc,  # [all rows, K], in blocks [BLOCK_M, BLOCK_K]
+    lhs_desc,  # [all rows, K], in boxes [rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
@@ -52,9 +52,9 @@ def matmul_reduce_decode_hopper_kernel(
     me = shmem.start(team, VERIFY=False)
     number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
-    block, row, column = decode_hopper.tile_of(number, ROWS, BLOCK_M, BLOCK_N)
+    place = decode_hopper.place_of(number, ROWS, BLOCK_M, BLOCK_N)
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
-    fetched = decode_hopper.begin(ring, rhs_desc, None, column, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+    fetched = decode_hopper.begin(ring, rhs_desc, None, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
     wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
     gl.warp_specialize(
@@ -62,12 +62,12 @@ def matmul_reduce_decode_hopper_kernel(
             (
                 multiply,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, block, row,
-                    column, split, end - first, M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), SPLITS,
-                    ADDERS, ADD_ROWS, LINGER, ACTIVATION,
+                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, end - first,
+                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), SPLITS, ADDERS, ADD_ROWS, LINGER,
+                    ACTIVATION,
                 ),
             ),
-            (load, (ring, lhs_desc, rhs_desc, row, column, first, end, first + fetched)),
+            (load, (ring, lhs_desc, rhs_desc, place, ROWS, first, end, first + fetched)),
         ],
         [1],
         [64],
@@ -76,14 +76,14 @@ def matmul_reduce_decode_hopper_kernel(
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, row, column, first, end, fetched):
+def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetched):
     """Fetches what is multiplied, which nobody has to wait for."""
-    decode_hopper.load(ring, lhs_desc, rhs_desc, None, row, column, (0, 1), first, end, fetched)
+    decode_hopper.load(ring, lhs_desc, rhs_desc, None, place, ROWS, (0, 1), first, end, fetched)
 
 
 @gluon.jit
 def multiply(
-    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, number, block, row, column, split, steps,
+    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
     WIRE: gl.constexpr, BLOCKS: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr,
     LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -93,18 +93,19 @@ def multiply(
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = decode_hopper.multiply(ring, steps)
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, number, split, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, SPLITS, ADDERS)
     adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
     if adder >= 0:
-        came = decode_hopper.wait(me, left, number, SPLITS, ADDERS)
+        came = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
-            total, piece = decode_hopper.take(me, parts, shares, number, split, i, SPLITS, ADDERS)
+            total, piece = decode_hopper.take(me, parts, shares, place.number, split, i, SPLITS, ADDERS)
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))
-            send_piece(me, total.to(WIRE), partials, row, column, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+            send_piece(me, total.to(WIRE), partials, place, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+        adder += place.block * ADDERS
         reduce(
-            me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, block * ADDERS + adder, M, N, WORLD, OWNED,
-            PITCH, BLOCK_N, WIRE, BLOCKS * ADDERS, ADD_ROWS, LINGER, ACTIVATION,
+            me, bias_ptr, residual_ptr, partials, sums, out_ptr, place.column, adder, M, N, WORLD, OWNED, PITCH,
+            BLOCK_N, WIRE, BLOCKS * ADDERS, ADD_ROWS, LINGER, ACTIVATION,
         )  # fmt: skip
 
 
@@ -157,13 +158,13 @@ def reduce(
 
 @gluon.jit
 def send_piece(
-    me, sums, partials, row, column, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
+    me, sums, partials, place, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
     PITCH: gl.constexpr, SCATTERED: gl.constexpr,
 ):  # fmt: skip
     """Sends rows of a tile to those who add them up.
 
     Args:
-      sums: of a piece of the tile at this row and column, columns first.
+      sums: of a piece of the tile at this place, columns first.
       number: of the piece.
     """
     BLOCK_N: gl.constexpr = sums.shape[0]
@@ -178,17 +179,17 @@ def send_piece(
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     words = shmem.words_of(gl.convert_layout(gl.permute(sums, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = row + decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
+    m = place.row + decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
-    dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + column // A_WORD)
+    dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + place.column // A_WORD)
     if SCATTERED:
         owner = m // OWNED
-        place = (m - owner * OWNED) * (PITCH // A_WORD) + n
-        shmem.send_words(me, dest + place, words, owner, (m < WORLD * OWNED) & (n >= 0))
+        offset = (m - owner * OWNED) * (PITCH // A_WORD) + n
+        shmem.send_words(me, dest + offset, words, owner, (m < WORLD * OWNED) & (n >= 0))
     else:
         for i in gl.static_range(1, WORLD + 1):
-            place = m * (PITCH // A_WORD) + n
-            shmem.send_words(me, dest + place, words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))
+            offset = m * (PITCH // A_WORD) + n
+            shmem.send_words(me, dest + offset, words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))
 
 
 @gluon.jit

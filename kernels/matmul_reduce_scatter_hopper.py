@@ -72,7 +72,7 @@ class Relay(NamedTuple):
 
 @gluon.jit
 def matmul_reduce_scatter_hopper_kernel(
-    lhs_desc,  # [WORLD, M, K], in blocks [1, BLOCK_M, BLOCK_K]
+    lhs_desc,  # [WORLD, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
     bias_ptr,  # [N], or None
@@ -100,7 +100,7 @@ def matmul_reduce_scatter_hopper_kernel(
     me = shmem.start(team)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
-    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, STAGES)
+    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = allocate_relay(1, 2)
     staged = allocate_relay(2, 1)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION)
@@ -139,7 +139,7 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, t
         owner = owner_of(me, ticket, work)
         row, column = start_of(ticket % tiles_a_rank(work), work)
         steps = gl.cdiv(work.K, work.BLOCK_K)
-        position = matmul.load_steps(ring, position, lhs_desc, owner, row, rhs_desc, column, 0, steps, False)
+        position = matmul.load_steps(ring, position, lhs_desc, owner, row, work.M, rhs_desc, column, 0, steps, False)
         if owner == me.rank:
             tile = ticket % tiles_a_rank(work)
             position = load_parts(

@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "128-rows-8-ranks": {"m": 128, "world": 8},
     "128-rows-epilogue": {"m": 128, "epilogue": True},
     "16-rows-epilogue": {"epilogue": True},
+    "wide-epilogue": {"m": 128, "n": 18432, "epilogue": True},
     "512-rows": {"m": 512},
     "512-rows-epilogue": {"m": 512, "world": 2, "epilogue": True},
     "384-rows-few-columns": {"m": 384, "n": 1280},
@@ -86,7 +87,8 @@ def lowered(**given: Any) -> str:
 def test_code(name: str) -> None:
     case = CASES[name]
     rows = case.get("m", 16)
-    program = check_code(lowered(**case), KERNEL, rows=rows, wide=case.get("n") == 28672 or rows > 128)
+    very_wide = case.get("n", 0) > 16896
+    program = check_code(lowered(**case), KERNEL, rows=rows, wide=rows > 128, very_wide=very_wide)
     if case.get("n") in (776, 1280) or rows == 256:
         # Few tiles. Programs that share one signal that its sums are there.
         assert waits_that_do_not_wait(program, 1) == []
@@ -131,11 +133,14 @@ def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **g
     (
         ({}, True),
         ({"m": 128}, True),
-        ({"m": 260}, False),
+        ({"m": 260}, True),
+        ({"m": 512}, True),
+        ({"m": 512, "n": 8192}, False),  # as many tiles of 128 by 128 as fill two waves
+        ({"m": 516}, False),
         ({"dtype": "float32"}, False),
         ({"k": 1028}, False),
         ({"n": 1028}, False),
-        ({"n": 9216}, False),  # more tiles than run at a time
+        ({"n": 18432}, True),
         ({"compute_capability": 80}, False),
         ({"compute_capability": 100}, False),
     ),
@@ -147,14 +152,14 @@ def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered:
 
 def test_of_more_rows_a_scatter_has_another_kernel() -> None:
     on = {"dtype": "bfloat16", "compute_capability": 90}
-    found = [scatter_ops.choose(m, 1024, 8192, world=2, **on) for m in (64, 65, 128, 129)]
-    assert [config.small for config in found] == [True, True, True, False]
+    found = [scatter_ops.choose(m, 1024, 8192, world=2, **on) for m in (64, 128, 192, 256, 257)]
+    assert [config.small for config in found] == [True, True, True, False, False]
     assert all(config.hopper for config in found)
 
 
 @pytest.mark.parametrize("scattered", (False, True))
 def test_all_reasons_why_it_cannot_run(scattered: bool) -> None:
-    parts = ("float16 and bfloat16, not float32", "64 are more than block_m=16", "1028 elements")
+    parts = ("float16 and bfloat16, not float32", "1028 elements")
     operation = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
     settings = {"block_m": 16, "block_n": 64, "num_warps": 4}
     with fails(NotImplementedError, f"{operation} with hopper=True", *parts):

@@ -158,7 +158,7 @@ def test_random_shapes(mesh: jax.sharding.Mesh, operation: parity.Operation, see
     wide = 8 * mesh.devices.size
 
     def case(many: bool) -> Callable:
-        m = round(2 ** draw.uniform(*((8, 12.5) if many else (0, 8))))
+        m = round(2 ** draw.uniform(*((8, 12.5) if many else (0, 9))))
         k, n, key = (draw.randint(1, 300) for _ in range(3))
         dtype = draw.choice((jnp.bfloat16, jnp.float16))
 
@@ -263,7 +263,7 @@ def few_rows(kind: str, world: int, m: int, n: int, **others: Any) -> tuple[pari
     """
     rows = parity.up_to(m, world) // world
     if kind == "gather":
-        return parity.GATHER, {**vars(gather_ops.hopper_config(rows, n // world, world)), **others}
+        return parity.GATHER, {**vars(gather_ops.decode_hopper_config(rows, n // world, world)), **others}
     if kind == "scatter":
         return parity.SCATTER, {**vars(scatter_ops.decode_hopper_config(rows, n, world, "bfloat16")), **others}
     return parity.REDUCE, {"hopper": True, "small": True, "shots": int(kind), **others}
@@ -278,7 +278,7 @@ def test_few_rows(mesh: jax.sharding.Mesh, kind: str) -> None:
     draw, world = random.Random(0), mesh.devices.size
 
     def case(i: int) -> Callable:
-        m, k, n = round(2 ** draw.uniform(0, 8)), 8 * world * draw.randint(1, 300), 8 * world * draw.randint(1, 150)
+        m, k, n = round(2 ** draw.uniform(0, 9)), 8 * world * draw.randint(1, 300), 8 * world * draw.randint(1, 150)
         dtype = (jnp.bfloat16, jnp.float16)[i % 2]
         exact = {} if kind == "gather" else {"exact_wire": True}
         operation, settings = few_rows(kind, world, m, n, splits=(1, 2, 3, 8, 4)[i % 5], **exact)
@@ -304,7 +304,7 @@ def test_few_rows(mesh: jax.sharding.Mesh, kind: str) -> None:
 
 
 @each_kind
-@pytest.mark.parametrize("m", (16, 256))
+@pytest.mark.parametrize("m", (16, 256, 448))
 def test_few_rows_a_thousand_times(mesh: jax.sharding.Mesh, kind: str, m: int) -> None:
     """What the calls give does not depend on when words arrive."""
     operation, settings = few_rows(kind, mesh.devices.size, m, 2048)

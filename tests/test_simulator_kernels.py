@@ -1,7 +1,10 @@
 """Every kernel of `simulator_kernels` under every policy, with few and many slots: right, and without an alarm."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from jaxtaxfree import simulator
 from tests.simulator_kernels import KERNELS, WORLDS, Simulated
 
 SEEDS = 200
@@ -24,3 +27,15 @@ def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
     kernel.run(range(FEW), world)
+
+
+@pytest.mark.parametrize("slots", (1, None))
+def test_who_adds_up_waits_for_all_blocks_of_rows(slots: int | None) -> None:
+    """Programs of the same columns are to run together, and the operation says so."""
+    [kernel] = [kernel for kernel in KERNELS if kernel.name == "matmul_reduce_decode_hopper"]
+    call = kernel.call(2, np.dtype(jnp.bfloat16), (19, 40, 72, 0, False, None, 2, 1, 16))
+    assert call.keywords["together"] == 3
+    function = getattr(kernel.module, kernel.function)
+    call.run(function, slots=slots)
+    with pytest.raises((simulator.WaitOrderError, simulator.DeadlockError)):
+        call.run(function, slots=slots, together=1)

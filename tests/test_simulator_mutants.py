@@ -850,7 +850,7 @@ MUTANTS = (
         name="lhs of one stage alone",
         kernel="matmul_reduce_decode_hopper",
         product=True,
-        edits=(("ring.full.index(stage), ring.lhs.index(stage))", "ring.full.index(stage), ring.lhs.index(0))"),),
+        edits=(("ring.full.index(stage), ring.lhs.index(stage).", "ring.full.index(stage), ring.lhs.index(0)."),),
         errors=TOO_EARLY,
     ),
     *(
@@ -895,6 +895,13 @@ MUTANTS = (
         edits=(("    piece = i * ADDERS + adder\n", "    piece = i * ADDERS + (adder + 1) % ADDERS\n"),),
         errors=(*TOO_EARLY, MessageError, DeadlockError),
         shape=SHARED_SCATTER,
+    ),
+    Mutant(
+        name="all blocks of rows have the same adders",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("        adder += place.block * ADDERS\n", ""),),
+        errors=(MessageError, DeadlockError, WaitOrderError, DataRaceError),
+        shape=(19, 40, 72, 0, False, None, 2, 1, 16),
     ),
     Mutant(
         name="every adder has all rows",

@@ -211,23 +211,30 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
     return Config(**tile, pushers=pushers, units=units)
 
 
-def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
-    """A configuration by shape of the kernels for Hopper, as in `default_config`.
+def hopper_configs(m: int, n: int, world: int, *, gated: bool = False) -> list[Config]:
+    """Configurations by shape of the kernels for Hopper, as in `default_config`, the fastest first.
 
     Args:
       m, world: as there.
       n: columns of a rank's `rhs`, and of the gate if there is one.
       gated: whether there is.
     """
-    if world * m <= matmul.FEW_ROWS:
-        return decode_hopper_config(m, n, world, gated=gated)
-    waves = world * matmul.tiles(m, 2 * n if gated else n, HOPPER) / HOPPER.programs
+    rows, products = world * m, 2 if gated else 1
+    waves = world * matmul.tiles(m, products * n, HOPPER) / HOPPER.programs
     # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
-    return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+    many = HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+    if rows > matmul.FEW_ROWS:
+        return [many]
+    few = decode_hopper_config(m, n, world, gated=gated)
+    if rows <= matmul.ROWS_OF_A_TILE:
+        return [few]
+    row_blocks = world * math.ceil(m / many.block_m)
+    faster = matmul.is_faster_for_few(rows, n, few, many, row_blocks, products=products)
+    return [few, many] if faster else [many, few]
 
 
 def decode_hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
-    """A configuration by shape of the kernel for few rows on Hopper, as `hopper_config`."""
+    """A configuration by shape of the kernel for few rows on Hopper, as `hopper_configs`."""
     rows, pushers = world * m, 16
     tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1, others=pushers)
     splits = tile["splits"]
@@ -276,10 +283,11 @@ def unsupported_on_hopper(
 def _faster_hopper_config(
     m: int, k: int, n: int, *, world: int, epilogue: Epilogue = NONE, **form: Any
 ) -> Config | None:
-    """What `hopper_config` gives if that can take the call; the arguments are those of `choose`."""
-    config = hopper_config(m, n, world, gated=epilogue.gated)
-    reasons = unsupported_on_hopper(k, n, config=config, epilogue=epilogue, **form)
-    return None if reasons else config
+    """The first one of `hopper_configs` that can take the call; the arguments are those of `choose`."""
+    for config in hopper_configs(m, n, world, gated=epilogue.gated):
+        if not unsupported_on_hopper(k, n, config=config, epilogue=epilogue, **form):
+            return config
+    return None
 
 
 def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:

@@ -13,6 +13,7 @@ from triton import next_power_of_2
 from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
+from jaxtaxfree.kernels.tiles import box_of
 from jaxtaxfree.primitive import DTYPES, settings_of
 from jaxtaxfree.teams import Team, vary, varying
 
@@ -225,7 +226,7 @@ def hopper_keywords(
         "grid": config.programs,
         "num_warps": config.num_warps // PARTITIONS,
         "descriptors": {
-            "lhs_desc": (1, block_m, block_k),
+            "lhs_desc": (1, box_of(m, block_m), block_k),
             "rhs_desc": (block_n, block_k) if rhs_transposed else (block_k, block_n),
             "half_desc": (block_n // 2, block_k) if rhs_transposed else (block_k, block_n // 2),
             "out_desc": (1, block_m // PARTITIONS, columns),
@@ -250,17 +251,21 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
       products: by how many matrices like it the rows are multiplied.
       others: programs that do something else.
     """
-    # Wider tiles where narrow ones are more than a GPU runs at a time; not measured of two products. Of more rows, which
-    # the programs read again and again from the L2 cache, tiles are wide in any case.
+    # Wider tiles where narrow ones are more than a GPU runs at a time; not measured of two products. Of more rows, that
+    # programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
-    columns, free = math.ceil(n / block_n), MULTIPROCESSORS - others
-    block_m, block_k = min(ROWS_OF_A_TILE, max(8, next_power_of_2(rows))), 64
-    if ROWS_OF_A_TILE < rows <= 384 and 3 * columns <= free:
-        block_m = 128
+    if not others and n > 128 * MULTIPROCESSORS and rows <= 128:
+        block_n = 256
+    # Three blocks of 128 rows rather than two of 256.
+    block_m = 128 if ROWS_OF_A_TILE < rows <= 384 else min(ROWS_OF_A_TILE, max(8, next_power_of_2(rows)))
+    block_k = 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
-    tiles = math.ceil(rows / block_m) * columns
-    # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
-    most = min(free // tiles, 8) if rows > 64 or tiles <= 40 else 1
+    tiles, free = math.ceil(rows / block_m) * math.ceil(n / block_n), MULTIPROCESSORS - others
+    if rows > ROWS_OF_A_TILE:
+        splits = min(range(1, 9), key=lambda splits: _time_of_waves(tiles, splits, free))
+    else:
+        # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
+        splits = max(1, min(free // tiles, 8)) if rows > 64 or tiles <= 40 else 1
     return {
         "block_m": block_m,
         "block_n": block_n,
@@ -268,8 +273,36 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
-        "splits": max(1, most),
+        "splits": splits,
     }
+
+
+def _time_of_waves(tiles: int, splits: int, free: int) -> float:
+    """What tiles take that so many programs share, in the time of one of them; and 0.2 more of that for each wave.
+
+    Args:
+      free: multiprocessors.
+    """
+    return math.ceil(tiles * splits / free) * (1 / splits + 0.2)
+
+
+def is_faster_for_few(rows: int, n: int, few: Any, many: Any, row_blocks: int, *, products: int = 1) -> bool:
+    """Whether the kernel for few rows is the faster one on Hopper, by the waves of programs that both need.
+
+    Args:
+      rows: of the product, by [k, n] matrices; at most ROWS_OF_A_TILE are the former's in any case.
+      few, many: configurations of both kernels.
+      row_blocks: of tiles of the latter.
+      products: as of `decode_hopper_tile`.
+    """
+    if not ROWS_OF_A_TILE < rows <= FEW_ROWS:
+        return rows <= FEW_ROWS
+    # Its programs go on without a pause.
+    waves = math.ceil(row_blocks * math.ceil(products * n / many.block_n) / many.programs) + 0.15
+    of_many = waves * many.block_m * many.block_n
+    free = MULTIPROCESSORS - getattr(few, "pushers", 0)
+    of_few = _time_of_waves(tiles(rows, n, few), few.splits, free) * few.block_m * products * few.block_n
+    return of_few < of_many
 
 
 def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
@@ -343,7 +376,7 @@ def reduce_decode_hopper_keywords(
     owned = math.ceil(m / world) if gathered else m
     rows = world * owned if scattered else owned
     keywords = decode_hopper_keywords(rows, k, n, config, "rhs_desc")
-    keywords["descriptors"]["lhs_desc"] = (config.block_m, config.block_k)
+    keywords["descriptors"]["lhs_desc"] = (box_of(rows, config.block_m), config.block_k)
     blocks = math.ceil(rows / config.block_m)
     adders = blocks * keywords["ADDERS"]
     columns = math.ceil(n / config.block_n) * config.block_n
@@ -373,14 +406,6 @@ def reduce_decode_hopper_keywords(
         "ADD_ROWS": add_rows,
         "LINGER": owned > 16 if linger is None else linger,
     }
-
-
-def runs_at_once(rows: int, n: int, config: Any) -> bool:
-    """Whether a GPU runs all programs of `decode_hopper_keywords` at a time.
-
-    If they exchange what they have computed, the others' weights are not read before that.
-    """
-    return tiles(rows, n, config) * config.splits <= MULTIPROCESSORS
 
 
 _MULTIPLY_ADDS = 2048  # of 16-bit numbers, in a cycle of a multiprocessor of compute capability 9.0

@@ -311,19 +311,14 @@ def choose(
     # Tiles that somebody asks for are those of the portable kernel.
     by_shape = settings.keys() <= asked.keys()
     few, many = decode_hopper_config(m, n, world, dtype, out_dtype=out_dtype, **asked), hopper_config(m, n, world)
-    at_once = matmul.runs_at_once(_rows_sent(m, world, few), n, few)
-    most = matmul.FEW_ROWS if at_once else matmul.ROWS_OF_A_TILE
-    if settings.get("small", by_shape and m <= most):
-        hopper, faster = few, by_shape and at_once
-    else:
-        # It was measured with tiles for all multiprocessors, or nearly.
-        fills = 4 * matmul.tiles(m, n, many) >= 3 * many.programs
-        hopper, faster = many, by_shape and "shots" not in settings and fills
+    faster = matmul.is_faster_for_few(_rows_sent(m, world, few), n, few, many, math.ceil(m / many.block_m))
+    hopper = few if settings.get("small", by_shape and faster) else many
+    default = by_shape and (hopper is few or "shots" not in settings)
     hopper = dataclasses.replace(hopper, **settings)
     reasons = unsupported_on_hopper(k, n, out_dtype=out_dtype, residual=residual, config=hopper, **on)
     if settings.get("hopper") and reasons:
         raise Unsupported("matmul_all_reduce with hopper=True", reasons)
-    return hopper if settings.get("hopper", faster and not reasons) else dataclasses.replace(portable, **settings)
+    return hopper if settings.get("hopper", default and not reasons) else dataclasses.replace(portable, **settings)
 
 
 def fused(

@@ -238,16 +238,10 @@ def choose(
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    if world * m <= matmul.FEW_ROWS:
-        config = decode_hopper_config(m, n, world, dtype, out_dtype)
-        if matmul.runs_at_once(world * m, n, config) and not _unsupported_with(config, k, n, **on, **form):
-            return config
-    config = hopper_config(m, n, world)
-    # It was measured with tiles for all multiprocessors, or nearly.
-    faster = 4 * world * matmul.tiles(m, n, config) >= 3 * config.programs
-    if faster and not unsupported_on_hopper(k, n, **on, **form):
-        return config
-    return default_config(m, n, world, **on)
+    few, many = decode_hopper_config(m, n, world, dtype, out_dtype), hopper_config(m, n, world)
+    row_blocks = world * math.ceil(m / many.block_m)
+    hopper = few if matmul.is_faster_for_few(world * m, n, few, many, row_blocks) else many
+    return default_config(m, n, world, **on) if _unsupported_with(hopper, k, n, **on, **form) else hopper
 
 
 def fused(
