@@ -229,7 +229,7 @@ def hopper_configs(m: int, n: int, world: int, *, gated: bool = False) -> list[C
     if rows <= matmul.ROWS_OF_A_TILE:
         return [few]
     row_blocks = world * math.ceil(m / many.block_m)
-    faster = matmul.is_faster_for_few(rows, n, few, many, row_blocks, products=products)
+    faster = matmul.is_faster_for_few(rows, n, few, many, row_blocks, products=products, others=few.pushers)
     return [few, many] if faster else [many, few]
 
 

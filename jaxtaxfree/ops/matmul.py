@@ -286,23 +286,24 @@ def _time_of_waves(tiles: int, splits: int, free: int) -> float:
     return math.ceil(tiles * splits / free) * (1 / splits + 0.2)
 
 
-def is_faster_for_few(rows: int, n: int, few: Any, many: Any, row_blocks: int, *, products: int = 1) -> bool:
+def is_faster_for_few(
+    rows: int, n: int, few: Any, many: Any, row_blocks: int, *, products: int = 1, others: int = 0
+) -> bool:
     """Whether the kernel for few rows is the faster one on Hopper, by the waves of programs that both need.
 
     Args:
       rows: of the product, by [k, n] matrices; at most ROWS_OF_A_TILE are the former's in any case.
       few, many: configurations of both kernels.
       row_blocks: of tiles of the latter.
-      products: as of `decode_hopper_tile`.
+      products, others: as of `decode_hopper_tile`.
     """
     if not ROWS_OF_A_TILE < rows <= FEW_ROWS:
         return rows <= FEW_ROWS
     # Its programs go on without a pause.
-    waves = math.ceil(row_blocks * math.ceil(products * n / many.block_n) / many.programs) + 0.15
+    waves = math.ceil(row_blocks * math.ceil(products * n / many.block_n) / many.programs) + 0.25
     of_many = waves * many.block_m * many.block_n
-    free = MULTIPROCESSORS - getattr(few, "pushers", 0)
-    of_few = _time_of_waves(tiles(rows, n, few), few.splits, free) * few.block_m * products * few.block_n
-    return of_few < of_many
+    of_tile = _time_of_waves(tiles(rows, n, few), few.splits, MULTIPROCESSORS - others)
+    return of_tile * few.block_m * products * few.block_n < of_many
 
 
 def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
