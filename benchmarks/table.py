@@ -43,6 +43,8 @@ def table(path: Path, root: Path | None = None) -> str:
     run = rows[0]
     where = path.resolve().relative_to(root or ROOT)
     versions = f"{run['dtype']}, JAX {run['jax']}, Triton {run['triton']}, {run['date']}, commit {run['commit']}"
+    if (l2 := run.get("l2", "usual")) != "usual":
+        versions += f", L2 cache {l2}"
     return "\n".join([*lines, "", f"{run['world']} x {run['gpu']}, {versions}: [`{where}`]({where})."])
 
 

@@ -400,11 +400,12 @@ def merge(folder: Path, kind: str, case: dispatch.Case, row: dispatch.Row) -> No
 def take_results(path: Path, folder: Path) -> Iterator[str]:
     """Writes what results of run.py say of each shape, by the rules of a contest. Yields a line for each.
 
-    The implementation "fused" stands for the default: it is what was chosen by shape, and by the table as it is.
+    The implementation "fused" stands for the default: it is what was chosen by shape, and by the table as it is. Of
+    weights that stay in the L2 cache nothing is concluded: those of the layers of a model do not.
     """
     shapes: dict[tuple[Any, ...], list[run.Row]] = {}
     for row in json.loads(path.read_text()):
-        if row["op"] in VARIATIONS and row["mode"] == SUSTAINED.name and row.get("l2", "usual") == "usual":
+        if row["op"] in VARIATIONS and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
             sizes = run.OPERATIONS[row["op"]].sizes_of(row)
             shapes.setdefault((row["op"], row["world"], *sizes), []).append(row)
     for (name, world, *sizes), rows in shapes.items():

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops.matmul import MULTIPROCESSORS
+from jaxtaxfree.ops.matmul import MULTIPROCESSORS, slower_in_waves
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -167,6 +167,38 @@ def test_programs_of_its_configuration(rows: int, n: int, gated: bool) -> None:
     assert config.splits == 8 or more > MULTIPROCESSORS or (rows <= 64 and tiles > 40)
     # As many groups of them send as programs begin at different parts of K.
     assert config.pushers % config.splits == 0 and config.part * config.splits <= 8192
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "world", "slower"),
+    (
+        (300, 14336, 2, True),
+        (300, 14336, 4, False),  # not measured
+        (300, 1280, 2, False),  # a single wave
+        (384, 14336, 2, False),
+        (256, 14336, 2, False),
+    ),
+)
+def test_xla_is_taken_for_rows_that_fill_no_blocks(rows: int, n: int, world: int, slower: bool) -> None:
+    config = gather_ops.hopper_configs(rows // world, n, world)[0]
+    why = slower_in_waves(rows, n, config, world=world, others=config.pushers)
+    assert bool(why) == slower
+    assert not slower or f"384 rows where there are {rows}" in why
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "world", "few"),
+    (
+        (512, 1280, 2, True),
+        (512, 7168, 2, False),
+        (512, 7168, 8, True),  # of 64 rows a rank the tiles of the other kernel are half empty
+        (384, 3584, 2, True),
+        (384, 14336, 2, True),
+        (514, 1280, 2, False),
+    ),
+)
+def test_the_kernel_whose_waves_take_less_time(rows: int, n: int, world: int, few: bool) -> None:
+    assert gather_ops.hopper_configs(rows // world, n, world)[0].small == few
 
 
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -306,6 +306,19 @@ def is_faster_for_few(
     return of_tile * few.block_m * products * few.block_n < of_many
 
 
+def slower_in_waves(rows: int, n: int, config: Any, *, world: int, others: int = 0) -> str | None:
+    """Why XLA is known to be faster than a kernel for few rows on Hopper, if it is. Measured on 2 H200.
+
+    Args:
+      rows, n, config: of the product, and of the kernel.
+      others: as of `decode_hopper_tile`.
+    """
+    waves = tiles(rows, n, config) * config.splits > MULTIPROCESSORS - others
+    if world == 2 and config.hopper and config.small and ROWS_OF_A_TILE < rows < 384 and waves:
+        return f"the kernel multiplies 384 rows where there are {rows}, in several waves of programs"
+    return None
+
+
 def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors: str) -> dict[str, Any]:
     """What `shmem_call` needs to know of such a product.
 
