@@ -599,9 +599,7 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
         (1024, 8192, 2048),
     ),
 )
-def test_hopper_has_a_kernel_of_its_own_for_many_rows(
-    mesh: Mesh, dtype: str, m: int, k: int, n: int
-) -> None:
+def test_hopper_has_a_kernel_of_its_own_for_many_rows(mesh: Mesh, dtype: str, m: int, k: int, n: int) -> None:
     assert kernel_of(mesh, dtype, m, k, n) == "matmul_reduce_scatter_hopper_kernel"
 
 
