@@ -187,7 +187,7 @@ def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
 
 
 @pytest.mark.parametrize("first", PORTIONS)
-@pytest.mark.parametrize("world", (2, 3, 4, pytest.param(8, marks=pytest.mark.soak)))
+@pytest.mark.parametrize("world", (2, 3, *(pytest.param(world, marks=pytest.mark.soak) for world in (4, 8))))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
     kernel.run(range(max(first, FEW if world < 8 else 1), first + PORTION), world)
