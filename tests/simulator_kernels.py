@@ -94,9 +94,13 @@ class Simulated:
     def kernel(self) -> Any:
         return getattr(self.module, self.function)
 
-    def case(self, seed: int, world: int) -> tuple[Call, dict[str, Any]]:
-        """The call and the settings of a seed. Seeds next to each other differ in everything."""
-        shapes, settings = self.shapes(world), list(itertools.product(DTYPES, SLOTS, POLICIES))
+    def case(self, seed: int, world: int, most: int | None = None) -> tuple[Call, dict[str, Any]]:
+        """The call and the settings of a seed. Seeds next to each other differ in everything.
+
+        Args:
+          most: of so many shapes, the first ones; None for all.
+        """
+        shapes, settings = self.shapes(world)[:most], list(itertools.product(DTYPES, SLOTS, POLICIES))
         # Shifted after each round of all settings, or a shape would meet some of them alone.
         dtype, slots, policy = settings[(seed * 7 + seed // len(settings)) % len(settings)]
         return self.call(world, dtype, shapes[seed % len(shapes)]), {"seed": seed, "slots": slots, "policy": policy}

@@ -125,7 +125,7 @@ def test_combinations_of_the_kernel(data: st.DataObject, world: int, choose: ran
 
 
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 20 else pytest.mark.soak) for seed in range(100)]
+    "seed", [pytest.param(seed, marks=pytest.mark.slow if seed < 10 else pytest.mark.soak) for seed in range(100)]
 )
 def test_more_combinations_of_the_kernel(seed: int) -> None:
     choose = random.Random(seed)
