@@ -68,14 +68,14 @@ def all_gather_matmul_decode_hopper_kernel(
                     multiply,
                     (
                         me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, end - first,
-                        WORLD * M, N, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
+                        WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
                     load,
                     (
                         me, ring, rows, rhs_desc, gate_desc, place, first, end, gathered, arrived, M, K, WORLD,
-                        SPLITS, PUSHERS // GROUPS, PART,
+                        BLOCK_M, SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
             ],
@@ -148,6 +148,7 @@ def load(
     M: gl.constexpr,
     K: gl.constexpr,
     WORLD: gl.constexpr,
+    BLOCK_M: gl.constexpr,
     SPLITS: gl.constexpr,
     SIGNALS: gl.constexpr,
     PART: gl.constexpr,
@@ -159,7 +160,7 @@ def load(
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
-    BOX: gl.constexpr = tiles.box_of(WORLD * M, ring.lhs.shape[1])
+    BOX: gl.constexpr = tiles.box_of(WORLD * M, BLOCK_M)
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], rhs_desc.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
@@ -186,38 +187,45 @@ def load(
 @gluon.jit
 def multiply(
     me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, steps,
-    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
+    ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
     tile = decode_hopper.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:
-        tile = gl.where(ready, tile, float("nan"))
+        tile = nan_unless(ready, tile)
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, ADDERS)
     if decode_hopper.adder_of(split, SPLITS, ADDERS) >= 0:
         ready = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
-            sums, piece = decode_hopper.take(me, parts, shares, place.number, split, i, SPLITS, ADDERS)
-            store_piece(
-                sums, piece, ready, bias_ptr, residual_ptr, out_ptr, place, len(parts), ROWS, N, BLOCK_N, ACTIVATION
-            )
+            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, ADDERS)
+            store_piece(piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
+
+
+@gluon.jit
+def nan_unless(ready, tile):
+    """A tile of `decode_hopper.multiply`, of which others are told by NaN that rows have not come."""
+    found = ()
+    for part in gl.static_range(len(tile)):
+        found = found + (gl.where(ready, tile[part], float("nan")),)
+    return found
 
 
 @gluon.jit
 def store_piece(
-    sums, number, ready, bias_ptr, residual_ptr, out_ptr, place, PIECES: gl.constexpr, ROWS: gl.constexpr,
-    N: gl.constexpr, BLOCK_N: gl.constexpr, ACTIVATION: gl.constexpr,
+    piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Applies the epilogue to a piece of the tile, of this number, and stores it."""
+    """Applies the epilogue to a piece of the tile at this place, and stores it."""
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    SUMS: gl.constexpr = decode_hopper.layout_of_sums(sums.shape[1], gl.num_warps())
-    GATED: gl.constexpr = sums.shape[0] > BLOCK_N
+    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.sums.shape[1], gl.num_warps())
+    GATED: gl.constexpr = piece.sums.shape[0] > BLOCK_N
     LAYOUT: gl.constexpr = STORED if GATED else SUMS
-    gate = None
+    sums, gate = piece.sums, None
     if GATED:
         sums, gate = decode_hopper.product_and_gate(sums, LAYOUT)
     if bias_ptr is not None:
@@ -225,7 +233,7 @@ def store_piece(
         sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
     n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = place.row + decode_hopper.rows_of(number, PIECES, sums.shape[1], gl.SliceLayout(0, STORED))[None, :]
+    m = place.row + decode_hopper.rows_of(piece, gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)

@@ -4,7 +4,8 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
-Of more rows than a tile takes there are several blocks of them (`place_of`), and `rhs` is read once for each.
+Of more rows than a tile takes there are several blocks of them (`place_of`), and `rhs` is read once for each. A tile whose
+rows are no power of 2 is multiplied in two parts, the largest power of 2 and the rest.
 
 Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
 and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
@@ -38,22 +39,33 @@ PIECE = gl.constexpr(8192)  # elements of a tile that are handled at a time
 class Ring(NamedTuple):
     """What lies in shared memory."""
 
-    lhs: Any  # [STAGES, BLOCK_M, BLOCK_K]
+    lhs: Any  # [STAGES, rows of the first part, BLOCK_K]
+    rest: Any  # [STAGES, other rows, BLOCK_K], or None
     rhs: Any  # [STAGES, BLOCK_K, columns of a tile]
     full: Any  # mbarriers of the stages: all blocks have come
     empty: Any  # they have been multiplied
+
+
+@triton.constexpr_function
+def first_part(block_m):
+    """How many rows the first part of a tile has: the largest power of 2. So many as remain have to be one, too."""
+    return 1 << (block_m.bit_length() - 1)
 
 
 @gluon.jit
 def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
     BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
     COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * (1 if gate_desc is None else 2)
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_K], rhs_desc.dtype)
-    lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], LHS)
+    ROWS: gl.constexpr = first_part(BLOCK_M)
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], rhs_desc.dtype)
+    lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, ROWS, BLOCK_K], LHS)
+    rest = None
+    if ROWS < BLOCK_M:
+        rest = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M - ROWS, BLOCK_K], LHS)
     rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    return Ring(lhs, rhs, full, empty)
+    return Ring(lhs, rest, rhs, full, empty)
 
 
 @gluon.jit
@@ -117,7 +129,8 @@ def fetch_weights(ring, rhs_desc, gate_desc, stage, step, place):
     full = ring.full.index(stage)
     dest = ring.rhs.index(stage)
     at = [step * rhs_desc.block_shape[0], place.column]
-    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + dest.nbytes_per_cta)
+    REST: gl.constexpr = 0 if ring.rest is None else ring.rest.index(stage).nbytes_per_cta
+    mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + REST + dest.nbytes_per_cta)
     if gate_desc is None:
         tma.async_load(rhs_desc, at, full, dest, cache_policy=READ_ONCE)
     else:
@@ -139,17 +152,21 @@ def load(ring, lhs_desc, rhs_desc, gate_desc, place, ROWS: gl.constexpr, positio
     Returns: the position of step `end`.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
-    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     BOX: gl.constexpr = lhs_desc.block_shape[0]
+    BOXES: gl.constexpr = ring.lhs.shape[1] // BOX
     stage, phase = position
     for step in range(first, end):
         if step >= fetched:
             mbarrier.wait(ring.empty.index(stage), phase)
             fetch_weights(ring, rhs_desc, gate_desc, stage, step, place)
-        for box in gl.static_range(BLOCK_M // BOX):
+        for box in gl.static_range(BOXES):
             at = [tiles.row_of_box(place.row, box, ROWS, BOX), step * BLOCK_K]
             tma.async_load(lhs_desc, at, ring.full.index(stage), ring.lhs.index(stage).slice(box * BOX, BOX))
+        if ring.rest is not None:
+            for box in gl.static_range(ring.rest.shape[1] // BOX):
+                at = [tiles.row_of_box(place.row, BOXES + box, ROWS, BOX), step * BLOCK_K]
+                tma.async_load(lhs_desc, at, ring.full.index(stage), ring.rest.index(stage).slice(box * BOX, BOX))
         stage += 1
         if stage == STAGES:
             stage = 0
@@ -164,11 +181,11 @@ def layout_of_sums(block_m, warps):
 
 @gluon.jit
 def multiply(ring, steps):
-    """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows."""
+    """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows: each of its parts."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
-    BLOCK_M: gl.constexpr = ring.lhs.shape[1]
-    COLUMNS: gl.constexpr = ring.rhs.shape[2]
-    tile = gl.zeros((COLUMNS, BLOCK_M), gl.float32, layout_of_sums(BLOCK_M, gl.num_warps()))
+    tile = zeros(ring.lhs, ring.rhs)
+    if ring.rest is not None:
+        rest = zeros(ring.rest, ring.rhs)
     stage = 0
     phase = 0
     previous = 0
@@ -176,36 +193,78 @@ def multiply(ring, steps):
         mbarrier.wait(ring.full.index(stage), phase)
         lhs = ring.lhs.index(stage).permute((1, 0))
         tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
-        tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+        if ring.rest is None:
+            tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+        else:
+            others = ring.rest.index(stage).permute((1, 0))
+            rest = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), others, rest, use_acc=step > 0, is_async=True)
+            tile, rest = warpgroup_mma_wait(num_outstanding=2, deps=(tile, rest))
         mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase = phase ^ 1
-    return warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
+    if ring.rest is None:
+        parts = (warpgroup_mma_wait(num_outstanding=0, deps=(tile,)),)
+    else:
+        parts = warpgroup_mma_wait(num_outstanding=0, deps=(tile, rest))
+    return parts
 
 
 @gluon.jit
-def pieces(tile, LEAST: gl.constexpr):
-    """A tile of `multiply` in pieces of no more than PIECE elements, each in the `layout_of_sums`.
+def zeros(lhs, rhs):
+    """What a product begins with of these blocks of a stage."""
+    return gl.zeros((rhs.shape[2], lhs.shape[1]), gl.float32, layout_of_sums(lhs.shape[1], gl.num_warps()))
 
-    One of so many begins with 8 rows of the tile, the next one with the next 8, and when all have 8 the first one goes
-    on (`rows_of`): so no element changes its thread.
+
+class Piece(NamedTuple):
+    """Some rows of a tile.
+
+    Attributes:
+      sums: columns of `rhs` by rows, in the `layout_of_sums`.
+      first: the first 8 rows are those of the tile from 8 * first on,
+      apart: and every further 8 those that are 8 * apart after the ones before.
+    """
+
+    sums: Any
+    first: Any
+    apart: Any
+
+
+@gluon.jit
+def pieces(parts, LEAST: gl.constexpr):
+    """Each `Piece` of a tile of `multiply`, of the first part first.
 
     Args:
-      LEAST: how many there are at least, a power of 2.
+      LEAST: how many there are at least of each part, a power of 2. There may be more of one, by a power of 2.
     """
-    BLOCK_N: gl.constexpr = tile.shape[0]
-    BLOCK_M: gl.constexpr = tile.shape[1]
-    if LEAST <= 1 and BLOCK_N * BLOCK_M <= PIECE:
-        found = (tile,)
+    found = ()
+    for part in gl.static_range(len(parts)):
+        split = halves(parts[part], LEAST)
+        for i in gl.static_range(len(split)):
+            before = 0 if part == 0 else parts[0].shape[1] // 8
+            found = found + (Piece(split[i], before + i, len(split)),)
+    return found
+
+
+@gluon.jit
+def halves(part, LEAST: gl.constexpr):
+    """A part of a tile divided until no piece has more than PIECE elements.
+
+    One of so many begins with 8 rows of the part, the next one with the next 8, and when all have 8 the first one goes
+    on: so no element changes its thread.
+    """
+    BLOCK_N: gl.constexpr = part.shape[0]
+    ROWS: gl.constexpr = part.shape[1]
+    if LEAST <= 1 and BLOCK_N * ROWS <= PIECE:
+        found = (part,)
     else:
-        left, right = tile.reshape([BLOCK_N, BLOCK_M // 16, 2, 8]).permute([0, 1, 3, 2]).split()
-        HALF: gl.constexpr = BLOCK_M // 2
+        left, right = part.reshape([BLOCK_N, ROWS // 16, 2, 8]).permute([0, 1, 3, 2]).split()
+        HALF: gl.constexpr = ROWS // 2
         SUMS: gl.constexpr = layout_of_sums(HALF, gl.num_warps())
-        even = pieces(gl.convert_layout(left.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
-        odd = pieces(gl.convert_layout(right.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
+        even = halves(gl.convert_layout(left.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
+        odd = halves(gl.convert_layout(right.reshape([BLOCK_N, HALF]), SUMS), LEAST // 2)
         found = ()
         for i in gl.static_range(len(even)):
             found = found + (even[i], odd[i])
@@ -213,18 +272,18 @@ def pieces(tile, LEAST: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(number, PIECES: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """The rows of the tile that one of its pieces has."""
-    return 8 * number + shmem.spread(gl.arange(0, ROWS, LAYOUT), PIECES)
+def rows_of(piece, LAYOUT: gl.constexpr):
+    """The rows of the tile that a piece has."""
+    return 8 * piece.first + shmem.spread(gl.arange(0, piece.sums.shape[1], LAYOUT), piece.apart)
 
 
 @gluon.jit
-def product_and_gate(piece, LAYOUT: gl.constexpr):
-    """A piece of each of the two products, in this layout."""
-    COLUMNS: gl.constexpr = piece.shape[0] // 2
-    ROWS: gl.constexpr = piece.shape[1]
+def product_and_gate(sums, LAYOUT: gl.constexpr):
+    """The same piece of each of the two products, in this layout."""
+    COLUMNS: gl.constexpr = sums.shape[0] // 2
+    ROWS: gl.constexpr = sums.shape[1]
     BOTH: gl.constexpr = gl.BlockedLayout([8, 1, 2], [8, 4, 1], [1, gl.num_warps(), 1], [2, 0, 1])
-    both = gl.convert_layout(piece.reshape([2, COLUMNS, ROWS]).permute([1, 2, 0]), BOTH)
+    both = gl.convert_layout(sums.reshape([2, COLUMNS, ROWS]).permute([1, 2, 0]), BOTH)
     product, gate = both.split()
     return gl.convert_layout(product, LAYOUT), gl.convert_layout(gate, LAYOUT)
 
@@ -236,7 +295,9 @@ def adder_of(split, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
 
 
 @gluon.jit
-def leave(me, parts, shares, left, number, split, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+def leave(
+    me, parts, shares, left, number, split, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr
+):  # fmt: skip
     """Leaves what a program has of the rows that others add up.
 
     Args:
@@ -249,7 +310,7 @@ def leave(me, parts, shares, left, number, split, SPLITS: gl.constexpr, ADDERS: 
         adder = adder_of(split, SPLITS, ADDERS)
         for i in gl.static_range(len(parts)):
             if adder != i % ADDERS:
-                gl.store(place_in(me, parts[i], shares, number, split, i, len(parts), SPLITS), parts[i])
+                gl.store(place_in(me, parts[i], shares, number, split, BLOCK_M, SPLITS), parts[i].sums)
         if split < signals(SPLITS, ADDERS):
             shmem.signal(me, left + number, me.rank)
 
@@ -270,31 +331,31 @@ def wait(me, left, number, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
 
 
 @gluon.jit
-def take(me, parts, shares, number, split, i: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
-    """What an adder adds up: one of the `parts` from number i * ADDERS on, and what others have left of it.
-
-    Returns: (the sums, the number of the piece).
-    """
+def take(
+    me, parts, shares, number, split, i: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr,
+    ADDERS: gl.constexpr,
+):  # fmt: skip
+    """What an adder adds up: one of the `parts` from number i * ADDERS on, and what others have left of it."""
     adder = adder_of(split, SPLITS, ADDERS)
-    total = parts[i * ADDERS]
+    total = parts[i * ADDERS].sums
     for mine in gl.static_range(1, ADDERS):
-        total = gl.where(adder == mine, parts[i * ADDERS + mine], total)
-    piece = i * ADDERS + adder
+        total = gl.where(adder == mine, parts[i * ADDERS + mine].sums, total)
+    piece = Piece(total, parts[i * ADDERS].first + adder, parts[i * ADDERS].apart)
     if SPLITS > 1:
         for after in range(1, SPLITS):  # no static_range: there are no registers for all of them
             other = (split + after) % SPLITS
-            total += gl.load(place_in(me, total, shares, number, other, piece, len(parts), SPLITS))
-    return total, piece
+            total += gl.load(place_in(me, piece, shares, number, other, BLOCK_M, SPLITS))
+    return Piece(total, piece.first, piece.apart)
 
 
 @gluon.jit
-def place_in(me, sums, shares, number, split, piece, PIECES: gl.constexpr, SPLITS: gl.constexpr):
+def place_in(me, piece, shares, number, split, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr):
     """Where the elements of a piece lie that a program leaves: 8 columns of 8 rows together, as a warp has them."""
-    COLUMNS: gl.constexpr = sums.shape[0]
-    ROWS: gl.constexpr = sums.shape[1]
+    COLUMNS: gl.constexpr = piece.sums.shape[0]
+    ROWS: gl.constexpr = piece.sums.shape[1]
     SUMS: gl.constexpr = layout_of_sums(ROWS, gl.num_warps())
-    first = ((number * SPLITS + split) * PIECES + piece) * (COLUMNS * ROWS)
+    first = (number * SPLITS + split) * (COLUMNS * BLOCK_M)
     n = gl.arange(0, COLUMNS, gl.SliceLayout(1, SUMS))[:, None]
     m = gl.arange(0, ROWS, gl.SliceLayout(0, SUMS))[None, :]
-    within = (n // 8 * (ROWS // 8) + m // 8) * 64 + n % 8 * 8 + m % 8
+    within = ((piece.first + m // 8 * piece.apart) * (COLUMNS // 8) + n // 8) * 64 + n % 8 * 8 + m % 8
     return shmem.scratch(me, shares, gl.float32) + first + within

@@ -63,8 +63,8 @@ def matmul_reduce_decode_hopper_kernel(
                 multiply,
                 (
                     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, end - first,
-                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), SPLITS, ADDERS, ADD_ROWS, LINGER,
-                    ACTIVATION,
+                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, ADDERS, ADD_ROWS,
+                    LINGER, ACTIVATION,
                 ),
             ),
             (load, (ring, lhs_desc, rhs_desc, place, ROWS, first, end, first + fetched)),
@@ -85,23 +85,25 @@ def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetche
 def multiply(
     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, BLOCKS: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr,
-    LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
+    ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = decode_hopper.multiply(ring, steps)
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, ADDERS)
     adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
     if adder >= 0:
         came = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
-            total, piece = decode_hopper.take(me, parts, shares, place.number, split, i, SPLITS, ADDERS)
+            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, ADDERS)
+            total = piece.sums
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))
-            send_piece(me, total.to(WIRE), partials, place, piece, len(parts), WORLD, OWNED, PITCH, SCATTERED)
+            rows = decode_hopper.Piece(total.to(WIRE), piece.first, piece.apart)
+            send_piece(me, rows, partials, place, WORLD, OWNED, PITCH, SCATTERED)
         adder += place.block * ADDERS
         reduce(
             me, bias_ptr, residual_ptr, partials, sums, out_ptr, place.column, adder, M, N, WORLD, OWNED, PITCH,
@@ -158,18 +160,13 @@ def reduce(
 
 @gluon.jit
 def send_piece(
-    me, sums, partials, place, number, PIECES: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr,
-    PITCH: gl.constexpr, SCATTERED: gl.constexpr,
+    me, piece, partials, place, WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr,
+    SCATTERED: gl.constexpr,
 ):  # fmt: skip
-    """Sends rows of a tile to those who add them up.
-
-    Args:
-      sums: of a piece of the tile at this place, columns first.
-      number: of the piece.
-    """
-    BLOCK_N: gl.constexpr = sums.shape[0]
-    ROWS: gl.constexpr = sums.shape[1]
-    VECTOR: gl.constexpr = 128 // sums.dtype.primitive_bitwidth  # elements of 16 bytes
+    """Sends a piece of the tile at this place to those who add it up."""
+    BLOCK_N: gl.constexpr = piece.sums.shape[0]
+    ROWS: gl.constexpr = piece.sums.shape[1]
+    VECTOR: gl.constexpr = 128 // piece.sums.dtype.primitive_bitwidth  # elements of 16 bytes
     A_WORD: gl.constexpr = VECTOR // 4
     ACROSS: gl.constexpr = min(BLOCK_N // VECTOR, 32)
     WARPS: gl.constexpr = gl.num_warps()
@@ -177,9 +174,9 @@ def send_piece(
     DOWN: gl.constexpr = max(ROWS // (WARPS * (32 // ACROSS)), 1)
     SENT: gl.constexpr = gl.BlockedLayout([DOWN, VECTOR], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
-    words = shmem.words_of(gl.convert_layout(gl.permute(sums, (1, 0)), SENT))
+    words = shmem.words_of(gl.convert_layout(gl.permute(piece.sums, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = place.row + decode_hopper.rows_of(number, PIECES, ROWS, gl.SliceLayout(1, WORDS))[:, None]
+    m = place.row + decode_hopper.rows_of(piece, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
     dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + place.column // A_WORD)
     if SCATTERED:

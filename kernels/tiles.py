@@ -25,10 +25,15 @@ def box_of(rows, block_m):
     A row of a box that lies outside of the array takes TMA 3.8 ns on an H200, and one inside 1 ns. So where the last
     block is not full, boxes have fewer rows, and in place of those that would lie outside others come (`row_of_box`):
     the result of these rows is nobody's.
+
+    Args:
+      block_m: a power of 2, or the sum of two.
     """
+    whole = block_m & -block_m
     if rows % block_m == 0:
-        return block_m
-    return min(block_m, max(8, block_m // 4, rows & -rows))
+        return whole
+    fourth = 1 << (max(8, block_m // 4).bit_length() - 1)
+    return min(whole, max(fourth, rows & -rows))
 
 
 @triton.jit

@@ -153,14 +153,14 @@ def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk, part, stages, splits, *block_m = shape
-    config = {**_tile_of_all(*block_m or (world * m,)), "part": part, "num_stages": stages, "splits": splits}
+    config = {**_tile(world * m, *block_m), "part": part, "num_stages": stages, "splits": splits}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
 
 
-def _tile_of_all(rows: int) -> dict[str, int]:
-    """Settings of a tile that has all rows; of many of them it is handled in pieces."""
-    wide = {"block_n": 64, "num_warps": 4} if rows > 128 else {}
-    return {"block_m": triton.next_power_of_2(max(8, rows)), **wide}
+def _tile(rows: int, block_m: int | None = None) -> dict[str, int]:
+    """Settings of a tile, by default of one that has all rows; of many of them it is handled in pieces."""
+    block_m = block_m or triton.next_power_of_2(max(8, rows))
+    return {"block_m": block_m, **({"block_n": 64, "num_warps": 4} if block_m > 128 else {})}
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
@@ -205,7 +205,7 @@ def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
     m, n, k, shots, exact_wire, add_rows, stages, splits, *block_m = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
-        **_tile_of_all(*block_m or (rows,)),
+        **_tile(rows, *block_m),
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
@@ -385,6 +385,8 @@ KERNELS = (
                 (11, 24, 136, 4, 256, 32, 2, 4),
                 (11, 40, 104, 3, 64, 32, 2, 3, 16),
                 (12, 24, 72, 2, 128, 64, 2, 1, 8),
+                (11, 24, 104, 3, 64, 32, 3, 2, 24),
+                (23, 40, 136, 2, 256, 64, 2, 3, 48),
             )
             if world <= 4
             else (
@@ -392,6 +394,7 @@ KERNELS = (
                 (1, 16, 32, 1, 32, 32, 3, 2),
                 (5, 16, 136, 4, 64, 32, 2, 4),
                 (3, 16, 104, 3, 64, 32, 2, 3, 16),
+                (3, 16, 104, 2, 64, 32, 2, 2, 24),
             )
         ),
     ),
@@ -459,6 +462,9 @@ KERNELS = (
             (19, 40, 72, 0, False, None, 2, 1, 16),
             (45, 24, 136, 2, True, 2, 2, 3, 16),
             (21, 24, 72, 1, False, 1, 2, 1, 8),
+            (11, 24, 104, 0, True, None, 3, 2, 24),
+            (47, 40, 136, 2, False, 2, 2, 3, 48),
+            (23, 24, 72, 1, True, 1, 2, 1, 24),
         ),
     ),
     Simulated(

@@ -40,6 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "128-rows-pair": {"m": 128, "gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
     "256-rows-pair": {"m": 256, "gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
     "128-rows-epilogue": {"m": 128, "bias": True, "activation": "gelu_tanh", "residual": True},
+    "132-rows": {"m": 132},
+    "144-rows-pair": {"m": 144, "gate": True, "bias": True, "activation": "gelu_exact", "residual": True},
+    "160-rows-2-ranks": {"m": 160, "world": 2},
+    "192-rows-epilogue": {"m": 192, "bias": True, "activation": "gelu_exact", "residual": True},
+    "192-rows-float32": {"m": 192, "preferred_element_type": "float32"},
     "256-rows": {"m": 256},
     "256-rows-epilogue": {"m": 256, "bias": True, "activation": "gelu_exact", "residual": True},
     "256-rows-float32": {"m": 256, "preferred_element_type": "float32"},
@@ -97,9 +102,10 @@ def check_code(text: str, name: bytes, *, rows: int, wide: bool, very_wide: bool
     assert spilled_bytes(report) == 0
     assert products_that_do_not_overlap(report) == []
     products = re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32", code.ptx)
-    # Three blocks of 128 rows rather than two of 256.
-    tile = 128 if rows == 384 else min(256, max(8, triton.next_power_of_2(rows)))
-    assert {int(found) for found in products} == {tile}
+    each = -(-rows // -(-rows // 256))
+    # In two parts where that is less than 256 rows.
+    expected = {128, max(16, triton.next_power_of_2(each - 128))} if 128 < each <= 192 else {triton.next_power_of_2(each)}
+    assert {int(found) for found in products} == {max(8, size) for size in expected}
     return program
 
 

@@ -256,16 +256,15 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
     block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
     if not others and n > 128 * MULTIPROCESSORS and rows <= 128:
         block_n = 256
-    # Three blocks of 128 rows rather than two of 256.
-    block_m = 128 if ROWS_OF_A_TILE < rows <= 384 else min(ROWS_OF_A_TILE, max(8, next_power_of_2(rows)))
-    block_k = 64
-    stage = 2 * block_k * (block_m + products * block_n)  # bytes
-    tiles, free = math.ceil(rows / block_m) * math.ceil(n / block_n), MULTIPROCESSORS - others
+    blocks = math.ceil(rows / ROWS_OF_A_TILE)
+    tiles, free = blocks * math.ceil(n / block_n), MULTIPROCESSORS - others
     if rows > ROWS_OF_A_TILE:
         splits = min(range(1, 9), key=lambda splits: _time_of_waves(tiles, splits, free))
     else:
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
         splits = max(1, min(free // tiles, 8)) if rows > 64 or tiles <= 40 else 1
+    block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
+    stage = 2 * block_k * (block_m + products * block_n)  # bytes
     return {
         "block_m": block_m,
         "block_n": block_n,
@@ -275,6 +274,17 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
         "splits": splits,
     }
+
+
+def _rows_of_a_block(rows: int, splits: int) -> int:
+    """The least rows of a tile that has so many: a power of 2, or above 64 the sum of it and another one.
+
+    Args:
+      splits: programs that share the tile. Each of them, up to a power of 2, can add up 8 of the least power.
+    """
+    whole = max(8, next_power_of_2(rows))
+    rest = max(16, 8 * _power_of_2_up_to(splits), next_power_of_2(max(1, rows - whole // 2)))
+    return whole // 2 + rest if 64 <= whole // 2 and rest < whole // 2 else whole
 
 
 def _time_of_waves(tiles: int, splits: int, free: int) -> float:
@@ -345,7 +355,7 @@ def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors:
         "STAGES": config.num_stages,
         "SPLITS": splits,
         # A power of 2, each with 8 rows at least.
-        "ADDERS": min(_power_of_2_up_to(splits), config.block_m // 8),
+        "ADDERS": min(_power_of_2_up_to(splits), (config.block_m & -config.block_m) // 8),
     }
 
 
