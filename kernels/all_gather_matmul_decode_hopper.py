@@ -32,8 +32,8 @@ def all_gather_matmul_decode_hopper_kernel(
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
-    shares,  # scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
-    left,  # signals [tiles]: one from each program that has left some; or None
+    shares,  # scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [shared tiles]: one from each program that has left some; or None
     out_ptr,  # [WORLD * M, N]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -43,7 +43,8 @@ def all_gather_matmul_decode_hopper_kernel(
     BLOCK_N: gl.constexpr,  # of each product; 16 columns of all for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
-    SPLITS: gl.constexpr,  # programs that share a tile
+    SPLITS: gl.constexpr,  # programs that share a tile,
+    WHOLE: gl.constexpr,  # but for so many tiles, the first ones
     ADDERS: gl.constexpr,  # so many of these add it up
     PUSHERS: gl.constexpr,
     GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
@@ -55,7 +56,7 @@ def all_gather_matmul_decode_hopper_kernel(
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
-        number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS)
+        number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
         place = decode_hopper.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
         ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
@@ -68,7 +69,7 @@ def all_gather_matmul_decode_hopper_kernel(
                     multiply,
                     (
                         me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, end - first,
-                        WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, ADDERS, ACTIVATION,
+                        WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
@@ -188,7 +189,7 @@ def load(
 def multiply(
     me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-    ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
     tile = decode_hopper.multiply(ring, steps)
@@ -197,11 +198,11 @@ def multiply(
     if SPLITS > 1:
         tile = nan_unless(ready, tile)
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
     if decode_hopper.adder_of(split, SPLITS, ADDERS) >= 0:
-        ready = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS) & ready
+        ready = decode_hopper.wait(me, left, place.number, SPLITS, WHOLE, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
-            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, ADDERS)
+            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
             store_piece(piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
 
 

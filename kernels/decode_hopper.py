@@ -10,7 +10,8 @@ rows are no power of 2 is multiplied in two parts, the largest power of 2 and th
 Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
 and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
 of these rows (`leave`, `wait`, `take`). So an adder may wait for programs that begin after it; there have to be places
-for as many programs as share a tile, which start in the order of their ids.
+for as many programs as share a tile, which start in the order of their ids. If tiles are more than multiprocessors, those
+that fill all of these are nobody's but one program's, and only those left over are shared (`WHOLE`).
 
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
 `rhs` and then of the gate (`product_and_gate`).
@@ -69,12 +70,23 @@ def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def share_of(program, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr):
-    """What a program multiplies: (number of its tile, its own among those that share it, first step of K, end)."""
+def share_of(program, K: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr):
+    """What a program multiplies: (number of its tile, its own among those that share it, first step of K, end).
+
+    Args:
+      WHOLE: tiles, the first ones, that nobody shares. Their programs are as the last one of SPLITS, with all steps.
+    """
+    number = program // SPLITS
     split = program % SPLITS
+    if WHOLE > 0:
+        whole = program < WHOLE
+        number = gl.where(whole, program, WHOLE + (program - WHOLE) // SPLITS)
+        split = gl.where(whole, SPLITS - 1, (program - WHOLE) % SPLITS)
     first = split * gl.cdiv(K, BLOCK_K) // SPLITS
     end = (split + 1) * gl.cdiv(K, BLOCK_K) // SPLITS
-    return program // SPLITS, split, first, end
+    if WHOLE > 0:
+        first = gl.where(whole, 0, first)
+    return number, split, first, end
 
 
 class Place(NamedTuple):
@@ -296,23 +308,25 @@ def adder_of(split, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
 
 @gluon.jit
 def leave(
-    me, parts, shares, left, number, split, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr
+    me, parts, shares, left, number, split, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr,
+    ADDERS: gl.constexpr,
 ):  # fmt: skip
     """Leaves what a program has of the rows that others add up.
 
     Args:
       parts: `pieces` of its tile, at least ADDERS. Of each ADDERS that follow each other every adder has one.
-      shares: scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M].
-      left: signals [tiles].
+      shares: scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M].
+      left: signals [shared tiles].
       number: of the tile.
+      WHOLE: as of `share_of`; only a single adder has whole ones.
     """
     if SPLITS > 1:
         adder = adder_of(split, SPLITS, ADDERS)
         for i in gl.static_range(len(parts)):
             if adder != i % ADDERS:
-                gl.store(place_in(me, parts[i], shares, number, split, BLOCK_M, SPLITS), parts[i].sums)
+                gl.store(place_in(me, parts[i], shares, number - WHOLE, split, BLOCK_M, SPLITS), parts[i].sums)
         if split < signals(SPLITS, ADDERS):
-            shmem.signal(me, left + number, me.rank)
+            shmem.signal(me, left + (number - WHOLE), me.rank)
 
 
 @triton.constexpr_function
@@ -322,18 +336,19 @@ def signals(splits, adders):
 
 
 @gluon.jit
-def wait(me, left, number, SPLITS: gl.constexpr, ADDERS: gl.constexpr):
+def wait(me, left, number, SPLITS: gl.constexpr, WHOLE: gl.constexpr, ADDERS: gl.constexpr):
     """Waits for what others leave to the adders of a tile: whether it has come."""
     came = me.ready
     if SPLITS > 1:
-        came = shmem.wait(me, left + number, me.epoch * signals(SPLITS, ADDERS), me.rank)
+        if number >= WHOLE:
+            came = shmem.wait(me, left + (number - WHOLE), me.epoch * signals(SPLITS, ADDERS), me.rank)
     return came
 
 
 @gluon.jit
 def take(
     me, parts, shares, number, split, i: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr,
-    ADDERS: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr,
 ):  # fmt: skip
     """What an adder adds up: one of the `parts` from number i * ADDERS on, and what others have left of it."""
     adder = adder_of(split, SPLITS, ADDERS)
@@ -342,9 +357,12 @@ def take(
         total = gl.where(adder == mine, parts[i * ADDERS + mine].sums, total)
     piece = Piece(total, parts[i * ADDERS].first + adder, parts[i * ADDERS].apart)
     if SPLITS > 1:
-        for after in range(1, SPLITS):  # no static_range: there are no registers for all of them
+        programs = SPLITS
+        if WHOLE > 0:
+            programs = gl.where(number < WHOLE, 1, SPLITS)
+        for after in range(1, programs):  # no static_range: there are no registers for all of them
             other = (split + after) % SPLITS
-            total += gl.load(place_in(me, piece, shares, number, other, BLOCK_M, SPLITS))
+            total += gl.load(place_in(me, piece, shares, number - WHOLE, other, BLOCK_M, SPLITS))
     return Piece(total, piece.first, piece.apart)
 
 

@@ -29,8 +29,8 @@ def matmul_reduce_decode_hopper_kernel(
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
-    shares,  # scratch f32 [tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
-    left,  # signals [tiles]: one from each program that has left some; or None
+    shares,  # scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
+    left,  # signals [shared tiles]: one from each program that has left some; or None
     out_ptr,  # [M, N]
     M: gl.constexpr,  # rows of the result
     N: gl.constexpr,
@@ -43,14 +43,15 @@ def matmul_reduce_decode_hopper_kernel(
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
-    SPLITS: gl.constexpr,  # programs that share a tile
+    SPLITS: gl.constexpr,  # programs that share a tile,
+    WHOLE: gl.constexpr,  # but for so many tiles, the first ones
     ADDERS: gl.constexpr,  # so many of these add it up
     ADD_ROWS: gl.constexpr,  # rows that are added up at once; at least 8 if several programs take turns
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS)
+    number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
     place = decode_hopper.place_of(number, ROWS, BLOCK_M, BLOCK_N)
     ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
@@ -63,8 +64,8 @@ def matmul_reduce_decode_hopper_kernel(
                 multiply,
                 (
                     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, end - first,
-                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, ADDERS, ADD_ROWS,
-                    LINGER, ACTIVATION,
+                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, WHOLE, ADDERS,
+                    ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
             (load, (ring, lhs_desc, rhs_desc, place, ROWS, first, end, first + fetched)),
@@ -85,20 +86,20 @@ def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetche
 def multiply(
     me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, ADDERS: gl.constexpr,
-    ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr,
+    ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = decode_hopper.multiply(ring, steps)
     parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, ADDERS)
+    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
     adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
     if adder >= 0:
-        came = decode_hopper.wait(me, left, place.number, SPLITS, ADDERS)
+        came = decode_hopper.wait(me, left, place.number, SPLITS, WHOLE, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
-            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, ADDERS)
+            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
             total = piece.sums
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))

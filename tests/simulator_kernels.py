@@ -152,15 +152,15 @@ def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk, part, stages, splits, *block_m = shape
-    config = {**_tile(world * m, *block_m), "part": part, "num_stages": stages, "splits": splits}
+    m, n, k, pushers, chunk, part, stages, splits, *tile = shape
+    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
 
 
-def _tile(rows: int, block_m: int | None = None) -> dict[str, int]:
+def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
     """Settings of a tile, by default of one that has all rows; of many of them it is handled in pieces."""
     block_m = block_m or triton.next_power_of_2(max(8, rows))
-    return {"block_m": block_m, **({"block_n": 64, "num_warps": 4} if block_m > 128 else {})}
+    return {"block_m": block_m, "whole": whole, **({"block_n": 64, "num_warps": 4} if block_m > 128 else {})}
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
@@ -202,10 +202,10 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages, splits, *block_m = shape
+    m, n, k, shots, exact_wire, add_rows, stages, splits, *tile = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
-        **_tile(rows, *block_m),
+        **_tile(rows, *tile),
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
@@ -373,7 +373,7 @@ KERNELS = (
         module=all_gather_matmul_decode_hopper,
         function="all_gather_matmul_decode_hopper_kernel",
         call=_decode_hopper,
-        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS, and BLOCK_M if that is less than all rows
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
         shapes=lambda world: (
             (
                 (3, 24, 136, 2, 32, 96, 2, 1),
@@ -387,6 +387,7 @@ KERNELS = (
                 (12, 24, 72, 2, 128, 64, 2, 1, 8),
                 (11, 24, 104, 3, 64, 32, 3, 2, 24),
                 (23, 40, 136, 2, 256, 64, 2, 3, 48),
+                (11, 56, 104, 3, 64, 32, 2, 2, 16, 3),
             )
             if world <= 4
             else (
@@ -395,6 +396,7 @@ KERNELS = (
                 (5, 16, 136, 4, 64, 32, 2, 4),
                 (3, 16, 104, 3, 64, 32, 2, 3, 16),
                 (3, 16, 104, 2, 64, 32, 2, 2, 24),
+                (3, 40, 104, 2, 64, 32, 2, 3, 24, 2),
             )
         ),
     ),
@@ -447,7 +449,7 @@ KERNELS = (
         module=matmul_reduce_decode_hopper,
         function="matmul_reduce_decode_hopper_kernel",
         call=_reduce_decode_hopper,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS, and BLOCK_M if that is less than all rows
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
         shapes=lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),
             (1, 16, 40, 0, False, None, 3, 2),
@@ -465,6 +467,8 @@ KERNELS = (
             (11, 24, 104, 0, True, None, 3, 2, 24),
             (47, 40, 136, 2, False, 2, 2, 3, 48),
             (23, 24, 72, 1, True, 1, 2, 1, 24),
+            (19, 40, 72, 0, False, None, 2, 2, 16, 4),
+            (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
         ),
     ),
     Simulated(

@@ -54,6 +54,8 @@ CASES: dict[str, dict[str, Any]] = {
     "512-rows-few-columns": {"m": 512, "world": 2, "n": 2 * 1280},
     "384-rows-pair": {"m": 384, "n": 4 * 3584, "gate": True, "activation": "silu"},
     "384-rows-epilogue": {"m": 384, "n": 4 * 3584, "bias": True, "activation": "gelu_exact", "residual": True},
+    "300-rows-more-tiles": {"m": 300, "world": 2, "n": 2 * 8960},
+    "440-rows-more-tiles-pair": {"m": 440, "world": 2, "n": 2 * 4480, "gate": True, "activation": "silu"},
     "2-ranks": {"world": 2},
     "2-ranks-128-rows-float32": {"world": 2, "m": 128, "residual": True, "preferred_element_type": "float32"},
 }

@@ -158,6 +158,7 @@ class Config:
         `chunk` and `pushers` mean the same. If not, the programs are persistent and the pushers are warps of all of
         them; of the settings above there are the first six and `group_m`.
       splits: programs that share a tile, if `hopper` and `small`: each multiplies a part of K.
+      whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.
       part: columns that are sent together, if `hopper`: a multiple of `block_k`.
       unit: rows that are sent together, if `hopper` and not `small`: a divisor of `block_m`.
@@ -177,6 +178,7 @@ class Config:
     small: bool = False
     hopper: bool = False
     splits: int = 1
+    whole: int = 0
     programs: int = matmul.MULTIPROCESSORS
     part: int = 512
     unit: int = 16
@@ -237,7 +239,7 @@ def decode_hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> 
     """A configuration by shape of the kernel for few rows on Hopper, as `hopper_configs`."""
     rows, pushers = world * m, 16
     tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1, others=pushers)
-    splits = tile["splits"]
+    splits = 1 if tile["whole"] else tile["splits"]  # programs that begin with another part of K
     if math.ceil(rows / tile["block_m"]) * math.ceil(n / tile["block_n"]) * splits <= matmul.MULTIPROCESSORS - 32:
         pushers = 32
     pushers -= pushers % splits
@@ -486,7 +488,7 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
     weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
     keywords = matmul.decode_hopper_keywords(world * m, k, n, config, *weights)
     # Whole steps, and at least as many parts as there are programs that begin with another one.
-    splits = keywords["SPLITS"]
+    splits = 1 if keywords["WHOLE"] else keywords["SPLITS"]
     part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
     parts = math.ceil(k / part)
     return {

@@ -258,11 +258,14 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         block_n = 256
     blocks = math.ceil(rows / ROWS_OF_A_TILE)
     tiles, free = blocks * math.ceil(n / block_n), MULTIPROCESSORS - others
-    if rows > ROWS_OF_A_TILE:
-        splits = min(range(1, 9), key=lambda splits: _time_of_waves(tiles, splits, free))
+    whole = tiles // free * free
+    if whole == tiles:
+        splits = 1
+    elif rows > ROWS_OF_A_TILE:
+        splits = min(range(1, 9), key=lambda splits: _time_of_waves(tiles, whole, splits, free))
     else:
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
-        splits = max(1, min(free // tiles, 8)) if rows > 64 or tiles <= 40 else 1
+        splits = min(free // (tiles - whole), 8) if rows > 64 or tiles <= 40 else 1
     block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
     return {
@@ -273,6 +276,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
         "splits": splits,
+        "whole": whole if splits > 1 else 0,
     }
 
 
@@ -287,13 +291,14 @@ def _rows_of_a_block(rows: int, splits: int) -> int:
     return whole // 2 + rest if 64 <= whole // 2 and rest < whole // 2 else whole
 
 
-def _time_of_waves(tiles: int, splits: int, free: int) -> float:
-    """What tiles take that so many programs share, in the time of one of them; and 0.2 more of that for each wave.
+def _time_of_waves(tiles: int, whole: int, splits: int, free: int) -> float:
+    """What tiles take of which all but whole ones are shared, in the time of one of them; and 0.2 of that for each wave.
 
     Args:
+      whole, splits: as of `decode_hopper_tile`.
       free: multiprocessors.
     """
-    return math.ceil(tiles * splits / free) * (1 / splits + 0.2)
+    return math.ceil(whole / free) * 1.2 + math.ceil((tiles - whole) * splits / free) * (1 / splits + 0.2)
 
 
 def is_faster_for_few(
@@ -312,7 +317,7 @@ def is_faster_for_few(
     # Its programs go on without a pause.
     waves = math.ceil(row_blocks * math.ceil(products * n / many.block_n) / many.programs) + 0.25
     of_many = waves * many.block_m * many.block_n
-    of_tile = _time_of_waves(tiles(rows, n, few), few.splits, MULTIPROCESSORS - others)
+    of_tile = _time_of_waves(tiles(rows, n, few), few.whole, few.splits, MULTIPROCESSORS - others)
     return of_tile * few.block_m * products * few.block_n < of_many
 
 
@@ -337,15 +342,17 @@ def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors:
       config: with the settings of `decode_hopper_tile`.
       *descriptors: the kernel's parameters for them.
     """
-    number, splits = tiles(rows, n, config), min(config.splits, math.ceil(k / config.block_k))
+    number = tiles(rows, n, config)
+    splits = min(config.splits, math.ceil(k / config.block_k)) if config.whole < number else 1
+    whole = config.whole if splits > 1 else 0
     shared = {"shares": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
         size = len(descriptors) * config.block_n * config.block_m
-        shares = jax.ShapeDtypeStruct((number, splits, size), np.float32)
-        shared = {"scratch": {"shares": shares}, "signals": {"left": number}}
+        shares = jax.ShapeDtypeStruct((number - whole, splits, size), np.float32)
+        shared = {"scratch": {"shares": shares}, "signals": {"left": number - whole}}
     return {
         **shared,
-        "grid": number * splits,
+        "grid": whole + (number - whole) * splits,
         "num_warps": config.num_warps,
         "together": splits,
         "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
@@ -354,8 +361,9 @@ def decode_hopper_keywords(rows: int, k: int, n: int, config: Any, *descriptors:
         "BLOCK_K": config.block_k,
         "STAGES": config.num_stages,
         "SPLITS": splits,
-        # A power of 2, each with 8 rows at least.
-        "ADDERS": min(_power_of_2_up_to(splits), (config.block_m & -config.block_m) // 8),
+        "WHOLE": whole,
+        # A power of 2, each with 8 rows at least. Who has a whole tile adds nothing up.
+        "ADDERS": 1 if whole else min(_power_of_2_up_to(splits), (config.block_m & -config.block_m) // 8),
     }
 
 

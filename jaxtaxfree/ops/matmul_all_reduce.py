@@ -134,6 +134,7 @@ class Config:
         are persistent, and partial sums are rounded, as is the result, to the operands' dtype; of the settings above
         there are those up to `group_m`. What follows is of this kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
+      whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if not: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent, where products follow that
@@ -156,6 +157,7 @@ class Config:
     add_rows: int = 8
     hopper: bool = False
     splits: int = 1
+    whole: int = 0
     programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95

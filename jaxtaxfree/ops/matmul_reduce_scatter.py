@@ -137,6 +137,7 @@ class Config:
         not, the programs are persistent; of the settings above there are those up to `group_m`. What follows is of this
         kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
+      whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if not: as many as the GPU has multiprocessors.
       chunk: elements of a tile that are sent at a time: a power of 2.
       pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
@@ -153,6 +154,7 @@ class Config:
     exact_wire: bool = False
     hopper: bool = False
     splits: int = 1
+    whole: int = 0
     programs: int = matmul.MULTIPROCESSORS
     chunk: int = 1024
     pace: float = 0.95
