@@ -4,14 +4,14 @@ With few rows a product takes as long as reading `rhs`. It is turned round here:
 warpgroup multiplies rows, by all rows of lhs, so that few rows waste no tensor cores and `rhs` is read once. More than
 100 KB of it are on their way to every multiprocessor before anything else is done.
 
-Of more rows than a tile takes there are several blocks of them (`place_of`), and `rhs` is read once for each. A tile whose
-rows are no power of 2 is multiplied in two parts, the largest power of 2 and the rest.
+Of more rows than a tile takes there are several blocks of them (`place_of`), and `rhs` is read once for each. A tile
+whose rows are no power of 2 is multiplied in two parts, the largest power of 2 and the rest.
 
 Where there are fewer tiles than multiprocessors, several programs share one. Each multiplies a part of K (`share_of`),
 and those of the highest ids, the adders, add up the rows of a tile, each some of them: all leave to them what they have
 of these rows (`leave`, `wait`, `take`). So an adder may wait for programs that begin after it; there have to be places
-for as many programs as share a tile, which start in the order of their ids. If tiles are more than multiprocessors, those
-that fill all of these are nobody's but one program's, and only those left over are shared (`WHOLE`).
+for as many programs as share a tile, which start in the order of their ids. If tiles are more than multiprocessors,
+those that fill all of these have a program each, and only those left over are shared (`WHOLE`).
 
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
 `rhs` and then of the gate (`product_and_gate`).

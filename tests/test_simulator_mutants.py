@@ -116,8 +116,12 @@ CUSTOM_SIGNALS = """    for i in range(WORLD):
 # Shapes of kernels for few rows whose tiles four programs share, and all four add up.
 SHARED_GATHER = (11, 24, 136, 4, 256, 32, 2, 4)
 SHARED_SCATTER = (11, 24, 136, 0, True, None, 2, 4)
-SHARED_WAIT = "        came = shmem.wait(me, left + number, me.epoch * signals(SPLITS, ADDERS), me.rank)\n"
-SHARED_SIGNAL = "            shmem.signal(me, left + number, me.rank)\n"
+MORE_GATHER = (11, 56, 104, 3, 64, 32, 2, 2, 16, 3)
+MORE_SCATTER = (19, 40, 72, 0, False, None, 2, 2, 16, 4)
+SHARED_WAIT = (
+    "            came = shmem.wait(me, left + (number - WHOLE), me.epoch * signals(SPLITS, ADDERS), me.rank)\n"
+)
+SHARED_SIGNAL = "            shmem.signal(me, left + (number - WHOLE), me.rank)\n"
 LEAVING = "        for i in gl.static_range(len(parts)):\n            if adder"
 DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
 DECODE_FENCE = "        shmem.fence_proxy()\n"
@@ -862,7 +866,7 @@ MUTANTS = (
             ("matmul_reduce_decode_hopper", (5, 24, 136, 2, False, 1, 2, 3)),
         )
         for name, edits in (
-            ("no wait for who shares a tile", ((SHARED_WAIT, "        came = me.ready\n"),)),
+            ("no wait for who shares a tile", ((SHARED_WAIT, "            came = me.ready\n"),)),
             (
                 "wait for one who shares a tile",
                 (("me.epoch * signals(SPLITS, ADDERS)", "(me.epoch - 1) * signals(SPLITS, ADDERS) + 1"),),
@@ -893,9 +897,52 @@ MUTANTS = (
         name="another adder's rows",
         kernel="matmul_reduce_decode_hopper",
         product=True,
-        edits=(("    piece = i * ADDERS + adder\n", "    piece = i * ADDERS + (adder + 1) % ADDERS\n"),),
+        edits=(("parts[i * ADDERS].first + adder,", "parts[i * ADDERS].first + (adder + 1) % ADDERS,"),),
         errors=(*TOO_EARLY, MessageError, DeadlockError),
         shape=SHARED_SCATTER,
+    ),
+    *(
+        Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=errors, shape=shape)
+        for kernel, shape in (
+            ("all_gather_matmul_decode_hopper", MORE_GATHER),
+            ("matmul_reduce_decode_hopper", MORE_SCATTER),
+        )
+        for name, edits, errors in (
+            (
+                "whole tiles wait for others",
+                (("        if number >= WHOLE:\n", "        if number >= 0:\n"),),
+                (OutOfBoundsError, DeadlockError, SignalCountError),
+            ),
+            (
+                "whole tiles take what others leave",
+                (("gl.where(number < WHOLE, 1, SPLITS)", "SPLITS"),),
+                (OutOfBoundsError, *TOO_EARLY),
+            ),
+        )
+    ),
+    Mutant(
+        name="other rows of one stage alone",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(("ring.full.index(stage), ring.rest.index(stage).", "ring.full.index(stage), ring.rest.index(0)."),),
+        errors=TOO_EARLY,
+        shape=(11, 24, 104, 0, True, None, 3, 2, 24),
+    ),
+    Mutant(
+        name="a stage released before its other rows are multiplied",
+        kernel="matmul_reduce_decode_hopper",
+        product=True,
+        edits=(("num_outstanding=2, deps=(tile, rest)", "num_outstanding=3, deps=(tile, rest)"),),
+        errors=(DataRaceError,),
+        shape=(23, 24, 72, 1, True, 1, 2, 1, 24),
+    ),
+    Mutant(
+        name="other rows not announced",
+        kernel="all_gather_matmul_decode_hopper",
+        product=True,
+        edits=((".nbytes_per_cta + REST + dest", ".nbytes_per_cta + dest"),),
+        errors=(MbarrierError, *TOO_EARLY),
+        shape=(11, 24, 104, 3, 64, 32, 3, 2, 24),
     ),
     Mutant(
         name="all blocks of rows have the same adders",

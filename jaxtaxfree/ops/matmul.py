@@ -254,18 +254,19 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
     # Wider tiles where narrow ones are more than a GPU runs at a time; not measured of two products. Of more rows, that
     # programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
-    if not others and n > 128 * MULTIPROCESSORS and rows <= 128:
-        block_n = 256
     blocks = math.ceil(rows / ROWS_OF_A_TILE)
-    tiles, free = blocks * math.ceil(n / block_n), MULTIPROCESSORS - others
-    whole = tiles // free * free
-    if whole == tiles:
-        splits = 1
-    elif rows > ROWS_OF_A_TILE:
-        splits = min(range(1, 9), key=lambda splits: _time_of_waves(tiles, whole, splits, free))
+    tiles = blocks * math.ceil(n / block_n)
+    waves, left = divmod(tiles, MULTIPROCESSORS)
+    # Of those left over from whole waves one program alone adds up what the others leave. After several waves programs
+    # no longer begin together, and the last one is not felt.
+    most = (8, 4, 4)[waves] if waves < 3 else 1
+    if rows > ROWS_OF_A_TILE:
+        splits = min(range(1, most + 1), key=lambda splits: _time_of_waves(tiles, splits, others))
+    elif left and (rows > 64 or left <= 40):
+        splits = max(1, min((MULTIPROCESSORS - (0 if waves else others)) // left, most))
     else:
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
-        splits = min(free // (tiles - whole), 8) if rows > 64 or tiles <= 40 else 1
+        splits = 1
     block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
     stage = 2 * block_k * (block_m + products * block_n)  # bytes
     return {
@@ -276,7 +277,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
         # Beside them a piece of the tile, in f32, is put in order to be stored.
         "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
         "splits": splits,
-        "whole": whole if splits > 1 else 0,
+        "whole": waves * MULTIPROCESSORS if splits > 1 else 0,
     }
 
 
@@ -287,18 +288,22 @@ def _rows_of_a_block(rows: int, splits: int) -> int:
       splits: programs that share the tile. Each of them, up to a power of 2, can add up 8 of the least power.
     """
     whole = max(8, next_power_of_2(rows))
-    rest = max(16, 8 * _power_of_2_up_to(splits), next_power_of_2(max(1, rows - whole // 2)))
-    return whole // 2 + rest if 64 <= whole // 2 and rest < whole // 2 else whole
+    if whole <= 64:
+        return whole
+    rest = max(16, 8 * _power_of_2_up_to(splits), next_power_of_2(rows - whole // 2))
+    return min(whole, whole // 2 + rest)
 
 
-def _time_of_waves(tiles: int, whole: int, splits: int, free: int) -> float:
-    """What tiles take of which all but whole ones are shared, in the time of one of them; and 0.2 of that for each wave.
+def _time_of_waves(tiles: int, splits: int, others: int) -> float:
+    """What tiles take in the time of one of them, and 0.2 of that for each wave of programs.
 
     Args:
-      whole, splits: as of `decode_hopper_tile`.
-      free: multiprocessors.
+      splits: programs that share a tile of those that are left over from whole waves.
+      others: as of `decode_hopper_tile`. They are soon done, but not before all programs of a few tiles begin.
     """
-    return math.ceil(whole / free) * 1.2 + math.ceil((tiles - whole) * splits / free) * (1 / splits + 0.2)
+    waves, left = divmod(tiles, MULTIPROCESSORS)
+    places = MULTIPROCESSORS if waves or splits == 1 else MULTIPROCESSORS - others
+    return waves * 1.2 + math.ceil(left * splits / places) * (1 / splits + 0.2)
 
 
 def is_faster_for_few(
@@ -317,7 +322,7 @@ def is_faster_for_few(
     # Its programs go on without a pause.
     waves = math.ceil(row_blocks * math.ceil(products * n / many.block_n) / many.programs) + 0.25
     of_many = waves * many.block_m * many.block_n
-    of_tile = _time_of_waves(tiles(rows, n, few), few.whole, few.splits, MULTIPROCESSORS - others)
+    of_tile = _time_of_waves(tiles(rows, n, few), few.splits, others)
     return of_tile * few.block_m * products * few.block_n < of_many
 
 
@@ -328,9 +333,13 @@ def slower_in_waves(rows: int, n: int, config: Any, *, world: int, others: int =
       rows, n, config: of the product, and of the kernel.
       others: as of `decode_hopper_tile`.
     """
-    waves = tiles(rows, n, config) * config.splits > MULTIPROCESSORS - others
-    if world == 2 and config.hopper and config.small and ROWS_OF_A_TILE < rows < 384 and waves:
-        return f"the kernel multiplies 384 rows where there are {rows}, in several waves of programs"
+    number = tiles(rows, n, config)
+    if world > 2 or not (config.hopper and config.small) or rows <= ROWS_OF_A_TILE or number <= MULTIPROCESSORS:
+        return None
+    waves = _time_of_waves(number, config.splits, others) / 1.2
+    full = rows * n / (waves * MULTIPROCESSORS * config.block_m * config.block_n)
+    if full < 0.78 or (others and rows < 384):
+        return f"its tiles of {rows} rows need several waves of programs, and these are full to {full:.0%}"
     return None
 
 
