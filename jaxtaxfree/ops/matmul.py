@@ -259,7 +259,7 @@ def decode_hopper_tile(rows: int, n: int, *, products: int = 1, others: int = 0)
     waves, left = divmod(tiles, MULTIPROCESSORS)
     # Of those left over from whole waves one program alone adds up what the others leave. After several waves programs
     # no longer begin together, and the last one is not felt.
-    most = (8, 4, 4)[waves] if waves < 3 else 1
+    most = 8 if waves == 0 else 4 if waves < 3 else 1
     if rows > ROWS_OF_A_TILE:
         splits = min(range(1, most + 1), key=lambda splits: _time_of_waves(tiles, splits, others))
     elif left and (rows > 64 or left <= 40):

@@ -130,9 +130,9 @@ class Config:
       linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
       add_rows: rows of a tile that are added up at once, a power of 2.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least 8, `block_n` 16 times `num_warps`, and who multiplies adds up. If not, the programs
-        are persistent, and partial sums are rounded, as is the result, to the operands' dtype; of the settings above
-        there are those up to `group_m`. What follows is of this kind alone.
+        `block_m` is at least 8, or the sum of two powers of 2, `block_n` 16 times `num_warps`, and who multiplies adds
+        up. If not, the programs are persistent, and partial sums are rounded, as is the result, to the operands' dtype;
+        of the settings above there are those up to `group_m`. What follows is of this kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
       whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if not: as many as the GPU has multiprocessors.

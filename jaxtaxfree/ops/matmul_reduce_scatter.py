@@ -133,9 +133,9 @@ class Config:
       exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
         the bytes of bf16 and f16, and is what XLA does.
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`,
-        `block_m` is at least 8, `block_n` 16 times `num_warps`, and partial sums travel as words, without a signal. If
-        not, the programs are persistent; of the settings above there are those up to `group_m`. What follows is of this
-        kind alone.
+        `block_m` is at least 8, or the sum of two powers of 2, `block_n` 16 times `num_warps`, and partial sums travel
+        as words, without a signal. If not, the programs are persistent; of the settings above there are those up to
+        `group_m`. What follows is of this kind alone.
       splits: programs that share a tile, if `small`: each multiplies a part of K.
       whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if not: as many as the GPU has multiprocessors.
