@@ -51,7 +51,7 @@ def matmul_reduce_scatter(
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are f32 in any case. Each rank's part is rounded to
-        the operands' dtype on its way, unless the rows are few or `config` asks for `exact_wire`, and the sum is
+        the operands' dtype on its way, unless the result is small or `config` asks for `exact_wire`, and the sum is
         rounded once.
       bias: [N], the whole of it on every rank, added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
