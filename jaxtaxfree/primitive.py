@@ -1,8 +1,8 @@
-"""The one place that makes an operation a JAX primitive.
+"""Makes an operation a JAX primitive.
 
 A fused operation has two implementations of one meaning: a reference in plain `lax` and a kernel. Which one runs is
-decided when the program is lowered, so one traced program serves every platform, and the transformations need only
-the reference.
+decided when the program is lowered, so one traced program serves every platform. Transformations go through the
+reference, unless the operation has a rule of its own: `batch_lhs` here, derivatives in `jaxtaxfree.ops.gradients`.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def bilinear(
 
     def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
         lhs, rhs = operands
-        if dims == (None, None) and axis_data.name not in params["axes"]:
+        if _is_unmapped(axis_data, dims, params):
             return primitive.bind(lhs, rhs, **params), None
         if batch_lhs is not None and dims[1] is None and axis_data.name not in params["axes"]:
             return batch_lhs(primitive, lhs, rhs, dims[0], **params)
@@ -122,8 +122,10 @@ def linear(
     ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x, **params)])
 
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
-        if axis_data.name in params["axes"] or dims[0] is None:
-            return _batch_reference(name, reference, "its axis", axis_data, operands, dims, **params)
+        if _is_unmapped(axis_data, dims, params):
+            return primitive.bind(*operands, **params), None
+        if axis_data.name in params["axes"]:
+            return _batch_reference(name, reference, "its operand", axis_data, operands, dims, **params)
         dim, changed = batch(dims[0], **params)
         return primitive.bind(*operands, **params | changed), dim
 
@@ -186,6 +188,9 @@ def collective(
     ad.primitive_jvps[primitive] = jvp
 
     def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        if _is_unmapped(axis_data, dims, params):
+            outs = primitive.bind(*operands, **params)
+            return outs, [None] * len(outs)
         others = {axis_data.name}.isdisjoint(params["axes"]) and all(dim is None for dim in dims[1:])
         if batch_lhs is not None and others:
             return batch_lhs(primitive, *operands, dims[0], **params)
@@ -278,6 +283,11 @@ def _communicating(
     mlir.register_lowering(primitive, lower_reference)
     mlir.register_lowering(primitive, lower_fused, platform="cuda")
     return primitive
+
+
+def _is_unmapped(axis_data: Any, dims: Any, params: dict[str, Any]) -> bool:
+    """Whether `jax.vmap` leaves the operands and the axes of a call as they are."""
+    return axis_data.name not in params["axes"] and all(dim is None for dim in dims)
 
 
 def _batch_reference(
