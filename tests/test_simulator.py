@@ -600,6 +600,26 @@ def test_a_poll_in_vain_is_a_deadlock() -> None:
 
 
 @triton.jit
+def backward_kernel(team, flag, out_ptr):
+    """The first program polls, in a way of its own, what the second one writes."""
+    me = shmem.start(team)
+    if tl.program_id(0) == 0:
+        while tl.atomic_add(shmem._signal_of(me, flag, me.rank), 0, sem="acquire", scope="sys") < me.epoch:
+            pass
+        tl.store(out_ptr, 1.0)
+    else:
+        shmem.signal(me, flag, me.rank)
+    shmem.finish(me)
+
+
+def test_a_poll_for_a_later_program_is_a_deadlock() -> None:
+    call = {"world": 2, "grid": 2, "out_type": shape_of(1), "signals": {"flag": 1}}
+    simulator.run(backward_kernel, **call)
+    with pytest.raises(simulator.DeadlockError, match="Further programs need a slot"):
+        simulator.run(backward_kernel, **call, slots=1)
+
+
+@triton.jit
 def peek_kernel(x_ptr, team, inbox, address, out_ptr):
     """Sends the address of an operand to the peer, which reads there."""
     me = shmem.start(team)

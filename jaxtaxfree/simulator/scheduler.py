@@ -215,9 +215,9 @@ class Scheduler:
     def _lend_slot(self) -> None:
         """Nobody can run. A program more than the slots allow shows whether one waits for a higher id."""
         waiting = [rank for rank, state in enumerate(self.ranks) if state.live > 0 and state.next < self._programs]
-        self._stuck(bool(waiting))
-        for rank in waiting:
-            self._start(rank)
+        if self._stuck(bool(waiting)):
+            for rank in waiting:
+                self._start(rank)
 
     def _choose(self) -> Program | None:
         program, draw = self.current, self._random.random
