@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import math
 import pathlib
+import pkgutil
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +21,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxtaxfree import kernels as own_kernels
 from jaxtaxfree import taxes
 from jaxtaxfree.__main__ import main
 from jaxtaxfree.taxes import hlo, profile, programs, report, timeline
@@ -387,6 +390,14 @@ def test_kernels_of_a_trace() -> None:
         (1, "transfer", 15000, 16000),
     ]
     assert found[0].stream == "Stream #7(Compute)"
+
+
+@pytest.mark.parametrize("module", [module.name for module in pkgutil.iter_modules(own_kernels.__path__)])
+def test_our_kernels_are_known(module: str) -> None:
+    functions = vars(importlib.import_module(f"jaxtaxfree.kernels.{module}"))
+    for name in (name for name in functions if name.endswith("_kernel")):
+        trace = jax.profiler.ProfileData.from_text_proto(TRACE.replace("all_gather_matmul_kernel", name))
+        assert [k.kind for k in profile.kernels_of(trace, fused=())].count("fused") == 1, name
 
 
 def test_cpus_are_refused(cpu_mesh: Callable) -> None:
