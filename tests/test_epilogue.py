@@ -574,6 +574,16 @@ def test_forward_and_backward_are_fused(mesh: Mesh, operation: Operation, given:
     assert_fused(text, calls=1 if operation is REDUCE else 2)
 
 
+def test_gradients_leave_the_configuration_of_two_products_alone(mesh: Mesh) -> None:
+    """It is of the kernel that multiplies by both, and differentiated they are one product."""
+
+    def text(config: Any) -> str:
+        program = GATHER.on_mesh(mesh, ("gate",), implementation="fused", config=config)
+        return lower_for_cuda(jax.grad(lambda *args: program(*args).sum()), *shapes(GATHER, mesh, ("gate",)))
+
+    assert text({"block_m": 64, "block_n": 64, "num_warps": 8}) == text(None)
+
+
 def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     program = GATHER.on_mesh(mesh, ("bias",), activation="silu")
     assert_fused(lower_for_cuda(program, *shapes(GATHER, mesh, ("bias",))))

@@ -227,6 +227,8 @@ def _separate(
       linear: (lhs, rhs, **params) -> the product, and whatever else the operation gives.
     """
     weights, others = epilogue.split(rhs, operands)
+    if epilogue.gated:
+        params["config"] = None  # is of another kernel
     # One product with a gate, too, so that lhs is gathered once.
     product, *rest = linear(lhs, jnp.concatenate(weights, axis=1), **params)
     return [epilogue.apply(jnp.split(product, len(weights), axis=-1), others, product.dtype), *rest]
