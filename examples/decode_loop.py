@@ -3,12 +3,12 @@
     python examples/decode_loop.py
     python examples/decode_loop.py --prompt 'The "with" statement ' --tokens 100
 
-Every all-gather is fused into the matrix product that needs it (`jaxtaxfree.all_gather_matmul`), with SwiGLU after it,
-and every reduce-scatter into the product before it (`jaxtaxfree.matmul_reduce_scatter`), with the residual addition
-after it. Attention over the keys of all devices is one kernel (`jaxtaxfree.decode_attention`), and what is gathered by itself is small (`jaxtaxfree.all_gather`). The same text
-is generated twice, by plain XLA and by the chosen implementation of all four, and every token must agree. It takes four
-GPUs where there are four, and four virtual CPU devices where there is none. The model is in transformer.py; train.py
-made its weights.
+Every all-gather is fused into the matrix product that needs it (`jaxtaxfree.all_gather_matmul`), with SwiGLU after
+it, and every reduce-scatter into the product before it (`jaxtaxfree.matmul_reduce_scatter`), with the residual
+addition after it. Attention over the keys of all devices is one kernel (`jaxtaxfree.decode_attention`), and what is
+gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated twice, by plain XLA and by the
+chosen implementation of all four, and every token must agree. It takes four GPUs where there are four, and four
+virtual CPU devices where there is none. The model is in transformer.py; train.py made its weights.
 """
 
 from __future__ import annotations

@@ -413,7 +413,7 @@ def test_records_are_found(alone: CudaHeap, driver: DriverModel) -> None:
     region = alone.region("b", devices(4), 2, LAYOUT)
     assert alone.records() == []
     plant(driver, region, 3, **GAVE_UP)
-    assert alone.records() == [(region, devices(4)[3], Record(magic=region.magic, **GAVE_UP))]
+    assert alone.records() == [(region, devices(4)[3], TIMEOUT, Record(magic=region.magic, **GAVE_UP))]
 
 
 def failed_flag(driver: DriverModel, region: Region, position: int) -> int:
@@ -466,6 +466,7 @@ def give_up(driver: DriverModel) -> None:
 def test_check_names_who_was_missing(opened: CudaHeap, driver: DriverModel, caplog: pytest.LogCaptureFixture) -> None:
     heap.check()
     give_up(driver)
+    heap.set_timeout(60)  # of regions to come
     with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
         heap.check()
     assert [(r.name, r.levelname, r.getMessage()) for r in caplog.records] == [("jaxtaxfree", "ERROR", MESSAGE)]

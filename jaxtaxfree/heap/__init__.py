@@ -65,7 +65,7 @@ class Heap(Protocol):
 
     def region(self, name: str, devices: Sequence[Any], world: int, layout_: Layout) -> Region: ...
 
-    def records(self) -> list[tuple[Region, Any, Record]]: ...
+    def records(self) -> list[tuple[Region, Any, float, Record]]: ...
 
     def fail(self) -> None: ...
 
@@ -188,11 +188,11 @@ def _look() -> None:
     _log.error("%s", _failure)
 
 
-def _describe(region: Region, device: Any, record: Record) -> str:
+def _describe(region: Region, device: Any, timeout: float, record: Record) -> str:
     start = region.device_ids.index(device.id) // region.world * region.world
     culprit = region.device_ids[start + record.peer]
     return (
-        f"{region.name}: rank {record.rank} (device {device.id}) waited {_timeout:g} s for rank {record.peer} "
+        f"{region.name}: rank {record.rank} (device {device.id}) waited {timeout:g} s for rank {record.peer} "
         f"(device {culprit}), which did not arrive: program {record.program} saw {record.seen} of {record.expected} "
         f"at {region.layout.awaited(record.signal)} in call {record.epoch}. The result of the call is NaN."
     )

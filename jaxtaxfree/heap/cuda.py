@@ -52,6 +52,7 @@ class _Part:
         self.device = device
         self.address = address
         self.record_address = 0  # of this process's devices only
+        self.timeout = 0.0  # likewise: of a wait in a kernel, in seconds
         self._undo = contextlib.ExitStack()
         self.undo = self._undo.callback
         self.close = self._undo.close
@@ -106,8 +107,8 @@ class CudaHeap:
                     self._regions[key], self._parts[key] = region, parts
             return self._regions[key]
 
-    def records(self) -> list[tuple[Region, Device, Record]]:
-        """What ranks of this process have left behind when they gave up."""
+    def records(self) -> list[tuple[Region, Device, float, Record]]:
+        """What ranks of this process have left behind when they gave up, and after how many seconds they did."""
         found = []
         with self._lock:
             for key, parts in self._parts.items():
@@ -115,7 +116,7 @@ class CudaHeap:
                     if part.record_address:
                         record = Record.read(ctypes.string_at(part.record_address, RECORD_BYTES))
                         if record is not None:
-                            found.append((self._regions[key], part.device, record))
+                            found.append((self._regions[key], part.device, part.timeout, record))
         return found
 
     def fail(self) -> None:
@@ -310,5 +311,6 @@ class CudaHeap:
     def _clear(self, part: _Part, region: Region) -> None:
         """Puts a part in the state before the first call."""
         self._driver.zero(part.device.ordinal, part.address, region.layout.control_bytes)
-        header = layout.header(region.magic, part.record_address, self.timeout)
+        part.timeout = self.timeout
+        header = layout.header(region.magic, part.record_address, part.timeout)
         self._driver.write(part.device.ordinal, part.address, header)

@@ -6,6 +6,9 @@ Tests put a model of a driver in its place.
 import ctypes
 from typing import Any
 
+# Context and stream of each device. They stay when a heap is closed, and serve the next one.
+_STREAMS: dict[int, tuple[Any, Any]] = {}
+
 
 class DriverError(RuntimeError):
     """A call of the CUDA driver failed."""
@@ -29,7 +32,6 @@ class Driver:
         from cuda.bindings import driver
 
         self._cuda: Any = driver
-        self._streams: dict[int, Any] = {}
         self._call("cuInit", 0)
 
     def _call(self, name: str, *args: Any) -> Any:
@@ -40,12 +42,12 @@ class Driver:
 
     def _enter(self, ordinal: int) -> Any:
         """Makes a device current in this thread; returns a stream of its own that waits for no other."""
-        if ordinal not in self._streams:
+        if ordinal not in _STREAMS:
             context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", ordinal))
             self._call("cuCtxSetCurrent", context)
             flags = self._cuda.CUstream_flags.CU_STREAM_NON_BLOCKING
-            self._streams[ordinal] = (context, self._call("cuStreamCreate", int(flags)))
-        context, stream = self._streams[ordinal]
+            _STREAMS[ordinal] = (context, self._call("cuStreamCreate", int(flags)))
+        context, stream = _STREAMS[ordinal]
         self._call("cuCtxSetCurrent", context)
         return stream
 
