@@ -229,10 +229,12 @@ def candidates(operation: str, default: Any) -> dict[str, Any]:
     found = {DEFAULT: default}
     for change in VARIATIONS[operation](default):
         new = {name: value for name, value in change.items() if value != getattr(default, name)}
-        config = dataclasses.replace(default, **new)
+        try:
+            config = dataclasses.replace(default, **new)
+        except ValueError:  # half of 1, say
+            continue
         too_large = operation in _PRODUCTS and config.num_stages * _bytes_of_a_step(config) > SHARED_MEMORY
-        half_of_1 = any(type(value) is int and value == 0 for value in new.values())
-        if config not in found.values() and not too_large and not half_of_1:
+        if config not in found.values() and not too_large:
             found[config_name(new)] = config
     return dict(list(found.items())[:MOST_CANDIDATES])
 

@@ -47,12 +47,13 @@ def settings_of(operation: str, kind: Any, config: Any) -> dict[str, Any]:
     """The settings that a caller makes by a mapping or an object of the dataclass `kind`; none by None.
 
     Raises:
-      ValueError: if there is no such setting.
+      ValueError: if there is no such setting, or it cannot have this value.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     settings = dataclasses.asdict(config) if isinstance(config, kind) else dict(config or {})
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"{operation} has no setting {unknown[0]!r}: config takes {', '.join(known)}.")
+    kind(**settings)  # raises for what makes no sense
     return settings
 
 

@@ -20,7 +20,8 @@ from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_k
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
+from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
 
@@ -67,7 +68,8 @@ def all_gather_matmul(
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
         DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster. "simulate": the
         kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; None chooses by shape.
+      config: how the kernel splits its work; None chooses by shape. A mapping makes a `Config` with the class's
+        defaults.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
       `return_gathered` a pair of it and [..., world * M, ..., K].
@@ -95,13 +97,17 @@ def all_gather_matmul(
     epilogue, operands = epilogues.check(
         "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
     )
-    config = matmul.check_config("all_gather_matmul", Config, config)
+    settings = settings_of("all_gather_matmul", Config, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["axis"] == lhs.ndim - 1:
         return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
+    params |= {
+        "rhs_transposed": False,
+        "implementation": implementation,
+        "config": Config(**settings) if settings else None,
+    }
     if epilogue:
         result = matmul.bind(
             with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
@@ -141,7 +147,7 @@ def reference(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
@@ -166,23 +172,32 @@ class Config:
         as soon as they can be.
     """
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 4
-    pushers: int = 16
-    chunk: int = 8192
-    units: int = 2
-    group_m: int = 8
+    block_m: int = setting(128, least=8, most=256)
+    block_n: int = setting(256, least=8, most=256, power_of_2=True)
+    block_k: int = setting(64, least=8, most=256, power_of_2=True)
+    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
+    num_stages: int = setting(4, least=1, most=32)
+    pushers: int = setting(16, least=1)
+    chunk: int = setting(8192, least=16, most=1 << 16, power_of_2=True)
+    units: int = setting(2, least=1)
+    group_m: int = setting(8, least=1)
     small: bool = False
     hopper: bool = False
-    splits: int = 1
-    whole: int = 0
-    programs: int = matmul.MULTIPROCESSORS
-    part: int = 512
-    unit: int = 16
-    pace: float = 0.95
+    splits: int = setting(1, least=1, most=32)
+    whole: int = setting(0)
+    programs: int = setting(matmul.MULTIPROCESSORS, least=1)
+    part: int = setting(512, least=8)
+    unit: int = setting(16, least=1)
+    pace: float = setting(0.95, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        matmul.check_tile(self)
+        if self.hopper and not self.small:
+            if self.part % self.block_k:
+                self.refuse("part", f"a multiple of block_k, {self.block_k}")
+            if self.block_m % self.unit:
+                self.refuse("unit", f"a divisor of block_m, {self.block_m}")
 
 
 HOPPER = Config(hopper=True, group_m=16)

@@ -16,6 +16,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.primitive import Unsupported, check_implementation, linear, settings_of
+from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, vary
 
@@ -135,7 +136,7 @@ def psum_scatter(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """How a kernel splits its work.
 
     Attributes:
@@ -150,17 +151,14 @@ class Config:
     """
 
     protocol: str = "messages"
-    shots: int = 1
-    block: int = 256
-    num_warps: int = 2
+    shots: int = setting(1, least=1, most=2)
+    block: int = setting(256, least=16, most=1 << 14, power_of_2=True)
+    num_warps: int = setting(2, least=1, most=16, power_of_2=True)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.protocol not in ("messages", "words", "signals"):
             raise ValueError(f"There is no protocol {self.protocol!r}: choose 'messages', 'words' or 'signals'.")
-        if self.shots not in (1, 2):
-            raise ValueError(f"A sum takes 1 or 2 shots, not {self.shots}.")
-        if self.block < 16 or self.block & (self.block - 1):
-            raise ValueError(f"A block has a power of 2 of elements, at least 16, not {self.block}.")
 
 
 def default_config(operation: str, size: int, world: int, dtype: Any) -> Config:

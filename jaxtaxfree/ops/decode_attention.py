@@ -15,6 +15,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import Placement, cache_sizes, placement_of
 from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
+from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
 
@@ -264,7 +265,7 @@ def reference(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
@@ -276,13 +277,13 @@ class Config:
       num_warps, num_stages: warps of a program, and tiles of keys and values in flight.
     """
 
-    splits: int
-    block_s: int = 64
-    block_r: int = 16
-    merge_rows: int = 8
+    splits: int = setting(1, least=1)
+    block_s: int = setting(64, least=16, most=512, power_of_2=True)
+    block_r: int = setting(16, least=16, most=256, power_of_2=True)
+    merge_rows: int = setting(8, least=1, most=256, power_of_2=True)
     alone: bool = False
-    num_warps: int = 4
-    num_stages: int = 3
+    num_warps: int = setting(4, least=1, most=16, power_of_2=True)
+    num_stages: int = setting(3, least=1, most=32)
 
 
 def default_config(

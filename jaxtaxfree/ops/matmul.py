@@ -14,7 +14,7 @@ from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.kernels.tiles import box_of
-from jaxtaxfree.primitive import DTYPES, settings_of
+from jaxtaxfree.primitive import DTYPES
 from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
@@ -44,13 +44,15 @@ def check_contraction(operation: str, lhs: jax.Array, rhs: jax.Array) -> None:
         )
 
 
-def check_config(operation: str, kind: Any, config: Any) -> Any:
-    """A configuration, or a mapping, as an object of the class `kind`; None stays None.
-
-    Raises:
-      ValueError: if it has a setting that there is not.
-    """
-    return None if config is None else kind(**settings_of(operation, kind, config))
+def check_tile(config: Any) -> None:
+    """Raises ValueError if a configuration has rows, or steps in flight, that its kernel cannot take."""
+    rest = config.block_m & (config.block_m - 1)  # without the least power of 2 that it is a sum of
+    if rest & (rest - 1) or config.block_m % 8:
+        config.refuse("block_m", "a multiple of 8 and a power of 2, or the sum of two")
+    if rest and not (config.hopper and config.small):
+        config.refuse("block_m", "a power of 2 where not both hopper and small are set")
+    if config.hopper and config.num_stages < 2:
+        config.refuse("num_stages", "at least 2 with hopper=True, where a stage is released one step late")
 
 
 def check_precision(precision: Any, preferred_element_type: Any) -> dict[str, Any]:

@@ -19,7 +19,8 @@ from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
+from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
 
@@ -60,7 +61,8 @@ def matmul_reduce_scatter(
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. Gradients gather in a kernel where there are 2048 rows or more. "simulate": the kernel, run for all ranks
         on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; None chooses by shape.
+      config: how the kernel splits its work; None chooses by shape, as does a mapping of `exact_wire` alone. Any other
+        mapping makes a `Config` with the class's defaults.
 
     Returns: [..., M, ..., N], this rank's rows of the sum over all ranks. The kernel adds up in the same order in every
       call, which may be another one than XLA's.
@@ -86,13 +88,13 @@ def matmul_reduce_scatter(
     epilogue, operands = epilogues.check(
         "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
     )
-    config = matmul.check_config("matmul_reduce_scatter", Config, config)
+    settings = tuple(sorted(settings_of("matmul_reduce_scatter", Config, config).items()))
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_reduce_scatter", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or scatter_dimension == lhs.ndim - 1:
         return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": config}
+    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
     if epilogue:
         return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
@@ -119,7 +121,7 @@ def reference(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config:
+class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
@@ -143,21 +145,25 @@ class Config:
       pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
     """
 
-    block_m: int = 128
-    block_n: int = 256
-    block_k: int = 64
-    num_warps: int = 8
-    num_stages: int = 4
-    group_m: int = 16
-    lag: int = matmul.MULTIPROCESSORS
+    block_m: int = setting(128, least=8, most=256)
+    block_n: int = setting(256, least=8, most=256, power_of_2=True)
+    block_k: int = setting(64, least=8, most=256, power_of_2=True)
+    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
+    num_stages: int = setting(4, least=1, most=32)
+    group_m: int = setting(16, least=1)
+    lag: int = setting(matmul.MULTIPROCESSORS, least=1)
     small: bool = False
     exact_wire: bool = False
     hopper: bool = False
-    splits: int = 1
-    whole: int = 0
-    programs: int = matmul.MULTIPROCESSORS
-    chunk: int = 1024
-    pace: float = 0.95
+    splits: int = setting(1, least=1, most=32)
+    whole: int = setting(0)
+    programs: int = setting(matmul.MULTIPROCESSORS, least=1)
+    chunk: int = setting(1024, least=16, most=1 << 16, power_of_2=True)
+    pace: float = setting(0.95, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        matmul.check_tile(self)
 
 
 # Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took
@@ -165,7 +171,9 @@ class Config:
 EXACT_SIZE = 2**18
 
 
-def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: int) -> Config:
+def default_config(
+    m: int, n: int, world: int, dtype: Any, compute_capability: int, *, exact_wire: bool | None = None
+) -> Config:
     """A configuration by shape.
 
     Args:
@@ -174,26 +182,31 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
       world: number of ranks.
       dtype: of the operands.
       compute_capability: of the GPU, 90 for 9.0.
+      exact_wire: whether partial sums travel as f32; None chooses.
     """
     rows = world * m
     if rows <= 256:
         # Where rhs is all there is to read, f32 on the wire costs little.
-        return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True, exact_wire=True)
-    config = Config(**matmul.large_tile(dtype, compute_capability))
+        exact_wire = True if exact_wire is None else exact_wire
+        return Config(**matmul.small_tile(rows, dtype, compute_capability), small=True, exact_wire=exact_wire)
+    config = Config(**matmul.large_tile(dtype, compute_capability), exact_wire=bool(exact_wire))
     # Rather a short wait than tiles that are not carried.
     tiles = matmul.tiles(m, n, config)
     return dataclasses.replace(config, lag=tiles) if 120 <= tiles < config.lag else config
 
 
-def decode_hopper_config(m: int, n: int, world: int, dtype: Any, out_dtype: Any = None) -> Config:
+def decode_hopper_config(
+    m: int, n: int, world: int, dtype: Any, out_dtype: Any = None, *, exact_wire: bool | None = None
+) -> Config:
     """A configuration by shape of the kernel for few rows on Hopper.
 
     Args:
-      m, n, world, dtype: as of `default_config`.
+      m, n, world, dtype, exact_wire: as of `default_config`.
       out_dtype: of the result; None is that of the operands.
     """
-    wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
-    exact_wire = wider or world * m * n <= EXACT_SIZE
+    if exact_wire is None:
+        wider = np.dtype(out_dtype or dtype).itemsize > np.dtype(dtype).itemsize
+        exact_wire = wider or world * m * n <= EXACT_SIZE
     return Config(**matmul.decode_hopper_tile(world * m, n), small=True, hopper=True, exact_wire=exact_wire)
 
 
@@ -230,20 +243,33 @@ def _unsupported_with(config: Config, k: int, n: int, *, residual: Any = None, *
 
 
 def choose(
-    m: int, k: int, n: int, *, world: int, dtype: Any, out_dtype: Any = None, compute_capability: int, **form: Any
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any = None,
+    compute_capability: int,
+    exact_wire: bool | None = None,
+    **form: Any,
 ) -> Config:
     """The configuration by shape, of whichever kernel can take the call and is the fastest.
 
     Args:
       m, k, n: a rank multiplies its lhs [world * m, k] by its rhs [k, n].
-      world, dtype, out_dtype, compute_capability: as of `default_config` and `decode_hopper_config`.
+      world, dtype, out_dtype, compute_capability, exact_wire: as of `default_config` and `decode_hopper_config`.
       **form: what else `unsupported_on_hopper` asks for.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    few, many = decode_hopper_config(m, n, world, dtype, out_dtype), hopper_config(m, n, world)
+    few = decode_hopper_config(m, n, world, dtype, out_dtype, exact_wire=exact_wire)
+    many = hopper_config(m, n, world)
     row_blocks = world * math.ceil(m / many.block_m)
     hopper = few if matmul.is_faster_for_few(world * m, n, few, many, row_blocks) else many
-    return default_config(m, n, world, **on) if _unsupported_with(hopper, k, n, **on, **form) else hopper
+    rounds = hopper is many and exact_wire  # as it always does
+    if rounds or _unsupported_with(hopper, k, n, **on, **form):
+        return default_config(m, n, world, **on, exact_wire=exact_wire)
+    return hopper
 
 
 def fused(
@@ -254,7 +280,7 @@ def fused(
     scatter_dimension: int,
     precision: Any,
     preferred_element_type: Any,
-    config: Config | None,
+    config: tuple[tuple[str, Any], ...] | None,
     compute_capability: int,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
@@ -281,10 +307,13 @@ def fused(
     on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
     residual = epilogue.split(rhs, operands)[1].get("residual")
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
-    if config is None:
-        config = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **form)
-    elif config.hopper and (reasons := _unsupported_with(config, k, n, **on, **form)):
-        raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
+    settings = dict(config or ())
+    if settings.keys() <= {"exact_wire"}:
+        chosen = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **settings, **form)
+    else:
+        chosen = Config(**settings)
+        if chosen.hopper and (reasons := _unsupported_with(chosen, k, n, **on, **form)):
+            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
     kernel, keywords = launch(
         m,
         k,
@@ -295,11 +324,11 @@ def fused(
         precision=precision,
         rhs_transposed=rhs_transposed,
         epilogue=epilogue,
-        config=config,
+        config=chosen,
     )
     others = epilogue.rows_first(operands, scatter_dimension)
     arrays = (rows, rhs, *others)
-    if config.hopper and not config.small:
+    if chosen.hopper and not chosen.small:
         # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
         arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
     out = shmem_call(
@@ -473,9 +502,11 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     def default(m: int) -> Config:
         return choose(m // team.world, *rhs.shape, world=team.world, **on)
 
-    def take(settings: dict[str, Any]) -> Config | None:
+    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
         config = Config(**settings)
-        return None if config.hopper and _unsupported_with(config, *rhs.shape, **on) else config
+        if config.hopper and _unsupported_with(config, *rhs.shape, **on):
+            return None
+        return tuple(sorted(settings.items()))
 
     return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
 
