@@ -41,7 +41,7 @@ class Settings:
             if not (rule := field.metadata):
                 continue
             least, most, whole, power = (rule[name] for name in ("least", "most", "whole", "power"))
-            kinds = numbers.Integral if whole else numbers.Real
+            kinds: Any = numbers.Integral if whole else numbers.Real
             fits = isinstance(value, kinds) and not isinstance(value, bool) and least <= value <= most
             if not fits or (power and value not in (1 << i for i in range(63))):
                 kind = "a power of 2" if power else "an integer" if whole else "a number"

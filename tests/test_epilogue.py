@@ -259,6 +259,12 @@ def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: st
     check_simulated(GATHER, given, GATHER.operands(2, 7, 72, 24, dtype), range(3), **DECODE_HOPPER)
 
 
+@pytest.mark.parametrize("given", (ELEMENTWISE[-1], PAIRS[-1]), ids=name_of)
+def test_values_of_the_decode_kernel_for_hopper_in_blocks_of_rows(given: dict[str, Any]) -> None:
+    arrays = GATHER.operands(2, 7, 72, 24, "bfloat16")
+    check_simulated(GATHER, given, arrays, range(2), **DECODE_HOPPER | {"block_m": 8})
+
+
 @pytest.mark.parametrize("splits", (1, 2))
 @pytest.mark.parametrize("given", (ELEMENTWISE[-1], PAIRS[-1]), ids=name_of)
 def test_values_of_a_tile_that_is_handled_in_pieces(given: dict[str, Any], splits: int) -> None:
@@ -274,8 +280,12 @@ def test_values_of_a_tile_that_is_handled_in_pieces(given: dict[str, Any], split
 def test_values_of_the_kernel_for_hopper_that_reduces_few_rows(given: dict[str, Any], dtype: str, shots: int) -> None:
     operation = REDUCE if shots else SCATTER
     config = {**SCATTER.tiles["small"], "block_n": 16, "num_stages": 2, "exact_wire": True}
-    config |= {"shots": shots, "add_rows": 4} if shots else {}
-    check_simulated(operation, given, operation.operands(2, 7, 72, 24, dtype), range(shots, shots + 1), **config)
+    arrays = operation.operands(2, 7, 72, 24, dtype)
+    if shots:
+        config |= {"shots": shots, "add_rows": 4}
+        # Rows that the ranks do not divide.
+        arrays |= {name: arrays[name][:-1] for name in ("lhs", "residual")}
+    check_simulated(operation, given, arrays, range(shots, shots + 1), **config)
 
 
 @pytest.mark.parametrize("m", (16, 300))

@@ -120,6 +120,7 @@ def test_every_interleaving_is_right(kernel: Simulated, world: int) -> None:
         call.run(kernel.kernel, **settings)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("first", PORTIONS)
 @pytest.mark.parametrize("world", (2, 3, 4))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)

@@ -36,9 +36,9 @@ from jaxtaxfree.simulator import (
 )
 from tests.attention_cases import TOLERANCE
 from tests.conftest import MeshFactory
-from tests.simulator_kernels import Call, Simulated, integers, launched, load
+from tests.simulator_kernels import WORLDS, Call, Simulated, integers, launched, load
 from tests.test_simulator_gluon import indent
-from tests.test_simulator_kernels import FEW, PORTION, PORTIONS
+from tests.test_simulator_kernels import PORTION, PORTIONS, first_seeds
 from tests.test_simulator_mutants import TOO_EARLY, edit
 
 SEEDS = 10
@@ -91,14 +91,15 @@ TILES_OF_SUMS = {"block_m": 32, "block_n": 32, "block_k": 16, "num_stages": 2, "
 
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
-    m, n, k, programs, *names = shape
+    m, n, k, programs, stages, *names = shape
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
-    config = scatter_ops.Config(**TILES_OF_SUMS, hopper=True, programs=programs)
+    tiles = TILES_OF_SUMS | {"num_stages": stages}
+    config = scatter_ops.Config(**tiles, hopper=True, programs=programs)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
@@ -128,6 +129,8 @@ def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
 SWIGLU = Epilogue("silu", ("gate", "bias"))
 BIASED = Epilogue("gelu_tanh", ("bias",))
 ALL_ROWS = (8, 24, 24, 2, False, False)
+# Of more tiles for others than an outbox has places, and of one step each, so that loads may be several tiles ahead.
+ONE_PROGRAM = (33, 64, 16, 1, 6)
 KERNELS = (
     Simulated(
         name="all_gather_matmul",
@@ -157,9 +160,14 @@ KERNELS = (
         module=matmul_reduce_scatter_hopper,
         function="matmul_reduce_scatter_hopper_kernel",
         call=matmul_reduce_scatter,
-        # M, N, K, programs, and what is added; clipped at all ends, so that the second half of the rows may be missing,
-        # and with more programs than a rank has tiles
-        shapes=lambda world: ((5, 40, 16, 1), (36, 40, 24, 2, "bias", "residual"), (32, 32, 40, 3, "residual")),
+        # M, N, K, programs, stages, and what is added; clipped at all ends, so that the second half of the rows may be
+        # missing, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (5, 40, 16, 1, 2),
+            (36, 40, 24, 2, 2, "bias", "residual"),
+            (32, 32, 40, 3, 2, "residual"),
+            ONE_PROGRAM,
+        ),
     ),
     Simulated(
         name="matmul_all_reduce",
@@ -180,17 +188,18 @@ KERNELS = (
 KERNEL = {kernel.name: kernel for kernel in KERNELS}
 
 
-@pytest.mark.parametrize("world", (2, 3, 4, 8))
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    kernel.run(range(FEW if world < 8 else 1), world)
+def test_every_shape_is_right(kernel: Simulated, world: int) -> None:
+    kernel.run(first_seeds(kernel, world), world)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("first", PORTIONS)
-@pytest.mark.parametrize("world", (2, 3, *(pytest.param(world, marks=pytest.mark.soak) for world in (4, 8))))
+@pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    kernel.run(range(max(first, FEW if world < 8 else 1), first + PORTION), world)
+    kernel.run(range(first, first + PORTION), world)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -216,7 +225,6 @@ class Mutant:
 
 GATHERED = (8, 16, 24, 2, True, False)
 MANY_SUMS = (80, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox has places
-ONE_PROGRAM = (33, 64, 16, 1)  # of more tiles for others than an outbox has places
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
@@ -234,6 +242,10 @@ GIVEN = "            to_push = give(staged, to_push, ticket, PARTITION)\n"
 CARRIED = "        due = carry(me, places + place[0] * size, dest, owner, 1, due, work.PACE, work)\n"
 RELEASED = "        place = release(staged, place)\n"
 TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
+NUMBER = "    number = take(relay, position)\n    place, phase = release(relay, position)\n"
+NUMBER_AFTER = """    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    number = gl.max(relay.numbers.index(position[0]).load(WARP), 0)
+"""
 LINES = "    block = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
 GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
@@ -394,6 +406,13 @@ MUTANTS = (
         kernel="matmul_reduce_scatter",
         edits=(("allocate_relay(2, 1)", "allocate_relay(1, 1)"),),
         errors=TOO_EARLY,
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a number released before it is read",
+        kernel="matmul_reduce_scatter",
+        edits=((NUMBER, NUMBER.replace("    number =", "    early =") + NUMBER_AFTER),),
+        errors=(DataRaceError,),
         shape=ONE_PROGRAM,
     ),
     Mutant(

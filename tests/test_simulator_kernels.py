@@ -8,25 +8,28 @@ from jaxtaxfree import simulator
 from tests.simulator_kernels import KERNELS, WORLDS, Simulated
 
 SEEDS = 200
-FEW = 3  # the first ones, in every run
 PORTION = 8  # seeds of a test, so that several processes share the work
-# The first portion always, the others by `make soak`.
-PORTIONS = [
-    pytest.param(first, marks=pytest.mark.soak if first else pytest.mark.slow) for first in range(0, SEEDS, PORTION)
-]
+PORTIONS = range(0, SEEDS, PORTION)
 
 
-@pytest.mark.parametrize("first", PORTIONS)
-@pytest.mark.parametrize("world", (2, 3, *(pytest.param(world, marks=pytest.mark.soak) for world in (4, 8))))
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
-    kernel.run(range(max(first, FEW if world < 8 else 1), first + PORTION), world)
+def first_seeds(kernel: Simulated, world: int) -> range:
+    """The seeds of every run: with few ranks each shape has one, and a kernel of few shapes has eight."""
+    shapes = len(kernel.shapes(world))
+    return range({2: max(PORTION, shapes), 3: max(PORTION, shapes), 4: shapes}.get(world, 1))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
-def test_some_interleavings_are_right(kernel: Simulated, world: int) -> None:
-    kernel.run(range(FEW if world < 8 else 1), world)
+def test_every_shape_is_right(kernel: Simulated, world: int) -> None:
+    kernel.run(first_seeds(kernel, world), world)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", PORTIONS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
+    kernel.run(range(first, first + PORTION), world)
 
 
 @pytest.mark.parametrize("slots", (1, None))
