@@ -107,7 +107,7 @@ def attend(
     length = tl.maximum(tl.load(lengths_ptr + sequence), 0)
     me = shmem.start(team, VERIFY=False)
 
-    h = tl.arange(0, triton.next_power_of_2(H))
+    h = tl.arange(0, depth_of(H, query_ptr.dtype.element_ty))
     hv = tl.arange(0, width_of(HV))
     query_row = (sequence * T + row // group) * N + head * group + row % group
     valid = (row < rows)[:, None] & (h[None, :] < H)
@@ -392,6 +392,12 @@ def words_of(hv):
 def width_of(hv):
     """The same as a power of 2."""
     return max(4, triton.next_power_of_2(hv))
+
+
+@triton.constexpr_function
+def depth_of(h, dtype):
+    """The width of a block of queries or keys: tl.dot takes 32 bytes of a row or more."""
+    return max(256 // dtype.primitive_bitwidth, triton.next_power_of_2(h))
 
 
 @triton.jit

@@ -43,6 +43,7 @@ CASES = {
     "h-96": case(h=96),
     "h-192": case(h=192, hv=128),
     "h-256": case(h=256),
+    "h-8": case(h=8, hv=128),
 }
 WAITS = 2  # places that wait, for each piece: for the splits, and for what the ranks send
 each_case = pytest.mark.parametrize("name", CASES)

@@ -82,6 +82,14 @@ def test_head_sizes(h: int, hv: int | None) -> None:
     run(Case(world=2, n=4, k=2, h=h, hv=hv, b=1, lengths=(100,)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("h", (1, 4, 5, 8))
+def test_heads_smaller_than_what_is_multiplied_at_once(h: int, dtype: str) -> None:
+    case = Case(world=2, n=4, k=2, h=h, b=1, s=32, lengths=(40,), dtype=dtype)
+    run(case, implementation="simulate", config=SPLIT)
+    assert_fused(lower_for_cuda(program(case, mesh_of(2)), make(case)[0]))
+
+
 @pytest.mark.parametrize("implementation", ("xla", "simulate"))
 @pytest.mark.parametrize("scales", ("tensor", "head", "token"))
 def test_small_scales_in_f16(scales: str, implementation: str) -> None:
