@@ -468,6 +468,29 @@ def test_append_takes_and_returns_tuples(parts: int) -> None:
     assert np.asarray(call(growth.cache)[0]).any()
 
 
+def test_lists_and_python_numbers() -> None:
+    """They are what they are for `jax.numpy`."""
+    growth = Growth.of(Case(world=2, b=2, k=1, n=1, h=4, s=8, cache="int8", scales="tensor", page_size=4))
+    new = [x[:, 0] for x in growth.tokens]
+
+    def found(new: Any, lengths: Any, new_lengths: Any, tables: Any, scales: Any) -> tuple:
+        def local(cache: KVCache) -> tuple:
+            cache = KVCache(*own_part(cache)[:2], *scales)
+            cache = append_kv(cache, *new, lengths, "tp", block_tables=tables)
+            scaled = {"key_scale": scales[0], "value_scale": scales[1]}
+            paged = {"key_value_seq_lengths": new_lengths, "block_tables": tables}
+            return *cache[:2], decode_attention(new[0], *cache[:2], "tp", **paged, **scaled)
+
+        specs = (P("tp"), P("tp"), P())
+        return jax.shard_map(local, mesh=mesh_of(2), in_specs=(growth.specs,), out_specs=specs)(growth.cache)
+
+    lists = [3, 9], [4, 10], [[0, 1], [2, 3]], (0.01, 0.02)
+    wanted = found(new, *map(jnp.array, lists))
+    assert all(np.any(x) for x in wanted)
+    for mine, other in zip(found([x.tolist() for x in new], *lists), wanted):
+        np.testing.assert_array_equal(mine, other)
+
+
 @pytest.mark.parametrize(
     "settings",
     (
@@ -556,6 +579,10 @@ def int8(*shape: int) -> jax.ShapeDtypeStruct:
     return shape_of(*shape, dtype="int8")
 
 
+def int16(*shape: int) -> jax.ShapeDtypeStruct:
+    return shape_of(*shape, dtype="int16")
+
+
 def i32(*shape: int) -> jax.ShapeDtypeStruct:
     return shape_of(*shape, dtype="int32")
 
@@ -580,8 +607,10 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
         ({"block_tables": shape_of(2, 5)}, ("block_tables of integers", "float32[2, 5]")),
         ({"block_tables": i32(10)}, ("block_tables of integers", "int32[10]")),
         ({"key": int8(2, 32, 4, 64)}, ("cache of int8 needs a key_scale", "cache of int8 needs a value_scale")),
-        ({"key_scale": shape_of(2)}, ("key_scale must be f32 [], [4] or [2, 32, 4], not [2]",)),
-        ({"value_scale": shape_of(2, 32)}, ("value_scale must be f32 [], [4] or [2, 32, 4], not [2, 32]",)),
+        ({"key_scale": shape_of(2)}, ("key_scale must be f32 [], [4] or [2, 32, 4], not float32[2]",)),
+        ({"value_scale": shape_of(2, 32)}, ("value_scale must be f32 [], [4] or [2, 32, 4], not float32[2, 32]",)),
+        ({"key_scale": i32(2, 32, 4)}, ("key_scale must be f32", "not int32[2, 32, 4]")),
+        ({"key": int16(2, 32, 4, 64)}, ("cache of int16 needs a key_scale",)),
         ({"sinks": shape_of(4)}, ("sinks must be [8], not [4]",)),
         ({"logits_soft_cap": 0.0}, ("logits_soft_cap must be positive, not 0.0",)),
         ({"local_window_size": -1}, ("local_window_size of 0 or more positions, not -1",)),
@@ -605,11 +634,27 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, 
     ("arguments", "parts"),
     (
         ({"cache": (PART,)}, ("(key, value) or (key, value, key_scale, value_scale), not of 1 parts",)),
+        ({"cache": (int8(2, 32, 4, 64),) * 2}, ("int8 needs a key_scale", "int8 needs a value_scale")),
+        ({"cache": (int16(2, 32, 4, 64),) * 2}, ("int16 needs a key_scale",)),
+        ({"cache": (shape_of(2, 32, 4, 64, dtype="float8_e5m2"),) * 2}, ("float8_e5m2 needs a key_scale",)),
+        ({"cache": (PART, shape_of(2, 16, 4, 64))}, ("key is [2, 32, 4, 64] and value [2, 16, 4, 64]",)),
+        ({"cache": (PART, shape_of(1, 32, 4, 64))}, ("key is [2, 32, 4, 64] and value [1, 32, 4, 64]",)),
+        ({"cache": (PART, shape_of(2, 32, 2, 64))}, ("key is [2, 32, 4, 64] and value [2, 32, 2, 64]",)),
+        ({"cache": (PART, shape_of(2, 32, 4))}, ("key is [2, 32, 4, 64] and value [2, 32, 4]",)),
+        ({"cache": (PART, int8(2, 32, 4, 64))}, ("key is float32 and value int8",)),
+        ({"cache": (*(int8(2, 32, 4, 64),) * 2, shape_of(2), shape_of())}, ("key_scale must", "not float32[2]")),
+        ({"cache": (*(int8(2, 32, 4, 64),) * 2, *(i32(2, 32, 4),) * 2)}, ("value_scale must", "int32[2, 32, 4]")),
         ({"key": shape_of(2, 2, 64)}, ("a new key [B, 4, 64] or [B, T, 4, 64]", "[2, 1, 2, 64]")),
         ({"value": shape_of(2, 4, 32)}, ("a new value [B, 4, 64]", "[2, 1, 4, 32]")),
+        ({"value": shape_of(2, 3, 4, 64)}, ("a new value [B, 4, 64]", "[2, 3, 4, 64]")),
+        ({"key": shape_of()}, ("a new key [B, 4, 64]", "not []")),
+        ({"value": shape_of()}, ("a new value [B, 4, 64]", "not []")),
         ({"key": shape_of(3, 4, 64), "value": shape_of(3, 4, 64)}, ("a cache of 2 sequences and new tokens of 3",)),
         ({"lengths": i32(3)}, ("lengths i32[2], not int32[3]",)),
         ({"lengths": shape_of(2)}, ("lengths i32[2], not float32[2]",)),
+        ({"lengths": i32()}, ("lengths i32[2], not int32[]",)),
+        ({"block_tables": np.zeros((3, 5), int)}, ("block_tables of 3 sequences and new tokens of 2",)),
+        ({"block_tables": [0, 1]}, ("block_tables of integers", "int32[2]")),
         ({"placement": "striped"}, ("no placement 'striped'",)),
         ({"block_size": 8}, ("block_size=8", 'placement="round_robin" only')),
         ({"placement": "round_robin", "block_size": 5}, ("does not divide the 32 positions",)),

@@ -13,7 +13,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
-from jaxtaxfree.ops.kv_cache import Placement, cache_sizes, placement_of
+from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
 from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
@@ -97,6 +97,7 @@ def decode_attention(
     axes = check_axes(axis_name, "decode_attention")
     check_implementation(implementation)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    block_tables = None if block_tables is None else jnp.asarray(block_tables)
     single = query.ndim == 3
     if single:
         query = query[:, None]
@@ -521,10 +522,7 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
         wrong.append(f"query has {n} heads, which is no multiple of the {k} heads of key")
     if key.shape[3] != h:
         wrong.append(f"query has heads of size {h} and key of {key.shape[3]}")
-    if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
-        wrong.append(f"key is {list(key.shape)} and value {list(value.shape)}, which differ in more than the head size")
-    if key.dtype != value.dtype:
-        wrong.append(f"key is {key.dtype} and value {value.dtype}")
+    wrong += cache_faults(KVCache(key, value, operands.get("key_scale"), operands.get("value_scale")), k)
     if output not in OUTPUTS:
         wrong.append(f"there is no output {output!r} (choose one of {', '.join(map(repr, OUTPUTS))})")
     if spec.by_heads and n % world:
@@ -537,11 +535,6 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
         lengths = operands["lengths"]
         if lengths.shape != (b,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
             wrong.append(f"key_value_seq_lengths must be i32[{b}], not {lengths.dtype}{list(lengths.shape)}")
-    for name in ("key_scale", "value_scale"):
-        if name in operands and operands[name].shape not in ((), (k,), key.shape[:3]):
-            wrong.append(f"{name} must be f32 [], [{k}] or {list(key.shape[:3])}, not {list(operands[name].shape)}")
-        elif key.dtype.name in _QUANTISED and name not in operands:
-            wrong.append(f"a cache of {key.dtype} needs a {name}")
     if "sinks" in operands and operands["sinks"].shape != (n,):
         wrong.append(f"sinks must be [{n}], not {list(operands['sinks'].shape)}")
     if spec.soft_cap is not None and not spec.soft_cap > 0:

@@ -119,6 +119,25 @@ def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> 
     return block_tables.shape[1] * length, length, heads
 
 
+def cache_faults(cache: KVCache, heads: int) -> list[str]:
+    """All that keeps arrays, of which `cache_sizes` has taken the keys, from being the parts of one cache."""
+    key, value = cache.key, cache.value
+    shapes = (), (heads,), key.shape[:3]
+    wrong = []
+    if value.ndim != 4 or value.shape[:3] != key.shape[:3]:
+        wrong.append(f"key is {list(key.shape)} and value {list(value.shape)}, which differ in more than the head size")
+    if key.dtype != value.dtype:
+        wrong.append(f"key is {key.dtype} and value {value.dtype}")
+    for name, scale in (("key_scale", cache.key_scale), ("value_scale", cache.value_scale)):
+        if scale is None:
+            if key.dtype.itemsize == 1 or not jnp.issubdtype(key.dtype, jnp.floating):
+                wrong.append(f"a cache of {key.dtype} needs a {name}")
+        elif scale.shape not in shapes or (scale.ndim and not jnp.issubdtype(scale.dtype, jnp.floating)):
+            known = f"[], [{heads}] or {list(shapes[2])}"
+            wrong.append(f"{name} must be f32 {known}, not {scale.dtype}{list(scale.shape)}")
+    return wrong
+
+
 def append_kv(
     cache: KVCache | tuple,
     key: jax.Array,
@@ -157,10 +176,14 @@ def append_kv(
         raise ValueError(
             f"append_kv takes a cache (key, value) or (key, value, key_scale, value_scale), not of {len(cache)} parts."
         )
-    parts = KVCache(cache[0], cache[1], *cache[2:])
-    if key.ndim == 3:
-        key, value = key[:, None], value[:, None]
+    scales = (None if x is None else jnp.asarray(x) for x in cache[2:])
+    parts = KVCache(jnp.asarray(cache[0]), jnp.asarray(cache[1]), *scales)
+    key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths)
+    key, value = (x[:, None] if x.ndim == 3 else x for x in (key, value))
+    block_tables = None if block_tables is None else jnp.asarray(block_tables)
     slots, page_size, heads = cache_sizes(parts.key, kv_layout, block_tables, "append_kv")
+    if wrong := cache_faults(parts, heads):
+        raise ValueError(f"append_kv cannot take this cache: {'; '.join(wrong)}.")
     _check_new_tokens(parts, key, value, lengths, heads, block_tables)
     place = placement_of(placement, block_size, slots, page_size, "append_kv")
     world = lax.axis_size(axes)
@@ -214,15 +237,16 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
 def _check_new_tokens(
     cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array, heads: int, block_tables: Any
 ) -> None:
-    b = key.shape[0]
     for name, new, old in (("key", key, cache.key), ("value", value, cache.value)):
-        if new.ndim != 4 or new.shape[:3] != (b, key.shape[1], heads) or new.shape[3] != old.shape[3]:
+        if new.shape != (*key.shape[:2], heads, old.shape[3]):
             raise ValueError(
                 f"append_kv takes a new {name} [B, {heads}, {old.shape[3]}] or [B, T, {heads}, {old.shape[3]}] for "
                 f"this cache, the same B and T for both, not {list(new.shape)}."
             )
-    if block_tables is None and cache.key.shape[0] != b:
-        raise ValueError(f"append_kv has a cache of {cache.key.shape[0]} sequences and new tokens of {b}.")
+    b = key.shape[0]
+    of, what = (cache.key, "a cache") if block_tables is None else (block_tables, "block_tables")
+    if of.shape[0] != b:
+        raise ValueError(f"append_kv has {what} of {of.shape[0]} sequences and new tokens of {b}.")
     if lengths.shape != (b,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(f"append_kv takes lengths i32[{b}], not {np.dtype(lengths.dtype)}{list(lengths.shape)}.")
 
