@@ -592,6 +592,8 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
     (
         ({"query": shape_of(8, 64)}, ("[B, N, H] or [B, T, N, H]", "2 dimensions")),
         ({"query": shape_of(2, 1, 1, 8, 64)}, ("5 dimensions",)),
+        ({"query": i32(2, 8, 64)}, ("query must be floating-point, not int32",)),
+        ({"preferred_element_type": "int8"}, ("preferred_element_type must be floating-point, not int8",)),
         ({"query": shape_of(2, 6, 64)}, ("6 heads, which is no multiple of the 4 heads of key",)),
         ({"query": shape_of(2, 8, 80)}, ("query has heads of size 80 and key of 64",)),
         ({"query": shape_of(3, 8, 64)}, ("query is of 3 sequences and key of 2",)),
@@ -628,6 +630,15 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     with fails(ValueError, "decode_attention" if "implementation" not in arguments else "implementation", *parts):
         traced(**arguments)
+
+
+@pytest.mark.parametrize("name", ("scale", "logits_soft_cap", "local_window_size"))
+@pytest.mark.parametrize("given", ("traced", "four", [4, 0], (), (4.5, 0), (4, 0, 0)))
+def test_what_is_compiled_in_is_a_number(name: str, given: Any) -> None:
+    kind = "an integer or a pair of integers" if name == "local_window_size" else "a number"
+    wrong = i32() if given == "traced" else given
+    with fails(TypeError, f"decode_attention takes {kind} for {name}, known when it is traced, not "):
+        traced(**{name: wrong})
 
 
 @pytest.mark.parametrize(
@@ -691,9 +702,9 @@ def test_outside_shard_map() -> None:
 @pytest.mark.parametrize(
     ("arguments", "part"),
     (
-        ({"query": shape_of(2, 8, 64, dtype="int32")}, "a query of float32, bfloat16, float16, not int32"),
+        ({"query": shape_of(2, 8, 64, dtype="float8_e5m2")}, "a query of float32, bfloat16, float16, not float8_e5m2"),
         ({"key": shape_of(2, 32, 4, 64, dtype="bfloat16")}, "not bfloat16 with float32"),
-        ({"preferred_element_type": "int8"}, "it gives float32, bfloat16, float16, not int8"),
+        ({"preferred_element_type": "float8_e5m2"}, "it gives float32, bfloat16, float16, not float8_e5m2"),
         ({"query": shape_of(2, 8, 512), "key": shape_of(2, 32, 4, 512)}, "at most 256, not 512 and 512"),
         ({"query": shape_of(0, 8, 64), "key": shape_of(0, 32, 4, 64)}, "an operand is empty: [0, 1, 8, 64]"),
     ),
@@ -705,8 +716,8 @@ def test_what_the_kernel_cannot_do(arguments: dict[str, Any], part: str, impleme
 
 
 def test_all_reasons_at_once() -> None:
-    wrong = {"query": shape_of(2, 8, 512, dtype="int32"), "key": shape_of(2, 32, 4, 512, dtype="int32")}
-    with fails(NotImplementedError, "not int32", "it gives", "at most 256"):
+    wrong = {"query": shape_of(2, 8, 512, dtype="float8_e5m2"), "key": shape_of(2, 32, 4, 512)}
+    with fails(NotImplementedError, "not float8_e5m2", "it gives", "at most 256"):
         traced(implementation="fused", **wrong)
 
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -91,6 +92,7 @@ def decode_attention(
 
     Raises:
       ValueError: if the arguments do not fit together.
+      TypeError: if `scale`, `logits_soft_cap` or `local_window_size` is traced, or is no number.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -107,9 +109,9 @@ def decode_attention(
         page_size=page_size,
         kv_heads=kv_heads,
         head_major=kv_layout == "BKSH",
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
+        scale=query.shape[-1] ** -0.5 if scale is None else _static("scale", scale, "a number", float),
         window=_window(local_window_size),
-        soft_cap=None if logits_soft_cap is None else float(logits_soft_cap),
+        soft_cap=None if logits_soft_cap is None else _static("logits_soft_cap", logits_soft_cap, "a number", float),
         by_heads=output == "heads",
         dtype=np.dtype(preferred_element_type or query.dtype),
     )
@@ -497,10 +499,21 @@ def _normalised(acc: jax.Array, total: jax.Array) -> jax.Array:
     return jnp.where(total[..., None] == 0, 0.0, acc / jnp.where(total == 0, 1.0, total)[..., None])
 
 
+def _static[T](name: str, x: Any, kind: str, convert: Callable[[Any], T]) -> T:
+    """A parameter that is compiled into the program; raises TypeError if it is none of its kind."""
+    try:
+        return convert(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"decode_attention takes {kind} for {name}, known when it is traced, not {x!r}.") from error
+
+
 def _window(size: int | tuple[int, int] | None) -> int | None:
     """Positions before a token that it attends to."""
-    before = size[0] if isinstance(size, tuple) else size
-    if before is not None and before < 0:
+    if size is None:
+        return None
+    one = size[0] if isinstance(size, tuple) and len(size) == 2 else size
+    before = _static("local_window_size", one, "an integer or a pair of integers", operator.index)
+    if before < 0:
         raise ValueError(f"decode_attention takes a local_window_size of 0 or more positions, not {size}.")
     return before
 
@@ -518,6 +531,9 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
             f"decode_attention takes a query [B, N, H] or [B, T, N, H], not one of {query.ndim} dimensions."
         )
     b, _, n, h = query.shape
+    for name, dtype in (("query", query.dtype), ("preferred_element_type", spec.dtype)):
+        if not jnp.issubdtype(dtype, jnp.floating):
+            wrong.append(f"{name} must be floating-point, not {dtype}")
     if not k or n % k:
         wrong.append(f"query has {n} heads, which is no multiple of the {k} heads of key")
     if key.shape[3] != h:
