@@ -683,6 +683,24 @@ def test_tokens_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, ...
         jax.eval_shape(program, *arrays)
 
 
+@pytest.mark.parametrize(
+    ("index", "wrong", "part"),
+    (
+        (0, shape_of(3, 6, 8), "not out [3, 6, 8],"),
+        (0, shape_of(), "not out [],"),
+        (1, shape_of(1, 6), "residual [1, 6],"),
+        (1, shape_of(4, 6, 1), "residual [4, 6, 1],"),
+        (2, shape_of(4, 1, 8), "other [4, 1, 8]"),
+        (3, shape_of(6), "other_residual [6]."),
+        (0, i32(4, 6, 8), "must be floating-point, not int32"),
+    ),
+)
+def test_results_that_do_not_fit(index: int, wrong: Any, part: str) -> None:
+    given = [shape_of(4, 6, 8), shape_of(4, 6)] * 2
+    with fails(ValueError, "merge_attention", part):
+        jax.eval_shape(merge_attention, *given[:index], wrong, *given[index + 1 :])
+
+
 @pytest.mark.parametrize("axes", ("model", ("tp", "model"), ()))
 def test_unbound_axis_name(axes: Any) -> None:
     name = repr(axes) if not axes or isinstance(axes, str) else "'model'"

@@ -154,7 +154,21 @@ def merge_attention(
       residual, other_residual: f32 [..., N], their log-sum-exp (natural logarithm), -inf where there was no key.
 
     Returns: (result of `out`'s dtype, its log-sum-exp). A sink may be counted in one of the two only.
+
+    Raises:
+      ValueError: if the shapes do not fit together, or if `out` is not floating-point.
     """
+    out, residual, other, other_residual = map(jnp.asarray, (out, residual, other, other_residual))
+    shapes = [list(x.shape) for x in (out, residual, other, other_residual)]
+    if shapes != [shapes[0], shapes[0][:-1]] * 2 or not out.ndim:
+        raise ValueError(
+            "merge_attention takes out and other of one shape [..., N, H], residual and other_residual of [..., N], "
+            f"not out {shapes[0]}, residual {shapes[1]}, other {shapes[2]} and other_residual {shapes[3]}."
+        )
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise ValueError(
+            f"merge_attention gives a result of out's dtype, which must be floating-point, not {out.dtype}."
+        )
     top = jnp.maximum(residual, other_residual)
     base = _finite(top)
     weight, other_weight = jnp.exp(residual - base), jnp.exp(other_residual - base)
