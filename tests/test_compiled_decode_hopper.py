@@ -222,3 +222,17 @@ def test_all_reasons_why_it_cannot_run() -> None:
     with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
         config = {"hopper": True, "small": True, "block_m": 16, "block_n": 64, "num_warps": 4}
         lowered(m=64, k=1024, n=1024, dtype="float32", return_gathered=True, config=config)
+
+
+@pytest.mark.parametrize("world", (2, 4, 8))
+@pytest.mark.parametrize("n", (1024, 4096))
+@pytest.mark.parametrize("k", (512, 8192))
+def test_every_pusher_has_something_to_send(world: int, k: int, n: int) -> None:
+    """Behind its first load it finds out whether the region is there, without which it must not signal."""
+    for m in range(1, 256 // world + 1):
+        config = gather_ops.decode_hopper_config(m, n, world)
+        call = {"world": world, "dtype": "bfloat16", "out_dtype": "bfloat16", "precision": "tf32", "config": config}
+        keywords = gather_ops.launch(m, k, n, **call)[1]
+        others = keywords["PUSHERS"] // keywords["GROUPS"] - 1
+        assert keywords["PUSHERS"] % keywords["GROUPS"] == 0
+        assert others * keywords["CHUNK"] < m * keywords["PART"], (m, keywords)

@@ -506,17 +506,20 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
     splits = 1 if keywords["WHOLE"] else keywords["SPLITS"]
     part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
     parts = math.ceil(k / part)
+    groups = math.gcd(config.pushers, splits) if parts >= splits else 1
+    # A program that has nothing to send would not find out whether the region is there, and signal.
+    pushers = groups * min(config.pushers // groups, math.ceil(m * part / config.chunk))
     return {
         **keywords,
-        "grid": config.pushers + keywords["grid"],
+        "grid": pushers + keywords["grid"],
         "signals": keywords["signals"] | {"arrived": (parts, world)},
         **({} if epilogue.gated else {"gate_desc": None}),
         **epilogue.keywords("bias", "residual"),
         "M": m,
         "N": n,
         "K": k,
-        "PUSHERS": config.pushers,
-        "GROUPS": math.gcd(config.pushers, splits) if parts >= splits else 1,
+        "PUSHERS": pushers,
+        "GROUPS": groups,
         "PART": part,
         "CHUNK": config.chunk,
     }
