@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax_triton
 import numpy as np
+import triton
 from jax import lax
 from jax._src.core import NamedAxisEffect, ShapedArray
 from jax.extend import core as jex_core
@@ -90,12 +91,16 @@ def shmem_call(
     Returns: the results, as `out_type`. They vary along `axis_name`.
 
     Raises:
-      ValueError: if there is no such implementation, or messages are of another dtype.
-      TypeError: if the kernel's parameters and the arguments do not match.
+      ValueError: if there is no such implementation, messages are of another dtype, a number is out of range (a grid of
+        0, 64 warps, -1 signals), or two things have one name.
+      TypeError: if the kernel is not decorated, its parameters and the arguments do not match, a constant cannot be
+        hashed, or an axis, a result or scratch is of another kind.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
       NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
+    if not isinstance(kernel, triton.JITFunction):
+        raise TypeError(f"shmem_call takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
     name = name or kernel.fn.__name__
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
@@ -105,8 +110,11 @@ def shmem_call(
     if "WORLD" in kernel.arg_names:
         params.setdefault("WORLD", world)
     out_leaves, out_tree = jax.tree.flatten(out_type)
+    _check_buffers(name, out_leaves, scratch=scratch, signals=signals, messages=messages, descriptors=descriptors)
+    _check_launch(name, grid, num_warps, num_stages, together)
+    _check_names(name, [*scratch, *signals, *messages], params)
     out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
-    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    grid = tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
     named = {"team", *scratch, *signals, *messages, *params}
     arrays = [jnp.asarray(arg) for arg in args]
     _check_parameters(kernel, name, arrays, out_types, named, descriptors)
@@ -122,14 +130,67 @@ def shmem_call(
             layout=heap.Layout.of(grid, scratch, signals, messages),
             descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
             name=name,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            together=together,
+            num_warps=int(num_warps),
+            num_stages=int(num_stages),
+            together=int(together),
             cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
             params=tuple(sorted(params.items())),
             simulate=implementation == "simulate",
         )
     return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
+
+
+def _check_buffers(name: str, out_leaves: Sequence[Any], **given: Any) -> None:
+    """Raises unless results, scratch, signals, messages and descriptors are what `shmem_call` takes."""
+    for keyword, mapping in given.items():
+        if not isinstance(mapping, Mapping):
+            raise TypeError(f"{name} takes {keyword} as a mapping from parameters of the kernel, not {mapping!r}.")
+    arrays = [("out_type", leaf) for leaf in out_leaves]
+    arrays += [(f"scratch {key!r}", of) for key, of in given["scratch"].items()]
+    for what, of in arrays:
+        if not (hasattr(of, "shape") and hasattr(of, "dtype")):
+            raise TypeError(f"{name} takes for {what} an object with shape and dtype, not {of!r}.")
+        _check_shape(name, what, of.shape)
+    for keyword in ("signals", "messages", "descriptors"):
+        for key, of in given[keyword].items():
+            if keyword == "descriptors" or not _is_count(of):
+                _check_shape(name, f"{keyword} {key!r}", getattr(of, "shape", of))
+
+
+def _check_shape(name: str, what: str, shape: Any) -> None:
+    if not (isinstance(shape, Sequence) and all(map(_is_count, shape))):
+        raise ValueError(f"{name} takes for {what} sizes that are whole numbers and not negative, not {shape!r}.")
+
+
+def _check_launch(name: str, grid: Any, num_warps: Any, num_stages: Any, together: Any) -> None:
+    sizes = grid if isinstance(grid, tuple | list) else [grid]
+    if not (1 <= len(sizes) <= 3 and all(_is_count(size, 1) for size in sizes)):
+        raise ValueError(f"{name} takes a grid of one to three positive whole numbers, not {grid!r}.")
+    if not _is_count(num_warps) or num_warps not in (1, 2, 4, 8, 16, 32):
+        raise ValueError(f"{name} takes num_warps of 1, 2, 4, 8, 16 or 32, not {num_warps!r}.")
+    for keyword, number, least in (("num_stages", num_stages, 0), ("together", together, 1)):
+        if not _is_count(number, least):
+            raise ValueError(f"{name} takes {keyword} of at least {least}, a whole number, not {number!r}.")
+
+
+def _check_names(name: str, buffers: Sequence[str], params: Mapping[str, Any]) -> None:
+    names = ["team", *buffers, *params]
+    if twice := [one for one in names if names.count(one) > 1]:
+        raise ValueError(
+            f"{name} takes each parameter of the kernel from one of team, scratch, signals, messages and constants, "
+            f"and {twice[0]!r} is in two."
+        )
+    for key, value in params.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise TypeError(
+                f"{name} takes constants that can be hashed, such as a tuple in place of a list, not {key}={value!r}."
+            ) from None
+
+
+def _is_count(value: Any, least: int = 0) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
 
 
 def _check_parameters(

@@ -103,6 +103,69 @@ def test_kernel_and_arguments_do_not_match(mesh: Mesh, changed: dict[str, Any], 
         jax.eval_shape(on_mesh(mesh, lambda x: rotate(x, **changed)), operand(mesh))
 
 
+SCRATCH = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("error", "changed", "parts"),
+    (
+        (TypeError, {"scratch": {"inbox": 4}}, ("scratch 'inbox'", "shape and dtype", "not 4")),
+        (TypeError, {"scratch": [SCRATCH]}, ("scratch as a mapping",)),
+        (TypeError, {"out_type": 4}, ("out_type", "shape and dtype", "not 4")),
+        (ValueError, {"grid": -1}, ("one to three positive whole numbers", "not -1")),
+        (ValueError, {"grid": 0}, ("not 0",)),
+        (ValueError, {"grid": 1.5}, ("not 1.5",)),
+        (ValueError, {"grid": None}, ("not None",)),
+        (ValueError, {"grid": (1, 0)}, ("not (1, 0)",)),
+        (ValueError, {"grid": (1, 1, 1, 1)}, ("not (1, 1, 1, 1)",)),
+        (ValueError, {"grid": ()}, ("not ()",)),
+        (TypeError, {"SIZE": [64]}, ("can be hashed", "not SIZE=[64]")),
+        (TypeError, {"SIZE": (64, [64])}, ("can be hashed",)),
+        (TypeError, {"SIZE": np.ones(2)}, ("can be hashed", "not SIZE=array(")),
+        (ValueError, {"num_warps": 64}, ("num_warps of 1, 2, 4, 8, 16 or 32, not 64",)),
+        (ValueError, {"num_warps": 0}, ("not 0",)),
+        (ValueError, {"num_warps": 3}, ("not 3",)),
+        (ValueError, {"num_warps": 4.0}, ("not 4.0",)),
+        (ValueError, {"num_warps": (4,)}, ("not (4,)",)),
+        (ValueError, {"num_stages": -1}, ("num_stages", "not -1")),
+        (ValueError, {"together": 0}, ("together of at least 1", "not 0")),
+        (ValueError, {"signals": {"arrived": -1}}, ("signals 'arrived'", "not -1")),
+        (ValueError, {"signals": {"arrived": (2, -1)}}, ("signals 'arrived'", "not (2, -1)")),
+        (ValueError, {"signals": {"arrived": 1.5}}, ("signals 'arrived'", "not 1.5")),
+        (ValueError, {"scratch": {}, "messages": {"inbox": -4}}, ("messages 'inbox'", "not -4")),
+        (ValueError, {"descriptors": {"x_ptr": 64}}, ("descriptors 'x_ptr'", "not 64")),
+        (ValueError, {"messages": {"inbox": 4}}, ("'inbox' is in two",)),
+        (ValueError, {"signals": {"inbox": 1}}, ("'inbox' is in two",)),
+        (ValueError, {"arrived": 1}, ("'arrived' is in two",)),
+        (ValueError, {"scratch": {"team": SCRATCH}}, ("'team' is in two",)),
+    ),
+)
+def test_arguments_that_cannot_be(
+    mesh: Mesh, error: type[Exception], changed: dict[str, Any], parts: tuple[str, ...]
+) -> None:
+    with fails(error, "rotate_kernel takes", *parts):
+        jax.eval_shape(on_mesh(mesh, lambda x: rotate(x, **changed)), operand(mesh))
+
+
+def test_traced_constant(mesh: Mesh) -> None:
+    with fails(TypeError, "rotate_kernel takes constants that can be hashed", "SIZE="):
+        jax.eval_shape(on_mesh(mesh, lambda x: rotate(x, SIZE=x[0])), operand(mesh))
+
+
+def test_numbers_of_numpy(mesh: Mesh) -> None:
+    for grid in (np.int64(1), [1, np.int32(1)]):
+        changed = {"grid": grid, "num_warps": np.int32(4), "signals": {"arrived": np.int64(1)}}
+        text = lower_for_cuda(on_mesh(mesh, lambda x, changed=changed: rotate(x, **changed)), operand(mesh))
+        assert text.count(TRITON_CALL) == 1
+
+
+@pytest.mark.parametrize("kernel", (rotate_kernel.fn, "rotate_kernel", None))
+def test_kernel_that_is_not_decorated(mesh: Mesh, kernel: Any) -> None:
+    call = functools.partial(shmem_call, kernel, axis_name="tp", out_type=SCRATCH, grid=1)
+    with fails(TypeError, "shmem_call takes a kernel that is decorated with triton.jit or gluon.jit, not"):
+        jax.eval_shape(on_mesh(mesh, call), operand(mesh))
+
+
 def test_too_many_operands(mesh: Mesh) -> None:
     call = lambda x: shmem_call(  # noqa: E731
         twice_kernel,

@@ -45,7 +45,7 @@ class Layout:
         """For a kernel on a grid, with scratch, signals and messages as `shmem_call` takes them."""
 
         def count(shape: int | tuple[int, ...]) -> int:
-            return shape if isinstance(shape, int) else math.prod(shape)
+            return int(np.prod(shape, dtype=np.int64))
 
         return cls(
             programs=math.prod(grid),
