@@ -125,10 +125,11 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
 
 def heap_range() -> tuple[tuple[int, ...], int]:
     """Where the symmetric heap asks for its addresses, in order of preference, and for how many."""
+    from jaxtaxfree import environment
     from jaxtaxfree.heap import cuda
 
-    chosen = os.environ.get("JAXTAXFREE_HEAP_BASE")
-    return (cuda.BASES if chosen is None else (int(chosen, 0),)), cuda.RANGE_BYTES
+    chosen = environment.heap_base()
+    return (cuda.BASES if chosen is None else (chosen,)), cuda.RANGE_BYTES
 
 
 def reserved_address(size: int, hint: int) -> int:
@@ -231,6 +232,22 @@ def check_versions() -> list[Finding]:
             finding = Finding(name, "OK", f"{version} (at least {oldest})")
         findings.append(finding)
     return findings
+
+
+@check("environment variables", "Reinstall the library from its repository: pip install -e .")
+def check_environment() -> Finding:
+    from jaxtaxfree import environment
+
+    name, errors = "environment variables", []
+    for read in environment.VARIABLES.values():
+        try:
+            read()
+        except ValueError as error:
+            errors.append(str(error))
+    if errors:
+        return Finding(name, "FAIL", "\n".join(errors), "Correct what is named here, or unset it.")
+    given = [f"{variable}={os.environ[variable]}" for variable in environment.VARIABLES if variable in os.environ]
+    return Finding(name, "OK", "\n".join(given) or "none of this library's is set")
 
 
 @check("CUDA plugin", INSTALL_CUDA)
@@ -350,12 +367,15 @@ def check_heap_addresses() -> Finding:
     name = "heap addresses"
     if gpu_count() == 0:
         return Finding(name, "note", NO_CUDA_DEVICE)
-    bases, size = heap_range()
+    mend = "Set JAXTAXFREE_HEAP_BASE to a free address, the same in every process and a multiple of 2 MiB."
+    try:
+        bases, size = heap_range()
+    except ValueError as error:
+        return Finding(name, "FAIL", str(error), mend)
     for base in bases:
         if reserved_address(size, base) == base:
             return Finding(name, "OK", f"{size // GIB} GiB at {base:#x}")
     found = f"the driver gives other addresses than {' or '.join(map(hex, bases))}"
-    mend = "Set JAXTAXFREE_HEAP_BASE to a free address, the same in every process and a multiple of 2 MiB."
     return Finding(name, "FAIL", found, mend)
 
 

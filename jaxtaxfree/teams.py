@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,6 +12,8 @@ from jax import lax
 from jax._src.core import get_axis_env
 from jax._src.sharding_impls import SPMDAxisContext
 from jax.sharding import Mesh
+
+from jaxtaxfree import environment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Team:
     def compute_capability(self) -> int:
         """Of the GPUs, 90 for 9.0; what JAXTAXFREE_COMPUTE_CAPABILITY says (or 90) where the program is only built."""
         if not self.on_gpus:
-            return int(os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90"))
+            return environment.compute_capability()
         return int(self.devices[0].compute_capability.replace(".", ""))
 
     @property

@@ -24,7 +24,8 @@ def test_healthy_cpu_machine() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing to mend." in done.stdout
-    names = ["Python", "jax", "jaxlib", "jax-triton", "triton", "CUDA plugin", "cuda-bindings", "driver", "devices"]
+    names = ["Python", "jax", "jaxlib", "jax-triton", "triton", "environment variables"]
+    names += ["CUDA plugin", "cuda-bindings", "driver", "devices"]
     names += ["memory for the heap", "peer access", "virtual memory management", "memory handles as file descriptors"]
     names += ["heap addresses", "Triton compile", "reference on two CPU devices", "fused kernel on two GPUs"]
     rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
@@ -170,6 +171,21 @@ def test_heap_addresses_are_the_heaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size == 1 << 40
     monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "0x600000000000")
     assert doctor.heap_range() == ((0x6000_0000_0000,), size)
+
+
+def test_environment_variables(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine()
+    monkeypatch.setenv("JAXTAXFREE_TIMEOUT", "5")
+    assert doctor.check_environment() == [
+        doctor.Finding("environment variables", "OK", "JAXTAXFREE_TIMEOUT=5"),
+    ]
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "9.0")
+    monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "abc")
+    findings = {finding.name: finding for finding in doctor.run_checks() if finding.status == "FAIL"}
+    for variable in ("JAXTAXFREE_HEAP_BASE is", "JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90"):
+        assert variable in findings["environment variables"].found
+    assert "unset" in findings["environment variables"].mend
+    assert "JAXTAXFREE_HEAP_BASE" in findings["heap addresses"].mend
 
 
 def test_triton_compiles_here() -> None:

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src import distributed
 
-from jaxtaxfree import heap
+from jaxtaxfree import environment, heap
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, Layout, PeerTimeoutError, cuda, exchange, layout
 from jaxtaxfree.heap.cuda import BASES, RANGE_BYTES, CudaHeap, Device
 from jaxtaxfree.heap.driver import DriverError
@@ -377,6 +377,13 @@ def test_base_of_the_user(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) 
             CudaHeap(driver, exchange.Alone(), TIMEOUT)
 
 
+@pytest.mark.parametrize("wrong", ("abc", "", "-0x200000", "0", "1e12", hex(1 << 64)))
+def test_base_of_the_user_that_is_none(driver: DriverModel, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", wrong)
+    with pytest.raises(ValueError, match=f"JAXTAXFREE_HEAP_BASE is an address such as .*, not '{wrong}'"):
+        CudaHeap(driver, exchange.Alone(), TIMEOUT)
+
+
 def test_used_up_addresses(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "RANGE_BYTES", 7 * SIZE)
     alone = CudaHeap(driver, exchange.Alone(), TIMEOUT)
@@ -503,8 +510,8 @@ def test_no_regions_until_reset(opened: CudaHeap, driver: DriverModel) -> None:
 
 
 def test_set_timeout(opened: CudaHeap, driver: DriverModel) -> None:
-    for wrong in (0, -1.0, float("nan")):
-        with pytest.raises(ValueError, match="positive number of seconds"):
+    for wrong in (0, -1.0, float("nan"), float("inf"), 1e300, "abc", None):
+        with pytest.raises(ValueError, match=f"positive number of seconds, finite.* not {re.escape(repr(wrong))}"):
             heap.set_timeout(wrong)
     heap.set_timeout(7)
     region = heap.region("a", jax_devices(2), 2, LAYOUT)
@@ -519,6 +526,48 @@ def test_close(opened: CudaHeap, driver: DriverModel) -> None:
     assert heap._heap is None
     heap.close()
     heap.check()
+
+
+@pytest.fixture
+def unopened(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has not used the heap, with the model of a driver."""
+    for name, value in (("_heap", None), ("_failure", None), ("_timeout", None), ("Driver", lambda: driver)):
+        monkeypatch.setattr(heap, name, value)
+    yield
+    if heap._heap is not None:
+        heap._heap.close()
+
+
+@pytest.mark.usefixtures("unopened")
+@pytest.mark.parametrize("variable", ("JAXTAXFREE_TIMEOUT", "JAXTAXFREE_MEETING_TIMEOUT"))
+@pytest.mark.parametrize("wrong", ("-5", "0", "nan", "inf", "abc", ""))
+def test_times_of_the_environment_that_are_none(monkeypatch: pytest.MonkeyPatch, variable: str, wrong: str) -> None:
+    monkeypatch.setenv(variable, wrong)
+    with pytest.raises(ValueError, match=f"{variable} is a positive number of seconds, finite.*, not '{wrong}'"):
+        heap.region("a", jax_devices(2), 2, LAYOUT)
+    monkeypatch.delenv(variable)
+    heap.region("a", jax_devices(2), 2, LAYOUT)
+
+
+@pytest.mark.usefixtures("unopened")
+def test_timeout_of_the_environment(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_TIMEOUT", "2.5")
+    region = heap.region("a", jax_devices(2), 2, LAYOUT)
+    memory = driver.read(region.address(0), LINE)
+    assert struct.unpack_from("<q", memory, shmem.HEADER_TIMEOUT.value) == (2_500_000_000,)
+
+
+@pytest.mark.usefixtures("unopened")
+def test_set_timeout_before_the_heap_opens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_TIMEOUT", "abc")  # which counts no more
+    heap.set_timeout(7)
+    heap.region("a", jax_devices(2), 2, LAYOUT)
+    assert heap._heap is not None and heap._heap.timeout == 7
+
+
+def test_import_reads_no_environment() -> None:
+    wrong = dict.fromkeys(environment.VARIABLES, "abc")
+    subprocess.run([sys.executable, "-c", "import jaxtaxfree"], check=True, env=os.environ | wrong)
 
 
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:

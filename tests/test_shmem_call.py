@@ -270,6 +270,13 @@ def test_results_are_a_pytree(mesh: Mesh) -> None:
     assert "has_side_effect = true" in text
 
 
+@pytest.mark.parametrize("wrong", ("9.0", "abc", "9", "-90", "", "sm_90"))
+def test_compute_capability_that_is_none(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", wrong)
+    with fails(ValueError, f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {wrong!r}"):
+        lower_for_cuda(on_mesh(mesh, rotate), operand(mesh))
+
+
 def test_on_cpus(mesh: Mesh) -> None:
     with fails(NotImplementedError, "rotate_kernel is a Triton kernel for NVIDIA GPUs", "lowered for cpu"):
         jax.jit(on_mesh(mesh, rotate))(np.zeros(4 * SIZE, np.float32))

@@ -18,7 +18,6 @@ heap).
 
 import ctypes
 import logging
-import os
 import threading
 import time
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ from typing import Any, Protocol
 
 import jax
 
+from jaxtaxfree import environment
 from jaxtaxfree.heap import exchange
 from jaxtaxfree.heap.cuda import CudaHeap, Device
 from jaxtaxfree.heap.driver import Driver
@@ -51,7 +51,7 @@ _log = logging.getLogger("jaxtaxfree")
 _lock = threading.RLock()
 _heap: "Heap | None" = None
 _generation = 0
-_timeout = float(os.environ.get("JAXTAXFREE_TIMEOUT", "60"))
+_timeout: float | None = None  # until the heap opens: what JAXTAXFREE_TIMEOUT says
 _failure: str | None = None  # why the heap takes no more calls
 _delivered = False  # somebody has been told
 
@@ -86,6 +86,7 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
     Raises:
       PeerTimeoutError: if a rank has waited in vain and the heap was not reset since.
       HeapUnavailableError: if these devices cannot share memory.
+      ValueError: if an environment variable is no time or address.
       HeapError: if memory runs out, or another process fails or does not come.
     """
     with _lock:
@@ -99,12 +100,13 @@ def set_timeout(seconds: float) -> None:
     """Sets how long a rank waits for a peer: the peers' compilation is part of it.
 
     Holds for regions made later, and for all after the next `reset`.
+
+    Raises:
+      ValueError: if it is not a positive, finite number.
     """
     global _timeout
-    if not seconds > 0:
-        raise ValueError(f"A timeout is a positive number of seconds, not {seconds!r}.")
     with _lock:
-        _timeout = float(seconds)
+        _timeout = environment.seconds("A timeout", seconds)
         if _heap is not None:
             _heap.timeout = _timeout
 
@@ -158,6 +160,7 @@ def close() -> None:
 def _open() -> "Heap":
     global _heap, _generation
     if _heap is None:
+        timeout, patience = _timeout or environment.timeout(), environment.meeting_timeout()
         try:
             driver = Driver()
         except Exception as error:  # cuda-bindings raises its own kinds
@@ -168,9 +171,8 @@ def _open() -> "Heap":
         if jax.process_count() == 1:
             meeting = exchange.Alone()
         else:
-            patience = float(os.environ.get("JAXTAXFREE_MEETING_TIMEOUT", "300"))
             meeting = exchange.Processes(jax.process_index(), _generation, patience)
-        _heap = CudaHeap(driver, meeting, _timeout)
+        _heap = CudaHeap(driver, meeting, timeout)
         _generation += 1
         threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
     return _heap

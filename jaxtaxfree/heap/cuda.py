@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
@@ -68,6 +69,7 @@ class CudaHeap:
 
     Raises:
       HeapUnavailableError: if no range of addresses is free.
+      ValueError: if JAXTAXFREE_HEAP_BASE is no address.
     """
 
     def __init__(self, driver: Driver, exchange: Alone, timeout: float):
@@ -158,9 +160,8 @@ class CudaHeap:
         return [part for parts in self._parts.values() for part in parts if part.record_address]
 
     def _reserve(self) -> int:
-        hints = BASES
-        if "JAXTAXFREE_HEAP_BASE" in os.environ:
-            hints = (int(os.environ["JAXTAXFREE_HEAP_BASE"], 0),)
+        chosen = environment.heap_base()
+        hints = BASES if chosen is None else (chosen,)
         for hint in hints:
             try:
                 address = self._driver.reserve(RANGE_BYTES, hint)

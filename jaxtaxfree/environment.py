@@ -1,0 +1,63 @@
+"""The environment variables, read when they are needed; README.md lists them."""
+
+import math
+import os
+import re
+from typing import Any
+
+_MOST_SECONDS = 1e9  # of which the nanoseconds are far from filling 64 bits
+
+
+def timeout() -> float:
+    """JAXTAXFREE_TIMEOUT: seconds that a kernel waits for a peer. Raises ValueError if it is no time."""
+    return _seconds("JAXTAXFREE_TIMEOUT", "60")
+
+
+def meeting_timeout() -> float:
+    """JAXTAXFREE_MEETING_TIMEOUT: seconds that a process waits for another one. Raises ValueError if it is no time."""
+    return _seconds("JAXTAXFREE_MEETING_TIMEOUT", "300")
+
+
+def heap_base() -> int | None:
+    """JAXTAXFREE_HEAP_BASE: the address of the heap, None if it is not set. Raises ValueError if it is none."""
+    text = os.environ.get("JAXTAXFREE_HEAP_BASE")
+    if text is None:
+        return None
+    try:
+        address = int(text, 0)
+    except ValueError:
+        address = 0
+    if not 0 < address < 1 << 64:
+        raise ValueError(f"JAXTAXFREE_HEAP_BASE is an address such as 0x7e0000000000, not {text!r}.")
+    return address
+
+
+def compute_capability() -> int:
+    """JAXTAXFREE_COMPUTE_CAPABILITY: what to compile for where there are no GPUs. Raises ValueError if it is none."""
+    text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90")
+    if not re.fullmatch(r"[1-9]\d\d?", text):
+        raise ValueError(f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}.")
+    return int(text)
+
+
+VARIABLES = {
+    "JAXTAXFREE_TIMEOUT": timeout,
+    "JAXTAXFREE_MEETING_TIMEOUT": meeting_timeout,
+    "JAXTAXFREE_HEAP_BASE": heap_base,
+    "JAXTAXFREE_COMPUTE_CAPABILITY": compute_capability,
+}
+
+
+def seconds(what: str, value: Any) -> float:
+    """A timeout as a number. Raises ValueError if it is not positive, or not finite."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not 0 < number <= _MOST_SECONDS:
+        raise ValueError(f"{what} is a positive number of seconds, finite and at most 1e9, not {value!r}.")
+    return number
+
+
+def _seconds(variable: str, default: str) -> float:
+    return seconds(variable, os.environ.get(variable, default))
