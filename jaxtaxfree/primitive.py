@@ -8,7 +8,8 @@ reference, unless the operation has a rule of its own: `batch_lhs` here, derivat
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -43,13 +44,25 @@ def check_implementation(implementation: str | None) -> None:
         raise ValueError(f"There is no implementation {implementation!r}: choose one of {known}.")
 
 
+def check_dimension(operation: str, name: str, dimension: Any) -> int:
+    """The keyword `name` of an operation as an index; raises TypeError if it is none."""
+    try:
+        return operator.index(dimension)
+    except TypeError:
+        raise TypeError(f"{operation} takes {name} as a whole number, not {dimension!r}.") from None
+
+
 def settings_of(operation: str, kind: Any, config: Any) -> dict[str, Any]:
     """The settings that a caller makes by a mapping or an object of the dataclass `kind`; none by None.
 
     Raises:
       ValueError: if there is no such setting, or it cannot have this value.
+      TypeError: if it is something else.
     """
     known = [field.name for field in dataclasses.fields(kind)]
+    if not (config is None or isinstance(config, kind | Mapping)):
+        wanted = f"None, a mapping or a {kind.__module__}.{kind.__name__}"
+        raise TypeError(f"{operation} takes as config {wanted}, not {config!r}.")
     settings = dataclasses.asdict(config) if isinstance(config, kind) else dict(config or {})
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"{operation} has no setting {unknown[0]!r}: config takes {', '.join(known)}.")

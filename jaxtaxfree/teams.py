@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,8 +63,14 @@ def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...
 
     Raises:
       NameError: if one is not bound.
+      TypeError: if it is no name, and no sequence of names.
     """
-    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    several = not isinstance(axis_name, str)
+    if several and (not isinstance(axis_name, Iterable) or isinstance(axis_name, jax.Array)):
+        raise TypeError(f"{operation} takes a mesh axis as axis_name, or a tuple of them, not {axis_name!r}.")
+    axes = tuple(axis_name) if several else (axis_name,)
+    if wrong := [axis for axis in axes if not isinstance(axis, Hashable)]:
+        raise TypeError(f"{operation} takes mesh axes in the tuple axis_name, not {wrong[0]!r}.")
     unbound = [axis for axis in axes if not get_axis_env().axis_exists(axis)]
     if unbound or not axes:
         raise NameError(

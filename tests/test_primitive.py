@@ -1,6 +1,8 @@
 """What holds for every operation alike, as a JAX primitive. No GPU needed."""
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from tests.support import assert_fused, lower_for_cuda, mesh_of, sharded
+from jaxtaxfree import dispatch
+from jaxtaxfree.ops import collectives, matmul_all_reduce
+from tests.support import assert_fused, fails, lower_for_cuda, mesh_of, sharded
 
 # Each takes x, [8, 16] on every rank.
 CALLS: dict[str, Callable] = {
@@ -83,3 +87,89 @@ def test_gradients_inside_vmap_over_something_else(mesh: Mesh) -> None:
     wanted = gradient(lambda x, w: jnp.matmul(jax.lax.all_gather(x, "tp", tiled=True), w, precision="highest"))
     scales = jnp.array([1.0, -2.0])
     np.testing.assert_allclose(found(x, w, scales), wanted(x, w, scales), rtol=1e-5)
+
+
+def shaped(mesh: Mesh, call: Callable, shape: tuple[int, int] = (8, 16)) -> None:
+    program = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    jax.eval_shape(program, jax.ShapeDtypeStruct(shape, "float32"))
+
+
+# Of x [8, 16]: the axis, and what else they take.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "psum": jtf.psum,
+    "all_gather": jtf.all_gather,
+    "psum_scatter": functools.partial(jtf.psum_scatter, tiled=True),
+    "all_gather_matmul": lambda x, axis_name, **keywords: jtf.all_gather_matmul(x, x.T, axis_name, **keywords),
+    "matmul_reduce_scatter": lambda x, axis_name, **keywords: jtf.matmul_reduce_scatter(x, x.T, axis_name, **keywords),
+    "matmul_all_reduce": lambda x, axis_name, **keywords: jtf.matmul_all_reduce(x, x.T, axis_name, **keywords),
+    "decode_attention": lambda x, axis_name, **keywords: jtf.decode_attention(
+        x.reshape(2, 4, 16), x.reshape(2, 4, 1, 16), x.reshape(2, 4, 1, 16), axis_name, **keywords
+    ),
+}
+each_operation = pytest.mark.parametrize("name", OPERATIONS)
+
+
+@each_operation
+@pytest.mark.parametrize("axes", (None, 3, 1.5, (["tp"],), "operand"))
+def test_what_is_no_axis(mesh: Mesh, name: str, axes: Any) -> None:
+    with fails(TypeError, f"{name} takes ", "axis_name", "not "):
+        shaped(mesh, lambda x: OPERATIONS[name](x, x if axes == "operand" else axes))
+
+
+@each_operation
+@pytest.mark.parametrize("axes", ("dp", "", (), ("tp", 3), (None,)))
+def test_axes_that_are_not_bound(mesh: Mesh, name: str, axes: Any) -> None:
+    with fails(NameError, f"{name} needs a mesh axis", "call it inside jax.shard_map"):
+        shaped(mesh, lambda x: OPERATIONS[name](x, axes))
+
+
+@each_operation
+def test_what_is_no_config(mesh: Mesh, name: str) -> None:
+    for config in (5, 0, "small", [("num_warps", 4)], dispatch.Case):
+        with fails(
+            TypeError, f"{name} takes as config None, a mapping or a jaxtaxfree.ops.", ".Config, not ", repr(config)
+        ):
+            shaped(mesh, lambda x, config=config: OPERATIONS[name](x, "tp", config=config))
+    other = collectives if "matmul" in name else matmul_all_reduce
+    with fails(TypeError, f"{name} takes as config", "not Config("):
+        shaped(mesh, lambda x: OPERATIONS[name](x, "tp", config=other.Config()))
+
+
+@pytest.mark.parametrize(
+    ("name", "keyword"),
+    (
+        ("all_gather", "axis"),
+        ("psum_scatter", "scatter_dimension"),
+        ("all_gather_matmul", "axis"),
+        ("matmul_reduce_scatter", "scatter_dimension"),
+    ),
+)
+def test_dimensions(mesh: Mesh, name: str, keyword: str) -> None:
+    for wrong in (None, "x", 1.0, (0,)):
+        with fails(TypeError, f"{name} takes {keyword} as a whole number, not {wrong!r}."):
+            shaped(mesh, lambda x, wrong=wrong: OPERATIONS[name](x, "tp", **{keyword: wrong}))
+    with fails(TypeError, f"{name} takes {keyword} as a whole number, not "):
+        shaped(mesh, lambda x: OPERATIONS[name](x, "tp", **{keyword: x.astype(int)[0, 0]}))
+    shaped(mesh, lambda x: OPERATIONS[name](x, "tp", **{keyword: np.int64(0)}))
+
+
+@pytest.mark.parametrize("implementation", (None, "xla", "fused", "simulate"))
+def test_empty_dimensions(mesh: Mesh, implementation: str | None) -> None:
+    # XLA gathers and scatters none, and says so in words of its intermediate language.
+    for name, part in (
+        ("all_gather", "cannot concatenate dimension 0 of [0, 16], which is 0"),
+        ("psum_scatter", "dimension 0 of [0, 16] over 4 ranks: with tiled=True, 0 is not a positive multiple of 4"),
+        ("all_gather_matmul", "axis 0 of lhs [0, 16], which is 0"),
+        ("matmul_reduce_scatter", "a product [0, 0] over 4 ranks: 0 is not a positive multiple of 4"),
+    ):
+        keywords: dict[str, Any] = {"tiled": True} if name == "all_gather" else {}
+        with fails(ValueError, name, part):
+            call = functools.partial(OPERATIONS[name], axis_name="tp", implementation=implementation, **keywords)
+            shaped(mesh, call, (0, 16))
+
+
+@pytest.mark.parametrize("activation", ([1], {}, "relu", 3, jax.nn.relu))
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if "matmul" in name])
+def test_what_is_no_activation(mesh: Mesh, name: str, activation: Any) -> None:
+    with fails(ValueError, f"{name} has no activation {activation!r}", "'silu'"):
+        shaped(mesh, lambda x: OPERATIONS[name](x, "tp", activation=activation))

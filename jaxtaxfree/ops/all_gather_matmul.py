@@ -20,7 +20,7 @@ from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_k
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
@@ -79,7 +79,9 @@ def all_gather_matmul(
     rounded to the dtype of the result before they are applied.
 
     Raises:
-      ValueError: if the operands do not fit together, or there is no such implementation.
+      ValueError: if the operands do not fit together, the dimension that is sharded is 0, or there is no such
+        implementation, activation or setting.
+      TypeError: if an axis or `config` is of another kind.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -528,9 +530,12 @@ def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilo
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
+    axis = check_dimension("all_gather_matmul", "axis", axis)
     if not -lhs.ndim <= axis < lhs.ndim:
         raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs, which has shape {lhs.shape}.")
     axis %= lhs.ndim
+    if not lhs.shape[axis]:
+        raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs {list(lhs.shape)}, which is 0.")
     if axis != lhs.ndim - 1:
         matmul.check_contraction("all_gather_matmul", lhs, rhs)
     return axis

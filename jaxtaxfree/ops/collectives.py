@@ -15,7 +15,7 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
-from jaxtaxfree.primitive import Unsupported, check_implementation, linear, settings_of
+from jaxtaxfree.primitive import Unsupported, check_dimension, check_implementation, linear, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, vary
@@ -50,6 +50,7 @@ def psum(
 
     Raises:
       ValueError: if there is no such implementation or setting.
+      TypeError: if the axis or `config` is of another kind.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -82,13 +83,17 @@ def all_gather(
 
     Returns: [..., world, M, ...], or [..., world * M, ...] if tiled: bit for bit what the ranks have.
 
-    Raises: what `psum` raises.
+    Raises: what `psum` raises, and
+      ValueError: if there is no such dimension, or arrays are to be concatenated along one of size 0.
+      TypeError: if `axis` is no whole number.
     """
     axes = check_axes(axis_name, "all_gather")
 
     def gather(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        dimension = _dimension("all_gather", axis, leaf.ndim + (not tiled))
+        dimension = _dimension("all_gather", "axis", axis, leaf.ndim + (not tiled))
+        if tiled and not leaf.shape[dimension]:
+            raise ValueError(f"all_gather cannot concatenate dimension {dimension} of {list(leaf.shape)}, which is 0.")
         if leaf.dtype == bool:
             return gather(leaf.astype(jnp.uint8)).astype(bool)
         return _apply(all_gather_p, leaf, axes, implementation, config, dimension=dimension, tiled=tiled)
@@ -115,17 +120,18 @@ def psum_scatter(
     Returns: this rank's part of the sum, [...], or [..., M, ...] if tiled; computed as by `psum`.
 
     Raises: what `psum` raises, and
-      ValueError: if the ranks do not divide the dimension.
+      ValueError: if there is no such dimension, it is 0, or the ranks do not divide it.
+      TypeError: if `scatter_dimension` is no whole number.
     """
     axes = check_axes(axis_name, "psum_scatter")
     world = lax.axis_size(axes)
 
     def scatter(leaf: Any) -> jax.Array:
         leaf = jnp.asarray(leaf)
-        dimension = _dimension("psum_scatter", scatter_dimension, leaf.ndim)
+        dimension = _dimension("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
         size = leaf.shape[dimension]
-        if size % world if tiled else size != world:
-            wanted = f"a multiple of {world}" if tiled else world
+        if size % world or not size if tiled else size != world:
+            wanted = f"a {'' if size else 'positive '}multiple of {world}" if tiled else world
             raise ValueError(
                 f"psum_scatter cannot scatter dimension {dimension} of {list(leaf.shape)} over {world} ranks: with "
                 f"tiled={tiled}, {size} is not {wanted}."
@@ -328,8 +334,9 @@ def launch(
     }
 
 
-def _dimension(operation: str, dimension: int, dimensions: int) -> int:
-    """A dimension counted from 0; raises ValueError if there is none such."""
+def _dimension(operation: str, name: str, dimension: int, dimensions: int) -> int:
+    """The keyword `name`, a dimension, counted from 0; raises ValueError if there is none such."""
+    dimension = check_dimension(operation, name, dimension)
     if not -dimensions <= dimension < dimensions:
         raise ValueError(f"{operation} cannot take dimension {dimension} of {dimensions}.")
     return dimension % dimensions

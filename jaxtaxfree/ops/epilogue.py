@@ -100,7 +100,7 @@ def check(
     Raises:
       ValueError: if there is no such activation, or an operand does not fit.
     """
-    name = activation if isinstance(activation, str) else _NAMES.get(activation)
+    name = activation if isinstance(activation, str) else next((_NAMES[f] for f in _NAMES if f is activation), None)
     if activation is not None and name not in ACTIVATIONS:
         known = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{operation} has no activation {activation!r}: choose {known}, jax.nn.silu or jax.nn.gelu.")

@@ -71,7 +71,8 @@ def matmul_all_reduce(
     bias or residual that is not; elsewhere it takes each rank's for a part of the result.
 
     Raises:
-      ValueError: if the operands do not fit together, or there is no such implementation.
+      ValueError: if the operands do not fit together, or there is no such implementation, activation or setting.
+      TypeError: if the axis or `config` is of another kind.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """

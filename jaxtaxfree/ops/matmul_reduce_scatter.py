@@ -19,7 +19,7 @@ from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
@@ -72,7 +72,9 @@ def matmul_reduce_scatter(
     that its gradients stay fused: it is rounded to the dtype of the result before they are applied.
 
     Raises:
-      ValueError: if the operands do not fit together, or there is no such implementation.
+      ValueError: if the operands do not fit together, the dimension that is scattered is 0, or there is no such
+        implementation, activation or setting.
+      TypeError: if an axis or `config` is of another kind.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -439,15 +441,17 @@ def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogu
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
     """The scattered dimension, from 0 on, and the result's shape; raises ValueError if the operands do not fit."""
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
+    dimension = check_dimension("matmul_reduce_scatter", "scatter_dimension", dimension)
     matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
     result = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
     if not -len(result) <= dimension < len(result):
         raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result}.")
     dimension %= len(result)
-    if result[dimension] % (world := lax.axis_size(axes)):
+    size, world = result[dimension], lax.axis_size(axes)
+    if size % world or not size:
         raise ValueError(
             f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result} over {world} "
-            f"ranks: {result[dimension]} is not a multiple of {world}."
+            f"ranks: {size} is not a {'' if size else 'positive '}multiple of {world}."
         )
     result[dimension] //= world
     return dimension, result
