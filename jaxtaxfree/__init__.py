@@ -9,11 +9,12 @@ from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
-from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.shmem import CompileError, shmem_call
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompileError",
     "HeapError",
     "HeapUnavailableError",
     "KVCache",

@@ -4,6 +4,7 @@ Other kernels go through jax-triton, which compiles a Gluon kernel as if it were
 of its first partition. This file stands beside it, on the same bindings of jaxlib.
 """
 
+import io
 import json
 import math
 import zlib
@@ -87,6 +88,29 @@ def gluon_call(
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
     call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, results, has_side_effect=has_side_effect)
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)[: len(out_type)]
+
+
+def shared_memory(opaque: bytes) -> int:
+    """Bytes of shared memory of a block of a kernel, from what jaxlib launches it by: a TritonAnyKernelCall."""
+    kernel = _field(_field(zlib.decompress(opaque), 1), 1)
+    return _field(kernel, 3)
+
+
+def _field(message: bytes, number: int) -> Any:
+    """The first field of this number in an encoded protocol buffer of numbers and bytes; 0 if there is none."""
+    stream = io.BytesIO(message)
+
+    def varint() -> int:
+        byte = stream.read(1)[0]
+        return byte & 127 | (varint() << 7 if byte >> 7 else 0)
+
+    while stream.tell() < len(message):
+        found, kind = divmod(varint(), 8)
+        value = varint()
+        value = stream.read(value) if kind == 2 else value
+        if found == number:
+            return value
+    return 0
 
 
 def _bindings() -> Any:

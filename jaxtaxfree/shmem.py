@@ -3,6 +3,7 @@
 import concurrent.futures
 import functools
 import hashlib
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,10 +17,28 @@ from jax._src.core import NamedAxisEffect, ShapedArray
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
+from triton.compiler.errors import CompilationError
 
 from jaxtaxfree import gluon, heap
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
+
+# Bytes that a block may have, by compute capability.
+SHARED_MEMORY = {
+    80: 166912,
+    86: 101376,
+    87: 166912,
+    89: 101376,
+    90: 232448,
+    100: 232448,
+    103: 232448,
+    120: 101376,
+    121: 101376,
+}
+
+
+class CompileError(RuntimeError):
+    """A kernel cannot be compiled as it is called, or the GPU has no room for what was compiled."""
 
 
 def shmem_call(
@@ -97,6 +116,7 @@ def shmem_call(
         hashed, or an axis, a result or scratch is of another kind.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
       NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
+      jaxtaxfree.CompileError: if the kernel cannot be compiled, or needs more shared memory than there is; likewise.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
     if not isinstance(kernel, triton.JITFunction):
@@ -190,7 +210,7 @@ def _check_names(name: str, buffers: Sequence[str], params: Mapping[str, Any]) -
 
 
 def _is_count(value: Any, least: int = 0) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= least
+    return isinstance(value, int | np.integer) and not isinstance(value, bool) and int(value) >= least
 
 
 def _check_parameters(
@@ -281,8 +301,7 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **param
     team = team_of(ctx, params["axes"])
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)
-    call = functools.partial(_launch, team=team, region=_region(ctx, team, params), **params)
-    return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
+    return _lower_launch(ctx, *args, team=team, region=_region(ctx, team, params), **params)
 
 
 mlir.register_lowering(shmem_call_p, _lower_elsewhere)
@@ -312,6 +331,49 @@ def _digest(params: dict[str, Any]) -> str:
     """Tells calls apart that may not share a region, the same in every process."""
     identity = {**params, "kernel": params["kernel"].cache_key, "cost_estimate": None}
     return hashlib.sha256(repr(sorted(identity.items())).encode()).hexdigest()[:8]
+
+
+def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
+    """Lowers `_launch`, which compiles the kernel; what goes wrong then is a CompileError."""
+    capability = launch["team"].compute_capability
+    settings = {key: launch[key] for key in ("num_warps", "num_stages")} | dict(launch["params"])
+    kernel = (
+        f"The kernel {launch['kernel'].fn.__name__} of {launch['name']}, for compute capability {capability / 10} with "
+        f"{', '.join(f'{key}={reprlib.repr(value)}' for key, value in settings.items() if value is not None)},"
+    )
+    try:
+        outs = mlir.lower_fun(functools.partial(_launch, **launch), multiple_results=True)(ctx, *args)
+    except NotImplementedError:
+        raise
+    except Exception as error:  # the compiler raises its own kinds, AssertionError and ValueError
+        raise CompileError(f"{kernel} does not compile: {_reason(error)}.") from error
+    shared, most = _shared_memory(outs), SHARED_MEMORY.get(capability)
+    if most is not None and shared > most:
+        raise CompileError(
+            f"{kernel} needs {shared} bytes of shared memory, of which there are {most}: take smaller blocks or fewer "
+            "stages."
+        )
+    return outs
+
+
+def _reason(error: Exception) -> str:
+    """The last line of what the compiler says, of the innermost of its errors, which knows the most."""
+    chain: list[BaseException] = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    texts = [found.error_message or "" for found in chain if isinstance(found, CompilationError)]
+    if not any(texts):  # of JAX are reports of where a program was traced
+        texts = [str(found) for found in chain if not type(found).__module__.startswith("jax.")]
+    lines = [line.strip() for text in texts for line in text.splitlines() if not line.startswith("Repro command")]
+    return next((line.rstrip(".") for line in reversed(lines) if line), type(error).__name__)
+
+
+def _shared_memory(outs: Sequence[Any]) -> int:
+    """Bytes of shared memory of a block of the launch that gives these values."""
+    attributes = outs[0].owner.attributes if outs else {}
+    if "mhlo.backend_config" not in attributes:
+        return 0
+    return gluon.shared_memory(attributes["mhlo.backend_config"]["opaque"].value_bytes)
 
 
 _COMPILER_OPTIONS = {
@@ -387,8 +449,7 @@ def _load_abstract_eval(*_: Any, out_types: tuple, **__: Any) -> Any:
 
 
 def _lower_load(ctx: Any, *args: Any, **params: Any) -> Any:
-    launch = functools.partial(_launch, position=device.POSITION_LOAD_ONLY.value, programs=1, **params)
-    return mlir.lower_fun(launch, multiple_results=True)(ctx, *args)
+    return _lower_launch(ctx, *args, position=device.POSITION_LOAD_ONLY.value, programs=1, **params)
 
 
 mlir.register_lowering(_load_p, _lower_load, platform="cuda")

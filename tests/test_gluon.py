@@ -192,6 +192,35 @@ def test_an_operand_in_two_ways() -> None:
 
 
 @gluon.jit
+def wrong_kernel(x_ptr, team, out_ptr, SIZE: gl.constexpr, WRONG: gl.constexpr):
+    me = shmem.start(team)
+    IN_LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps() * (2 if WRONG == "warps" else 1)], [0])
+    element = gl.arange(0, SIZE, IN_LANES)
+    if WRONG == "name":
+        gl.store(out_ptr + element, no_such_name)  # noqa: F821
+    if WRONG == "memory":
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        buffer = gl.allocate_shared_memory(gl.float32, [64, SIZE], LAYOUT)
+        gl.store(out_ptr + element, buffer.index(0).load(IN_LANES))
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "parts"),
+    (
+        ("name", ("does not compile: NameError('no_such_name is not defined').",)),
+        ("warps", ("does not compile: ",)),
+        ("memory", (f"needs {4 * 64 * 1024} bytes of shared memory, of which there are 232448: take smaller blocks",)),
+    ),
+)
+def test_a_kernel_that_does_not_compile(wrong: str, parts: tuple[str, ...]) -> None:
+    call = functools.partial(shmem_call, wrong_kernel, axis_name="tp", grid=1, SIZE=1024, WRONG=wrong)
+    of = "The kernel wrong_kernel of wrong_kernel, for compute capability 9.0 with num_warps=4, "
+    with fails(jtf.CompileError, of, f"SIZE=1024, WRONG={wrong!r}", *parts):
+        lower(lambda x: call(x, out_type=x), shape=(1024,), dtype="float32")
+
+
+@gluon.jit
 def waiting_kernel(x_ptr, team, arrived, out_ptr):
     me = shmem.start(team)
     shmem.wait(me, arrived, me.epoch, 0)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import triton.language as tl
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax_triton import triton_lib
 
+import jaxtaxfree as jtf
 from jaxtaxfree import shmem_call
 from jaxtaxfree.kernels import shmem
 from tests.conftest import MeshFactory
@@ -52,6 +55,42 @@ def twice_kernel(x_ptr, team, out_ptr, other_ptr, SIZE: tl.constexpr):
     element = tl.arange(0, SIZE)
     tl.store(out_ptr + element, tl.load(x_ptr + element))
     tl.store(other_ptr + element, tl.load(x_ptr + element) * 2)
+    shmem.finish(me)
+
+
+@triton.jit
+def wrong_kernel(x_ptr, team, out_ptr, WRONG: tl.constexpr):
+    """Several that cannot be compiled."""
+    me = shmem.start(team)
+    element = tl.arange(0, 64)
+    if WRONG == "name":
+        tl.store(out_ptr + element, no_such_name)  # noqa: F821
+    elif WRONG == "range":
+        tl.store(out_ptr + tl.arange(0, 63), 1)
+    elif WRONG == "assertion":
+        tl.static_assert(False, "as it is called")
+    elif WRONG == "inner":
+        wrong_part(out_ptr)
+    else:
+        tl.store(out_ptr + element, tl.load(x_ptr + element))
+    shmem.finish(me)
+
+
+@triton.jit
+def wrong_part(out_ptr):
+    tl.store(out_ptr, out_ptr.no_such_attribute)
+
+
+@triton.jit
+def square_kernel(x_ptr, team, out_ptr, SIZE: tl.constexpr):
+    """The sum of the squares of matrices, which wait in shared memory."""
+    me = shmem.start(team)
+    element = SIZE * tl.arange(0, SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
+    total = tl.zeros((SIZE, SIZE), tl.float32)
+    for i in range(64):
+        matrix = x_ptr + SIZE * SIZE * i + element
+        total += tl.dot(tl.load(matrix), tl.load(matrix + 64 * SIZE * SIZE))
+    tl.store(out_ptr + element, total)
     shmem.finish(me)
 
 
@@ -319,3 +358,78 @@ def test_nothing_is_logged(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         lower_for_cuda(on_mesh(mesh, rotate), operand(mesh))
     assert [record for record in caplog.records if record.name == "jaxtaxfree"] == []
+
+
+def wrong(x: jax.Array, **changed: Any) -> jax.Array:
+    return shmem_call(wrong_kernel, x, **{"axis_name": "tp", "out_type": x, "grid": 1, "name": "doubtful"} | changed)
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    (
+        ("name", "NameError('no_such_name is not defined')"),
+        ("range", "arange's range must be a power of 2"),
+        ("assertion", "as it is called"),
+        ("inner", "no_such_attribute"),
+    ),
+)
+def test_kernel_that_does_not_compile(mesh: Mesh, what: str, reason: str) -> None:
+    settings = f"compute capability 9.0 with num_warps=2, num_stages=3, WRONG={what!r}"
+    with fails(
+        jtf.CompileError, "The kernel wrong_kernel of doubtful", settings, "does not compile: ", reason
+    ) as found:
+        lower_for_cuda(on_mesh(mesh, lambda x: wrong(x, WRONG=what, num_warps=2)), operand(mesh))
+    assert "\n" not in str(found.value) and str(found.value).endswith(".")
+    assert found.value.__cause__ is not None
+
+
+def fail_in_a_pass(*_: Any) -> Any:
+    # As jax-triton does.
+    raise ValueError("TTIR->TTGIR pass failed!") from RuntimeError("PassManager::run failed")
+
+
+def test_compiler_that_fails(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", fail_in_a_pass)
+    with fails(jtf.CompileError, "wrong_kernel of doubtful", "does not compile: PassManager::run failed."):
+        lower_for_cuda(on_mesh(mesh, lambda x: wrong(x, WRONG="nothing")), operand(mesh))
+
+
+def test_a_kernel_that_does_not_compile_is_not_replaced(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = on_mesh(mesh, lambda x: jtf.psum(x, "tp", config={"protocol": "signals", "block": 16}), out_specs=P())
+    assert TRITON_CALL in lower_for_cuda(program, sharded(mesh, P("tp"), (4 * 48,), "float32"))
+    monkeypatch.setattr(triton_lib, "compile_ttir_to_ptx_inplace", fail_in_a_pass)
+    with fails(jtf.CompileError, "The kernel psum_kernel of psum", "SIZE=40", "PassManager::run failed"):
+        lower_for_cuda(program, sharded(mesh, P("tp"), (4 * 40,), "float32"))
+
+
+@pytest.mark.parametrize(
+    ("capability", "num_stages", "most"),
+    (
+        (80, 3, None),
+        (86, 5, 101376),
+        (89, 5, 101376),
+        (120, 5, 101376),
+        (80, 7, 166912),
+        (90, 4, None),
+        (90, 9, 232448),
+        (100, 9, 232448),
+    ),
+)
+def test_more_shared_memory_than_there_is(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, capability: int, num_stages: int, most: int | None
+) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(capability))
+
+    def call(x: jax.Array) -> jax.Array:
+        out_type = jax.ShapeDtypeStruct((64, 64), x.dtype)
+        return shmem_call(square_kernel, x, axis_name="tp", out_type=out_type, grid=1, num_stages=num_stages, SIZE=64)
+
+    if most is None:
+        assert TRITON_CALL in lower_for_cuda(on_mesh(mesh, call), operand(mesh))
+        return
+    with fails(
+        jtf.CompileError, "square_kernel", f"num_stages={num_stages}", "smaller blocks or fewer stages"
+    ) as found:
+        lower_for_cuda(on_mesh(mesh, call), operand(mesh))
+    (needed,) = re.findall(rf"needs (\d+) bytes of shared memory, of which there are {most}:", str(found.value))
+    assert most < int(needed) <= 2 * num_stages * 4 * 64 * 64 + 1024
