@@ -106,6 +106,8 @@ def _field(message: bytes, number: int) -> Any:
 
     while stream.tell() < len(message):
         found, kind = divmod(varint(), 8)
+        if kind not in (0, 2):
+            return 0  # of another kind, which nothing here has
         value = varint()
         value = stream.read(value) if kind == 2 else value
         if found == number:
