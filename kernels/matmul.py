@@ -6,38 +6,32 @@ import triton.language as tl
 
 @triton.jit
 def multiply(
-    lhs_ptr,  # first row of the tile; with LHS_TRANSPOSED its first column
+    lhs_ptr,  # first row of the tile
     rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
     rows,  # i32, rows of the tile that exist, at least 1
     column,  # i32, first column of the tile
-    M: tl.constexpr,  # rows of lhs [M, K]; with LHS_TRANSPOSED the columns of [K, M]
+    M: tl.constexpr,  # rows of lhs [M, K]
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,  # of f32 operands: "tf32", "tf32x3" or "ieee"
-    LHS_TRANSPOSED: tl.constexpr = False,
     RHS_TRANSPOSED: tl.constexpr = False,
     other_ptr=None,  # [K, N], not with RHS_TRANSPOSED: the tile's right half is one of lhs @ other, of the same columns
-    accumulator=None,  # f32 [BLOCK_M, BLOCK_N]; 0 if None
     source=None,  # what is to be copied meanwhile, or None
     dest=None,  # where to
     count=None,  # i32, how many elements, a multiple of 16; the steps copy K / BLOCK_K * PART of them
     PART: tl.constexpr = 0,  # elements that are copied in a step
     CHUNK: tl.constexpr = 0,  # a power of 2, at least PART
 ):
-    """accumulator + lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
-    if accumulator is None:
-        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    """lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     COLUMNS: tl.constexpr = BLOCK_N if other_ptr is None else BLOCK_N // 2
     m = rows_to_read(rows, M, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    if LHS_TRANSPOSED:
-        lhs_ptrs = lhs_ptr + m[:, None] + k[None, :] * M
-    else:
-        lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
+    lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
     if RHS_TRANSPOSED:
         rhs_ptrs = rhs_ptr + k[:, None] + n[None, :] * K
     else:
@@ -61,7 +55,7 @@ def multiply(
         else:
             rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
         accumulator = tl.dot(lhs, rhs, accumulator, input_precision=PRECISION)
-        lhs_ptrs += BLOCK_K * M if LHS_TRANSPOSED else BLOCK_K
+        lhs_ptrs += BLOCK_K
         rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * N
         if source is not None:
             # What one step loads the next one stores, so that no step waits for memory.

@@ -81,7 +81,7 @@ def matmul_all_reduce_hopper_kernel(
     arrived,  # signals [WORLD - 1, TILES]: in `partials`
     added,  # signals [WORLD, TILES]: in `sums`
     tickets,  # signal: to claim tiles
-    out_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns stored at a time]
+    out_desc,  # [1, M, N], in blocks [1, rows of a partition, columns stored at a time]
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,

@@ -10,9 +10,9 @@ stages (`load_block`, `take_block`).
 The left-hand side is [sources, M, K] and the result [destinations, M, N], so that TMA clips the rows of each source by
 itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 bytes).
 
-    position = begin_loading()                     | position = begin_multiplying()
+    position = (0, 1)                              | position = (0, 0)
     for tile in range(id, whole, programs):        | for tile in range(id, whole, programs):
-        position = load_steps(ring, position, ...) |     product, position = multiply_tile(me, ring, position, ...)
+        position = load_steps(ring, position, ...) |     product, *position = multiply_tile(me, ring, position, ...)
                                                    |     store_tile(out_desc, ring, product, ...)
     for half in range(2 * whole + id, ...):        | for half in range(2 * whole + id, ...): ...
                                                    | finish_stores()

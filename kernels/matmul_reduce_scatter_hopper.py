@@ -82,7 +82,7 @@ def matmul_reduce_scatter_hopper_kernel(
     outbox,  # scratch [programs, PLACES, BLOCK_M, BLOCK_N] for tiles of this rank
     arrived,  # signals [WORLD - 1, tiles]: in `partials`
     tickets,  # signal: to claim tiles
-    out_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns stored at a time]
+    out_desc,  # [1, M, N], in blocks [1, rows of a partition, columns stored at a time]
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,

@@ -164,7 +164,7 @@ class Config(Settings):
       hopper: programs of warps with different roles, for f16 and bf16 on GPUs of compute capability 9.0. If `small`, a
         tile has `block_n` columns of each product, 16 of all of them for each warp, `block_m` is at least 8, or the
         sum of two powers of 2, and `chunk` and `pushers` mean the same. If not, the programs are persistent and the
-        pushers are warps of all of them; of the settings above there are the first six and `group_m`.
+        pushers are warps of all of them; of the settings above there are the first five and `group_m`.
       splits: programs that share a tile, if `hopper` and `small`: each multiplies a part of K.
       whole: so many tiles, the first ones, have a program of their own even so.
       programs: how many, if `hopper` and not `small`: as many as the GPU has multiprocessors.

@@ -1,4 +1,4 @@
-"""What the operations that fuse a matrix product share: checks of operands and settings, and precisions."""
+"""What the operations that fuse a matrix product share: checks, precisions, tiles by shape, and launches of them."""
 
 import math
 from collections.abc import Callable
@@ -382,15 +382,14 @@ def _power_of_2_up_to(most: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def rows_added_at_once(owned: int, world: int, columns: int, itemsize: int) -> int:
+def rows_added_at_once(owned: int, world: int, itemsize: int) -> int:
     """How many of the rows that a rank owns one program of few rows adds up at a time.
 
     Args:
-      columns: that its 4 warps have.
       itemsize: of what arrives.
     """
-    # A thread has 32 words in its registers.
-    most = 2**14 // (next_power_of_2(world) * columns * itemsize)
+    # 4 warps have 64 columns, and a thread 32 words in its registers.
+    most = 2**14 // (next_power_of_2(world) * 64 * itemsize)
     return max(1, min(next_power_of_2(owned), most))
 
 
@@ -424,7 +423,7 @@ def reduce_decode_hopper_keywords(
     adders = blocks * keywords["ADDERS"]
     columns = math.ceil(n / config.block_n) * config.block_n
     wire = np.dtype(np.float32 if config.exact_wire else dtype)
-    add_rows = add_rows or rows_added_at_once(owned, world, 64, wire.itemsize)
+    add_rows = add_rows or rows_added_at_once(owned, world, wire.itemsize)
     if adders > 1:
         add_rows = max(8, min(add_rows, next_power_of_2(math.ceil(owned / adders))))
 

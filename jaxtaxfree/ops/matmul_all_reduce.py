@@ -230,7 +230,7 @@ def _exchange(
         "shots": shots,
         "exact_wire": exact_wire,
         "linger": owned > 16,
-        "add_rows": matmul.rows_added_at_once(owned, world, 64, itemsize),
+        "add_rows": matmul.rows_added_at_once(owned, world, itemsize),
     }
 
 

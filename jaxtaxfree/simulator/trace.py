@@ -16,7 +16,7 @@ class Span:
       kind: "wait", "publish" (of no length), "push" (stores to peers), "multiply" (products) or "work" (the rest).
       rank, program, call: who.
       begin, end: steps. A step is one memory operation of one program.
-      label: what for: the signal, or the source line.
+      label: what for: the signal, or where data go; empty for work.
       part: of the program: 0, or the number of a partition of a Gluon kernel.
     """
 
