@@ -148,6 +148,213 @@ def reference(
     return (out, gathered) if return_gathered else out
 
 
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    config: "Config | None",
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        axis=axis,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
+        raise Unsupported("all_gather_matmul", reasons)
+    precision = matmul.triton_precision(precision)
+    assert precision is not None  # _unsupported has seen to it
+    world = lax.axis_size(axes)
+    rows, lengths = matmul.rows_first(lhs, axis)
+    (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
+    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
+    form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
+    if config is None:
+        config = choose(m, k, n, world=world, **on, **form)
+    elif config.hopper and (reasons := unsupported_on_hopper(k, n, config=config, **on, **form)):
+        raise Unsupported("all_gather_matmul with hopper=True", reasons)
+    kernel, keywords = launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=lhs.dtype,
+        out_dtype=preferred_element_type or lhs.dtype,
+        precision=precision,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+        epilogue=epilogue,
+        config=config,
+    )
+    arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
+    if config.hopper and not config.small:
+        # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
+        weights, others = epilogue.split(rhs, operands)
+        arrays = (rows[None], rows[None], *(w for w in weights for _ in range(2)), *others.values())
+    outs = shmem_call(
+        kernel,
+        *arrays,
+        axis_name=axes,
+        implementation=implementation,
+        **keywords,
+    )
+    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
+
+
+def launch(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    precision: str,
+    config: "Config",
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    epilogue: Epilogue = NONE,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel for a rank's lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
+    size = np.dtype(dtype).itemsize
+    columns = n
+    if epilogue.gated:
+        columns = 2 * n
+        if not (config.hopper and config.small):
+            config = dataclasses.replace(config, block_n=config.block_n // 2)
+    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
+    common = {
+        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
+        "name": "all_gather_matmul",
+        "cost_estimate": {
+            "flops": 2 * world * m * columns * k,
+            "bytes_accessed": size * (world * m * (k + n) + k * columns),
+        },
+    }
+    if config.hopper and config.small:
+        assert not (rhs_transposed or return_gathered)
+        own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
+        scratch = common["scratch"] | own["scratch"]
+        return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type, "scratch": scratch}
+    if config.hopper:
+        own = _launch_hopper(
+            m,
+            k,
+            n,
+            world=world,
+            dtype=dtype,
+            out_dtype=out_dtype,
+            rhs_transposed=rhs_transposed,
+            return_gathered=return_gathered,
+            epilogue=epilogue,
+            config=config,
+        )
+        return all_gather_matmul_hopper_kernel, common | own
+    copied = {"out_type": out_type, "gathered_ptr": None}
+    if return_gathered:
+        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world * m, k), dtype))}
+    keywords = {
+        **common,
+        **copied,
+        **matmul.tile_keywords(m, k, n, precision, config),
+        "PUSHERS": config.pushers,
+        "CHUNK": config.chunk,
+        "RHS_TRANSPOSED": rhs_transposed,
+        **epilogue.keywords("gate", "bias", "residual"),
+    }
+    column_blocks = math.ceil(n / config.block_n)
+    if config.small:
+        grid = config.pushers + math.ceil(world * m / config.block_m) * column_blocks
+        return all_gather_matmul_small_kernel, keywords | {"grid": grid, "signals": {"arrived": world}}
+    row_blocks = math.ceil(m / config.block_m)
+    return all_gather_matmul_kernel, keywords | {
+        "grid": config.pushers + world * row_blocks * column_blocks,
+        "signals": {"arrived": (world, row_blocks), "turn": config.pushers},
+        "UNITS": config.units,
+        "GROUP_M": config.group_m,
+    }
+
+
+def _launch_hopper(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    rhs_transposed: bool,
+    return_gathered: bool,
+    epilogue: Epilogue,
+    config: "Config",
+) -> dict[str, Any]:
+    """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
+    size = np.dtype(dtype).itemsize
+    out_type = jax.ShapeDtypeStruct((world, m, n), out_dtype)
+    copied = {"out_type": out_type, "gathered_ptr": None}
+    if return_gathered:
+        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed)
+    blocks = keywords["descriptors"]
+    gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
+    if epilogue.gated:
+        keywords["descriptors"] = blocks | gate
+    else:
+        keywords |= dict.fromkeys(gate)
+    columns = 2 * n if epilogue.gated else n
+    return {
+        **keywords,
+        **epilogue.keywords("bias"),
+        **copied,
+        "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
+        "PART": config.part,
+        "UNIT": config.unit,
+        "PACE": matmul.pace(config.pace, columns, size, CHUNK.value * config.part * size, config.programs),
+    }
+
+
+def _launch_decode_hopper(
+    m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: "Config"
+) -> dict[str, Any]:
+    """What is different for the kernel for few rows on Hopper."""
+    weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
+    keywords = matmul.decode_hopper_keywords(world * m, k, n, config, *weights)
+    # Whole steps, and at least as many parts as there are programs that begin with another one.
+    splits = 1 if keywords["WHOLE"] else keywords["SPLITS"]
+    part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
+    parts = math.ceil(k / part)
+    groups = math.gcd(config.pushers, splits) if parts >= splits else 1
+    # A program that has nothing to send would not find out whether the region is there, and signal.
+    pushers = groups * min(config.pushers // groups, math.ceil(m * part / config.chunk))
+    return {
+        **keywords,
+        "grid": pushers + keywords["grid"],
+        "signals": keywords["signals"] | {"arrived": (parts, world)},
+        **({} if epilogue.gated else {"gate_desc": None}),
+        **epilogue.keywords("bias", "residual"),
+        "M": m,
+        "N": n,
+        "K": k,
+        "PUSHERS": pushers,
+        "GROUPS": groups,
+        "PART": part,
+        "CHUNK": config.chunk,
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """How the kernel splits its work.
@@ -320,211 +527,6 @@ def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability
     on = {"dtype": dtype, "compute_capability": compute_capability}
     columns = 2 * n if form.get("epilogue", NONE).gated else n
     return _faster_hopper_config(m, k, n, world=world, **on, **form) or default_config(m, columns, world, **on)
-
-
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    axis: int,
-    precision: Any,
-    preferred_element_type: Any,
-    config: Config | None,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    implementation: str | None = None,
-) -> Any:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        axis=axis,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("all_gather_matmul", reasons)
-    precision = matmul.triton_precision(precision)
-    assert precision is not None  # _unsupported has seen to it
-    world = lax.axis_size(axes)
-    rows, lengths = matmul.rows_first(lhs, axis)
-    (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
-    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
-    form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
-    if config is None:
-        config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := unsupported_on_hopper(k, n, config=config, **on, **form)):
-        raise Unsupported("all_gather_matmul with hopper=True", reasons)
-    kernel, keywords = launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=lhs.dtype,
-        out_dtype=preferred_element_type or lhs.dtype,
-        precision=precision,
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-        epilogue=epilogue,
-        config=config,
-    )
-    arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
-    if config.hopper and not config.small:
-        # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
-        weights, others = epilogue.split(rhs, operands)
-        arrays = (rows[None], rows[None], *(w for w in weights for _ in range(2)), *others.values())
-    outs = shmem_call(
-        kernel,
-        *arrays,
-        axis_name=axes,
-        implementation=implementation,
-        **keywords,
-    )
-    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
-
-
-def launch(
-    m: int,
-    k: int,
-    n: int,
-    *,
-    world: int,
-    dtype: Any,
-    out_dtype: Any,
-    precision: str,
-    config: Config,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    epilogue: Epilogue = NONE,
-) -> tuple[Any, dict[str, Any]]:
-    """The kernel for a rank's lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
-    size = np.dtype(dtype).itemsize
-    columns = n
-    if epilogue.gated:
-        columns = 2 * n
-        if not (config.hopper and config.small):
-            config = dataclasses.replace(config, block_n=config.block_n // 2)
-    out_type = jax.ShapeDtypeStruct((world * m, n), out_dtype)
-    common = {
-        "scratch": {"gathered": jax.ShapeDtypeStruct((world, m, k), dtype)},
-        "name": "all_gather_matmul",
-        "cost_estimate": {
-            "flops": 2 * world * m * columns * k,
-            "bytes_accessed": size * (world * m * (k + n) + k * columns),
-        },
-    }
-    if config.hopper and config.small:
-        assert not (rhs_transposed or return_gathered)
-        own = _launch_decode_hopper(m, k, n, config=config, world=world, epilogue=epilogue)
-        scratch = common["scratch"] | own["scratch"]
-        return all_gather_matmul_decode_hopper_kernel, common | own | {"out_type": out_type, "scratch": scratch}
-    if config.hopper:
-        own = _launch_hopper(
-            m,
-            k,
-            n,
-            world=world,
-            dtype=dtype,
-            out_dtype=out_dtype,
-            rhs_transposed=rhs_transposed,
-            return_gathered=return_gathered,
-            epilogue=epilogue,
-            config=config,
-        )
-        return all_gather_matmul_hopper_kernel, common | own
-    copied = {"out_type": out_type, "gathered_ptr": None}
-    if return_gathered:
-        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world * m, k), dtype))}
-    keywords = {
-        **common,
-        **copied,
-        **matmul.tile_keywords(m, k, n, precision, config),
-        "PUSHERS": config.pushers,
-        "CHUNK": config.chunk,
-        "RHS_TRANSPOSED": rhs_transposed,
-        **epilogue.keywords("gate", "bias", "residual"),
-    }
-    column_blocks = math.ceil(n / config.block_n)
-    if config.small:
-        grid = config.pushers + math.ceil(world * m / config.block_m) * column_blocks
-        return all_gather_matmul_small_kernel, keywords | {"grid": grid, "signals": {"arrived": world}}
-    row_blocks = math.ceil(m / config.block_m)
-    return all_gather_matmul_kernel, keywords | {
-        "grid": config.pushers + world * row_blocks * column_blocks,
-        "signals": {"arrived": (world, row_blocks), "turn": config.pushers},
-        "UNITS": config.units,
-        "GROUP_M": config.group_m,
-    }
-
-
-def _launch_hopper(
-    m: int,
-    k: int,
-    n: int,
-    *,
-    world: int,
-    dtype: Any,
-    out_dtype: Any,
-    rhs_transposed: bool,
-    return_gathered: bool,
-    epilogue: Epilogue,
-    config: Config,
-) -> dict[str, Any]:
-    """What is different for the kernel for Hopper, whose arrays have a dimension for the ranks."""
-    size = np.dtype(dtype).itemsize
-    out_type = jax.ShapeDtypeStruct((world, m, n), out_dtype)
-    copied = {"out_type": out_type, "gathered_ptr": None}
-    if return_gathered:
-        copied = {"out_type": (out_type, jax.ShapeDtypeStruct((world, m, k), dtype))}
-    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, rhs_transposed=rhs_transposed)
-    blocks = keywords["descriptors"]
-    gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
-    if epilogue.gated:
-        keywords["descriptors"] = blocks | gate
-    else:
-        keywords |= dict.fromkeys(gate)
-    columns = 2 * n if epilogue.gated else n
-    return {
-        **keywords,
-        **epilogue.keywords("bias"),
-        **copied,
-        "signals": {"arrived": (world, math.ceil(m / config.block_m), math.ceil(k / config.part)), "tickets": 1},
-        "PART": config.part,
-        "UNIT": config.unit,
-        "PACE": matmul.pace(config.pace, columns, size, CHUNK.value * config.part * size, config.programs),
-    }
-
-
-def _launch_decode_hopper(m: int, k: int, n: int, *, world: int, epilogue: Epilogue, config: Config) -> dict[str, Any]:
-    """What is different for the kernel for few rows on Hopper."""
-    weights = ("rhs_desc", "gate_desc") if epilogue.gated else ("rhs_desc",)
-    keywords = matmul.decode_hopper_keywords(world * m, k, n, config, *weights)
-    # Whole steps, and at least as many parts as there are programs that begin with another one.
-    splits = 1 if keywords["WHOLE"] else keywords["SPLITS"]
-    part = math.ceil(min(config.part, k / splits) / config.block_k) * config.block_k
-    parts = math.ceil(k / part)
-    groups = math.gcd(config.pushers, splits) if parts >= splits else 1
-    # A program that has nothing to send would not find out whether the region is there, and signal.
-    pushers = groups * min(config.pushers // groups, math.ceil(m * part / config.chunk))
-    return {
-        **keywords,
-        "grid": pushers + keywords["grid"],
-        "signals": keywords["signals"] | {"arrived": (parts, world)},
-        **({} if epilogue.gated else {"gate_desc": None}),
-        **epilogue.keywords("bias", "residual"),
-        "M": m,
-        "N": n,
-        "K": k,
-        "PUSHERS": pushers,
-        "GROUPS": groups,
-        "PART": part,
-        "CHUNK": config.chunk,
-    }
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:

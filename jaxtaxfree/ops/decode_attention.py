@@ -281,6 +281,127 @@ def reference(
     return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(_finite(top) + jnp.log(total), 1, 2)]
 
 
+def fused(
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    names: tuple[str, ...],
+    spec: Spec,
+    config: tuple[tuple[str, Any], ...],
+    compute_capability: int,
+    implementation: str | None = None,
+) -> list[jax.Array]:
+    """The operation by one kernel."""
+    given = dict(zip(names, operands))
+    reasons = _unsupported(given, spec)
+    if given["key"].dtype == jnp.float8_e4m3fn and compute_capability < 89:
+        reasons.append(f"GPUs of compute capability {compute_capability / 10} have no float8_e4m3fn")
+    if reasons:
+        raise Unsupported("decode_attention", reasons)
+    query, key, value = given["query"], given["key"], given["value"]
+    b = query.shape[0]
+    world = lax.axis_size(axes)
+    if "lengths" not in given:
+        given["lengths"] = jnp.full((b,), world * spec.placement.slots, jnp.int32)
+    # A pointer for what is not there; the kernel does not look at it.
+    nothing = given["lengths"]
+    arrays = [
+        query,
+        key,
+        value,
+        given["lengths"].astype(jnp.int32),
+        given["tables"].astype(jnp.int32) if "tables" in given else nothing,
+        *(given[name].astype(jnp.float32) if name in given else nothing for name in ("key_scale", "value_scale")),
+        given.get("sinks", nothing),
+    ]
+    by_shape = _by_shape(query, key, value, spec, spec.placement.slots, compute_capability)
+    keywords = launch(
+        query_shape=query.shape,
+        value_head_size=value.shape[-1],
+        world=world,
+        spec=spec,
+        key_scale=_scale_kind(given.get("key_scale")),
+        value_scale=_scale_kind(given.get("value_scale")),
+        sinks="sinks" in given,
+        cache_itemsize=key.dtype.itemsize,
+        config=dataclasses.replace(by_shape, **dict(config)),
+    )
+    return list(shmem_call(decode_attention_kernel, *arrays, axis_name=axes, implementation=implementation, **keywords))
+
+
+def launch(
+    *,
+    query_shape: tuple[int, ...],
+    value_head_size: int,
+    world: int,
+    spec: Spec,
+    key_scale: str,
+    value_scale: str,
+    sinks: bool,
+    cache_itemsize: int,
+    config: "Config",
+) -> dict[str, Any]:
+    """The keywords with which `shmem_call` launches the kernel for a query [B, T, N, H].
+
+    Args:
+      key_scale, value_scale: "none", "tensor", "head" or "token".
+      sinks: whether there are any.
+    """
+    b, t, n, h = query_shape
+    k, hv, slots = spec.kv_heads, value_head_size, spec.placement.slots
+    rows = t * n // k
+    n_out = n // world if spec.by_heads else n
+    attending = b * config.splits * math.ceil(rows / config.block_r) * k
+    others = world if world > 1 else 0
+    words = -(-hv // 4) * 4  # of a row of messages
+    # Several threads of a merging program share the splits of each 4 neighbours of the result.
+    groups = 32 * config.num_warps // (config.merge_rows * max(4, next_power_of_2(hv)) // 4)
+    groups = max(1, min(groups, next_power_of_2(config.splits)))
+    return {
+        "out_type": (
+            jax.ShapeDtypeStruct((b, t, n_out, hv), spec.dtype),
+            jax.ShapeDtypeStruct((b, t, n_out), jnp.float32),
+        ),
+        "grid": attending + b * k * math.ceil(rows / config.merge_rows),
+        "messages": {
+            "partials": (b, k, config.splits, rows, words),
+            "partial_sums": (b, k, config.splits, rows, 2),
+            "merged": (others, b, t, n_out, words),
+            "merged_sums": (others, b, t, n_out, 2),
+        },
+        "name": "decode_attention",
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "cost_estimate": {
+            "flops": 2 * b * t * n * slots * (h + hv),
+            "bytes_accessed": b * slots * k * (h + hv) * cache_itemsize,
+        },
+        "B": b,
+        "T": t,
+        "N": n,
+        "N_OUT": n_out,
+        "K": k,
+        "H": h,
+        "HV": hv,
+        "S": slots,
+        "PAGE": spec.page_size or slots,
+        "PAGED": spec.page_size is not None,
+        "HEAD_MAJOR": spec.head_major,
+        "STRETCH": spec.placement.stretch,
+        "WINDOW": -1 if spec.window is None else spec.window,
+        "SCALE": spec.scale,
+        "SOFT_CAP": spec.soft_cap or 0.0,
+        "KEY_SCALE": key_scale,
+        "VALUE_SCALE": value_scale,
+        "SINKS": sinks,
+        "SPLITS": config.splits,
+        "BLOCK_R": config.block_r,
+        "BLOCK_S": config.block_s,
+        "TEAMS": config.num_warps if config.alone and config.block_s >= 16 * config.num_warps else 1,
+        "MERGE_ROWS": config.merge_rows,
+        "MERGE_GROUPS": groups,
+    }
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """How the kernel splits its work.
@@ -374,127 +495,6 @@ def _by_shape(query: Any, key: Any, value: Any, spec: Spec, slots: int, compute_
 
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 103: 148}
-
-
-def fused(
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    names: tuple[str, ...],
-    spec: Spec,
-    config: tuple[tuple[str, Any], ...],
-    compute_capability: int,
-    implementation: str | None = None,
-) -> list[jax.Array]:
-    """The operation by one kernel."""
-    given = dict(zip(names, operands))
-    reasons = _unsupported(given, spec)
-    if given["key"].dtype == jnp.float8_e4m3fn and compute_capability < 89:
-        reasons.append(f"GPUs of compute capability {compute_capability / 10} have no float8_e4m3fn")
-    if reasons:
-        raise Unsupported("decode_attention", reasons)
-    query, key, value = given["query"], given["key"], given["value"]
-    b = query.shape[0]
-    world = lax.axis_size(axes)
-    if "lengths" not in given:
-        given["lengths"] = jnp.full((b,), world * spec.placement.slots, jnp.int32)
-    # A pointer for what is not there; the kernel does not look at it.
-    nothing = given["lengths"]
-    arrays = [
-        query,
-        key,
-        value,
-        given["lengths"].astype(jnp.int32),
-        given["tables"].astype(jnp.int32) if "tables" in given else nothing,
-        *(given[name].astype(jnp.float32) if name in given else nothing for name in ("key_scale", "value_scale")),
-        given.get("sinks", nothing),
-    ]
-    by_shape = _by_shape(query, key, value, spec, spec.placement.slots, compute_capability)
-    keywords = launch(
-        query_shape=query.shape,
-        value_head_size=value.shape[-1],
-        world=world,
-        spec=spec,
-        key_scale=_scale_kind(given.get("key_scale")),
-        value_scale=_scale_kind(given.get("value_scale")),
-        sinks="sinks" in given,
-        cache_itemsize=key.dtype.itemsize,
-        config=dataclasses.replace(by_shape, **dict(config)),
-    )
-    return list(shmem_call(decode_attention_kernel, *arrays, axis_name=axes, implementation=implementation, **keywords))
-
-
-def launch(
-    *,
-    query_shape: tuple[int, ...],
-    value_head_size: int,
-    world: int,
-    spec: Spec,
-    key_scale: str,
-    value_scale: str,
-    sinks: bool,
-    cache_itemsize: int,
-    config: Config,
-) -> dict[str, Any]:
-    """The keywords with which `shmem_call` launches the kernel for a query [B, T, N, H].
-
-    Args:
-      key_scale, value_scale: "none", "tensor", "head" or "token".
-      sinks: whether there are any.
-    """
-    b, t, n, h = query_shape
-    k, hv, slots = spec.kv_heads, value_head_size, spec.placement.slots
-    rows = t * n // k
-    n_out = n // world if spec.by_heads else n
-    attending = b * config.splits * math.ceil(rows / config.block_r) * k
-    others = world if world > 1 else 0
-    words = -(-hv // 4) * 4  # of a row of messages
-    # Several threads of a merging program share the splits of each 4 neighbours of the result.
-    groups = 32 * config.num_warps // (config.merge_rows * max(4, next_power_of_2(hv)) // 4)
-    groups = max(1, min(groups, next_power_of_2(config.splits)))
-    return {
-        "out_type": (
-            jax.ShapeDtypeStruct((b, t, n_out, hv), spec.dtype),
-            jax.ShapeDtypeStruct((b, t, n_out), jnp.float32),
-        ),
-        "grid": attending + b * k * math.ceil(rows / config.merge_rows),
-        "messages": {
-            "partials": (b, k, config.splits, rows, words),
-            "partial_sums": (b, k, config.splits, rows, 2),
-            "merged": (others, b, t, n_out, words),
-            "merged_sums": (others, b, t, n_out, 2),
-        },
-        "name": "decode_attention",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "cost_estimate": {
-            "flops": 2 * b * t * n * slots * (h + hv),
-            "bytes_accessed": b * slots * k * (h + hv) * cache_itemsize,
-        },
-        "B": b,
-        "T": t,
-        "N": n,
-        "N_OUT": n_out,
-        "K": k,
-        "H": h,
-        "HV": hv,
-        "S": slots,
-        "PAGE": spec.page_size or slots,
-        "PAGED": spec.page_size is not None,
-        "HEAD_MAJOR": spec.head_major,
-        "STRETCH": spec.placement.stretch,
-        "WINDOW": -1 if spec.window is None else spec.window,
-        "SCALE": spec.scale,
-        "SOFT_CAP": spec.soft_cap or 0.0,
-        "KEY_SCALE": key_scale,
-        "VALUE_SCALE": value_scale,
-        "SINKS": sinks,
-        "SPLITS": config.splits,
-        "BLOCK_R": config.block_r,
-        "BLOCK_S": config.block_s,
-        "TEAMS": config.num_warps if config.alone and config.block_s >= 16 * config.num_warps else 1,
-        "MERGE_ROWS": config.merge_rows,
-        "MERGE_GROUPS": groups,
-    }
 
 
 def _scale_kind(scale: Any) -> str:

@@ -115,6 +115,173 @@ def reference(
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    config: tuple[tuple[str, Any], ...],
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
+        raise Unsupported("matmul_all_reduce", reasons)
+    precision = matmul.triton_precision(precision)
+    assert precision is not None  # _unsupported has seen to it
+    world = lax.axis_size(axes)
+    rows = lhs.reshape(-1, lhs.shape[-1])
+    (m, k), n = rows.shape, rhs.shape[1]
+    out_dtype = preferred_element_type or lhs.dtype
+    residual = epilogue.split(rhs, operands)[1].get("residual")
+    on = {"world": world, "dtype": lhs.dtype, "out_dtype": out_dtype}
+    chosen = choose(
+        m,
+        k,
+        n,
+        **on,
+        compute_capability=compute_capability,
+        residual=None if residual is None else residual.dtype,
+        settings=dict(config),
+    )
+    kernel, keywords = launch(
+        m,
+        k,
+        n,
+        **on,
+        precision=precision,
+        epilogue=epilogue,
+        config=chosen,
+    )
+    others = epilogue.rows_first(operands, 0)
+    arrays = (rows, rhs, *others)
+    if chosen.hopper and not chosen.small:
+        # rhs in blocks and in halves of them; one more dimension, as the kernel that scatters has it for the ranks.
+        arrays = (rows[None], rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
+    out = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
+    return out.reshape(*lhs.shape[:-1], n)
+
+
+def launch(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    precision: str,
+    config: "Config",
+    epilogue: Epilogue = NONE,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
+    size = np.dtype(dtype).itemsize
+    out = jax.ShapeDtypeStruct((m, n), out_dtype)
+    common = {
+        "name": "matmul_all_reduce",
+        "out_type": out,
+        "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
+    }
+    if config.hopper and config.small:
+        two_shots = config.shots == 2
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": two_shots, "gathered": two_shots}
+        keywords = matmul.reduce_decode_hopper_keywords(
+            m, k, n, **on, add_rows=config.add_rows, linger=config.linger, config=config
+        )
+        return matmul_reduce_decode_hopper_kernel, common | keywords | epilogue.keywords("bias", "residual")
+    if config.hopper:
+        keywords = matmul_reduce_scatter.hopper_keywords(m, k, n, out_dtype, config, epilogue)
+        return matmul_all_reduce_hopper_kernel, common | keywords | _hopper_exchange(m, k, n, world, dtype, config)
+    keywords = {
+        **common,
+        **matmul.tile_keywords(m, k, n, precision, config),
+        **epilogue.keywords("bias", "residual"),
+        "EXACT_WIRE": config.exact_wire,
+    }
+    wire = np.float32 if config.exact_wire else dtype
+    if config.small:
+        return matmul_all_reduce_small_kernel, keywords | _small_exchange(m, n, world, wire, out_dtype, config)
+    tiles, peers, block = _exchanged(m, n, world, config)
+    return matmul_all_reduce_kernel, keywords | {
+        "grid": (2 * world - 1) * tiles,
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), wire),
+            "sums": jax.ShapeDtypeStruct((world, tiles, *block), out_dtype),
+        },
+        "signals": {"arrived": (peers, tiles), "added": (world, tiles)},
+        "GROUP_M": config.group_m,
+    }
+
+
+def _hopper_exchange(m: int, k: int, n: int, world: int, dtype: Any, config: "Config") -> dict[str, Any]:
+    """What the ranks exchange in the kernel for many rows on Hopper, and when."""
+    tiles, peers, block = _exchanged(m, n, world, config)
+    groups = min(config.groups, tiles)
+    a_group = math.ceil(tiles / groups)
+    size = np.dtype(dtype).itemsize
+
+    def cycles(length: int, chunks: int, programs: int) -> int:
+        return matmul.pace(config.pace, length, size, chunks * config.chunk * size, min(programs, config.programs))
+
+    return {
+        "out_type": jax.ShapeDtypeStruct((1, m, n), dtype),
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
+            "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
+            "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *block), dtype),
+        },
+        "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
+        "TILES": tiles,
+        "GROUPS": groups,
+        "LAG": min(config.lag, groups - 1),
+        "CHUNK": config.chunk,
+        "PACE": cycles(k, 1, config.programs),
+        # Of so many programs together the wire takes no more.
+        "LAST_PACE": cycles(0, 1, peers * a_group),
+        "SUM_PACE": cycles(0, peers, a_group),
+    }
+
+
+def _small_exchange(m: int, n: int, world: int, wire: Any, out_dtype: Any, config: "Config") -> dict[str, Any]:
+    """The programs of the portable kernel for few rows, and what they exchange."""
+    column_blocks = math.ceil(n / config.block_n)
+    two_shots = config.shots == 2
+    owned = math.ceil(m / world) if two_shots else m
+    tiles = math.ceil((world * owned if two_shots else m) / config.block_m) * column_blocks
+    parts = math.ceil(owned / config.add_rows) * column_blocks
+
+    def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
+        elements = boxes * owned * column_blocks * config.block_n
+        return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
+
+    return {
+        "grid": tiles + parts * config.apart,
+        "messages": {"partials": words(world, wire), "sums": words(world * two_shots, out_dtype)},
+        "OWNED": owned,
+        "SHOTS": config.shots,
+        "APART": config.apart,
+        "LINGER": config.linger,
+        "ADD_ROWS": config.add_rows,
+    }
+
+
+def _exchanged(m: int, n: int, world: int, config: "Config") -> tuple[int, int, tuple[int, int]]:
+    """How many tiles a rank owns, how many peers send it parts of them, and the shape of a tile."""
+    # No scratch is empty.
+    return math.ceil(matmul.tiles(m, n, config) / world), max(1, world - 1), (config.block_m, config.block_n)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """How the kernel splits its work.
@@ -327,173 +494,6 @@ def choose(
     if settings.get("hopper") and reasons:
         raise Unsupported("matmul_all_reduce with hopper=True", reasons)
     return hopper if settings.get("hopper", default and not reasons) else dataclasses.replace(portable, **settings)
-
-
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...],
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("matmul_all_reduce", reasons)
-    precision = matmul.triton_precision(precision)
-    assert precision is not None  # _unsupported has seen to it
-    world = lax.axis_size(axes)
-    rows = lhs.reshape(-1, lhs.shape[-1])
-    (m, k), n = rows.shape, rhs.shape[1]
-    out_dtype = preferred_element_type or lhs.dtype
-    residual = epilogue.split(rhs, operands)[1].get("residual")
-    on = {"world": world, "dtype": lhs.dtype, "out_dtype": out_dtype}
-    chosen = choose(
-        m,
-        k,
-        n,
-        **on,
-        compute_capability=compute_capability,
-        residual=None if residual is None else residual.dtype,
-        settings=dict(config),
-    )
-    kernel, keywords = launch(
-        m,
-        k,
-        n,
-        **on,
-        precision=precision,
-        epilogue=epilogue,
-        config=chosen,
-    )
-    others = epilogue.rows_first(operands, 0)
-    arrays = (rows, rhs, *others)
-    if chosen.hopper and not chosen.small:
-        # rhs in blocks and in halves of them; one more dimension, as the kernel that scatters has it for the ranks.
-        arrays = (rows[None], rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
-    out = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    return out.reshape(*lhs.shape[:-1], n)
-
-
-def launch(
-    m: int,
-    k: int,
-    n: int,
-    *,
-    world: int,
-    dtype: Any,
-    out_dtype: Any,
-    precision: str,
-    config: Config,
-    epilogue: Epilogue = NONE,
-) -> tuple[Any, dict[str, Any]]:
-    """The kernel for lhs [m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
-    size = np.dtype(dtype).itemsize
-    out = jax.ShapeDtypeStruct((m, n), out_dtype)
-    common = {
-        "name": "matmul_all_reduce",
-        "out_type": out,
-        "cost_estimate": {"flops": 2 * m * n * k, "bytes_accessed": size * (m * k + k * n + m * n)},
-    }
-    if config.hopper and config.small:
-        two_shots = config.shots == 2
-        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": two_shots, "gathered": two_shots}
-        keywords = matmul.reduce_decode_hopper_keywords(
-            m, k, n, **on, add_rows=config.add_rows, linger=config.linger, config=config
-        )
-        return matmul_reduce_decode_hopper_kernel, common | keywords | epilogue.keywords("bias", "residual")
-    if config.hopper:
-        keywords = matmul_reduce_scatter.hopper_keywords(m, k, n, out_dtype, config, epilogue)
-        return matmul_all_reduce_hopper_kernel, common | keywords | _hopper_exchange(m, k, n, world, dtype, config)
-    keywords = {
-        **common,
-        **matmul.tile_keywords(m, k, n, precision, config),
-        **epilogue.keywords("bias", "residual"),
-        "EXACT_WIRE": config.exact_wire,
-    }
-    wire = np.float32 if config.exact_wire else dtype
-    if config.small:
-        return matmul_all_reduce_small_kernel, keywords | _small_exchange(m, n, world, wire, out_dtype, config)
-    tiles, peers, block = _exchanged(m, n, world, config)
-    return matmul_all_reduce_kernel, keywords | {
-        "grid": (2 * world - 1) * tiles,
-        "scratch": {
-            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), wire),
-            "sums": jax.ShapeDtypeStruct((world, tiles, *block), out_dtype),
-        },
-        "signals": {"arrived": (peers, tiles), "added": (world, tiles)},
-        "GROUP_M": config.group_m,
-    }
-
-
-def _hopper_exchange(m: int, k: int, n: int, world: int, dtype: Any, config: Config) -> dict[str, Any]:
-    """What the ranks exchange in the kernel for many rows on Hopper, and when."""
-    tiles, peers, block = _exchanged(m, n, world, config)
-    groups = min(config.groups, tiles)
-    a_group = math.ceil(tiles / groups)
-    size = np.dtype(dtype).itemsize
-
-    def cycles(length: int, chunks: int, programs: int) -> int:
-        return matmul.pace(config.pace, length, size, chunks * config.chunk * size, min(programs, config.programs))
-
-    return {
-        "out_type": jax.ShapeDtypeStruct((1, m, n), dtype),
-        "scratch": {
-            "partials": jax.ShapeDtypeStruct((peers, tiles, *block), dtype),
-            "sums": jax.ShapeDtypeStruct((world, tiles, *block), dtype),
-            "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *block), dtype),
-        },
-        "signals": {"arrived": (peers, tiles), "added": (world, tiles), "tickets": 1},
-        "TILES": tiles,
-        "GROUPS": groups,
-        "LAG": min(config.lag, groups - 1),
-        "CHUNK": config.chunk,
-        "PACE": cycles(k, 1, config.programs),
-        # Of so many programs together the wire takes no more.
-        "LAST_PACE": cycles(0, 1, peers * a_group),
-        "SUM_PACE": cycles(0, peers, a_group),
-    }
-
-
-def _small_exchange(m: int, n: int, world: int, wire: Any, out_dtype: Any, config: Config) -> dict[str, Any]:
-    """The programs of the portable kernel for few rows, and what they exchange."""
-    column_blocks = math.ceil(n / config.block_n)
-    two_shots = config.shots == 2
-    owned = math.ceil(m / world) if two_shots else m
-    tiles = math.ceil((world * owned if two_shots else m) / config.block_m) * column_blocks
-    parts = math.ceil(owned / config.add_rows) * column_blocks
-
-    def words(boxes: int, of: Any) -> jax.ShapeDtypeStruct:
-        elements = boxes * owned * column_blocks * config.block_n
-        return jax.ShapeDtypeStruct((elements * np.dtype(of).itemsize // 4,), np.int32)
-
-    return {
-        "grid": tiles + parts * config.apart,
-        "messages": {"partials": words(world, wire), "sums": words(world * two_shots, out_dtype)},
-        "OWNED": owned,
-        "SHOTS": config.shots,
-        "APART": config.apart,
-        "LINGER": config.linger,
-        "ADD_ROWS": config.add_rows,
-    }
-
-
-def _exchanged(m: int, n: int, world: int, config: Config) -> tuple[int, int, tuple[int, int]]:
-    """How many tiles a rank owns, how many peers send it parts of them, and the shape of a tile."""
-    # No scratch is empty.
-    return math.ceil(matmul.tiles(m, n, config) / world), max(1, world - 1), (config.block_m, config.block_n)
 
 
 def _unsupported(

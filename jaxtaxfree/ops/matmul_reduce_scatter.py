@@ -122,6 +122,170 @@ def reference(
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    scatter_dimension: int,
+    precision: Any,
+    preferred_element_type: Any,
+    config: tuple[tuple[str, Any], ...] | None,
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        scatter_dimension=scatter_dimension,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
+        raise Unsupported("matmul_reduce_scatter", reasons)
+    precision = matmul.triton_precision(precision)
+    assert precision is not None  # _unsupported has seen to it
+    world = lax.axis_size(axes)
+    rows, lengths = matmul.rows_first(lhs, scatter_dimension)
+    m, k = rows.shape[0] // world, rows.shape[1]
+    n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
+    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
+    residual = epilogue.split(rhs, operands)[1].get("residual")
+    form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
+    settings = dict(config or ())
+    if settings.keys() <= {"exact_wire"}:
+        chosen = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **settings, **form)
+    else:
+        chosen = Config(**settings)
+        if chosen.hopper and (reasons := _unsupported_with(chosen, k, n, **on, **form)):
+            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
+    kernel, keywords = launch(
+        m,
+        k,
+        n,
+        world=world,
+        dtype=lhs.dtype,
+        out_dtype=preferred_element_type or lhs.dtype,
+        precision=precision,
+        rhs_transposed=rhs_transposed,
+        epilogue=epilogue,
+        config=chosen,
+    )
+    others = epilogue.rows_first(operands, scatter_dimension)
+    arrays = (rows, rhs, *others)
+    if chosen.hopper and not chosen.small:
+        # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
+        arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
+    out = shmem_call(
+        kernel,
+        *arrays,
+        axis_name=axes,
+        implementation=implementation,
+        **keywords,
+    )
+    return matmul.rows_back(out, lengths, scatter_dimension)
+
+
+def launch(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    out_dtype: Any,
+    precision: str,
+    config: "Config",
+    rhs_transposed: bool = False,
+    epilogue: Epilogue = NONE,
+) -> tuple[Any, dict[str, Any]]:
+    """The kernel for lhs [world * m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
+    size = np.dtype(dtype).itemsize
+    wire = np.dtype(np.float32 if config.exact_wire else dtype)
+    tiles = matmul.tiles(m, n, config)
+    tile = (config.block_m, config.block_n)
+    peers = max(1, world - 1)  # no scratch is empty
+    common = {
+        "name": "matmul_reduce_scatter",
+        "cost_estimate": {
+            "flops": 2 * world * m * n * k,
+            "bytes_accessed": size * (world * m * k + k * n + m * n) + 2 * wire.itemsize * (world - 1) * m * n,
+        },
+    }
+    if config.hopper and config.small:
+        assert not rhs_transposed
+        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": True, "gathered": False}
+        return matmul_reduce_decode_hopper_kernel, {
+            **common,
+            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, config=config),
+            **epilogue.keywords("bias", "residual"),
+        }
+    if config.hopper:
+        assert not rhs_transposed
+        return matmul_reduce_scatter_hopper_kernel, {
+            **common,
+            **hopper_keywords(m, k, n, out_dtype, config, epilogue),
+            "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
+            "scratch": {
+                "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
+                "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *tile), wire),
+            },
+            "signals": {"arrived": (peers, tiles), "tickets": 1},
+            "CHUNK": config.chunk,
+            "PACE": matmul.pace(config.pace, k, wire.itemsize, config.chunk * wire.itemsize, config.programs),
+        }
+    keywords = {
+        **common,
+        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
+        **matmul.tile_keywords(m, k, n, precision, config),
+        "RHS_TRANSPOSED": rhs_transposed,
+        "EXACT_WIRE": config.exact_wire,
+        **epilogue.keywords("bias", "residual"),
+    }
+    if config.small:
+        programs = matmul.tiles(world * m, n, config)
+        return matmul_reduce_scatter_small_kernel, keywords | {
+            "grid": programs,
+            "scratch": {"partials": jax.ShapeDtypeStruct((world, m, n), wire)},
+            "signals": {"arrived": (programs, world)},
+        }
+    places = config.lag if config.lag <= peers * tiles else 1  # with a longer lag nothing is carried
+    # A step of K carries whole lines of 128 bytes, at most 16 bytes a thread. The last steps carry nothing, so that all
+    # has arrived when the tile is published.
+    threads = 32 * config.num_warps
+    steps = max(1, math.ceil(k / config.block_k) - 3)
+    part = min(math.ceil(math.prod(tile) * wire.itemsize / steps / 128) * 32, 4 * threads)
+    return matmul_reduce_scatter_kernel, keywords | {
+        "grid": world * tiles,
+        "scratch": {
+            "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
+            "outbox": jax.ShapeDtypeStruct((places, *tile), wire),
+        },
+        "signals": {"arrived": (2, peers, tiles)},
+        "GROUP_M": config.group_m,
+        "LAG": config.lag,
+        "PART": part,
+        "CHUNK": max(threads, next_power_of_2(part)),
+    }
+
+
+def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogue: Epilogue) -> dict[str, Any]:
+    """As `matmul.hopper_keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
+    # So many columns, all rows of them.
+    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
+    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
+    keywords |= epilogue.keywords("bias")
+    if "residual" in epilogue.operands:
+        keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
+        return keywords
+    return keywords | {"residual_desc": None}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """How the kernel splits its work.
@@ -272,170 +436,6 @@ def choose(
     if rounds or _unsupported_with(hopper, k, n, **on, **form):
         return default_config(m, n, world, **on, exact_wire=exact_wire)
     return hopper
-
-
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...] | None,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        scatter_dimension=scatter_dimension,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("matmul_reduce_scatter", reasons)
-    precision = matmul.triton_precision(precision)
-    assert precision is not None  # _unsupported has seen to it
-    world = lax.axis_size(axes)
-    rows, lengths = matmul.rows_first(lhs, scatter_dimension)
-    m, k = rows.shape[0] // world, rows.shape[1]
-    n = rhs.shape[0] if rhs_transposed else rhs.shape[1]
-    on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
-    residual = epilogue.split(rhs, operands)[1].get("residual")
-    form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
-    settings = dict(config or ())
-    if settings.keys() <= {"exact_wire"}:
-        chosen = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **settings, **form)
-    else:
-        chosen = Config(**settings)
-        if chosen.hopper and (reasons := _unsupported_with(chosen, k, n, **on, **form)):
-            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
-    kernel, keywords = launch(
-        m,
-        k,
-        n,
-        world=world,
-        dtype=lhs.dtype,
-        out_dtype=preferred_element_type or lhs.dtype,
-        precision=precision,
-        rhs_transposed=rhs_transposed,
-        epilogue=epilogue,
-        config=chosen,
-    )
-    others = epilogue.rows_first(operands, scatter_dimension)
-    arrays = (rows, rhs, *others)
-    if chosen.hopper and not chosen.small:
-        # rhs in blocks and in halves of them; a dimension for the ranks, the residual's as that of the result.
-        arrays = (rows.reshape(world, m, k), rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others))
-    out = shmem_call(
-        kernel,
-        *arrays,
-        axis_name=axes,
-        implementation=implementation,
-        **keywords,
-    )
-    return matmul.rows_back(out, lengths, scatter_dimension)
-
-
-def launch(
-    m: int,
-    k: int,
-    n: int,
-    *,
-    world: int,
-    dtype: Any,
-    out_dtype: Any,
-    precision: str,
-    config: Config,
-    rhs_transposed: bool = False,
-    epilogue: Epilogue = NONE,
-) -> tuple[Any, dict[str, Any]]:
-    """The kernel for lhs [world * m, k] and rhs [k, n], and the keywords with which `shmem_call` launches it."""
-    size = np.dtype(dtype).itemsize
-    wire = np.dtype(np.float32 if config.exact_wire else dtype)
-    tiles = matmul.tiles(m, n, config)
-    tile = (config.block_m, config.block_n)
-    peers = max(1, world - 1)  # no scratch is empty
-    common = {
-        "name": "matmul_reduce_scatter",
-        "cost_estimate": {
-            "flops": 2 * world * m * n * k,
-            "bytes_accessed": size * (world * m * k + k * n + m * n) + 2 * wire.itemsize * (world - 1) * m * n,
-        },
-    }
-    if config.hopper and config.small:
-        assert not rhs_transposed
-        on = {"world": world, "dtype": dtype, "out_dtype": out_dtype, "scattered": True, "gathered": False}
-        return matmul_reduce_decode_hopper_kernel, {
-            **common,
-            **matmul.reduce_decode_hopper_keywords(m, k, n, **on, config=config),
-            **epilogue.keywords("bias", "residual"),
-        }
-    if config.hopper:
-        assert not rhs_transposed
-        return matmul_reduce_scatter_hopper_kernel, {
-            **common,
-            **hopper_keywords(m, k, n, out_dtype, config, epilogue),
-            "out_type": jax.ShapeDtypeStruct((1, m, n), out_dtype),
-            "scratch": {
-                "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
-                "outbox": jax.ShapeDtypeStruct((config.programs, PLACES.value, *tile), wire),
-            },
-            "signals": {"arrived": (peers, tiles), "tickets": 1},
-            "CHUNK": config.chunk,
-            "PACE": matmul.pace(config.pace, k, wire.itemsize, config.chunk * wire.itemsize, config.programs),
-        }
-    keywords = {
-        **common,
-        "out_type": jax.ShapeDtypeStruct((m, n), out_dtype),
-        **matmul.tile_keywords(m, k, n, precision, config),
-        "RHS_TRANSPOSED": rhs_transposed,
-        "EXACT_WIRE": config.exact_wire,
-        **epilogue.keywords("bias", "residual"),
-    }
-    if config.small:
-        programs = matmul.tiles(world * m, n, config)
-        return matmul_reduce_scatter_small_kernel, keywords | {
-            "grid": programs,
-            "scratch": {"partials": jax.ShapeDtypeStruct((world, m, n), wire)},
-            "signals": {"arrived": (programs, world)},
-        }
-    places = config.lag if config.lag <= peers * tiles else 1  # with a longer lag nothing is carried
-    # A step of K carries whole lines of 128 bytes, at most 16 bytes a thread. The last steps carry nothing, so that all
-    # has arrived when the tile is published.
-    threads = 32 * config.num_warps
-    steps = max(1, math.ceil(k / config.block_k) - 3)
-    part = min(math.ceil(math.prod(tile) * wire.itemsize / steps / 128) * 32, 4 * threads)
-    return matmul_reduce_scatter_kernel, keywords | {
-        "grid": world * tiles,
-        "scratch": {
-            "partials": jax.ShapeDtypeStruct((peers, tiles, *tile), wire),
-            "outbox": jax.ShapeDtypeStruct((places, *tile), wire),
-        },
-        "signals": {"arrived": (2, peers, tiles)},
-        "GROUP_M": config.group_m,
-        "LAG": config.lag,
-        "PART": part,
-        "CHUNK": max(threads, next_power_of_2(part)),
-    }
-
-
-def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogue: Epilogue) -> dict[str, Any]:
-    """As `matmul.hopper_keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
-    # So many columns, all rows of them.
-    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-    keywords = matmul.hopper_keywords(m, k, n, out_dtype, config, stored=arriving)
-    keywords |= epilogue.keywords("bias")
-    if "residual" in epilogue.operands:
-        keywords["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
-        return keywords
-    return keywords | {"residual_desc": None}
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
