@@ -588,10 +588,16 @@ def receive_words(me, source, peer, mask=None):
 
     Returns: (i32 words, i1: false if they did not come within the heap's timeout; then store NaN).
     """
-    words, came = _receive(me, source, peer, mask, True, True)
+    words, came = _take_words(me, source, peer, mask)
     # The sum over the block lies in between: no thread still looks.
     tl.store(source, tl.zeros_like(words), mask=came if mask is None else mask & came)
     return ~words, came & me.ready
+
+
+@triton.jit
+def _take_words(me, source, peer, mask=None):
+    """What `receive_words` waits for, as it was sent, and whether it came. Somebody has to make it 0."""
+    return _receive(me, source, peer, mask, True, True)
 
 
 @triton.jit
@@ -711,7 +717,10 @@ def poll_vectors(
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
-            words, came = receive_words(me, words, rank, awaited)
+            words, came = _take_words(me, words, rank, awaited)
+            words, came = ~words, came & me.ready
+            for _ in tl.static_range(0, WORLD, RANKS_TOGETHER):
+                late = late + (tl.zeros([source.shape[0]], tl.int32),)  # that has been reported
         else:
             values, came = receive(me, words, rank, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
@@ -804,14 +813,20 @@ def _any(late):
 
     Triton reduces a block that is shorter than the program has threads in every warp by itself.
     """
-    return tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $1, 0; barrier.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }",
-        "=r,r",
-        [late],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        some = tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $1, 0; barrier.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }",
+            "=r,r",
+            [late],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.debug_barrier()
+        some = (late != 0).to(tl.int32)
+    return some
 
 
 @triton.constexpr_function

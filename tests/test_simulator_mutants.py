@@ -127,6 +127,9 @@ DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epo
 DECODE_FENCE = "        shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
 
+CLEARED = "column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)\n"
+IN_TWO_SHOTS = (5, 24, 136, 2, False, 1, 2, 3)
+SEVERAL_ROUNDS = (21, 24, 136, 1, False, 1, 2, 2)
 MUTANTS = (
     Mutant(
         name="no barrier before the publish",
@@ -806,6 +809,32 @@ MUTANTS = (
             ),
         ),
         errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="parts that are not cleared",
+        kernel="matmul_reduce_decode_hopper",
+        edits=((f"        clear(me, partials, WIRE, late, row, {CLEARED}", ""),),
+        errors=(MessageError,),
+    ),
+    Mutant(
+        name="sums that are not cleared",
+        kernel="matmul_reduce_decode_hopper",
+        edits=((f"            clear(me, sums, OUT, late, row, {CLEARED}", ""),),
+        errors=(MessageError,),
+        shape=IN_TWO_SHOTS,
+    ),
+    Mutant(
+        name="parts of other rows cleared",
+        kernel="matmul_reduce_decode_hopper",
+        edits=(("clear(me, partials, WIRE, late, row,", "clear(me, partials, WIRE, late, 8 * adder,"),),
+        errors=(MessageError,),
+        shape=SEVERAL_ROUNDS,
+    ),
+    Mutant(
+        name="words of a collective that are not cleared",
+        kernel="psum_scatter",
+        edits=(('CLEARED=PROTOCOL == "words")', "CLEARED=False)", 1),),
+        errors=(MessageError,),
     ),
     Mutant(
         name="rows past the end not sent",

@@ -135,6 +135,7 @@ class Machine:
         self._settings, self._trace = settings, trace
         self._waits: dict[Program, _Wait | _Reception | Sleep] = {}
         self._sending: set[Program] = set()
+        self._clearing: set[Program] = set()
         self._ended: dict[int, int] = {}  # by call: ranks that have ended it
         self._peer: dict[Program, int | None] = {}
         self._claims: set[tuple[int, int]] = set()  # (thread, call) of programs that have claimed work
@@ -447,9 +448,10 @@ class Machine:
         return act()
 
     def _clears(self, parts: list[tuple[Part, np.ndarray]]) -> bool:
-        """Whether a store is that of `shmem.receive_words`, to words that have just come."""
-        (part, of), wait = parts[0], self._waits.get(self._program)
-        if not (isinstance(part, Messages) and part.cleared and isinstance(wait, _Reception)):
+        """Whether a store is that of `shmem.receive_words` or `clear_vectors`, to words that have come."""
+        (part, of), program = parts[0], self._program
+        clears = program in self._clearing or isinstance(self._waits.get(program), _Reception)
+        if not (clears and isinstance(part, Messages) and part.cleared and part.rank == program.rank):
             return False
         event = self._event("clear")
         units = self._check(messages.units_of, part, of, messages.WORD, event)
@@ -461,6 +463,12 @@ class Machine:
 
     def end_send(self) -> None:
         self._sending.remove(self._program)
+
+    def begin_clear(self) -> None:
+        self._clearing.add(self._program)
+
+    def end_clear(self) -> None:
+        self._clearing.remove(self._program)
 
     def begin_receive(self, addresses: np.ndarray, peers: np.ndarray) -> None:
         """The current program receives what these ranks send to these addresses."""
@@ -795,8 +803,23 @@ def _send(function: Callable) -> Callable:
     return send
 
 
+@interpreter.hook(DEVICE_API, "clear_vectors")
+@interpreter.hook(GLUON_API, "clear_vectors")
+def _clear(function: Callable) -> Callable:
+    def clear(*args: Any, **kwargs: Any) -> Any:
+        machine = Machine.running
+        assert machine is not None
+        machine.begin_clear()
+        reports = function(*args, **kwargs)
+        machine.end_clear()
+        return reports
+
+    return clear
+
+
 @interpreter.hook(DEVICE_API, "receive")
 @interpreter.hook(DEVICE_API, "receive_words")
+@interpreter.hook(DEVICE_API, "_take_words")
 def _receive(function: Callable) -> Callable:
     def receive(me: Any, source: Any, peer: Any, mask: Any = None, *patient: Any) -> Any:
         machine = Machine.running

@@ -158,6 +158,9 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
 
 def check_complete(part: Messages, call: int, clocks: Clocks) -> None:
     """Checks that all words have been sent in a call, which all ranks have ended; or that all have been cleared."""
+    if part.cleared and (left := ~part.full & (part.sent == call) & (part.words != 0)).any():
+        units = np.flatnonzero(left)
+        raise MessageError(f"{clocks.events[part.writers[units[0]]]} has written {part.title_of(units)}, but not 0.")
     if part.cleared and (left := part.full & (part.sent == call)).any():
         units = np.flatnonzero(left)
         raise MessageError(
