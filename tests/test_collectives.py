@@ -530,8 +530,8 @@ def test_configurations(mesh: Mesh) -> None:
     for config, part in (
         ({"block_q": 1}, "psum has no setting 'block_q'"),
         ({"protocol": "pigeons"}, "no protocol 'pigeons'"),
-        ({"shots": 3}, "1 or 2 shots, not 3"),
-        ({"block": 48}, "a power of 2 of elements, at least 16, not 48"),
+        ({"shots": 3}, "an integer from 1 to 2, not 3"),
+        ({"block": 48}, "a power of 2 from 16 to 16384, not 48"),
     ):
         with fails(ValueError, part):
             on_mesh(mesh, ours("psum", config=config))(x)

@@ -80,6 +80,14 @@ def lowered(**given: Any) -> str:
     return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, sizes)))
 
 
+def with_barriers_of_a_warp(ptx: str) -> str:
+    """The code with ordinary barriers where a partition of one warp has those of a warp."""
+    ptx = re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", ptx)
+    # That of a poll is one where its result goes to no other warp.
+    alone = r"bar\.warp\.sync 0xffffffff;(\s*\}(?:.*\n){1,8}?\s*redux\.sync.*\n(?:\s*(?:\.loc|\$L__tmp).*\n)*\s*setp)"
+    return re.sub(alone, r"bar.sync 9;\1", ptx)
+
+
 def check_code(text: str, name: bytes, *, rows: int, wide: bool) -> list[Statement]:
     """Checks what kernels for few rows on Hopper have in common, and gives the code.
 
@@ -92,8 +100,7 @@ def check_code(text: str, name: bytes, *, rows: int, wide: bool) -> list[Stateme
     """
     kernel = launch_of(text)
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-    # The barriers of a partition of one warp are those of a warp.
-    program = parse(re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", code.ptx))
+    program = parse(with_barriers_of_a_warp(code.ptx))
     assert kernel[NAME] == name
     assert kernel[WARPS] == (12 if wide else 8)
     assert code.shared <= SHARED_MEMORY[90]

@@ -383,7 +383,7 @@ class Config(Settings):
 
     block_m: int = setting(128, least=8, most=256)
     block_n: int = setting(256, least=8, most=256, power_of_2=True)
-    block_k: int = setting(64, least=8, most=256, power_of_2=True)
+    block_k: int = setting(64, least=8, most=1024, power_of_2=True)
     num_warps: int = setting(8, least=1, most=16, power_of_2=True)
     num_stages: int = setting(4, least=1, most=32)
     pushers: int = setting(16, least=1)
