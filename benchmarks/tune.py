@@ -46,7 +46,7 @@ from benchmarks.operation import AXIS, DTYPE, ONE, Config, Implementation, Opera
 from benchmarks.sampling import SUSTAINED, Mode, quantiles
 from benchmarks.shapes import AttentionShape, CollectiveShape, MatmulShape
 from benchmarks.timing import Run, guard, sample_rounds
-from jaxtaxfree import dispatch
+from jaxtaxfree import dispatch, shmem
 from jaxtaxfree.ops import (
     all_gather_matmul,
     collectives,
@@ -70,7 +70,7 @@ ROUNDING = "exact_wire"
 MARGIN = 0.01
 
 # A block's shared memory on the GPUs whose tables these are, and bytes of an element.
-SHARED_MEMORY = 227 * 1024
+SHARED_MEMORY = shmem.SHARED_MEMORY[90]
 ITEMSIZE = jnp.dtype(DTYPE).itemsize
 
 

@@ -21,7 +21,7 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
-from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
 
@@ -356,7 +356,7 @@ def _launch_decode_hopper(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
+class Config(matmul.Tile):
     """How the kernel splits its work.
 
     Attributes:
@@ -381,17 +381,10 @@ class Config(Settings):
         as soon as they can be.
     """
 
-    block_m: int = setting(128, least=8, most=256)
-    block_n: int = setting(256, least=8, most=256, power_of_2=True)
-    block_k: int = setting(64, least=8, most=1024, power_of_2=True)
-    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
-    num_stages: int = setting(4, least=1, most=32)
     pushers: int = setting(16, least=1)
     chunk: int = setting(8192, least=16, most=1 << 16, power_of_2=True)
     units: int = setting(2, least=1)
     group_m: int = setting(8, least=1)
-    small: bool = False
-    hopper: bool = False
     splits: int = setting(1, least=1, most=32)
     whole: int = setting(0)
     programs: int = setting(matmul.MULTIPROCESSORS, least=1)
@@ -401,7 +394,6 @@ class Config(Settings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        matmul.check_tile(self)
         if self.hopper and not self.small:
             if self.part % self.block_k:
                 self.refuse("part", f"a multiple of block_k, {self.block_k}")

@@ -15,6 +15,7 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
+from jaxtaxfree.ops.matmul import has_big_shared_memory
 from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
@@ -459,7 +460,7 @@ def default_config(
     # Where tensor cores multiply, and a warp's registers hold a result; pages take many.
     alone = block_r == 16 and block_s >= 16 * num_warps and np.dtype(dtype).itemsize == 2 and not paged
     # Of few sequences one program an SM, with more tiles in flight, leaves the fewest partial results to be added up.
-    single = alone and groups <= places // 8 and compute_capability in (90, 100, 103)
+    single = alone and groups <= places // 8 and has_big_shared_memory(compute_capability)
     # As many programs as run at a time, or a little less; but no split without a few tiles.
     splits = max(1, min((places if single else 2 * places) // groups, math.ceil(slots / (2 * block_s)), 256))
     splits -= splits % 8 if splits > 8 else 0  # merged without a remainder

@@ -1,5 +1,6 @@
 """What the operations that fuse a matrix product share: checks, precisions, tiles by shape, and launches of them."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,8 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.kernels.tiles import box_of
 from jaxtaxfree.primitive import DTYPES
+from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.shmem import SHARED_MEMORY
 from jaxtaxfree.teams import Team, vary, varying
 
 # Of the warps that multiply on Hopper. Each has a part of them, and of the rows of a tile.
@@ -44,15 +47,27 @@ def check_contraction(operation: str, lhs: jax.Array, rhs: jax.Array) -> None:
         )
 
 
-def check_tile(config: Any) -> None:
-    """Raises ValueError if a configuration has rows, or steps in flight, that its kernel cannot take."""
-    rest = config.block_m & (config.block_m - 1)  # without the least power of 2 that it is a sum of
-    if rest & (rest - 1) or config.block_m % 8:
-        config.refuse("block_m", "a multiple of 8 and a power of 2, or the sum of two")
-    if rest and not (config.hopper and config.small):
-        config.refuse("block_m", "a power of 2 where not both hopper and small are set")
-    if config.hopper and config.num_stages < 2:
-        config.refuse("num_stages", "at least 2 with hopper=True, where a stage is released one step late")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile(Settings):
+    """The settings that every fused product has, in the words of its own `Config`."""
+
+    block_m: int = setting(128, least=8, most=256)
+    block_n: int = setting(256, least=8, most=256, power_of_2=True)
+    block_k: int = setting(64, least=8, most=1024, power_of_2=True)
+    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
+    num_stages: int = setting(4, least=1, most=32)
+    small: bool = False
+    hopper: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rest = self.block_m & (self.block_m - 1)  # without the least power of 2 that it is a sum of
+        if rest & (rest - 1) or self.block_m % 8:
+            self.refuse("block_m", "a multiple of 8 and a power of 2, or the sum of two")
+        if rest and not (self.hopper and self.small):
+            self.refuse("block_m", "a power of 2 where not both hopper and small are set")
+        if self.hopper and self.num_stages < 2:
+            self.refuse("num_stages", "at least 2 with hopper=True, where a stage is released one step late")
 
 
 def check_precision(precision: Any, preferred_element_type: Any) -> dict[str, Any]:
@@ -160,7 +175,7 @@ def small_tile(rows: int, dtype: Any, compute_capability: int) -> dict[str, Any]
 
 def has_big_shared_memory(compute_capability: int) -> bool:
     """Whether a block may have 227 KiB of shared memory; on other GPUs it has 99 to 163."""
-    return compute_capability in (90, 100, 103)
+    return SHARED_MEMORY.get(compute_capability, 0) >= 227 << 10
 
 
 def _wide(dtype: Any) -> int:

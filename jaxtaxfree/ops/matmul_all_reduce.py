@@ -19,7 +19,7 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
-from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
 
@@ -283,7 +283,7 @@ def _exchanged(m: int, n: int, world: int, config: "Config") -> tuple[int, int, 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
+class Config(matmul.Tile):
     """How the kernel splits its work.
 
     Attributes:
@@ -312,19 +312,12 @@ class Config(Settings):
       lag: of so many more groups others' tiles are multiplied before the own ones of a group, while its parts arrive.
     """
 
-    block_m: int = setting(128, least=8, most=256)
-    block_n: int = setting(256, least=8, most=256, power_of_2=True)
-    block_k: int = setting(64, least=8, most=1024, power_of_2=True)
-    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
-    num_stages: int = setting(4, least=1, most=32)
     group_m: int = setting(8, least=1)
     exact_wire: bool = True
-    small: bool = False
     shots: int = setting(2, least=1, most=2)
     apart: bool = True
     linger: bool = True
     add_rows: int = setting(8, least=1, most=256, power_of_2=True)
-    hopper: bool = False
     splits: int = setting(1, least=1, most=32)
     whole: int = setting(0)
     programs: int = setting(matmul.MULTIPROCESSORS, least=1)
@@ -332,10 +325,6 @@ class Config(Settings):
     pace: float = setting(0.95, most=1)
     groups: int = setting(1, least=1)
     lag: int = setting(1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        matmul.check_tile(self)
 
 
 # Partial sums of so many elements are sent to every rank, because a second way over the wire takes longer than their

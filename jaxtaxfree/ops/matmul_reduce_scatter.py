@@ -20,7 +20,7 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
-from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
 
@@ -287,7 +287,7 @@ def hopper_keywords(m: int, k: int, n: int, out_dtype: Any, config: Any, epilogu
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
+class Config(matmul.Tile):
     """How the kernel splits its work.
 
     Attributes:
@@ -311,25 +311,14 @@ class Config(Settings):
       pace: in which share of the time that tiles for others are multiplied they are sent; 0: as soon as they can be.
     """
 
-    block_m: int = setting(128, least=8, most=256)
-    block_n: int = setting(256, least=8, most=256, power_of_2=True)
-    block_k: int = setting(64, least=8, most=1024, power_of_2=True)
-    num_warps: int = setting(8, least=1, most=16, power_of_2=True)
-    num_stages: int = setting(4, least=1, most=32)
     group_m: int = setting(16, least=1)
     lag: int = setting(matmul.MULTIPROCESSORS, least=1)
-    small: bool = False
     exact_wire: bool = False
-    hopper: bool = False
     splits: int = setting(1, least=1, most=32)
     whole: int = setting(0)
     programs: int = setting(matmul.MULTIPROCESSORS, least=1)
     chunk: int = setting(1024, least=16, most=1 << 16, power_of_2=True)
     pace: float = setting(0.95, most=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        matmul.check_tile(self)
 
 
 # Of few rows on Hopper, partial sums of more elements are rounded on their way. On 4 H200 those of 16 rows of 8192 took

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -134,8 +135,7 @@ class Machine:
         self._name, self._space, self._heap, self._clocks = name, space, heap, clocks
         self._settings, self._trace = settings, trace
         self._waits: dict[Program, _Wait | _Reception | Sleep] = {}
-        self._sending: set[Program] = set()
-        self._clearing: set[Program] = set()
+        self._writing: dict[Program, str] = {}  # messages: why
         self._ended: dict[int, int] = {}  # by call: ranks that have ended it
         self._peer: dict[Program, int | None] = {}
         self._claims: set[tuple[int, int]] = set()  # (thread, call) of programs that have claimed work
@@ -396,7 +396,7 @@ class Machine:
         program = self._program
         wait = self._waits.get(program)
         receives = looks and isinstance(wait, _Reception)
-        if not receives and (looks or program not in self._sending):
+        if not receives and (looks or self._writing.get(program) != "send"):
             self._refuse_messages("atomic", parts)
         event = self._event("receive" if receives else "send")
         units = [(part, self._check(messages.units_of, part, of, size, event)) for part, of in parts]
@@ -450,7 +450,7 @@ class Machine:
     def _clears(self, parts: list[tuple[Part, np.ndarray]]) -> bool:
         """Whether a store is that of `shmem.receive_words` or `clear_vectors`, to words that have come."""
         (part, of), program = parts[0], self._program
-        clears = program in self._clearing or isinstance(self._waits.get(program), _Reception)
+        clears = self._writing.get(program) == "clear" or isinstance(self._waits.get(program), _Reception)
         if not (clears and isinstance(part, Messages) and part.cleared and part.rank == program.rank):
             return False
         event = self._event("clear")
@@ -458,17 +458,12 @@ class Machine:
         self._check(messages.clear, self._clocks, part, units, event)
         return True
 
-    def begin_send(self) -> None:
-        self._sending.add(self._program)
+    def begin_write(self, why: str) -> None:
+        """The current program writes messages from now on, to "send" or to "clear" them."""
+        self._writing[self._program] = why
 
-    def end_send(self) -> None:
-        self._sending.remove(self._program)
-
-    def begin_clear(self) -> None:
-        self._clearing.add(self._program)
-
-    def end_clear(self) -> None:
-        self._clearing.remove(self._program)
+    def end_write(self) -> None:
+        del self._writing[self._program]
 
     def begin_receive(self, addresses: np.ndarray, peers: np.ndarray) -> None:
         """The current program receives what these ranks send to these addresses."""
@@ -790,31 +785,25 @@ def _gluon_poll(function: Callable) -> Callable:
     return lambda *args: function.__globals__["shmem"]._poll(*args)
 
 
-@interpreter.hook(DEVICE_API, "send")
-@interpreter.hook(DEVICE_API, "send_words")
-def _send(function: Callable) -> Callable:
-    def send(*args: Any, **kwargs: Any) -> None:
+def _writes(why: str, function: Callable) -> Callable:
+    def write(*args: Any, **kwargs: Any) -> Any:
         machine = Machine.running
         assert machine is not None
-        machine.begin_send()
-        function(*args, **kwargs)
-        machine.end_send()
+        machine.begin_write(why)
+        result = function(*args, **kwargs)
+        machine.end_write()
+        return result
 
-    return send
+    return write
 
 
-@interpreter.hook(DEVICE_API, "clear_vectors")
-@interpreter.hook(GLUON_API, "clear_vectors")
-def _clear(function: Callable) -> Callable:
-    def clear(*args: Any, **kwargs: Any) -> Any:
-        machine = Machine.running
-        assert machine is not None
-        machine.begin_clear()
-        reports = function(*args, **kwargs)
-        machine.end_clear()
-        return reports
-
-    return clear
+for _api, _name, _why in (
+    (DEVICE_API, "send", "send"),
+    (DEVICE_API, "send_words", "send"),
+    (DEVICE_API, "clear_vectors", "clear"),
+    (GLUON_API, "clear_vectors", "clear"),
+):
+    interpreter.hook(_api, _name)(functools.partial(_writes, _why))
 
 
 @interpreter.hook(DEVICE_API, "receive")
