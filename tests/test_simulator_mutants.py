@@ -831,6 +831,18 @@ MUTANTS = (
         shape=SEVERAL_ROUNDS,
     ),
     Mutant(
+        name="words that are cleared to something else",
+        kernel="psum_scatter",
+        api=True,
+        edits=(
+            (
+                "tl.store(words + rank * stride, tl.zeros([WORDS], tl.int32),",
+                "tl.store(words + rank * stride, tl.zeros([WORDS], tl.int32) + 2,",
+            ),
+        ),
+        errors=(MessageError,),
+    ),
+    Mutant(
         name="words of a collective that are not cleared",
         kernel="psum_scatter",
         edits=(('CLEARED=PROTOCOL == "words")', "CLEARED=False)", 1),),
