@@ -362,7 +362,7 @@ def check_virtual_memory() -> list[Finding]:
     return findings
 
 
-@check("heap addresses", "Lift the limit on address space (ulimit -v unlimited): the heap reserves 1 TiB of it.")
+@check("heap addresses", "Lift the limit on address space (ulimit -v unlimited): the heap reserves up to 3 TiB of it.")
 def check_heap_addresses() -> Finding:
     name = "heap addresses"
     if gpu_count() == 0:

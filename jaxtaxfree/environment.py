@@ -28,7 +28,7 @@ def heap_base() -> int | None:
     except ValueError:
         address = 0
     if not 0 < address < 1 << 64:
-        raise ValueError(f"JAXTAXFREE_HEAP_BASE is an address such as 0x7e0000000000, not {text!r}.")
+        raise ValueError(f"JAXTAXFREE_HEAP_BASE is an address such as 0x600000000000, not {text!r}.")
     return address
 
 

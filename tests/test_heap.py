@@ -351,7 +351,7 @@ def test_next_base_where_the_first_is_taken(driver: DriverModel) -> None:
     driver.taken = {BASES[0]}
     region = CudaHeap(driver, exchange.Alone(), TIMEOUT).region("a", devices(2), 2, LAYOUT)
     assert BASES[1] <= region.address(0) < BASES[1] + RANGE_BYTES
-    assert list(driver.reserved) == [BASES[1]]  # what was offered elsewhere is given back
+    assert list(driver.reserved) == list(BASES[1:])  # what was offered elsewhere is given back
 
 
 @pytest.mark.parametrize("how", ("elsewhere", "fails"))
@@ -731,13 +731,20 @@ class Store:
 
 
 @pytest.fixture
-def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[CudaHeap]]:
+def taken() -> list[set[int]]:
+    """Addresses that something else has reserved in each of two processes."""
+    return [set(), set()]
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch, taken: list[set[int]]) -> Iterator[list[CudaHeap]]:
     """Two processes of two devices each."""
     monkeypatch.setattr(distributed.global_state, "client", Store())
     memory: dict[int, Any] = {}
-    heaps = [
-        CudaHeap(DriverModel(2, store=memory, first=i + 1), exchange.Processes(i, 0, 2.0), TIMEOUT) for i in range(2)
-    ]
+    drivers = [DriverModel(2, store=memory, first=i + 1) for i in range(2)]
+    for driver, addresses in zip(drivers, taken):
+        driver.taken = addresses
+    heaps = [CudaHeap(driver, exchange.Processes(i, 0, 2.0), TIMEOUT) for i, driver in enumerate(drivers)]
     yield heaps
     for each in heaps:
         with contextlib.suppress(OSError):  # of those that the test has closed
@@ -774,6 +781,28 @@ def test_processes_share_a_region(pair: list[CudaHeap]) -> None:
     assert all(result is None for result in together(pair, lambda each: each.reset()))
     assert pair[1]._driver.read(mine.address(3) + LINE, 5) == bytes(5)
     together(pair, lambda each: each.close())
+    assert [each._driver.leaked for each in pair] == [{}, {}]
+
+
+@pytest.mark.parametrize(
+    ("taken", "base"),
+    (([{BASES[0]}, set()], BASES[1]), ([set(), {BASES[0]}], BASES[1]), ([{BASES[0]}, {BASES[1]}], BASES[2])),
+)
+def test_processes_agree_on_addresses(pair: list[CudaHeap], base: int) -> None:
+    mine, yours = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert mine == yours
+    assert mine.address(0) == base
+    # Each has all it needs alone, where it likes.
+    alone = pair[0].region("b", FOUR[:2], 2, LAYOUT)
+    assert alone.address(0) - SIZE * 4 == next(iter(pair[0]._driver.reserved))
+
+
+@pytest.mark.parametrize("taken", ([set(BASES[1:]), {BASES[0]}],))
+def test_processes_without_common_addresses(pair: list[CudaHeap]) -> None:
+    for result in together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT)):
+        assert isinstance(result, HeapUnavailableError)
+        own = f"(process 0: {BASES[0]:#x}; process 1: {BASES[1]:#x} {BASES[2]:#x})"
+        assert own in str(result) and "Set JAXTAXFREE_HEAP_BASE to a free address, the same for" in str(result)
     assert [each._driver.leaked for each in pair] == [{}, {}]
 
 

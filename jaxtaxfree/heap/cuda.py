@@ -1,8 +1,9 @@
 """The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many on one host.
 
-The heap reserves one range of addresses, the same in every process. A region is a window in that range, with one
-part of equal size for each device of the mesh in the mesh's order, so that a kernel finds any part by arithmetic.
-Each process takes the memory of its own devices, and maps it and that of its devices' peers into the window.
+The heap reserves ranges of addresses, and the processes of a mesh agree on one that is free in all of them. A region
+is a window in that range, with one part of equal size for each device of the mesh in the mesh's order, so that a kernel
+finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its devices'
+peers into the window.
 """
 
 import contextlib
@@ -20,10 +21,13 @@ from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
 from jaxtaxfree.heap.exchange import Alone
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 
-# Where the range is asked for. Programs load their libraries near the top of the address space and themselves near
-# 0x55..., so these are free in an ordinary process.
-BASES = (0x7E00_0000_0000, 0x6000_0000_0000, 0x5000_0000_0000)
+# Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
+# top; what they map later goes below these, into the last range in one process of several.
+BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
+_OTHER_BASE = (
+    f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +86,7 @@ class CudaHeap:
         self._parts: dict[tuple, list[_Part]] = {}
         self._attempts: dict[tuple, int] = {}
         self._resets = 0
-        self._base = self._reserve()
+        self._bases = self._reserve()
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -153,27 +157,44 @@ class CudaHeap:
                     part.close()
             self._parts.clear()
             self._regions.clear()
-            self._driver.unreserve(self._base, RANGE_BYTES)
+            for base in self._bases:
+                self._driver.unreserve(base, RANGE_BYTES)
             self._exchange.close()
 
     def _own_parts(self) -> list[_Part]:
         return [part for parts in self._parts.values() for part in parts if part.record_address]
 
-    def _reserve(self) -> int:
+    def _reserve(self) -> list[int]:
+        """Reserves what is free: another process may have taken what this one would choose."""
         chosen = environment.heap_base()
         hints = BASES if chosen is None else (chosen,)
+        bases = []
         for hint in hints:
             try:
                 address = self._driver.reserve(RANGE_BYTES, hint)
             except DriverError:
                 continue
             if address == hint:
-                return address
-            self._driver.unreserve(address, RANGE_BYTES)
+                bases.append(address)
+            else:
+                self._driver.unreserve(address, RANGE_BYTES)
+        if not bases:
+            raise HeapUnavailableError(
+                f"The heap needs {RANGE_BYTES >> 30} GiB of free addresses at {' or '.join(map(hex, hints))}, and "
+                f"something in this process has taken them. {_OTHER_BASE}"
+            )
+        return bases
+
+    def _common_base(self, meeting: str, processes: Sequence[int]) -> int:
+        """The first range that all these processes have."""
+        of_processes = self._exchange.gather(f"{meeting}/bases", " ".join(map(hex, self._bases)), processes)
+        for base in of_processes[0].split():
+            if all(base in bases.split() for bases in of_processes):
+                return int(base, 0)
+        found = "; ".join(f"process {process}: {bases}" for process, bases in zip(processes, of_processes))
         raise HeapUnavailableError(
-            f"The heap needs {RANGE_BYTES >> 30} GiB of free addresses at {' or '.join(map(hex, hints))}, and "
-            "something in this process has taken them. Set JAXTAXFREE_HEAP_BASE to a free address, the same for "
-            f"every process, and a multiple of {GRANULE >> 20} MiB."
+            f"The heap needs {RANGE_BYTES >> 30} GiB of addresses that are free in every process, and there are none "
+            f"({found}). {_OTHER_BASE}"
         )
 
     def _make(
@@ -182,12 +203,13 @@ class CudaHeap:
         magic = layout.magic(*key)
         # What a failed attempt told the other processes must not be taken for this one's.
         attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        meeting = f"{magic:x}/{self._base:x}/{attempt}"
+        meeting = f"{magic:x}/{attempt}"
         processes = sorted({device.process for device in devices})
         self._exchange.check_host(processes)
+        base = self._common_base(meeting, processes)
         size = layout_.nbytes
         granules = size // GRANULE
-        start = self._exchange.next_window(f"{magic:x}/{attempt}", granules * len(devices), processes)
+        start = self._exchange.next_window(meeting, granules * len(devices), processes)
         if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
             raise HeapError(
                 f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
@@ -198,7 +220,7 @@ class CudaHeap:
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=self._base // GRANULE + start,
+            origin=base // GRANULE + start,
             stride=granules,
             magic=magic,
         )

@@ -48,10 +48,15 @@ class Alone:
         """The file descriptor that process `owner` offers for a position."""
         raise AssertionError("a process that is alone imports nothing")
 
+    def gather(self, name: str, said: str, members: Sequence[int]) -> list[str]:
+        """What each of the members says under this name, once all have come here."""
+        del name, members
+        return [said]
+
     def meet(self, name: str, members: Sequence[int], error: str | None = None) -> None:
         """Waits until all members have come here; raises what any of them reports."""
-        if error is not None:
-            raise HeapError(error)
+        if any(errors := self.gather(name, error or "", members)):
+            raise HeapError(next(filter(None, errors)))
 
     def close(self) -> None:
         """Stops handing out descriptors."""
@@ -117,11 +122,9 @@ class Processes(Alone):
             raise HeapError(f"Process {owner} does not share {name!r} with process {self.process}.")
         return descriptors[0]
 
-    def meet(self, name: str, members: Sequence[int], error: str | None = None) -> None:
-        self._set(f"meet/{name}/{self.process}", "" if error is None else error)
-        reports = [self._get(f"meet/{name}/{member}", member, name) for member in members]
-        if any(reports):
-            raise HeapError(next(filter(None, reports)))
+    def gather(self, name: str, said: str, members: Sequence[int]) -> list[str]:
+        self._set(f"said/{name}/{self.process}", said)
+        return [self._get(f"said/{name}/{member}", member, name) for member in members]
 
     def check_host(self, members: Sequence[int]) -> None:
         hosts = {member: self._get(f"socket/{member}", member, "its address").partition(" ")[0] for member in members}
