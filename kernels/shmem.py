@@ -265,11 +265,12 @@ def wait(me, index, count, peer):
       count: signals since the first call: in call n, n times what one call sends (`me.epoch * signals_a_call`).
       peer: i32, who is to blame if nothing comes.
 
-    Returns: i1, false if the signal did not come within the heap's timeout; then store NaN. The host raises the error.
+    Returns: i1, false if the signal did not come within the heap's timeout; then store NaN. The host raises the error,
+      even if the signal came a moment later.
     """
     arrived = _poll(me, index, 1, count.to(tl.int32)) & me.ready
     if not arrived:
-        _report_signal(me, index, count.to(tl.int32), peer)
+        report_signal(me, index, count.to(tl.int32), peer)
     return arrived
 
 
@@ -278,8 +279,7 @@ def wait_all(me, index, count):
     """Waits for one signal of each rank: `index + r` must reach `count` for every rank r. Otherwise like `wait`."""
     arrived = _poll(me, index, me.world, count.to(tl.int32)) & me.ready
     if not arrived:
-        for peer in range(me.world):
-            _report_signal(me, index + peer, count.to(tl.int32), peer)
+        report_signals(me, index, count.to(tl.int32))
     return arrived
 
 
@@ -1242,11 +1242,18 @@ def _poll_in_warps(me, signals, counters, count):
 
 
 @triton.jit
-def _report_signal(me, index, count, peer):
-    """Reports signal `index` if it is missing."""
-    seen = tl.load(_signal_of(me, index, me.rank), volatile=True)
-    if seen - count < 0:
-        _report(me, index, count, seen, peer)
+def report_signal(me, index, count, peer):
+    """Reports that signal `index` did not come in time. For `wait`."""
+    _report(me, index, count, tl.load(_signal_of(me, index, me.rank), volatile=True), peer)
+
+
+@triton.jit
+def report_signals(me, index, count):
+    """Reports the first of the signals `index + r` that is missing, or the last one if none is. For `wait_all`."""
+    for peer in range(me.world):
+        seen = tl.load(_signal_of(me, index + peer, me.rank), volatile=True)
+        if (seen - count < 0) | (peer == me.world - 1):
+            _report(me, index + peer, count, seen, peer)
 
 
 @triton.jit

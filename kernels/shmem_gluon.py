@@ -56,8 +56,7 @@ def wait(me, index, count, peer):
     """
     arrived = _poll(me, index, 1, count.to(gl.int32)) & me.ready
     if not arrived:
-        seen = gl.load(shmem._signal_of(me, index, me.rank), volatile=True)
-        shmem._report(me, index, count.to(gl.int32), seen, peer)
+        shmem.report_signal(me, index, count.to(gl.int32), peer)
     return arrived
 
 
@@ -66,8 +65,7 @@ def wait_all(me, index, count):
     """Waits for signal `index + r` of each rank r, of at most 32. Like `shmem.wait_all`, for the calling partition."""
     arrived = _poll(me, index, me.world, count.to(gl.int32)) & me.ready
     if not arrived:
-        for peer in range(me.world):
-            shmem._report_signal(me, index + peer, count.to(gl.int32), peer)
+        shmem.report_signals(me, index, count.to(gl.int32))
     return arrived
 
 

@@ -9,10 +9,13 @@ import time
 import jax
 import jax.numpy as jnp
 import pytest
+import triton
+import triton.language as tl
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
+from jaxtaxfree.kernels import shmem
 from tests import attention_parity, collectives_parity, parity
 
 pytestmark = pytest.mark.gpu(2)
@@ -161,6 +164,38 @@ def test_a_rank_that_sends_no_messages_is_named(mesh, small_call, name, awaited)
             assert bool(jnp.array_equal(jtf.block_until_ready(call(*arrays)), want))
     finally:
         heap.set_timeout(60.0)
+        heap.reset()
+
+
+@triton.jit
+def late_kernel(team, arrived, out, ALL: tl.constexpr):
+    """A wait that gives up in the moment in which the signal comes."""
+    me = shmem.start(team)
+    if ALL:
+        shmem.report_signals(me, arrived, 0)
+    else:
+        shmem.report_signal(me, arrived, 0, me.rank)
+    tl.store(out, 1)
+    shmem.finish(me)
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("all_ranks", (False, True))
+def test_a_signal_that_comes_too_late_is_an_error(all_ranks):
+    mesh = parity.mesh_of(jax.devices("cuda")[:1], (1,), ("tp",))
+
+    def call() -> jax.Array:
+        one = jax.ShapeDtypeStruct((1,), jnp.int32)
+        return jtf.shmem_call(
+            late_kernel, axis_name="tp", out_type=one, grid=1, signals={"arrived": 1}, num_warps=1, ALL=all_ranks
+        )
+
+    try:
+        with pytest.raises(
+            jtf.PeerTimeoutError, match=r"rank 0 .* which came too late: program 0 saw 0 of 0 at signal"
+        ):
+            jtf.block_until_ready(parity.program(mesh, call)())
+    finally:
         heap.reset()
 
 

@@ -494,6 +494,13 @@ def test_check_names_every_rank_that_gave_up(opened: CudaHeap, driver: DriverMod
     assert "saw 39 of 40 at message partials[12] in call 20" in str(found.value)
 
 
+def test_check_names_who_was_late(opened: CudaHeap, driver: DriverModel) -> None:
+    plant(driver, heap.region("b", jax_devices(4), 2, LAYOUT), 3, **GAVE_UP | {"seen": 40})
+    message = MESSAGE.replace("did not arrive", "came too late").replace("saw 39", "saw 40")
+    with pytest.raises(PeerTimeoutError, match=re.escape(message)):
+        heap.check()
+
+
 def test_no_regions_until_reset(opened: CudaHeap, driver: DriverModel) -> None:
     region = heap.region("b", jax_devices(4), 2, LAYOUT)
     give_up(driver)

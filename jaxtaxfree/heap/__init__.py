@@ -193,9 +193,10 @@ def _look() -> None:
 def _describe(region: Region, device: Any, timeout: float, record: Record) -> str:
     start = region.device_ids.index(device.id) // region.world * region.world
     culprit = region.device_ids[start + record.peer]
+    came = "did not arrive" if record.seen < record.expected else "came too late"
     return (
         f"{region.name}: rank {record.rank} (device {device.id}) waited {timeout:g} s for rank {record.peer} "
-        f"(device {culprit}), which did not arrive: program {record.program} saw {record.seen} of {record.expected} "
+        f"(device {culprit}), which {came}: program {record.program} saw {record.seen} of {record.expected} "
         f"at {region.layout.awaited(record.signal)} in call {record.epoch}. The result of the call is NaN."
     )
 
