@@ -43,13 +43,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Skipped from this one place, tests fold into one counted line per reason in pytest's summary.
     if (marker := item.get_closest_marker("gpu")) is not None:
-        _need_gpus(marker.args[0] if marker.args else 1)
+        _need_gpus(*marker.args)
 
 
-def _need_gpus(needed: int) -> None:
-    found = len(cuda_devices())
-    if found < needed:
-        pytest.skip(f"needs {needed} GPU{'s' if needed != 1 else ''}, found {found}")
+def _need_gpus(needed: int = 1, kind: str = "") -> None:
+    found = [device for device in cuda_devices() if kind in ("", device.compute_capability)]
+    if len(found) < needed:
+        of_kind = f" of compute capability {kind}" if kind else ""
+        pytest.skip(f"needs {needed} GPU{'s' if needed != 1 else ''}{of_kind}, found {len(found)}")
 
 
 def _mesh(devices: Sequence[jax.Device], shape: int | Sequence[int], names: str | Sequence[str]) -> jax.sharding.Mesh:

@@ -141,9 +141,9 @@ def on_ranks(mesh: Mesh, local: Callable[[], jax.Array], *, check_vma: bool = Fa
 def run_all(programs: Sequence[Callable[[], jax.Array]]) -> list[np.ndarray]:
     """What programs return. They are compiled side by side, which takes longest, and run one after the other.
 
-    Processes that have to meet compile in the same order.
+    Processes meet while they compile: all begin with the same programs, so none waits for one that nobody has begun.
     """
-    with concurrent.futures.ThreadPoolExecutor(1 if jax.process_count() > 1 else 16) as pool:
+    with concurrent.futures.ThreadPoolExecutor(16 // jax.process_count()) as pool:
         compiled = list(pool.map(lambda each: each.lower().compile(), programs))
     return [np.asarray(each()) for each in compiled]
 

@@ -22,7 +22,7 @@ from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from tests import parity
 from tests.test_gpu import give_up
 
-pytestmark = pytest.mark.gpu(2)
+pytestmark = pytest.mark.gpu(2, "9.0")
 
 # Blocks of it leave a multiprocessor too little shared memory for another kernel that needs much.
 OCCUPY = """
@@ -74,7 +74,7 @@ def _occupy(ordinal: int) -> object:
     return function
 
 
-@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.gpu(4))])
+@pytest.fixture(params=[2, pytest.param(4, marks=pytest.mark.gpu(4, "9.0"))])
 def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
     return parity.mesh_of(jax.devices("cuda")[: request.param], (request.param,), ("tp",))
 

@@ -1,4 +1,8 @@
-"""The real kernels with one process per GPU, which meet through jax.distributed."""
+"""The real kernels with one process per rank, which meet through jax.distributed: one per GPU, or all on one GPU.
+
+Processes that share a GPU take turns of a few milliseconds. That is slow, but a program that spins does not keep its
+peer from running, so that one GPU tests any number of ranks.
+"""
 
 import os
 import socket
@@ -22,21 +26,26 @@ mesh = parity.mesh_of(devices, (world,), ("tp",))
 """
 
 
-def run_processes(world: int, body: str, *, isolated: bool = False, timeout: float = 300) -> list[str]:
-    """Runs a program in `world` processes of one GPU each; returns what each wrote.
+def run_processes(world: int, body: str, *, gpus: str = "own", timeout: float = 300) -> list[str]:
+    """Runs a program in `world` processes; returns what each wrote.
 
     Args:
-      isolated: each process sees its own GPU alone (CUDA_VISIBLE_DEVICES).
+      gpus: each process has its "own", or sees its own alone ("isolated", by CUDA_VISIBLE_DEVICES), or they share the
+        first one ("shared").
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    code = PROLOGUE.replace("LOCAL", "0" if isolated else "rank") + textwrap.dedent(body)
+    code = PROLOGUE.replace("LOCAL", "rank" if gpus == "own" else "0") + textwrap.dedent(body)
     processes = []
     for rank in range(world):
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3", "JAX_PLATFORMS": "cuda"}
-        if isolated:
+        if gpus == "isolated":
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
+        elif gpus == "shared":
+            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.4 / world:.3f}"
+            # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
+            environment |= {"NCCL_HOSTID": f"rank {rank} of {port}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", code, str(rank), str(world), str(port)],
@@ -55,29 +64,81 @@ def run_processes(world: int, body: str, *, isolated: bool = False, timeout: flo
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "world, isolated",
+    "world, gpus",
     [
-        pytest.param(2, True, marks=pytest.mark.gpu(2)),
-        pytest.param(4, False, marks=pytest.mark.gpu(4)),
+        pytest.param(2, "isolated", marks=pytest.mark.gpu(2)),
+        pytest.param(4, "own", marks=pytest.mark.gpu(4)),
     ],
 )
-def test_parity(world, isolated):
+def test_parity(world, gpus):
     body = """
     for operation in parity.OPERATIONS:
         parity.check_repetition(mesh, operation)
     attention_parity.check_mixture(mesh)
     print("rank", rank, "agrees")
     """
-    for rank, output in enumerate(run_processes(world, body, isolated=isolated)):
+    for rank, output in enumerate(run_processes(world, body, gpus=gpus)):
         assert f"rank {rank} agrees" in output, output[-3000:]
 
 
+CHECKS = {
+    "portable": """
+        for operation in parity.OPERATIONS:
+            parity.check_odd_shapes(mesh, operation)
+    """,
+    "hopper": """
+        for operation in test_gpu_hopper.OPERATIONS:
+            test_gpu_hopper.test_values(mesh, operation)
+            assert test_gpu_hopper.wrong_repetitions(operation, mesh, 20) == 0
+    """,
+    "few_rows": """
+        for kind in ("gather", "scatter", "1", "2"):
+            test_gpu_hopper.test_few_rows(mesh, kind)
+    """,
+    "collectives": """
+        collectives_parity.check_dtypes_and_odd_sizes(mesh)
+        collectives_parity.check_order_of_sums(mesh)
+        collectives_parity.check_many_calls(mesh, 200)
+    """,
+    "attention": """
+        attention_parity.check_features(mesh)
+        attention_parity.check_mixture(mesh)
+    """,
+}
+
+
 @pytest.mark.slow
-@pytest.mark.gpu(2)
-def test_a_process_that_does_not_arrive_is_named():
+@pytest.mark.parametrize("world", (4, 8))
+@pytest.mark.parametrize(
+    "check",
+    [
+        pytest.param(check, marks=pytest.mark.gpu(1, "9.0") if "hopper" in body else pytest.mark.gpu(1))
+        for check, body in CHECKS.items()
+    ],
+)
+def test_parity_of_ranks_that_share_a_gpu(world, check):
+    body = "from tests import collectives_parity, test_gpu_hopper\n" + textwrap.dedent(CHECKS[check])
+    body += 'print("rank", rank, "agrees")'
+    for rank, output in enumerate(run_processes(world, body, gpus="shared")):
+        assert f"rank {rank} agrees" in output, output[-3000:]
+
+
+each_placement = pytest.mark.parametrize(
+    "world, gpus",
+    [
+        pytest.param(4, "shared", marks=pytest.mark.gpu(1)),
+        pytest.param(2, "own", marks=pytest.mark.gpu(2)),
+        pytest.param(4, "own", marks=pytest.mark.gpu(4)),
+    ],
+)
+
+
+@pytest.mark.slow
+@each_placement
+def test_a_process_that_does_not_arrive_is_named(world, gpus):
     """The last process builds the program and does not run it the second time."""
     body = """
-    import time
+    import os, time
     heap.set_timeout(2.0)
     call = parity.gather_matmul(mesh, implementation="fused")
     lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
@@ -91,21 +152,19 @@ def test_a_process_that_does_not_arrive_is_named():
         except jtf.PeerTimeoutError as error:
             print(f"rank {rank} raised after {time.monotonic() - start:.1f} s: {error}", flush=True)
         time.sleep(8 - (time.monotonic() - start))
-    import os
     os._exit(0)
     """
-    import jax
-
-    world = min(4, len(jax.devices("cuda")))
-    for rank, output in enumerate(run_processes(world, body)[:-1]):
+    for rank, output in enumerate(run_processes(world, body, gpus=gpus)[:-1]):
         assert f"rank {rank} raised after" in output, output[-3000:]
         assert f"waited 2 s for rank {world - 1} (device {world - 1})" in output
         assert float(output.split("raised after ")[1].split(" s")[0]) < 4
 
 
 @pytest.mark.slow
-@pytest.mark.gpu(2)
-def test_a_process_that_builds_no_program_is_named():
+@pytest.mark.parametrize(
+    "gpus", [pytest.param("shared", marks=pytest.mark.gpu(1)), pytest.param("own", marks=pytest.mark.gpu(2))]
+)
+def test_a_process_that_builds_no_program_is_named(gpus):
     body = """
     import os, time
     os.environ["JAXTAXFREE_MEETING_TIMEOUT"] = "3"
@@ -118,5 +177,5 @@ def test_a_process_that_builds_no_program_is_named():
         time.sleep(15)
     os._exit(0)
     """
-    output = run_processes(2, body)[0]
+    output = run_processes(2, body, gpus=gpus)[0]
     assert "process 0 waited 3 s for process 1" in output.lower(), output[-3000:]
