@@ -43,7 +43,8 @@ def run_processes(world: int, body: str, *, gpus: str = "own", timeout: float = 
         if gpus == "isolated":
             environment["CUDA_VISIBLE_DEVICES"] = str(rank)
         elif gpus == "shared":
-            environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.4 / world:.3f}"
+            environment["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+            environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
             # NCCL refuses two ranks on one GPU, unless it takes them for those of two hosts.
             environment |= {"NCCL_HOSTID": f"rank {rank} of {port}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
         processes.append(
