@@ -82,7 +82,8 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
     call = parity.on_mesh(operation, mesh, implementation="fused", config={"hopper": True})
-    return call, parity.operands(4 * 664, 1056, 4 * 520, jnp.bfloat16, mesh, operation=operation)
+    columns = 520 * max(4, mesh.devices.size)
+    return call, parity.operands(4 * 664, 1056, columns, jnp.bfloat16, mesh, operation=operation)
 
 
 def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, times: int) -> int:
