@@ -84,7 +84,7 @@ def with_barriers_of_a_warp(ptx: str) -> str:
     """The code with ordinary barriers where a partition of one warp has those of a warp."""
     ptx = re.sub(r"bar\.warp\.sync\s+-1;", "bar.sync 9;", ptx)
     # That of a poll is one where its result goes to no other warp.
-    alone = r"bar\.warp\.sync 0xffffffff;(\s*\}(?:.*\n){1,8}?\s*redux\.sync.*\n(?:\s*(?:\.loc|\$L__tmp).*\n)*\s*setp)"
+    alone = r"bar\.warp\.sync 0xffffffff;(\s*\}(?:.*\n){1,12}?\s*redux\.sync.*\n(?:\s*(?:\.loc|\$L__tmp).*\n)*\s*setp)"
     return re.sub(alone, r"bar.sync 9;\1", ptx)
 
 
