@@ -20,6 +20,7 @@ from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
+import jax
 import jax.numpy as jnp
 import pytest
 from jax._src import distributed
@@ -731,6 +732,10 @@ class Store:
                 raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
             return self._values[key]
 
+    def key_value_delete(self, key: str) -> None:
+        with self._changed:
+            self._values.pop(key, None)
+
     def key_value_increment(self, key: str, by: int) -> int:
         with self._changed:
             self._values[key] = str(int(self._values.get(key, 0)) + by)
@@ -811,6 +816,19 @@ def test_processes_without_common_addresses(pair: list[CudaHeap]) -> None:
         own = f"(process 0: {BASES[0]:#x}; process 1: {BASES[1]:#x} {BASES[2]:#x})"
         assert own in str(result) and "Set JAXTAXFREE_HEAP_BASE to a free address, the same for" in str(result)
     assert [each._driver.leaked for each in pair] == [{}, {}]
+
+
+@pytest.mark.usefixtures("unopened")
+def test_process_that_cannot_open_its_heap_tries_again(monkeypatch: pytest.MonkeyPatch, driver: DriverModel) -> None:
+    monkeypatch.setattr(distributed.global_state, "client", Store())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    driver.taken = {0x3000_0000_0000}
+    monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "0x300000000000")
+    for _ in range(2):
+        with pytest.raises(HeapUnavailableError, match="JAXTAXFREE_HEAP_BASE"):
+            heap.region("a", jax_devices(2), 2, LAYOUT)
+    monkeypatch.delenv("JAXTAXFREE_HEAP_BASE")
+    heap.region("a", jax_devices(2), 2, LAYOUT)
 
 
 def is_open(descriptor: int) -> bool:
@@ -942,6 +960,10 @@ meeting.meet("end", everyone)
 for each in (meeting, impatient, spread):
     each.close()
 found["folder left"] = os.path.exists(meeting._folder)
+exchange._host = lambda: "host"
+again = exchange.Processes(rank, 0, 60.0)  # as if the heap could not be opened
+found["again"] = error_of(again.meet, "again", everyone)
+again.close()
 print("FOUND " + json.dumps(found), flush=True)
 """
 
@@ -998,6 +1020,10 @@ def test_real_processes_raise_each_others_errors(processes: list[dict[str, Any]]
 def test_real_store_takes_a_key_once(processes: list[dict[str, Any]]) -> None:
     # As the model of it does, so that what is tested with the model holds.
     assert all("ALREADY_EXISTS" in found["twice"] for found in processes)
+
+
+def test_real_processes_try_again(processes: list[dict[str, Any]]) -> None:
+    assert [found["again"] for found in processes] == [None] * WORLD
 
 
 def test_real_process_is_missed(processes: list[dict[str, Any]]) -> None:

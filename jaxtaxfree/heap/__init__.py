@@ -172,7 +172,11 @@ def _open() -> "Heap":
             meeting = exchange.Alone()
         else:
             meeting = exchange.Processes(jax.process_index(), _generation, patience)
-        _heap = CudaHeap(driver, meeting, timeout)
+        try:
+            _heap = CudaHeap(driver, meeting, timeout)
+        except BaseException:
+            meeting.close()  # the next attempt is another one
+            raise
         _generation += 1
         threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
     return _heap

@@ -98,7 +98,8 @@ class CudaHeap:
           layout_: what a part holds.
 
         Raises:
-          HeapUnavailableError: if a device cannot reach another one of its team.
+          HeapUnavailableError: if a device cannot reach another one of its team, or no range of addresses is free in
+            all processes.
           HeapError: if memory runs out, or another process fails or does not come.
         """
         ids = tuple(device.id for device in devices)

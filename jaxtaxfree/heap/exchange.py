@@ -106,7 +106,7 @@ class Processes(Alone):
 
     def fetch(self, meeting: str, position: int, owner: int) -> int:
         name = f"{meeting}/{position}"
-        _, _, path = self._get(f"socket/{owner}", owner, name).partition(" ")
+        _, path = self._address(owner, name)
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(self._timeout)
             try:
@@ -127,7 +127,7 @@ class Processes(Alone):
         return [self._get(f"said/{name}/{member}", member, name) for member in members]
 
     def check_host(self, members: Sequence[int]) -> None:
-        hosts = {member: self._get(f"socket/{member}", member, "its address").partition(" ")[0] for member in members}
+        hosts = {member: self._address(member, "its address")[0] for member in members}
         elsewhere = sorted(member for member, host in hosts.items() if host != _host())
         if elsewhere:
             raise HeapUnavailableError(
@@ -140,9 +140,16 @@ class Processes(Alone):
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
         self._listener.close()
+        with contextlib.suppress(Exception):  # of a job that has ended
+            self._store.key_value_delete(f"{self._prefix}/socket/{self.process}")
         pathlib.Path(self._folder, "handles").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self._folder)
+
+    def _address(self, member: int, what: str) -> tuple[str, str]:
+        """A member's host, and the path of its socket there."""
+        host, _, path = self._get(f"socket/{member}", member, what).partition(" ")
+        return host, path
 
     def _set(self, key: str, value: str) -> None:
         self._store.key_value_set(f"{self._prefix}/{key}", value)
