@@ -453,6 +453,19 @@ def test_append_drops_what_lies_past_the_end() -> None:
         assert not whole[1].any()
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
+def test_append_scales_tokens_of_wide_floats(dtype: str) -> None:
+    """The largest number of these takes scales below the smallest one of f32."""
+    token = jnp.array([[[1e-3, -2e-3, 0, 5e-4]], [[3, 1, -4, 0]]])  # [B, K, H]
+    cache = KVCache(*(jnp.zeros((2, 3, 1, 4), dtype),) * 2, *(jnp.zeros((2, 3, 1)),) * 2)
+    local = functools.partial(append_kv, axis_name="tp")
+    call = jax.shard_map(local, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
+    grown = call(cache, token, token, jnp.array([0, 2]))
+    for numbers, scales in ((grown.key, grown.key_scale), (grown.value, grown.value_scale)):
+        found = np.asarray(numbers, np.float32) * np.asarray(scales)[..., None]
+        np.testing.assert_allclose(found[[0, 1], [0, 2]], token, rtol=1e-2)
+
+
 @pytest.mark.parametrize("parts", (2, 4))
 def test_append_takes_and_returns_tuples(parts: int) -> None:
     growth = Growth.of(Case(world=2, b=2, k=1, n=1, h=4, s=8, cache=None if parts == 2 else "int8"))

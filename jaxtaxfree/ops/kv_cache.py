@@ -158,7 +158,8 @@ def append_kv(
     Args:
       cache: this rank's part: a `KVCache`, or a tuple (key, value) or (key, value, key_scale, value_scale). Where the
         scales are there for each token and head, those of the new tokens are chosen here (the largest magnitude takes
-        the largest number of the dtype); scales of a tensor or a head are taken as they are.
+        the largest number of a dtype of 8 bits, and 1 of a wider one); scales of a tensor or a head are taken as they
+        are.
       key: of the new tokens, [B, K, H] or [B, T, K, H], the same on every rank.
       value: the same, with its own head size.
       lengths: i32[B], keys in the cache so far, counted over all ranks. The first new token gets this position.
@@ -226,7 +227,8 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
     integers = jnp.issubdtype(dtype, jnp.integer)
     largest = float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
     if scale.ndim >= 3:
-        scale = jnp.max(jnp.abs(x), axis=-1) / largest
+        # Of wider floats the largest number would make scales that f32 does not hold, and gain nothing.
+        scale = jnp.max(jnp.abs(x), axis=-1) / (largest if jnp.dtype(dtype).itemsize == 1 else 1.0)
         by = scale[..., None]
     else:
         by = scale if scale.ndim == 0 else scale[:, None]
