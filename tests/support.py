@@ -164,8 +164,7 @@ def transposed_kernels() -> list[Kernel]:
             gathers = kernel.operation is all_gather_matmul
             own = {"axis": 0} if gathers else {"scatter_dimension": 0}
             primitive = gather_ops.all_gather_matmul_p if gathers else scatter_ops.matmul_reduce_scatter_p
-            if not gathers:
-                params["config"] = tuple(dataclasses.asdict(params["config"]).items())
+            params["config"] = tuple(dataclasses.asdict(params["config"]).items())
             params |= {"axes": (axis_name,), "rhs_transposed": True, "preferred_element_type": None, **own}
             return matmul.bind(primitive, lhs, rhs, **params)
 

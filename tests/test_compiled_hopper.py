@@ -1,5 +1,6 @@
 """What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -19,6 +20,7 @@ from jaxtaxfree.kernels import (
     shmem,
 )
 from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
@@ -117,6 +119,7 @@ def lowered(
 
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
+        own["config"] = tuple(dataclasses.asdict(keywords.pop("config")).items())
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
         in_specs, shapes = (rows, rows), ((m, k), (n, k))
     if "return_gathered" in keywords:
@@ -126,12 +129,15 @@ def lowered(
     return lower_for_cuda(program, *arrays)
 
 
+CONFIGS = {all_gather_matmul: HOPPER, matmul_reduce_scatter: scatter_ops.Config(hopper=True)}
+
+
 @functools.cache
 def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
     call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
     operation = OPERATIONS.get(name.split("-")[0], all_gather_matmul)
-    call |= {"operation": operation, "config": HOPPER if operation is all_gather_matmul else {"hopper": True}}
+    call |= {"operation": operation, "config": CONFIGS.get(operation, {"hopper": True})}
     kernel = launch_of(lowered(**call | ALL_CASES[name]))
     assert kernel[NAME].decode() == f"{operation.__name__}_hopper_kernel"
     assert kernel[WARPS] == 12

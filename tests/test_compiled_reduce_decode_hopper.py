@@ -133,8 +133,8 @@ def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
 
 def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **given: Any) -> bool:
     """Whether such a call of 4 ranks is the kernel's, if nobody says what kernel it is for."""
-    on = {"world": 4, "dtype": "bfloat16", "compute_capability": 90, **given}
-    config = scatter_ops.choose(m // 4, k, n, **on) if scattered else reduce_ops.choose(m, k, n, **on, settings={})
+    on = {"world": 4, "dtype": "bfloat16", "compute_capability": 90, "settings": {}, **given}
+    config = scatter_ops.choose(m // 4, k, n, **on) if scattered else reduce_ops.choose(m, k, n, **on)
     return config.hopper and config.small
 
 
@@ -162,7 +162,7 @@ def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered:
 
 
 def test_of_more_rows_a_scatter_has_another_kernel() -> None:
-    on = {"dtype": "bfloat16", "compute_capability": 90}
+    on = {"dtype": "bfloat16", "compute_capability": 90, "settings": {}}
     found = [scatter_ops.choose(m, 1024, 8192, world=2, **on) for m in (64, 128, 192, 256, 257)]
     assert [config.small for config in found] == [True, True, True, False, False]
     assert all(config.hopper for config in found)

@@ -18,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.shapes import MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, simulator
 from jaxtaxfree.kernels import matmul as matmul_kernels
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests import test_compiled as compiled_code
 from tests.support import (
@@ -62,11 +64,13 @@ class Operation:
       function: of lhs, rhs and an axis name.
       specs: of all operands that it may have, and of the result ("out").
       tiles: settings of its two kernels for small operands.
+      config: what takes settings, and says what they leave open; a dict leaves it to the shape.
     """
 
     function: Callable[..., Any]
     specs: dict[str, P]
     tiles: dict[str, dict[str, Any]]
+    config: Callable[..., Any]
 
     def on_mesh(self, mesh: Mesh, names: tuple[str, ...], **keywords: Any) -> Callable:
         """The operation on whole arrays: lhs, rhs, and those of these names."""
@@ -74,6 +78,8 @@ class Operation:
         def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
             return self.function(lhs, rhs, "tp", precision="highest", **dict(zip(names, others)), **keywords)
 
+        if keywords.get("config"):
+            keywords["config"] = self.config(**keywords["config"])
         specs = tuple(self.specs[name] for name in ("lhs", "rhs", *names))
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=self.specs["out"]))
 
@@ -105,16 +111,19 @@ GATHER = Operation(
         "large": {**TILE, "pushers": 2, "chunk": 64, "units": 2, "group_m": 2},
         "small": {**TILE, "pushers": 2, "chunk": 64, "small": True},
     },
+    config=gather_ops.Config,
 )
 SCATTER = Operation(
     function=matmul_reduce_scatter,
     specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P("tp"), "out": P("tp")},
     tiles={"large": {**TILE, "group_m": 2}, "small": {**TILE, "small": True}},
+    config=scatter_ops.Config,
 )
 REDUCE = Operation(
     function=matmul_all_reduce,
     specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P(), "out": P()},
-    tiles={"large": {**TILE, "group_m": 2}, "small": {**TILE, "small": True, "add_rows": 4}},
+    tiles={"large": {**TILE, "group_m": 2, "small": False}, "small": {**TILE, "small": True, "add_rows": 4}},
+    config=dict,
 )
 OPERATIONS = (GATHER, SCATTER, REDUCE)
 EPILOGUES = [

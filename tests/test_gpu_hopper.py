@@ -79,9 +79,15 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
     return parity.mesh_of(jax.devices("cuda")[: request.param], (request.param,), ("tp",))
 
 
+def many_rows(operation: parity.Operation) -> Any:
+    """Settings of its kernel for many rows, with wide tiles."""
+    wide = {parity.GATHER: gather_ops.Config(hopper=True), parity.SCATTER: scatter_ops.Config(hopper=True)}
+    return wide.get(operation, {"hopper": True})
+
+
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
-    call = parity.on_mesh(operation, mesh, implementation="fused", config={"hopper": True})
+    call = parity.on_mesh(operation, mesh, implementation="fused", config=many_rows(operation))
     columns = 520 * max(4, mesh.devices.size)
     return call, parity.operands(4 * 664, 1056, columns, jnp.bfloat16, mesh, operation=operation)
 
@@ -90,7 +96,7 @@ def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, time
     """How many of so many calls, in a loop, with changing operands, do not give what the first ones gave."""
 
     def local() -> jax.Array:
-        call, lhs, rhs, first = parity.three_calls(operation, 2048, 1024, 4096, config={"hopper": True})
+        call, lhs, rhs, first = parity.three_calls(operation, 2048, 1024, 4096, config=many_rows(operation))
 
         def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
             return wrong + jnp.where(jnp.array_equal(call(lhs[i % 3], rhs), first[i % 3]), 0, 1)
@@ -114,7 +120,8 @@ def test_values(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
 def test_the_gathered_rows_are_exact(mesh: jax.sharding.Mesh) -> None:
     def local() -> jax.Array:
         lhs, rhs = parity.local_operands(parity.GATHER, 0, 4 * 333, 1000, 4 * 264, jnp.float16)
-        call = functools.partial(jtf.all_gather_matmul, lhs, rhs, "tp", implementation="fused", config={"hopper": True})
+        call = functools.partial(jtf.all_gather_matmul, lhs, rhs, "tp", config=many_rows(parity.GATHER))
+        call = functools.partial(call, implementation="fused")
         product, gathered = call(return_gathered=True)
         wrong = jnp.sum(gathered != lax.all_gather(lhs, "tp", tiled=True)) + jnp.sum(product != call())
         return lax.psum(wrong, "tp")
@@ -166,7 +173,7 @@ def test_random_shapes(mesh: jax.sharding.Mesh, operation: parity.Operation, see
         def local() -> jax.Array:
             operands = parity.local_operands(operation, key, m, wide * k, wide * n, dtype)
             call = functools.partial(operation.function, *operands, "tp")
-            found = call(implementation="fused", config={"hopper": True} if many else None)
+            found = call(implementation="fused", config=many_rows(operation) if many else None)
             wanted = call(implementation="xla", preferred_element_type=jnp.float32)
             wrong = parity.relative_error(found.astype(jnp.float32), wanted, "tp")
             return wrong / parity.TOLERANCE[jnp.dtype(dtype).name]
@@ -185,7 +192,7 @@ def test_beside_nccl(mesh: jax.sharding.Mesh, operation: parity.Operation) -> No
     world = mesh.devices.size
 
     def local() -> jax.Array:
-        call, lhs, rhs, first = parity.three_calls(operation, 2048, 1024, 4096, config={"hopper": True})
+        call, lhs, rhs, first = parity.three_calls(operation, 2048, 1024, 4096, config=many_rows(operation))
         ones = jnp.ones(1 << 22) + lax.axis_index("tp")
 
         def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -159,8 +159,7 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, result: str | None, block_m: int) -> None:
     """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter."""
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
-    config = {"block_m": block_m, "block_n": 64, "block_k": 16, "hopper": True, "programs": 3, "chunk": 512}
-    config["num_stages"] = 2
+    config = Config(block_m=block_m, block_n=64, block_k=16, num_stages=2, hopper=True, programs=3, chunk=512)
     program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
@@ -172,12 +171,12 @@ def test_simulated_on_hopper_with_few_rows(
     world: int, m: int, dtype: str, result: str | None, exact_wire: bool
 ) -> None:
     lhs, rhs = operands(world, dtype, m=m, k=40, n=72)
-    config = {"block_m": 32, "block_n": 16, "block_k": 16, "num_stages": 2, "hopper": True, "small": True}
+    tile = {"block_m": 32, "block_n": 16, "block_k": 16, "num_stages": 2}
     program = row_parallel(
         mesh_of(world),
         implementation="simulate",
         preferred_element_type=result,
-        config={**config, "exact_wire": exact_wire},
+        config=Config(**tile, hopper=True, small=True, exact_wire=exact_wire),
     )
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
@@ -187,7 +186,7 @@ def test_simulated_on_hopper_with_few_rows(
 def test_simulated_with_a_lag(world: int, lag: int) -> None:
     """Of the three tiles of a rank all are carried, or some of them, or none."""
     lhs, rhs = operands(world=world, m=12 * world)
-    config = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 1, "lag": lag}
+    config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, lag=lag)
     program = row_parallel(mesh_of(world), implementation="simulate", precision="highest", config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, "float32"))
 
@@ -209,9 +208,7 @@ def test_sums_are_rounded_once(mesh: Mesh, m: int) -> None:
     rhs = np.ones((8, 5), jnp.bfloat16)
     wanted = {True: 4 * (1 + 2**-9), False: 4}
     for exact_wire, value in wanted.items():
-        config = {
-            "block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": m == 8, "exact_wire": exact_wire
-        }  # fmt: skip
+        config = Config(block_m=16, block_n=16, block_k=16, num_warps=4, small=m == 8, exact_wire=exact_wire)
         program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
         found = np.asarray(jax.jit(program)(lhs, rhs))
         # Without the exact wire, what stays on the rank is not rounded.

@@ -1,5 +1,6 @@
 """What configurations may say. No GPU needed."""
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -107,6 +108,29 @@ def lowered(mesh: Mesh, name: str, config: Any) -> str:
 def test_no_settings_are_those_by_shape(name: str) -> None:
     mesh = mesh_of(4)
     assert lowered(mesh, name, {}) == lowered(mesh, name, None)
+
+
+@pytest.mark.parametrize(
+    ("module", "settings"),
+    (
+        (all_gather_matmul, {"pushers": 24}),
+        (matmul_reduce_scatter, {"num_stages": 2}),
+        (matmul_all_reduce, {"num_stages": 2}),
+    ),
+)
+@pytest.mark.parametrize("rows", (16, 2048))
+def test_what_settings_do_not_say_is_chosen_by_shape(module: ModuleType, settings: dict[str, Any], rows: int) -> None:
+    on = {"world": 4, "dtype": "bfloat16", "compute_capability": 90}
+    rows = rows if module is matmul_all_reduce else rows // 4
+    for hopper, default in (
+        ({}, module.default_config(rows, 8192, **on)),
+        ({"hopper": True}, module.hopper_config(rows, 8192, 4)),
+    ):
+        found = module.choose(rows, 1024, 8192, settings=settings | hopper, **on)
+        assert found == dataclasses.replace(default, **settings)
+    # All of them leave nothing to be chosen.
+    config = module.Config(block_m=32, num_warps=4)
+    assert module.choose(rows, 1024, 8192, settings=dataclasses.asdict(config), **on) == config
 
 
 @pytest.mark.parametrize("name", ("matmul_reduce_scatter", "matmul_all_reduce"))

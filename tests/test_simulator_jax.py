@@ -1,5 +1,6 @@
 """implementation="simulate" inside JAX programs on virtual CPU devices."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -16,13 +17,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import simulator
+from jaxtaxfree.ops.all_gather_matmul import Config
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import KERNELS, integers
 from tests.test_simulator import exchange_kernel
 
-CONFIG = {"block_m": 16, "block_n": 16, "block_k": 32, "pushers": 2, "chunk": 64, "units": 2, "group_m": 2}
-SMALL = {"block_m": 16, "block_n": 16, "block_k": 32, "pushers": 2, "chunk": 64, "small": True}
+CONFIG = Config(block_m=16, block_n=16, block_k=32, pushers=2, chunk=64, units=2, group_m=2)
+SMALL = dataclasses.replace(CONFIG, small=True)
 gather_matmul = functools.partial(jtf.all_gather_matmul, axis_name="tp", implementation="simulate", precision="highest")
 
 
@@ -47,7 +49,7 @@ def product(lhs: jax.Array, rhs: jax.Array) -> np.ndarray:
 @pytest.mark.parametrize("config", [CONFIG, SMALL], ids=["tiles", "small"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_all_gather_matmul(cpu_mesh: MeshFactory, world: int, dtype: Any, config: dict[str, Any]) -> None:
+def test_all_gather_matmul(cpu_mesh: MeshFactory, world: int, dtype: Any, config: Config) -> None:
     mesh = cpu_mesh(world, "tp")
     lhs, rhs = operands(mesh, 5, 9, 21, dtype)
     out = program(mesh, functools.partial(gather_matmul, config=config))(lhs, rhs)
@@ -134,7 +136,7 @@ def test_teams_of_a_larger_mesh_and_calls_that_do_not_depend_on_each_other(cpu_m
 def test_operands_of_megabytes_do_not_stop_the_ranks(cpu_mesh: MeshFactory) -> None:
     mesh = cpu_mesh(8, "tp")
     lhs, rhs = operands(mesh, 128, 1, 4096)
-    config = {**CONFIG, "block_m": 128, "block_k": 1024, "chunk": 65536, "units": 1}
+    config = dataclasses.replace(CONFIG, block_m=128, block_k=1024, chunk=65536, units=1)
     out = program(mesh, functools.partial(gather_matmul, config=config))(lhs, rhs)
     np.testing.assert_array_equal(out, product(lhs, rhs))
 

@@ -68,8 +68,8 @@ def all_gather_matmul(
         be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
         DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster. "simulate": the
         kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; None chooses by shape. A mapping makes a `Config` with the class's
-        defaults.
+      config: how the kernel splits its work; what it does not say is chosen by shape. Its tiles are those of the
+        portable kernel, unless it says `hopper`.
 
     Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
       `return_gathered` a pair of it and [..., world * M, ..., K].
@@ -99,17 +99,13 @@ def all_gather_matmul(
     epilogue, operands = epilogues.check(
         "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
     )
-    settings = settings_of("all_gather_matmul", Config, config)
+    settings = tuple(sorted(settings_of("all_gather_matmul", Config, config).items()))
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
     if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["axis"] == lhs.ndim - 1:
         return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
-    params |= {
-        "rhs_transposed": False,
-        "implementation": implementation,
-        "config": Config(**settings) if settings else None,
-    }
+    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
     if epilogue:
         result = matmul.bind(
             with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
@@ -156,7 +152,7 @@ def fused(
     axis: int,
     precision: Any,
     preferred_element_type: Any,
-    config: "Config | None",
+    config: tuple[tuple[str, Any], ...] | None,
     compute_capability: int,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
@@ -182,10 +178,7 @@ def fused(
     (m, k), n = rows.shape, rhs.shape[0] if rhs_transposed else rhs.shape[1]
     on = {"dtype": lhs.dtype, "compute_capability": compute_capability}
     form = {"epilogue": epilogue, "rhs_transposed": rhs_transposed, "return_gathered": return_gathered}
-    if config is None:
-        config = choose(m, k, n, world=world, **on, **form)
-    elif config.hopper and (reasons := unsupported_on_hopper(k, n, config=config, **on, **form)):
-        raise Unsupported("all_gather_matmul with hopper=True", reasons)
+    chosen = choose(m, k, n, world=world, settings=dict(config or ()), **on, **form)
     kernel, keywords = launch(
         m,
         k,
@@ -197,10 +190,10 @@ def fused(
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
         epilogue=epilogue,
-        config=config,
+        config=chosen,
     )
     arrays = (rows, rhs, *epilogue.rows_first(operands, axis))
-    if config.hopper and not config.small:
+    if chosen.hopper and not chosen.small:
         # Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them.
         weights, others = epilogue.split(rhs, operands)
         arrays = (rows[None], rows[None], *(w for w in weights for _ in range(2)), *others.values())
@@ -430,17 +423,9 @@ def default_config(m: int, n: int, world: int, dtype: Any, compute_capability: i
 
 
 def hopper_configs(m: int, n: int, world: int, *, gated: bool = False) -> list[Config]:
-    """Configurations by shape of the kernels for Hopper, as in `default_config`, the fastest first.
-
-    Args:
-      m, world: as there.
-      n: columns of a rank's `rhs`, and of the gate if there is one.
-      gated: whether there is.
-    """
+    """Configurations by shape of the kernels for Hopper, the fastest first; of the arguments of `hopper_config`."""
     rows, products = world * m, 2 if gated else 1
-    waves = world * matmul.tiles(m, products * n, HOPPER) / HOPPER.programs
-    # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
-    many = HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+    many = hopper_config(m, n, world, gated=gated)
     if rows > matmul.FEW_ROWS:
         return [many]
     few = decode_hopper_config(m, n, world, gated=gated)
@@ -451,8 +436,21 @@ def hopper_configs(m: int, n: int, world: int, *, gated: bool = False) -> list[C
     return [few, many] if faster else [many, few]
 
 
+def hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
+    """A configuration of the kernel for many rows on Hopper by shape.
+
+    Args:
+      m, world: as of `default_config`.
+      n: columns of a rank's `rhs`, and of the gate if there is one.
+      gated: whether there is.
+    """
+    waves = world * matmul.tiles(m, 2 * n if gated else n, HOPPER) / HOPPER.programs
+    # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
+    return HOPPER if waves >= 3 or gated else dataclasses.replace(HOPPER, block_n=128, num_stages=6)
+
+
 def decode_hopper_config(m: int, n: int, world: int, *, gated: bool = False) -> Config:
-    """A configuration by shape of the kernel for few rows on Hopper, as `hopper_configs`."""
+    """A configuration by shape of the kernel for few rows on Hopper; the arguments are those of `hopper_config`."""
     rows, pushers = world * m, 16
     tile = matmul.decode_hopper_tile(rows, n, products=2 if gated else 1, others=pushers)
     splits = 1 if tile["whole"] else tile["splits"]  # programs that begin with another part of K
@@ -508,17 +506,40 @@ def _faster_hopper_config(
     return None
 
 
-def choose(m: int, k: int, n: int, *, world: int, dtype: Any, compute_capability: int, **form: Any) -> Config:
-    """The configuration by shape, of whichever kernel can take the call and is the fastest.
+def choose(
+    m: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any,
+    compute_capability: int,
+    settings: Mapping[str, Any],
+    **form: Any,
+) -> Config:
+    """The configuration by shape, of whichever kernel can take the call and is the fastest, but for these settings.
 
     Args:
       m, k, n: a rank multiplies its lhs [m, k] by its rhs [k, n].
       world, dtype, compute_capability: as of `default_config`.
+      settings: what somebody asks for: of the portable kernel, unless they say `hopper`.
       **form: what else `unsupported_on_hopper` asks for.
+
+    Raises:
+      NotImplementedError: if the settings ask for a kernel that cannot take the call.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
-    columns = 2 * n if form.get("epilogue", NONE).gated else n
-    return _faster_hopper_config(m, k, n, world=world, **on, **form) or default_config(m, columns, world, **on)
+    gated = form.get("epilogue", NONE).gated
+    if settings.get("hopper"):
+        by_shape = (decode_hopper_config if settings.get("small") else hopper_config)(m, n, world, gated=gated)
+        config = dataclasses.replace(by_shape, **settings)
+        if reasons := unsupported_on_hopper(k, n, config=config, **on, **form):
+            raise Unsupported("all_gather_matmul with hopper=True", reasons)
+        return config
+    portable = default_config(m, 2 * n if gated else n, world, **on)
+    if settings:
+        return dataclasses.replace(portable, **settings)
+    return _faster_hopper_config(m, k, n, world=world, **on, **form) or portable
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
@@ -593,11 +614,13 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        return choose(m, *rhs.shape, world=team.world, **on)
+        return choose(m, *rhs.shape, world=team.world, **on, settings={})
 
-    def take(settings: dict[str, Any]) -> Config | None:
+    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
         config = Config(**settings)
-        return None if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on) else config
+        if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on):
+            return None
+        return tuple(sorted(settings.items()))
 
     return matmul.case("all_gather_matmul", lhs, rhs, default=default, take=take, team=team, **params)
 

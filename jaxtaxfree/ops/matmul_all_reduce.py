@@ -1,6 +1,7 @@
 """`matmul_all_reduce`: a row-parallel layer whose result every rank needs."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,7 +61,8 @@ def matmul_all_reduce(
       implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; what it does not say is chosen by shape.
+      config: how the kernel splits its work; what it does not say is chosen by shape. Its tiles are those of the
+        portable kernel, unless it says `hopper`.
 
     Returns: [..., M, N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in every
       call and on every rank, which may be another one than XLA's.
@@ -465,6 +467,8 @@ def choose(
       m, k, n: a rank multiplies its lhs [m, k] by its rhs [k, n].
       world, dtype, out_dtype, compute_capability: as of `default_config`.
       residual: the dtype of the residual, if there is one.
+      settings: what somebody asks for: but for `shots` and `exact_wire` of the portable kernel, unless they say
+        `hopper`.
 
     Raises:
       NotImplementedError: if the settings ask for a kernel that cannot take the call.
@@ -472,17 +476,20 @@ def choose(
     on = {"dtype": dtype, "compute_capability": compute_capability}
     asked = {name: settings.get(name) for name in ("shots", "exact_wire")}
     portable = default_config(m, n, world, **on, **asked, out_dtype=out_dtype)
-    # Tiles that somebody asks for are those of the portable kernel.
-    by_shape = settings.keys() <= asked.keys()
     few, many = decode_hopper_config(m, n, world, dtype, out_dtype=out_dtype, **asked), hopper_config(m, n, world)
+    unsupported = functools.partial(unsupported_on_hopper, k, n, out_dtype=out_dtype, residual=residual, **on)
+    if settings.get("hopper"):
+        config = dataclasses.replace(few if settings.get("small") else many, **settings)
+        if reasons := unsupported(config=config):
+            raise Unsupported("matmul_all_reduce with hopper=True", reasons)
+        return config
     faster = matmul.is_faster_for_few(_rows_sent(m, world, few), n, few, many, math.ceil(m / many.block_m))
-    hopper = few if settings.get("small", by_shape and faster) else many
-    default = by_shape and (hopper is few or "shots" not in settings)
-    hopper = dataclasses.replace(hopper, **settings)
-    reasons = unsupported_on_hopper(k, n, out_dtype=out_dtype, residual=residual, config=hopper, **on)
-    if settings.get("hopper") and reasons:
-        raise Unsupported("matmul_all_reduce with hopper=True", reasons)
-    return hopper if settings.get("hopper", default and not reasons) else dataclasses.replace(portable, **settings)
+    hopper = few if faster else many
+    if settings.keys() <= asked.keys() and (hopper is few or "shots" not in settings):
+        hopper = dataclasses.replace(hopper, **settings)
+        if not unsupported(config=hopper):
+            return hopper
+    return dataclasses.replace(portable, **settings)
 
 
 def _unsupported(

@@ -61,8 +61,8 @@ def matmul_reduce_scatter(
         slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
         not. Gradients gather in a kernel where there are 2048 rows or more. "simulate": the kernel, run for all ranks
         on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; None chooses by shape, as does a mapping of `exact_wire` alone. Any other
-        mapping makes a `Config` with the class's defaults.
+      config: how the kernel splits its work; what it does not say is chosen by shape. Its tiles are those of the
+        portable kernel, unless it says `hopper`.
 
     Returns: [..., M, ..., N], this rank's rows of the sum over all ranks. The kernel adds up in the same order in every
       call, which may be another one than XLA's.
@@ -158,12 +158,7 @@ def fused(
     residual = epilogue.split(rhs, operands)[1].get("residual")
     form = {"residual": None if residual is None else residual.dtype, "rhs_transposed": rhs_transposed}
     settings = dict(config or ())
-    if settings.keys() <= {"exact_wire"}:
-        chosen = choose(m, k, n, world=world, out_dtype=preferred_element_type, **on, **settings, **form)
-    else:
-        chosen = Config(**settings)
-        if chosen.hopper and (reasons := _unsupported_with(chosen, k, n, **on, **form)):
-            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
+    chosen = choose(m, k, n, world=world, out_dtype=preferred_element_type, settings=settings, **on, **form)
     kernel, keywords = launch(
         m,
         k,
@@ -406,25 +401,36 @@ def choose(
     dtype: Any,
     out_dtype: Any = None,
     compute_capability: int,
-    exact_wire: bool | None = None,
+    settings: Mapping[str, Any],
     **form: Any,
 ) -> Config:
-    """The configuration by shape, of whichever kernel can take the call and is the fastest.
+    """The configuration by shape, of whichever kernel can take the call and is the fastest, but for these settings.
 
     Args:
       m, k, n: a rank multiplies its lhs [world * m, k] by its rhs [k, n].
-      world, dtype, out_dtype, compute_capability, exact_wire: as of `default_config` and `decode_hopper_config`.
+      world, dtype, out_dtype, compute_capability: as of `default_config` and `decode_hopper_config`.
+      settings: what somebody asks for: but for `exact_wire` of the portable kernel, unless they say `hopper`.
       **form: what else `unsupported_on_hopper` asks for.
+
+    Raises:
+      NotImplementedError: if the settings ask for a kernel that cannot take the call.
     """
     on = {"dtype": dtype, "compute_capability": compute_capability}
+    exact_wire = settings.get("exact_wire")
+    portable = default_config(m, n, world, **on, exact_wire=exact_wire)
     few = decode_hopper_config(m, n, world, dtype, out_dtype, exact_wire=exact_wire)
     many = hopper_config(m, n, world)
+    if settings.get("hopper"):
+        config = dataclasses.replace(few if settings.get("small") else many, **settings)
+        if reasons := _unsupported_with(config, k, n, **on, **form):
+            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
+        return config
+    if not settings.keys() <= {"exact_wire"}:
+        return dataclasses.replace(portable, **settings)
     row_blocks = world * math.ceil(m / many.block_m)
     hopper = few if matmul.is_faster_for_few(world * m, n, few, many, row_blocks) else many
     rounds = hopper is many and exact_wire  # as it always does
-    if rounds or _unsupported_with(hopper, k, n, **on, **form):
-        return default_config(m, n, world, **on, exact_wire=exact_wire)
-    return hopper
+    return portable if rounds or _unsupported_with(hopper, k, n, **on, **form) else hopper
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
@@ -485,7 +491,7 @@ def _slower(
         # scatters beside the gradient of the weights.
         return "XLA is faster in the gradients of an MLP"
     on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability}
-    return matmul.slower_in_waves(rows, rhs.shape[1], choose(rows // world, *rhs.shape, **on), world=world)
+    return matmul.slower_in_waves(rows, rhs.shape[1], choose(rows // world, *rhs.shape, **on, settings={}), world=world)
 
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
@@ -493,7 +499,7 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     on = {"dtype": lhs.dtype, "compute_capability": team.compute_capability}
 
     def default(m: int) -> Config:
-        return choose(m // team.world, *rhs.shape, world=team.world, **on)
+        return choose(m // team.world, *rhs.shape, world=team.world, **on, settings={})
 
     def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
         config = Config(**settings)
