@@ -88,8 +88,8 @@ def many_rows(operation: parity.Operation) -> Any:
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
     """The operation with a kernel for Hopper, and operands: tiles of every rank, clipped ones too."""
     call = parity.on_mesh(operation, mesh, implementation="fused", config=many_rows(operation))
-    columns = 520 * max(4, mesh.devices.size)
-    return call, parity.operands(4 * 664, 1056, columns, jnp.bfloat16, mesh, operation=operation)
+    ranks = max(4, mesh.devices.size)
+    return call, parity.operands(4 * 664, 264 * ranks, 520 * ranks, jnp.bfloat16, mesh, operation=operation)
 
 
 def wrong_repetitions(operation: parity.Operation, mesh: jax.sharding.Mesh, times: int) -> int:
