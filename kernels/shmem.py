@@ -1250,10 +1250,12 @@ def report_signal(me, index, count, peer):
 @triton.jit
 def report_signals(me, index, count):
     """Reports the first of the signals `index + r` that is missing, or the last one if none is. For `wait_all`."""
-    for peer in range(me.world):
+    late = me.world - 1
+    for i in range(1, me.world):
+        peer = me.world - 1 - i
         seen = tl.load(_signal_of(me, index + peer, me.rank), volatile=True)
-        if (seen - count < 0) | (peer == me.world - 1):
-            _report(me, index + peer, count, seen, peer)
+        late = tl.where(seen - count < 0, peer, late)
+    report_signal(me, index + late, count, late)
 
 
 @triton.jit

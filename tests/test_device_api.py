@@ -2,13 +2,17 @@
 
 import re
 
+import jax
+import numpy as np
 import pytest
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem
+from jaxtaxfree.simulator import interpreter
 
 TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
 # The type of `origin` in the tuple `team`: granules of the built-in heap, or a table as Iris has it.
@@ -115,3 +119,30 @@ def test_on_amd_waits_and_signals_are_of_system_scope():
     asm = compile_everything("table", ("hip", "gfx942", 64))["amdgcn"]
     assert "buffer_wbl2 sc0 sc1" in asm
     assert "buffer_inv sc0 sc1" in asm
+
+
+@triton.jit
+def late(team, arrived, out_ptr, CAME: tl.constexpr, WORLD: tl.constexpr):
+    """Each rank raises those of its own signals that CAME has a bit for, and has waited for all in vain."""
+    me = shmem.start(team)
+    signals = tl.arange(0, WORLD)
+    shmem.signal(me, arrived + signals, me.rank, ((CAME >> signals) & 1) != 0)
+    shmem.report_signals(me, arrived, me.epoch.to(tl.int32))
+    tl.store(out_ptr, 0)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize(
+    ("came", "blamed"), ((0b0000, 0), (0b1110, 0), (0b0001, 1), (0b0101, 1), (0b1011, 2), (0b0111, 3), (0b1111, 3))
+)
+def test_who_is_blamed(came, blamed, monkeypatch):
+    """The first rank that did not come; the last one if all came a moment after the wait."""
+    reports = []
+
+    def record(me, *arguments):
+        reports.append([int(value.handle.data.reshape(-1)[0]) for value in arguments])
+
+    monkeypatch.setattr(interpreter.convert(shmem._report), "fn", record)
+    one = jax.ShapeDtypeStruct((1,), np.int32)
+    simulator.run(late, world=4, grid=1, out_type=one, signals={"arrived": 4}, calls=1, CAME=came)
+    assert reports == [[blamed, 1, came >> blamed & 1, blamed]] * 4
