@@ -120,7 +120,7 @@ CHECKS = {
 def test_parity_of_ranks_that_share_a_gpu(world, check):
     body = "from tests import collectives_parity, test_gpu_hopper\n" + textwrap.dedent(CHECKS[check])
     body += 'print("rank", rank, "agrees")'
-    for rank, output in enumerate(run_processes(world, body, gpus="shared")):
+    for rank, output in enumerate(run_processes(world, body, gpus="shared", timeout=900)):
         assert f"rank {rank} agrees" in output, output[-3000:]
 
 
