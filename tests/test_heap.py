@@ -821,7 +821,9 @@ def test_processes_without_common_addresses(pair: list[CudaHeap]) -> None:
 @pytest.mark.usefixtures("unopened")
 def test_process_that_cannot_open_its_heap_tries_again(monkeypatch: pytest.MonkeyPatch, driver: DriverModel) -> None:
     monkeypatch.setattr(distributed.global_state, "client", Store())
+    # No backend of JAX may begin in here: it would take the store for its own.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
     driver.taken = {0x3000_0000_0000}
     monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "0x300000000000")
     for _ in range(2):

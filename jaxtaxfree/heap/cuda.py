@@ -25,6 +25,7 @@ from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
+_ADDRESSES = "its addresses"  # as processes tell each other
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
 )
@@ -87,6 +88,7 @@ class CudaHeap:
         self._attempts: dict[tuple, int] = {}
         self._resets = 0
         self._bases = self._reserve()
+        exchange.tell(_ADDRESSES, " ".join(map(hex, self._bases)))
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -186,9 +188,9 @@ class CudaHeap:
             )
         return bases
 
-    def _common_base(self, meeting: str, processes: Sequence[int]) -> int:
+    def _common_base(self, processes: Sequence[int]) -> int:
         """The first range that all these processes have."""
-        of_processes = self._exchange.gather(f"{meeting}/bases", " ".join(map(hex, self._bases)), processes)
+        of_processes = self._exchange.told(_ADDRESSES, processes)
         for base in of_processes[0].split():
             if all(base in bases.split() for bases in of_processes):
                 return int(base, 0)
@@ -207,7 +209,7 @@ class CudaHeap:
         meeting = f"{magic:x}/{attempt}"
         processes = sorted({device.process for device in devices})
         self._exchange.check_host(processes)
-        base = self._common_base(meeting, processes)
+        base = self._common_base(processes)
         size = layout_.nbytes
         granules = size // GRANULE
         start = self._exchange.next_window(meeting, granules * len(devices), processes)

@@ -25,6 +25,7 @@ class Alone:
 
     def __init__(self) -> None:
         self._windows = 0
+        self._told: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def check_host(self, members: Sequence[int]) -> None:
@@ -48,14 +49,19 @@ class Alone:
         """The file descriptor that process `owner` offers for a position."""
         raise AssertionError("a process that is alone imports nothing")
 
-    def gather(self, name: str, said: str, members: Sequence[int]) -> list[str]:
-        """What each of the members says under this name, once all have come here."""
-        del name, members
-        return [said]
+    def tell(self, name: str, said: str) -> None:
+        """Tells all processes something under a name, once."""
+        self._told[name] = said
+
+    def told(self, name: str, members: Sequence[int]) -> list[str]:
+        """What each of the members tells under a name; waits until it does."""
+        del members
+        return [self._told[name]]
 
     def meet(self, name: str, members: Sequence[int], error: str | None = None) -> None:
         """Waits until all members have come here; raises what any of them reports."""
-        if any(errors := self.gather(name, error or "", members)):
+        self.tell(name, error or "")
+        if any(errors := self.told(name, members)):
             raise HeapError(next(filter(None, errors)))
 
     def close(self) -> None:
@@ -122,9 +128,11 @@ class Processes(Alone):
             raise HeapError(f"Process {owner} does not share {name!r} with process {self.process}.")
         return descriptors[0]
 
-    def gather(self, name: str, said: str, members: Sequence[int]) -> list[str]:
-        self._set(f"said/{name}/{self.process}", said)
-        return [self._get(f"said/{name}/{member}", member, name) for member in members]
+    def tell(self, name: str, said: str) -> None:
+        self._set(f"told/{name}/{self.process}", said)
+
+    def told(self, name: str, members: Sequence[int]) -> list[str]:
+        return [self._get(f"told/{name}/{member}", member, name) for member in members]
 
     def check_host(self, members: Sequence[int]) -> None:
         hosts = {member: self._address(member, "its address")[0] for member in members}
