@@ -108,6 +108,14 @@ CHECKS = {
 }
 
 
+def check_shared(world: int, body: str) -> None:
+    """Runs checks in processes that share a GPU."""
+    body = "from tests import collectives_parity, test_gpu_hopper\n" + textwrap.dedent(body)
+    body += '\nprint("rank", rank, "agrees")'
+    for rank, output in enumerate(run_processes(world, body, gpus="shared", timeout=900)):
+        assert f"rank {rank} agrees" in output, output[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (4, 8))
 @pytest.mark.parametrize(
@@ -118,10 +126,27 @@ CHECKS = {
     ],
 )
 def test_parity_of_ranks_that_share_a_gpu(world, check):
-    body = "from tests import collectives_parity, test_gpu_hopper\n" + textwrap.dedent(CHECKS[check])
-    body += 'print("rank", rank, "agrees")'
-    for rank, output in enumerate(run_processes(world, body, gpus="shared", timeout=900)):
-        assert f"rank {rank} agrees" in output, output[-3000:]
+    check_shared(world, CHECKS[check])
+
+
+@pytest.mark.soak
+@pytest.mark.gpu(1, "9.0")
+@pytest.mark.parametrize("world", (4, 8))
+@pytest.mark.parametrize("seed", range(17))
+def test_random_shapes_of_ranks_that_share_a_gpu(world, seed):
+    check_shared(world, f"for op in parity.OPERATIONS: test_gpu_hopper.test_random_shapes(mesh, op, {seed})")
+
+
+@pytest.mark.soak
+@pytest.mark.gpu(1, "9.0")
+@pytest.mark.parametrize("world", (4, 8))
+@pytest.mark.parametrize("kind", ("gather", "scatter", "1", "2"))
+def test_few_rows_a_thousand_times_on_ranks_that_share_a_gpu(world, kind):
+    body = """
+    for m, columns in ((16, 2048), (256, 2048), (144, 18432)):
+        test_gpu_hopper.test_few_rows_a_thousand_times(mesh, KIND, m, columns)
+    """
+    check_shared(world, body.replace("KIND", repr(kind)))
 
 
 each_placement = pytest.mark.parametrize(
