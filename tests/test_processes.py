@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ jax.distributed.initialize(f"127.0.0.1:{port}", world, rank, local_device_ids=[L
 import jax.numpy as jnp
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
-from tests import attention_parity, parity
+from tests import attention_parity, collectives_parity, parity, test_gpu_hopper
 devices = jax.devices("cuda")
 mesh = parity.mesh_of(devices, (world,), ("tp",))
 """
@@ -63,6 +64,13 @@ def run_processes(world: int, body: str, *, gpus: str = "own", timeout: float = 
             process.kill()
 
 
+def check_processes(world: int, body: str, **where: Any) -> None:
+    """Runs checks, which raise, in such processes; the arguments are those of `run_processes`."""
+    body = textwrap.dedent(body) + '\nprint("rank", rank, "agrees")'
+    for rank, output in enumerate(run_processes(world, body, **where)):
+        assert f"rank {rank} agrees" in output, output[-3000:]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "world, gpus",
@@ -76,10 +84,8 @@ def test_parity(world, gpus):
     for operation in parity.OPERATIONS:
         parity.check_repetition(mesh, operation)
     attention_parity.check_mixture(mesh)
-    print("rank", rank, "agrees")
     """
-    for rank, output in enumerate(run_processes(world, body, gpus=gpus)):
-        assert f"rank {rank} agrees" in output, output[-3000:]
+    check_processes(world, body, gpus=gpus)
 
 
 CHECKS = {
@@ -108,14 +114,6 @@ CHECKS = {
 }
 
 
-def check_shared(world: int, body: str) -> None:
-    """Runs checks in processes that share a GPU."""
-    body = "from tests import collectives_parity, test_gpu_hopper\n" + textwrap.dedent(body)
-    body += '\nprint("rank", rank, "agrees")'
-    for rank, output in enumerate(run_processes(world, body, gpus="shared", timeout=900)):
-        assert f"rank {rank} agrees" in output, output[-3000:]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("world", (4, 8))
 @pytest.mark.parametrize(
@@ -126,7 +124,7 @@ def check_shared(world: int, body: str) -> None:
     ],
 )
 def test_parity_of_ranks_that_share_a_gpu(world, check):
-    check_shared(world, CHECKS[check])
+    check_processes(world, CHECKS[check], gpus="shared", timeout=900)
 
 
 @pytest.mark.soak
@@ -134,7 +132,8 @@ def test_parity_of_ranks_that_share_a_gpu(world, check):
 @pytest.mark.parametrize("world", (4, 8))
 @pytest.mark.parametrize("seed", range(17))
 def test_random_shapes_of_ranks_that_share_a_gpu(world, seed):
-    check_shared(world, f"for op in parity.OPERATIONS: test_gpu_hopper.test_random_shapes(mesh, op, {seed})")
+    body = f"for operation in parity.OPERATIONS: test_gpu_hopper.test_random_shapes(mesh, operation, {seed})"
+    check_processes(world, body, gpus="shared", timeout=900)
 
 
 @pytest.mark.soak
@@ -146,7 +145,7 @@ def test_few_rows_a_thousand_times_on_ranks_that_share_a_gpu(world, kind):
     for m, columns in ((16, 2048), (256, 2048), (144, 18432)):
         test_gpu_hopper.test_few_rows_a_thousand_times(mesh, KIND, m, columns)
     """
-    check_shared(world, body.replace("KIND", repr(kind)))
+    check_processes(world, body.replace("KIND", repr(kind)), gpus="shared", timeout=900)
 
 
 each_placement = pytest.mark.parametrize(
