@@ -125,11 +125,9 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
 
 def heap_range() -> tuple[tuple[int, ...], int]:
     """Where the symmetric heap asks for its addresses, in order of preference, and for how many."""
-    from jaxtaxfree import environment
     from jaxtaxfree.heap import cuda
 
-    chosen = environment.heap_base()
-    return (cuda.BASES if chosen is None else (chosen,)), cuda.RANGE_BYTES
+    return cuda.wanted_bases(), cuda.RANGE_BYTES
 
 
 def reserved_address(size: int, hint: int) -> int:

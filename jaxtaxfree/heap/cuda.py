@@ -25,10 +25,16 @@ from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
-_ADDRESSES = "its addresses"  # as processes tell each other
+_RANGES = "its ranges"  # under which a process tells those that it has
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
 )
+
+
+def wanted_bases() -> tuple[int, ...]:
+    """Where ranges are asked for in this process. Raises ValueError if JAXTAXFREE_HEAP_BASE is no address."""
+    chosen = environment.heap_base()
+    return BASES if chosen is None else (chosen,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +94,7 @@ class CudaHeap:
         self._attempts: dict[tuple, int] = {}
         self._resets = 0
         self._bases = self._reserve()
-        exchange.tell(_ADDRESSES, " ".join(map(hex, self._bases)))
+        exchange.tell(_RANGES, " ".join(map(hex, self._bases)))
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -169,8 +175,7 @@ class CudaHeap:
 
     def _reserve(self) -> list[int]:
         """Reserves what is free: another process may have taken what this one would choose."""
-        chosen = environment.heap_base()
-        hints = BASES if chosen is None else (chosen,)
+        hints = wanted_bases()
         bases = []
         for hint in hints:
             try:
@@ -190,7 +195,7 @@ class CudaHeap:
 
     def _common_base(self, processes: Sequence[int]) -> int:
         """The first range that all these processes have."""
-        of_processes = self._exchange.told(_ADDRESSES, processes)
+        of_processes = self._exchange.told(_RANGES, processes)
         for base in of_processes[0].split():
             if all(base in bases.split() for bases in of_processes):
                 return int(base, 0)

@@ -17,6 +17,8 @@ from jax._src import distributed
 
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
 
+_ADDRESS = "its address"  # under which a process tells its host and the path of its socket
+
 
 class Alone:
     """The exchange of a job of one process: nobody to meet."""
@@ -94,7 +96,7 @@ class Processes(Alone):
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(path)
         self._listener.listen()
-        self._set(f"socket/{process}", f"{_host()} {path}")
+        self.tell(_ADDRESS, f"{_host()} {path}")
         threading.Thread(target=self._serve, name="jaxtaxfree-handles", daemon=True).start()
 
     def next_window(self, name: str, size: int, members: Sequence[int]) -> int:
@@ -112,7 +114,7 @@ class Processes(Alone):
 
     def fetch(self, meeting: str, position: int, owner: int) -> int:
         name = f"{meeting}/{position}"
-        _, path = self._address(owner, name)
+        _, _, path = self.told(_ADDRESS, [owner])[0].partition(" ")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(self._timeout)
             try:
@@ -135,7 +137,7 @@ class Processes(Alone):
         return [self._get(f"told/{name}/{member}", member, name) for member in members]
 
     def check_host(self, members: Sequence[int]) -> None:
-        hosts = {member: self._address(member, "its address")[0] for member in members}
+        hosts = {member: told.partition(" ")[0] for member, told in zip(members, self.told(_ADDRESS, members))}
         elsewhere = sorted(member for member, host in hosts.items() if host != _host())
         if elsewhere:
             raise HeapUnavailableError(
@@ -149,15 +151,10 @@ class Processes(Alone):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
         self._listener.close()
         with contextlib.suppress(Exception):  # of a job that has ended
-            self._store.key_value_delete(f"{self._prefix}/socket/{self.process}")
+            self._store.key_value_delete(f"{self._prefix}/told/{_ADDRESS}/{self.process}")
         pathlib.Path(self._folder, "handles").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self._folder)
-
-    def _address(self, member: int, what: str) -> tuple[str, str]:
-        """A member's host, and the path of its socket there."""
-        host, _, path = self._get(f"socket/{member}", member, what).partition(" ")
-        return host, path
 
     def _set(self, key: str, value: str) -> None:
         self._store.key_value_set(f"{self._prefix}/{key}", value)
