@@ -52,8 +52,13 @@ def check_dimension(operation: str, name: str, dimension: Any) -> int:
         raise TypeError(f"{operation} takes {name} as a whole number, not {dimension!r}.") from None
 
 
-def settings_of(operation: str, kind: Any, config: Any) -> dict[str, Any]:
-    """The settings that a caller makes by a mapping or an object of the dataclass `kind`; none by None.
+def hashable(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Settings as a parameter of a primitive; `dict` makes a mapping of them again."""
+    return tuple(sorted(settings.items()))
+
+
+def settings_of(operation: str, kind: Any, config: Any) -> tuple[tuple[str, Any], ...]:
+    """The settings that a caller makes by a mapping or an object of the dataclass `kind`, as `hashable`; none by None.
 
     Raises:
       ValueError: if there is no such setting, or it cannot have this value.
@@ -67,7 +72,7 @@ def settings_of(operation: str, kind: Any, config: Any) -> dict[str, Any]:
     if unknown := [key for key in settings if key not in known]:
         raise ValueError(f"{operation} has no setting {unknown[0]!r}: config takes {', '.join(known)}.")
     kind(**settings)  # raises for what makes no sense
-    return settings
+    return hashable(settings)
 
 
 def bilinear(

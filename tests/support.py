@@ -26,6 +26,7 @@ from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.primitive import hashable
 
 TRITON_CALL = "triton_kernel_call_ffi"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -164,7 +165,7 @@ def transposed_kernels() -> list[Kernel]:
             gathers = kernel.operation is all_gather_matmul
             own = {"axis": 0} if gathers else {"scatter_dimension": 0}
             primitive = gather_ops.all_gather_matmul_p if gathers else scatter_ops.matmul_reduce_scatter_p
-            params["config"] = tuple(dataclasses.asdict(params["config"]).items())
+            params["config"] = hashable(dataclasses.asdict(params["config"]))
             params |= {"axes": (axis_name,), "rhs_transposed": True, "preferred_element_type": None, **own}
             return matmul.bind(primitive, lhs, rhs, **params)
 

@@ -22,6 +22,7 @@ from jaxtaxfree.kernels import (
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
+from jaxtaxfree.primitive import hashable
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -119,7 +120,7 @@ def lowered(
 
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
-        own["config"] = tuple(dataclasses.asdict(keywords.pop("config")).items())
+        own["config"] = hashable(dataclasses.asdict(keywords.pop("config")))
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
         in_specs, shapes = (rows, rows), ((m, k), (n, k))
     if "return_gathered" in keywords:

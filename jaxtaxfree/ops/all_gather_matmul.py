@@ -99,7 +99,7 @@ def all_gather_matmul(
     epilogue, operands = epilogues.check(
         "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
     )
-    settings = tuple(sorted(settings_of("all_gather_matmul", Config, config).items()))
+    settings = settings_of("all_gather_matmul", Config, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("all_gather_matmul", reasons)
@@ -532,10 +532,8 @@ def choose(
     gated = form.get("epilogue", NONE).gated
     if settings.get("hopper"):
         by_shape = (decode_hopper_config if settings.get("small") else hopper_config)(m, n, world, gated=gated)
-        config = dataclasses.replace(by_shape, **settings)
-        if reasons := unsupported_on_hopper(k, n, config=config, **on, **form):
-            raise Unsupported("all_gather_matmul with hopper=True", reasons)
-        return config
+        unsupported = functools.partial(unsupported_on_hopper, k, n, **on, **form)
+        return matmul.with_settings("all_gather_matmul", by_shape, settings, unsupported)
     portable = default_config(m, 2 * n if gated else n, world, **on)
     if settings:
         return dataclasses.replace(portable, **settings)
@@ -616,13 +614,10 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     def default(m: int) -> Config:
         return choose(m, *rhs.shape, world=team.world, **on, settings={})
 
-    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-        config = Config(**settings)
-        if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on):
-            return None
-        return tuple(sorted(settings.items()))
-
-    return matmul.case("all_gather_matmul", lhs, rhs, default=default, take=take, team=team, **params)
+    unsupported = functools.partial(unsupported_on_hopper, *rhs.shape, **on)
+    return matmul.case(
+        "all_gather_matmul", lhs, rhs, kind=Config, default=default, unsupported=unsupported, team=team, **params
+    )
 
 
 def _batch_lhs(

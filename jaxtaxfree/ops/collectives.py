@@ -347,7 +347,7 @@ def _apply(
 ) -> jax.Array:
     check_implementation(implementation)
     world = lax.axis_size(axes)
-    settings = settings_of(primitive.name, Config, config)
+    settings = dict(settings_of(primitive.name, Config, config))
     if settings:
         chosen = default_config(primitive.name, _elements(primitive.name, x, world), world, x.dtype)
         config = dataclasses.replace(chosen, **settings)

@@ -130,7 +130,7 @@ def decode_attention(
     world = lax.axis_size(axes)
     _check_operands(operands, spec, world, output)
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
-    settings = tuple(sorted(settings_of("decode_attention", Config, config).items()))
+    settings = settings_of("decode_attention", Config, config)
     reasons = _unsupported(operands, spec)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("decode_attention", reasons)

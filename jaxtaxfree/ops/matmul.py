@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.kernels.tiles import box_of
-from jaxtaxfree.primitive import DTYPES
+from jaxtaxfree.primitive import DTYPES, Unsupported, hashable
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import SHARED_MEMORY
 from jaxtaxfree.teams import Team, vary, varying
@@ -123,8 +123,9 @@ def case(
     lhs: Any,
     rhs: Any,
     *,
+    kind: Any,
     default: Callable[[int], Any],
-    take: Callable[[dict[str, Any]], Any],
+    unsupported: Callable[..., list[str]],
     team: Team,
     precision: Any,
     preferred_element_type: Any,
@@ -134,11 +135,18 @@ def case(
     """What the tables know a product of a rank's operands [m, k] and [k, n] by; None if none of its kind is in them.
 
     Args:
-      default, take: of the case; `default` is by m.
+      kind: the operation's `Config`.
+      default: of the case, by m.
+      unsupported: (*, config) -> all that keeps the kernel for Hopper of a configuration from taking the call.
     """
     alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
     if not alike or rhs_transposed or triton_precision(precision) != "tf32":
         return None
+
+    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
+        config = kind(**settings)
+        return None if config.hopper and unsupported(config=config) else hashable(settings)
+
     return Case(
         operation=operation,
         device_kind=team.device_kind,
@@ -148,6 +156,23 @@ def case(
         default=default,
         take=take,
     )
+
+
+def with_settings(
+    operation: str, by_shape: Any, settings: Mapping[str, Any], unsupported: Callable[..., list[str]]
+) -> Any:
+    """A configuration by shape of a kernel for Hopper, but for the settings by which a caller asks for the kernel.
+
+    Args:
+      unsupported: as of `case`.
+
+    Raises:
+      NotImplementedError: if it cannot take the call.
+    """
+    config = dataclasses.replace(by_shape, **settings)
+    if reasons := unsupported(config=config):
+        raise Unsupported(f"{operation} with hopper=True", reasons)
+    return config
 
 
 def large_tile(dtype: Any, compute_capability: int) -> dict[str, Any]:

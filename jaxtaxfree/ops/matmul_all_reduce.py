@@ -86,7 +86,7 @@ def matmul_all_reduce(
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
     shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
     epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
-    settings = tuple(sorted(settings_of("matmul_all_reduce", Config, config).items()))
+    settings = settings_of("matmul_all_reduce", Config, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
@@ -479,10 +479,8 @@ def choose(
     few, many = decode_hopper_config(m, n, world, dtype, out_dtype=out_dtype, **asked), hopper_config(m, n, world)
     unsupported = functools.partial(unsupported_on_hopper, k, n, out_dtype=out_dtype, residual=residual, **on)
     if settings.get("hopper"):
-        config = dataclasses.replace(few if settings.get("small") else many, **settings)
-        if reasons := unsupported(config=config):
-            raise Unsupported("matmul_all_reduce with hopper=True", reasons)
-        return config
+        by_shape = few if settings.get("small") else many
+        return matmul.with_settings("matmul_all_reduce", by_shape, settings, unsupported)
     faster = matmul.is_faster_for_few(_rows_sent(m, world, few), n, few, many, math.ceil(m / many.block_m))
     hopper = few if faster else many
     if settings.keys() <= asked.keys() and (hopper is few or "shots" not in settings):
@@ -527,20 +525,9 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     def default(m: int) -> Config:
         return choose(m, *rhs.shape, world=team.world, **on, settings={})
 
-    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-        config = Config(**settings)
-        if config.hopper and unsupported_on_hopper(*rhs.shape, config=config, **on):
-            return None
-        return tuple(sorted(settings.items()))
-
+    unsupported = functools.partial(unsupported_on_hopper, *rhs.shape, **on)
     return matmul.case(
-        "matmul_all_reduce",
-        lhs,
-        rhs,
-        default=default,
-        take=take,
-        team=team,
-        **params,
+        "matmul_all_reduce", lhs, rhs, kind=Config, default=default, unsupported=unsupported, team=team, **params
     )
 
 

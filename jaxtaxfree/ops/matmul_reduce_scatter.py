@@ -1,6 +1,7 @@
 """`matmul_reduce_scatter`: the row-parallel half of a tensor-parallel layer."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -90,7 +91,7 @@ def matmul_reduce_scatter(
     epilogue, operands = epilogues.check(
         "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
     )
-    settings = tuple(sorted(settings_of("matmul_reduce_scatter", Config, config).items()))
+    settings = settings_of("matmul_reduce_scatter", Config, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if implementation in ("fused", "simulate") and reasons:
         raise Unsupported("matmul_reduce_scatter", reasons)
@@ -385,7 +386,7 @@ def unsupported_on_hopper(k: int, n: int, *, residual: Any = None, **form: Any) 
     return reasons
 
 
-def _unsupported_with(config: Config, k: int, n: int, *, residual: Any = None, **form: Any) -> list[str]:
+def _unsupported_with(k: int, n: int, *, config: Config, residual: Any = None, **form: Any) -> list[str]:
     """As `unsupported_on_hopper`, of the kernel of this configuration."""
     if config.small:
         return matmul.unsupported_on_hopper(k, n, **form)
@@ -420,17 +421,16 @@ def choose(
     portable = default_config(m, n, world, **on, exact_wire=exact_wire)
     few = decode_hopper_config(m, n, world, dtype, out_dtype, exact_wire=exact_wire)
     many = hopper_config(m, n, world)
+    unsupported = functools.partial(_unsupported_with, k, n, **on, **form)
     if settings.get("hopper"):
-        config = dataclasses.replace(few if settings.get("small") else many, **settings)
-        if reasons := _unsupported_with(config, k, n, **on, **form):
-            raise Unsupported("matmul_reduce_scatter with hopper=True", reasons)
-        return config
+        by_shape = few if settings.get("small") else many
+        return matmul.with_settings("matmul_reduce_scatter", by_shape, settings, unsupported)
     if not settings.keys() <= {"exact_wire"}:
         return dataclasses.replace(portable, **settings)
     row_blocks = world * math.ceil(m / many.block_m)
     hopper = few if matmul.is_faster_for_few(world * m, n, few, many, row_blocks) else many
     rounds = hopper is many and exact_wire  # as it always does
-    return portable if rounds or _unsupported_with(hopper, k, n, **on, **form) else hopper
+    return portable if rounds or unsupported(config=hopper) else hopper
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
@@ -501,13 +501,10 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     def default(m: int) -> Config:
         return choose(m // team.world, *rhs.shape, world=team.world, **on, settings={})
 
-    def take(settings: dict[str, Any]) -> tuple[tuple[str, Any], ...] | None:
-        config = Config(**settings)
-        if config.hopper and _unsupported_with(config, *rhs.shape, **on):
-            return None
-        return tuple(sorted(settings.items()))
-
-    return matmul.case("matmul_reduce_scatter", lhs, rhs, default=default, take=take, team=team, **params)
+    unsupported = functools.partial(_unsupported_with, *rhs.shape, **on)
+    return matmul.case(
+        "matmul_reduce_scatter", lhs, rhs, kind=Config, default=default, unsupported=unsupported, team=team, **params
+    )
 
 
 def _batch_lhs(
