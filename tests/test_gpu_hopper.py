@@ -113,7 +113,8 @@ each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda ope
 @each_operation
 def test_values(mesh: jax.sharding.Mesh, operation: parity.Operation) -> None:
     call, operands = large_call(operation, mesh)
-    want = parity.on_mesh(operation, mesh, implementation="xla")(*operands)
+    # In f32: XLA rounds each sum of two ranks, which is a greater error than ours.
+    want = parity.on_mesh(operation, mesh, implementation="xla", preferred_element_type=jnp.float32)(*operands)
     assert parity.error(jtf.block_until_ready(call(*operands)), want) < parity.TOLERANCE["bfloat16"]
 
 
@@ -140,7 +141,7 @@ def test_every_rank_has_the_same_sums(mesh: jax.sharding.Mesh) -> None:
             call = functools.partial(call, residual=residual.astype(jnp.bfloat16))
             config = {"hopper": True, "small": False, "block_n": block_n, "num_stages": 4, "groups": groups}
             of_ranks = lax.all_gather(call(implementation="fused", config=config).astype(jnp.float32), "tp")
-            wanted = call(implementation="xla").astype(jnp.float32)
+            wanted = call(implementation="xla", preferred_element_type=jnp.float32)
             error = parity.relative_error(of_ranks[lax.axis_index("tp")], wanted, "tp")
             different = lax.psum(jnp.sum(of_ranks != of_ranks[0]), "tp")
             return jnp.where(different == 0, error / parity.TOLERANCE["bfloat16"], jnp.inf)
