@@ -22,7 +22,8 @@ What the functions do for the kernel's author:
   leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
   and signals do nothing.
 
-This is the one file of the project that holds inline assembly. Gluon kernels call it through `shmem_gluon.py`.
+The one file of the project that calls inline assembly; `assembly.py` has its longer texts. Gluon kernels reach this
+one through `shmem_gluon.py`.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 from triton.language.core import builtin
+
+from jaxtaxfree.kernels import assembly
 
 # Scalars of a launch are 32 bits wide, so addresses of regions travel in granules of 2 MiB (in which the heap maps
 # memory anyway) and offsets within a region in lines of 128 bytes.
@@ -313,37 +316,8 @@ def pace(due, cycles: tl.constexpr):
     """
     BACKEND: tl.constexpr = _backend()
     if BACKEND == "cuda" and cycles > 0:
-        due = tl.inline_asm_elementwise(_pace_assembly(cycles), "=&l,l", [due], dtype=tl.int64, is_pure=False, pack=1)
+        due = tl.inline_asm_elementwise(assembly.pace(cycles), "=&l,l", [due], dtype=tl.int64, is_pure=False, pack=1)
     return due
-
-
-@triton.constexpr_function
-def _pace_assembly(cycles):
-    """Assembly that waits for a time, and returns the next one.
-
-    It never waits for longer than that many cycles, even if the program goes on at a multiprocessor with another clock.
-    """
-    return f"""
-    {{
-    .reg .pred p;
-    .reg .b64 now, left;
-    AGAIN:
-    mov.u64 now, %clock64;
-    sub.s64 left, $1, now;
-    setp.le.s64 p, left, 0;
-    @p bra DUE;
-    setp.gt.s64 p, left, {cycles};
-    @p bra DUE;
-    nanosleep.u32 20;
-    bra AGAIN;
-    DUE:
-    bar.warp.sync 0xffffffff;
-    sub.s64 left, now, {4 * cycles};
-    max.s64 left, left, $1;
-    min.s64 left, left, now;
-    add.s64 $0, left, {cycles};
-    }}
-    """
 
 
 @triton.jit
@@ -437,8 +411,8 @@ def receive_parts(
     values = ()
     if BACKEND == "cuda":
         words = tl.inline_asm_elementwise(
-            _parts_assembly(PARTS),
-            _constraints(6 * PARTS + 1, "l", "l", "r", "r", "r", "r", "r", "l"),
+            assembly.parts(PARTS),
+            assembly.constraints(6 * PARTS + 1, "l", "l", "r", "r", "r", "r", "r", "l"),
             [source, pairs, stride * 4, pair_stride * 4, last, (mask & me.ready).to(tl.int32), _call_bit(me), me.base],
             dtype=_words(6 * PARTS + 1),
             is_pure=False,
@@ -484,77 +458,6 @@ def report_late(me, late, peer):
 @triton.constexpr_function
 def _words(count):
     return (tl.int32,) * count
-
-
-@triton.constexpr_function
-def _parts_assembly(parts):
-    """Assembly that polls, of each part, 16 bytes and 8 others, until all words are of this call.
-
-    Results: the words, those of a part together, and 0 or 1 more than the last part that is missing.
-    Operands: two addresses, bytes from one part to the next of each, the last part, whether to wait, the bit that
-    messages of this call have, the region's address.
-    """
-    n = 6 * parts + 1
-    source, pairs, stride, pair_stride, last, wait, bit, base = (f"${n + i}" for i in range(8))
-    words = [[f"${6 * part + i}" for i in range(6)] for part in range(parts)]
-    missing = f"${6 * parts}"
-    lines = [
-        f".reg .pred p, near, miss<{parts}>; .reg .b32 v, polls, late<{parts}>;",
-        f".reg .b64 now, end, at<{parts}>, pair<{parts}>;",
-        *(f"mov.b32 ${i}, 0;" for i in range(n - 1)),
-        f"mov.b32 {missing}, 1;",
-        f"setp.eq.s32 p, {wait}, 0;",
-        "@p bra DONE;",
-        "mov.b64 end, 0;",
-        "mov.b32 polls, 0;",
-        "setp.ne.u32 near, polls, 0;",
-        *(f"setp.eq.u32 miss{part}, polls, 0;" for part in range(parts)),
-    ]
-    for part in range(parts):
-        lines += [
-            f"min.s32 v, {last}, {part};",
-            f"mul.wide.s32 at{part}, v, {stride};",
-            f"add.s64 at{part}, at{part}, {source};",
-            f"mul.wide.s32 pair{part}, v, {pair_stride};",
-            f"add.s64 pair{part}, pair{part}, {pairs};",
-        ]
-    lines += [
-        "AGAIN:",
-        "@near bra LOOK;",
-        *(f"ld.relaxed.sys.global.b32 late{part}, [pair{part}];" for part in range(parts)),
-        *(f"xor.b32 late{part}, late{part}, {bit};" for part in range(parts)),
-        "mov.b32 v, 1;",
-        *(f"and.b32 v, v, late{part};" for part in range(parts)),
-        "setp.ne.u32 p, v, 0;",
-        "@p bra LATE;",
-        "setp.eq.u32 near, v, 0;",
-        "LOOK:",
-    ]
-    for part, (a, b, c, d, top, total) in enumerate(words):
-        lines += [
-            f"@miss{part} ld.relaxed.sys.global.v2.b32 {{{top}, {total}}}, [pair{part}];",
-            f"@miss{part} ld.relaxed.sys.global.v4.b32 {{{a}, {b}, {c}, {d}}}, [at{part}];",
-        ]
-    lines += ["mov.b32 v, 0;"]
-    for part, those in enumerate(words):
-        lines += [
-            f"xor.b32 late{part}, {those[0]}, {bit};",
-            # late | (word ^ bit)
-            *(f"lop3.b32 late{part}, late{part}, {word}, {bit}, 0xF6;" for word in those[1:]),
-            f"and.b32 late{part}, late{part}, 1;",
-            f"setp.ne.u32 miss{part}, late{part}, 0;",
-            f"or.b32 v, v, late{part};",
-        ]
-    lines += [
-        "setp.eq.u32 p, v, 0;",
-        "@p bra CAME;",
-        "LATE:",
-        *_bounded_assembly(32, base, "BLAME"),
-    ]
-    for part in range(parts):
-        lines += [f"and.b32 v, late{part}, 1;", "setp.ne.u32 p, v, 0;", f"@p mov.b32 {missing}, {part + 1};"]
-    lines += ["bra DONE;", "CAME:", f"mov.b32 {missing}, 0;", "DONE:", "bar.warp.sync 0xffffffff;"]
-    return "{\n" + "\n".join(lines) + "\n}"
 
 
 @triton.jit
@@ -685,8 +588,8 @@ def poll_vectors(
         for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
             RANKS: tl.constexpr = min(RANKS_TOGETHER, WORLD - begin)
             found = tl.inline_asm_elementwise(
-                _vectors_assembly(RANKS, CLEARED),
-                _constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
+                assembly.vectors(RANKS, CLEARED),
+                assembly.constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
                 [
                     source + begin * stride,
                     stride * 4,
@@ -829,84 +732,6 @@ def _any(late):
     return some
 
 
-@triton.constexpr_function
-def _vectors_assembly(ranks, cleared):
-    """Assembly that polls 16 bytes of each rank but one until all words have arrived.
-
-    Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
-    are other than 0 (`cleared`), those that are missing are 0; otherwise all 4 of such a rank are -1.
-    Operands: address, bytes from one rank to the next, whether to look, whether the time is over, the rank to leave
-    out, the bit that messages of this call have, the region's address.
-    """
-    missing = 4 * ranks
-    source, stride, wait, over, left_out, bit, base = (f"${missing + 1 + i}" for i in range(7))
-    words = [[f"${4 * rank + i}" for i in range(4)] for rank in range(ranks)]
-    absent = 0 if cleared else -1
-    lines = [f"mov.b32 ${i}, {absent};" for i in range(missing)]
-    lines += [f"mov.b32 ${missing}, 0;"]
-    lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", f"cvt.u64.u32 end, {over};", "mov.b32 polls, 0;"]
-    for rank in range(ranks):
-        lines += [
-            f"mad.wide.u32 at{rank}, {stride}, {rank}, {source};",
-            f"setp.ne.s32 looks{rank}, {left_out}, {rank};",
-        ]
-    lines += ["AGAIN:"]
-    for rank in range(ranks):
-        lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [at{rank}];"]
-    lines += ["mov.pred p, 0;"]
-    for rank, (a, b, c, d) in enumerate(words):
-        if cleared:
-            lines += [f"min.u32 v, {a}, {b};", f"min.u32 least, {c}, {d};", "min.u32 least, least, v;"]
-        else:
-            # 0 if a word has another lowest bit
-            lines += [f"xor.b32 v, {a}, {bit};"]
-            lines += [f"lop3.b32 v, v, {word}, {bit}, 0xF6;" for word in (b, c, d)]
-            lines += ["not.b32 v, v;", "and.b32 least, v, 1;"]
-        lines += [f"setp.eq.and.u32 looks{rank}, least, 0, looks{rank};", f"or.pred p, p, looks{rank};"]
-    lines += ["@!p bra DONE;"]
-    lines += _bounded_assembly(16, base, "LATE")
-    for rank in range(ranks):
-        if not cleared:
-            lines += [f"@looks{rank} mov.b32 {word}, {absent};" for word in words[rank]]
-        lines += [f"@looks{rank} mov.b32 ${missing}, {rank + 1};"]
-    lines += ["DONE:", "bar.warp.sync 0xffffffff;"]
-    registers = f".reg .pred p, looks<{ranks}>; .reg .b32 v, least, polls; .reg .b64 now, end, at<{ranks}>;"
-    return "\n".join(["{", registers, *lines, "}"])
-
-
-@triton.constexpr_function
-def _bounded_assembly(polls, base, late):
-    """Assembly at the end of a look in vain: back to AGAIN, or on to `late` if this rank failed or the time is over.
-
-    It asks for that only once in so many polls, a power of 2, because that takes as long as a look. Uses the registers
-    p, v, now, and polls and end, which are 0 in the beginning.
-    """
-    return [
-        "add.u32 polls, polls, 1;",
-        f"and.b32 v, polls, {polls - 1};",
-        "setp.ne.u32 p, v, 0;",
-        "@p bra AGAIN;",
-        f"ld.volatile.global.b32 v, [{base} + 4];",
-        "setp.ne.u32 p, v, 0;",
-        f"@p bra {late};",
-        "mov.u64 now, %globaltimer;",
-        "setp.ne.u64 p, end, 0;",
-        "@p bra CLOCK;",
-        f"ld.volatile.global.b64 end, [{base} + 16];",
-        "add.u64 end, end, now;",
-        "CLOCK:",
-        "setp.lt.u64 p, now, end;",
-        "@p bra AGAIN;",
-        f"{late}:",
-    ]
-
-
-@triton.constexpr_function
-def _constraints(results, *operands):
-    """Of assembly that writes results before it has read all operands."""
-    return ",".join(["=&r"] * results + list(operands))
-
-
 @triton.jit
 def linger(me, source, count, stride, CLEARED: tl.constexpr = False):
     """Waits for some messages at the least expense, of the memory and of time. A function that receives has to follow.
@@ -927,7 +752,7 @@ def linger(me, source, count, stride, CLEARED: tl.constexpr = False):
     if BACKEND == "cuda":
         # Each thread polls messages of its own, and they meet when all have theirs.
         all_came = tl.inline_asm_elementwise(
-            _linger_assembly(CLEARED),
+            assembly.linger(CLEARED),
             "=r,l,r,r,r,l",
             [source.to(tl.int64), count, stride * 4, _call_bit(me), me.base],
             dtype=tl.int32,
@@ -936,54 +761,6 @@ def linger(me, source, count, stride, CLEARED: tl.constexpr = False):
         )
         came = came & (all_came != 0)
     return came
-
-
-@triton.constexpr_function
-def _linger_assembly(cleared):
-    """Assembly in which each thread polls a word until it has arrived, and that tells all whether all have.
-
-    Operands: the address of the first word, how many, bytes from one to the next, the bit that messages of this call
-    have, the region's address.
-    """
-    arrived = "setp.ne.u32 q, v, 0;" if cleared else "xor.b32 v, v, $4; and.b32 v, v, 1; setp.eq.u32 q, v, 0;"
-    return """
-    {
-    .reg .pred p, q;
-    .reg .b32 i, n, v, failed;
-    .reg .b64 message, now, end;
-    mov.u32 i, %tid.x;
-    mov.u32 n, %ntid.x;
-    mov.u64 end, 0;
-    EACH:
-    setp.ge.u32 p, i, $2;
-    @p bra DONE;
-    mul.wide.u32 message, i, $3;
-    add.u64 message, message, $1;
-    AGAIN:
-    ld.relaxed.sys.global.b32 v, [message];
-    ld.volatile.global.b32 failed, [$5 + 4];
-    ARRIVED
-    @q bra NEXT;
-    setp.ne.u32 q, failed, 0;
-    @q bra DONE;
-    mov.u64 now, %globaltimer;
-    setp.ne.u64 q, end, 0;
-    @q bra CLOCK;
-    ld.volatile.global.b64 end, [$5 + 16];
-    add.u64 end, end, now;
-    CLOCK:
-    setp.lt.u64 q, now, end;
-    @q bra AGAIN;
-    bra DONE;
-    NEXT:
-    add.u32 i, i, n;
-    bra EACH;
-    DONE:
-    bar.warp.sync 0xffffffff;
-    barrier.red.and.pred q, 0, p;
-    selp.b32 $0, 1, 0, q;
-    }
-    """.replace("ARRIVED", arrived)
 
 
 @triton.jit
@@ -1132,39 +909,7 @@ def _poll(me, index, counters, count):
     if BACKEND == "cuda":
         # A thread for each signal polls; the barrier that lets the others go tells them how it ended.
         arrived = tl.inline_asm_elementwise(
-            """
-            {
-            .reg .pred p, q;
-            .reg .b32 v;
-            .reg .b64 signal, now, end;
-            mov.u32 v, %tid.x;
-            setp.ge.u32 p, v, $2;
-            @p bra DONE;
-            mad.wide.u32 signal, v, 4, $1;
-            ld.volatile.global.b64 end, [$4 + 16];
-            ld.acquire.sys.global.b32 v, [signal];
-            sub.s32 v, v, $3;
-            setp.ge.s32 p, v, 0;
-            @p bra DONE;
-            mov.u64 now, %globaltimer;
-            add.u64 end, end, now;
-            AGAIN:
-            ld.acquire.sys.global.b32 v, [signal];
-            sub.s32 v, v, $3;
-            setp.ge.s32 p, v, 0;
-            @p bra DONE;
-            ld.volatile.global.b32 v, [$4 + 4];
-            setp.ne.s32 q, v, 0;
-            @q bra DONE;
-            mov.u64 now, %globaltimer;
-            setp.lt.u64 q, now, end;
-            @q bra AGAIN;
-            DONE:
-            bar.warp.sync 0xffffffff;
-            barrier.red.and.pred q, 0, p;
-            selp.b32 $0, 1, 0, q;
-            }
-            """,
+            assembly.poll(),
             "=r,l,r,r,l",
             [address, counters, count, me.base],
             dtype=tl.int32,
@@ -1200,39 +945,7 @@ def _poll_in_warps(me, signals, counters, count):
     Returns: 1 for each thread, 0 for those of a warp for which the time ran out.
     """
     return tl.inline_asm_elementwise(
-        """
-        {
-        .reg .pred p;
-        .reg .b32 v;
-        .reg .b64 now, end;
-        mov.b32 $0, 1;
-        mov.u32 v, %laneid;
-        setp.ge.u32 p, v, $2;
-        @p bra DONE;
-        ld.acquire.sys.global.b32 v, [$1];
-        sub.s32 v, v, $3;
-        setp.ge.s32 p, v, 0;
-        @p bra DONE;
-        ld.volatile.global.b64 end, [$4 + 16];
-        mov.u64 now, %globaltimer;
-        add.u64 end, end, now;
-        AGAIN:
-        ld.acquire.sys.global.b32 v, [$1];
-        sub.s32 v, v, $3;
-        setp.ge.s32 p, v, 0;
-        @p bra DONE;
-        ld.volatile.global.b32 v, [$4 + 4];
-        setp.ne.s32 p, v, 0;
-        @p bra MISSING;
-        mov.u64 now, %globaltimer;
-        setp.lt.u64 p, now, end;
-        @p bra AGAIN;
-        MISSING:
-        mov.b32 $0, 0;
-        DONE:
-        bar.warp.sync 0xffffffff;
-        }
-        """,
+        assembly.poll_in_warps(),
         "=&r,l,r,r,l",
         [signals, counters, count, me.base],
         dtype=tl.int32,
