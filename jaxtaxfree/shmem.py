@@ -311,7 +311,8 @@ mlir.register_lowering(shmem_call_p, _lower_for_cuda, platform="cuda")
 def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     """The call's region of the heap; None if the program is not for this process's GPUs, and must not find a heap."""
     exported = ctx.module_context.lowering_parameters.for_export
-    if exported or not team.on_gpus:
+    own = any(device.process_index == jax.process_index() for device in team.devices)
+    if exported or not team.on_gpus or not own:  # a process without a device of the mesh builds the program, too
         return None
     shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in)
     # Calls share a region if they run the same kernel with the same constants on the same shapes.

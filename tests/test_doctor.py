@@ -173,6 +173,19 @@ def test_heap_addresses_are_the_heaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.heap_range() == ((0x6000_0000_0000,), size)
 
 
+def test_one_range_of_addresses_is_enough(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserved_address(size: int, hint: int) -> int:
+        if hint == bases[0]:
+            raise RuntimeError("cuMemAddressReserve returned CUDA_ERROR_INVALID_VALUE")
+        return hint
+
+    monkeypatch.delenv("JAXTAXFREE_HEAP_BASE", raising=False)
+    bases, _ = doctor.heap_range()
+    machine(reserved_address=reserved_address)
+    (finding,) = doctor.check_heap_addresses()
+    assert finding.status == "OK" and f"{bases[1]:#x}" in finding.found
+
+
 def test_environment_variables(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine()
     monkeypatch.setenv("JAXTAXFREE_TIMEOUT", "5")

@@ -138,7 +138,7 @@ class DriverModel:
         assert address % GRANULE == size % GRANULE == 0
         assert len(self.store[handle]) == size
         assert any(start <= address and address + size <= start + length for start, length in self.reserved.items())
-        assert not any(other < address + size and address < other + self._size(other) for other in self.mapped)
+        assert not any(other < address + size and address < other + self._size(other) for other in list(self.mapped))
         self.mapped[address] = handle
 
     def unmap(self, address: int, size: int) -> None:
@@ -183,7 +183,7 @@ class DriverModel:
         return len(self.store[self.mapped[address]])
 
     def _start(self, address: int) -> int:
-        return next(start for start in self.mapped if start <= address < start + self._size(start))
+        return next(start for start in list(self.mapped) if start <= address < start + self._size(start))
 
     def _store(self, ordinal: int, address: int, data: bytes) -> None:
         start = self._start(address)
@@ -403,6 +403,43 @@ def test_close_gives_everything_back(alone: CudaHeap, driver: DriverModel) -> No
     assert set(driver.synchronized) == {0, 1, 2, 3}  # before anything is taken from a kernel that runs
 
 
+@pytest.mark.parametrize("call", ("synchronize", "unmap", "clear_caches"))
+@pytest.mark.usefixtures("unopened")
+def test_close_that_fails_half_way(driver: DriverModel, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    calls = []
+
+    def failing(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == (1 if call == "clear_caches" else 2):
+            raise KeyboardInterrupt
+        return inner(*args)
+
+    owner: Any = jax if call == "clear_caches" else driver
+    inner = getattr(owner, call)
+    monkeypatch.setattr(owner, call, failing)
+    heap.region("a", jax_devices(4), 4, LAYOUT)
+    closing: Any = heap._heap
+    with pytest.raises((KeyboardInterrupt, AssertionError)):
+        heap.close()
+    assert len(driver.host) == 0 and closing.records() == []  # not a look at what has been given back
+    monkeypatch.setattr(owner, call, inner)
+    heap.close()
+    if call != "unmap":  # that stays where it is
+        assert driver.leaked == driver.reserved == {}
+        heap.region("a", jax_devices(4), 4, LAYOUT)
+
+
+def test_addresses_are_given_back_if_nobody_can_be_told(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tell(*_: str) -> None:
+        raise HeapError("no coordinator")
+
+    meeting = exchange.Alone()
+    monkeypatch.setattr(meeting, "tell", tell)
+    with pytest.raises(HeapError, match="no coordinator"):
+        CudaHeap(driver, meeting, TIMEOUT)
+    assert driver.reserved == {}
+
+
 def plant(driver: DriverModel, region: Region, position: int, **words: int) -> None:
     """Writes the record that the kernel of a rank writes when it gives up."""
     memory = driver.read(region.address(position), LINE)
@@ -500,6 +537,48 @@ def test_check_names_who_was_late(opened: CudaHeap, driver: DriverModel) -> None
     message = MESSAGE.replace("did not arrive", "came too late").replace("saw 39", "saw 40")
     with pytest.raises(PeerTimeoutError, match=re.escape(message)):
         heap.check()
+
+
+def test_check_understands_counters_that_wrapped_around(opened: CudaHeap, driver: DriverModel) -> None:
+    words = GAVE_UP | {"expected": -(1 << 31) + 5, "seen": (1 << 31) - 3}
+    plant(driver, heap.region("b", jax_devices(4), 2, LAYOUT), 3, **words)
+    with pytest.raises(PeerTimeoutError, match="did not arrive"):
+        heap.check()
+
+
+def test_check_of_a_kernel_that_blames_nobody(opened: CudaHeap, driver: DriverModel) -> None:
+    plant(driver, heap.region("b", jax_devices(4), 2, LAYOUT), 3, **GAVE_UP | {"peer": 2})
+    with pytest.raises(PeerTimeoutError, match=r"waited 2\.5 s for rank 2 \(device none of its team\)"):
+        heap.check()
+
+
+def test_failure_is_told_even_if_later_calls_cannot_be_stopped(
+    opened: CudaHeap, driver: DriverModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    with watched(opened):
+        heap.region("b", jax_devices(4), 2, LAYOUT)
+        driver.fail("write", code="CUDA_ERROR_LAUNCH_FAILED")
+        give_up(driver)
+        with pytest.raises(PeerTimeoutError, match=re.escape(MESSAGE)):
+            sleep(10)
+    assert caplog.messages[0] == MESSAGE
+    assert "CUDA_ERROR_LAUNCH_FAILED" in caplog.text
+
+
+ENDING = """
+import logging
+from jaxtaxfree import heap
+from tests.test_heap import DriverModel, LAYOUT, give_up, jax_devices
+driver = DriverModel()
+heap.Driver = lambda: driver
+heap.region("b", jax_devices(4), 2, LAYOUT)
+give_up(driver)
+"""
+
+
+def test_failure_of_the_last_call_is_logged() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDING], check=True, capture_output=True, text=True)
+    assert "b: rank 1 (device 13) waited 60 s for rank 0 (device 12)" in ended.stderr
 
 
 def test_no_regions_until_reset(opened: CudaHeap, driver: DriverModel) -> None:
@@ -719,9 +798,9 @@ class Store:
         self._values: dict[str, str] = {}
         self._changed = threading.Condition()
 
-    def key_value_set(self, key: str, value: str) -> None:
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None:
         with self._changed:
-            if key in self._values:
+            if key in self._values and not allow_overwrite:
                 raise RuntimeError(f"ALREADY_EXISTS: {key}")
             self._values[key] = value
             self._changed.notify_all()
@@ -730,6 +809,12 @@ class Store:
         with self._changed:
             if not self._changed.wait_for(lambda: key in self._values, timeout_ms / 1000):
                 raise RuntimeError(f"DEADLINE_EXCEEDED: {key}")
+            return self._values[key]
+
+    def key_value_try_get(self, key: str) -> str:
+        with self._changed:
+            if key not in self._values:
+                raise RuntimeError(f"NOT_FOUND: {key}")
             return self._values[key]
 
     def key_value_delete(self, key: str) -> None:
@@ -908,6 +993,243 @@ def test_process_that_does_not_come(pair: list[CudaHeap]) -> None:
     assert pair[0]._driver.leaked == {}
 
 
+def processes_of(monkeypatch: pytest.MonkeyPatch, members: list[Device], patience: float = 2.0) -> list[CudaHeap]:
+    """Heaps of the processes that drive these devices."""
+    monkeypatch.setattr(distributed.global_state, "client", Store())
+    memory: dict[int, Any] = {}
+    heaps = []
+    for process in range(1 + max(device.process for device in members)):
+        own = sum(device.process == process for device in members)
+        driver = DriverModel(own, store=memory, first=process + 1)
+        heaps.append(CudaHeap(driver, exchange.Processes(process, 0, patience), TIMEOUT))
+    return heaps
+
+
+# Teams of two: of processes 0, 1 and 2, 3; and of processes 0, 1 and 0, 2.
+APART = [Device(id=i, process=i, ordinal=0) for i in range(4)]
+OVERLAPPING = [Device(0, 0, 0), Device(1, 1, 0), Device(2, 0, 1), Device(3, 2, 0)]
+
+
+@pytest.mark.parametrize("mesh", (APART, OVERLAPPING))
+def test_failure_in_one_team_is_that_of_all(monkeypatch: pytest.MonkeyPatch, mesh: list[Device]) -> None:
+    heaps = processes_of(monkeypatch, mesh, patience=20.0)
+    heaps[-1]._driver.fail("create", code="CUDA_ERROR_OUT_OF_MEMORY")
+    start = time.monotonic()
+    for result in together(heaps, lambda each: each.region("a", mesh, 2, LAYOUT)):
+        assert isinstance(result, HeapError) and "of device 3 for the symmetric heap" in str(result)
+    assert [each._driver.leaked for each in heaps] == [{}] * len(heaps)
+    heaps[-1]._driver.failures.clear()
+    results = together(heaps, lambda each: each.region("a", mesh, 2, LAYOUT))
+    assert [type(result) for result in results] == [Region] * len(heaps), results
+    assert time.monotonic() - start < 10  # nobody has waited for one that does not come again
+
+
+@pytest.mark.parametrize("heap_is_late", (False, True))
+def test_process_that_comes_late_meets_those_who_try_again(monkeypatch: pytest.MonkeyPatch, heap_is_late: bool) -> None:
+    mesh = APART[:3]
+    heaps = processes_of(monkeypatch, mesh[:2] if heap_is_late else mesh, patience=0.5)
+    for result in together(heaps[:2], lambda each: each.region("a", mesh, 3, LAYOUT)):
+        assert isinstance(result, HeapError) and "for process 2 to set up" in str(result)
+    if heap_is_late:
+        heaps.append(CudaHeap(DriverModel(1, store=heaps[0]._driver.store, first=3), exchange.Processes(2, 0, 0.5), 1))
+    results = together(heaps, lambda each: each.region("a", mesh, 3, LAYOUT))
+    assert [type(result) for result in results] == [Region] * 3, results
+
+
+@pytest.mark.parametrize("error", (KeyboardInterrupt(), OSError("Too many open files"), AssertionError()))
+def test_processes_hear_of_every_failure(
+    pair: list[CudaHeap], monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    pair[0]._exchange._timeout = 20.0
+
+    def create(*_: Any) -> Any:
+        raise error
+
+    start = time.monotonic()
+    with monkeypatch.context() as failing, ThreadPoolExecutor(2) as pool:
+        failing.setattr(pair[1]._driver, "create", create)
+        mine, yours = (pool.submit(each.region, "a", FOUR, 4, LAYOUT) for each in pair)
+        assert isinstance(yours.exception(), type(error))
+        assert isinstance(mine.exception(), HeapError)
+        assert type(error).__name__ in str(mine.exception()) or str(error) in str(mine.exception())
+    assert time.monotonic() - start < 10
+    results = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert [type(result) for result in results] == [Region, Region], results
+
+
+def test_process_that_comes_late_to_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = APART[:2]
+    heaps = processes_of(monkeypatch, mesh, patience=0.5)
+    together(heaps, lambda each: each.region("a", mesh, 2, LAYOUT))
+    with pytest.raises(HeapError, match="for process 1 to set up reset"):
+        heaps[0].reset()
+    for _ in range(2):
+        assert together(heaps, lambda each: each.reset()) == [None, None]
+
+
+def test_process_that_has_missed_a_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART[:3], patience=0.5)
+    together(heaps[:2], lambda each: each.region("a", APART[:2], 2, LAYOUT))
+    for _ in range(2):
+        assert together(heaps[:2], lambda each: each.reset()) == [None, None]
+    together(heaps, lambda each: each.region("b", APART[:3], 3, LAYOUT))
+    idle, clear = heaps[2]._driver.synchronized, heaps[0]._driver.zero
+    before = len(idle)
+
+    def synchronize(_: int) -> None:
+        time.sleep(0.2)
+        idle.append(0)
+
+    def zero(*args: int) -> None:
+        assert len(idle) > before  # nobody clears its memory before all are idle
+        clear(*args)
+
+    monkeypatch.setattr(heaps[2]._driver, "synchronize", synchronize)
+    monkeypatch.setattr(heaps[0]._driver, "zero", zero)
+    assert together(heaps, lambda each: each.reset()) == [None] * 3
+
+
+def test_failure_in_a_reset_is_that_of_all(pair: list[CudaHeap]) -> None:
+    pair[0]._exchange._timeout = 20.0
+    together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    pair[1]._driver.fail("synchronize")
+    start = time.monotonic()
+    for result in together(pair, lambda each: each.reset()):
+        assert isinstance(result, HeapError) and "synchronize failed with CUDA_ERROR_UNKNOWN" in str(result)
+    pair[1]._driver.failures.clear()
+    assert together(pair, lambda each: each.reset()) == [None, None]
+    assert time.monotonic() - start < 10
+
+
+def test_process_that_takes_no_calls_keeps_nobody_waiting(pair: list[CudaHeap]) -> None:
+    pair[1]._exchange._timeout = 20.0
+    for _ in range(3):
+        pair[0].refuse("a", FOUR, 4, "until it is reset")
+    start = time.monotonic()
+    with pytest.raises(HeapError, match="until it is reset"):
+        pair[1].region("a", FOUR, 4, LAYOUT)
+    assert time.monotonic() - start < 10
+    assert together(pair, lambda each: each.reset()) == [None, None]
+    results = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert [type(result) for result in results] == [Region, Region], results
+
+
+def test_failure_holds_for_a_region_that_is_being_made(
+    opened: CudaHeap, driver: DriverModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = opened._join
+
+    def join(*args: Any) -> None:
+        monkeypatch.setattr(opened, "_join", inner)
+        give_up(driver)
+        with pytest.raises(PeerTimeoutError):
+            heap.check()
+        inner(*args)
+
+    monkeypatch.setattr(opened, "_join", join)
+    region = heap.region("a", jax_devices(4), 4, LAYOUT)
+    assert all(failed_flag(driver, region, i) for i in range(4))
+    heap.reset()
+    assert not any(failed_flag(driver, region, i) for i in range(4))
+
+
+@pytest.mark.usefixtures("unopened")
+def test_process_without_a_heap_counts_what_all_call_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heap, "_generation", 0)
+    monkeypatch.setattr(heap, "_resets", 0)
+    opened = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    monkeypatch.setattr(exchange, "Processes", lambda *args: opened.append(args) or exchange.Alone())
+    heap.close()
+    heap.reset()
+    heap.region("a", jax_devices(2), 2, LAYOUT)
+    assert opened[0][:2] == (0, 1)
+    assert heap._heap is not None and heap._heap._resets == 1
+
+
+def test_hosts_have_windows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    meetings = [each._exchange for each in processes_of(monkeypatch, APART)]
+    found = []
+    for i, meeting in enumerate(meetings):
+        monkeypatch.setattr(exchange, "_host", lambda i=i: "ab"[i // 2])
+        found += [meeting.next_window(f"{i}", 3, [i])]
+    assert found == [0, 3, 0, 3]
+
+
+def test_offers_of_several_threads(pair: list[CudaHeap]) -> None:
+    meeting, interval = pair[0]._exchange, sys.getswitchinterval()
+
+    def offer(thread: int) -> None:
+        for _ in range(1000):
+            meeting.offer(f"{thread}", 0, os.open(os.devnull, os.O_RDONLY))
+            meeting.withdraw(f"{thread}")
+
+    for position in range(1000):
+        meeting.offer("many", position, os.open(os.devnull, os.O_RDONLY))
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(offer, range(4)))
+    finally:
+        sys.setswitchinterval(interval)
+        meeting.withdraw("many")
+
+
+def test_thread_that_hands_out_memory_survives(pair: list[CudaHeap], monkeypatch: pytest.MonkeyPatch) -> None:
+    path = pair[0]._exchange.told("its address", [1])[0].partition(" ")[2]
+    accept, failures = socket.socket.accept, [OSError(24, "Too many open files")] * 3
+
+    def failing(self: socket.socket) -> Any:
+        if failures:
+            raise failures.pop()
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    for said in (b"\xff\n", b"", b"nothing\n"):
+        with socket.socket(socket.AF_UNIX) as connection, contextlib.suppress(OSError):
+            connection.connect(path)
+            connection.sendall(said)
+            time.sleep(0.05)
+    results = together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT))
+    assert [type(result) for result in results] == [Region, Region], results
+
+
+def test_process_with_too_many_open_files_says_so(pair: list[CudaHeap], monkeypatch: pytest.MonkeyPatch) -> None:
+    recv_fds = socket.recv_fds
+
+    def truncated(*args: Any) -> Any:
+        said, descriptors, flags, address = recv_fds(*args)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return said, [], flags | socket.MSG_CTRUNC, address
+
+    monkeypatch.setattr(socket, "recv_fds", truncated)
+    for result in together(pair, lambda each: each.region("a", FOUR, 4, LAYOUT)):
+        assert re.match(r"Process \d cannot open what process \d shares .*Too many open files.*ulimit -n", str(result))
+
+
+def test_process_with_a_long_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    monkeypatch.setattr(distributed.global_state, "client", Store())
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    meeting = exchange.Processes(0, 0, 1.0)
+    assert os.listdir(meeting._folder) == ["handles"]
+    meeting.close()
+    assert not os.path.exists(meeting._folder) and not os.listdir(long)
+
+
+def test_store_that_fails_is_not_a_process_that_does_not_come(pair: list[CudaHeap], monkeypatch: Any) -> None:
+    def failing(*_: Any) -> str:
+        raise RuntimeError("CANCELLED: the client is shut down")
+
+    monkeypatch.setattr(pair[0]._exchange._store, "blocking_key_value_get", failing)
+    with pytest.raises(HeapError, match="coordination service does not answer") as found:
+        pair[0].region("a", FOUR, 4, LAYOUT)
+    assert "waited" not in str(found.value)
+
+
 def test_process_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed.global_state, "client", None)
     with pytest.raises(HeapUnavailableError, match=r"call jax\.distributed\.initialize\(\) first"):
@@ -915,7 +1237,7 @@ def test_process_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 SCRIPT = """
-import json, os, sys
+import json, os, signal, sys, threading
 import jax
 rank, world, port = map(int, sys.argv[1:4])
 jax.distributed.initialize(f"127.0.0.1:{port}", world, rank)
@@ -962,6 +1284,14 @@ meeting.meet("end", everyone)
 for each in (meeting, impatient, spread):
     each.close()
 found["folder left"] = os.path.exists(meeting._folder)
+patient = exchange.Processes(rank, 3, 60.0)  # which nothing closes
+if rank == 0:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        patient.told("nothing", [1])
+    except KeyboardInterrupt:
+        found["interrupted"] = True
+found["folder at exit"] = patient._folder
 exchange._host = lambda: "host"
 again = exchange.Processes(rank, 0, 60.0)  # as if the heap could not be opened
 found["again"] = error_of(again.meet, "again", everyone)
@@ -1012,6 +1342,14 @@ def test_real_processes_pass_descriptors(processes: list[dict[str, Any]]) -> Non
         peer = (rank + 1) % WORLD
         assert found["not shared"] == f"HeapError: Process {peer} does not share 'nothing/0' with process {rank}."
         assert found["folder left"] is False
+
+
+def test_real_processes_leave_nothing_behind(processes: list[dict[str, Any]]) -> None:
+    assert not any(os.path.exists(found["folder at exit"]) for found in processes)
+
+
+def test_real_process_that_waits_can_be_interrupted(processes: list[dict[str, Any]]) -> None:
+    assert processes[0]["interrupted"]
 
 
 def test_real_processes_raise_each_others_errors(processes: list[dict[str, Any]]) -> None:

@@ -18,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 
 import jaxtaxfree as jtf
-from jaxtaxfree import shmem_call
+from jaxtaxfree import heap, shmem_call
 from jaxtaxfree.kernels import shmem
+from jaxtaxfree.teams import Team
 from tests.conftest import MeshFactory
 from tests.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
 
@@ -122,6 +123,19 @@ def fails(error: type[Exception], *parts: str) -> Any:
 @pytest.fixture
 def mesh() -> Mesh:
     return mesh_of(4)
+
+
+def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    # JAX lets it build the program, and call it, as those do that have one.
+    def region(name: str, devices: Any, world: int, layout: heap.Layout) -> heap.Region:
+        ids = tuple(device.id for device in devices)
+        return heap.Region(name=name, device_ids=ids, world=world, layout=layout, origin=1, stride=1, magic=1)
+
+    monkeypatch.setattr(Team, "on_gpus", True)
+    monkeypatch.setattr(Team, "compute_capability", 90)
+    monkeypatch.setattr(heap, "region", region)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert TRITON_CALL in lower_for_cuda(on_mesh(mesh, rotate), operand(mesh))
 
 
 @pytest.mark.parametrize(

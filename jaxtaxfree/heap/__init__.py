@@ -16,8 +16,10 @@ Environment variables: JAXTAXFREE_TIMEOUT (seconds that a kernel waits for a pee
 heap).
 """
 
+import atexit
 import ctypes
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +30,7 @@ import jax
 from jaxtaxfree import environment
 from jaxtaxfree.heap import exchange
 from jaxtaxfree.heap.cuda import CudaHeap, Device
-from jaxtaxfree.heap.driver import Driver
+from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
 from jaxtaxfree.heap.layout import Layout, Record, Region
 
@@ -50,7 +52,8 @@ __all__ = [
 _log = logging.getLogger("jaxtaxfree")
 _lock = threading.RLock()
 _heap: "Heap | None" = None
-_generation = 0
+_generation = 0  # how often this process has called `close`, as all others have
+_resets = 0  # likewise, of `reset`
 _timeout: float | None = None  # until the heap opens: what JAXTAXFREE_TIMEOUT says
 _failure: str | None = None  # why the heap takes no more calls
 _delivered = False  # somebody has been told
@@ -64,6 +67,8 @@ class Heap(Protocol):
     timeout: float
 
     def region(self, name: str, devices: Sequence[Any], world: int, layout_: Layout) -> Region: ...
+
+    def refuse(self, name: str, devices: Sequence[Any], world: int, why: str) -> None: ...
 
     def records(self) -> list[tuple[Region, Any, float, Record]]: ...
 
@@ -89,11 +94,15 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
       ValueError: if an environment variable is no time or address.
       HeapError: if memory runs out, or another process fails or does not come.
     """
+    members = [Device.of(device) for device in devices]
     with _lock:
         if _failure is not None:
-            raise PeerTimeoutError(f"The heap takes no calls until jaxtaxfree.heap.reset(): {_failure}")
+            why = f"The heap takes no calls until jaxtaxfree.heap.reset(): {_failure}"
+            if _heap is not None:
+                _heap.refuse(name, members, world, why)
+            raise PeerTimeoutError(why)
         heap = _open()
-    return heap.region(name, [Device.of(device) for device in devices], world, layout)
+    return heap.region(name, members, world, layout)
 
 
 def set_timeout(seconds: float) -> None:
@@ -134,31 +143,36 @@ def block_until_ready[T](x: T) -> T:
 def reset() -> None:
     """Makes the heap usable again after a PeerTimeoutError.
 
-    All processes call it together, when no program runs on their devices.
+    All processes call it together, those that have not used the heap as well, when no program runs on their devices.
     """
-    global _failure, _delivered
+    global _failure, _delivered, _resets
     with _lock:
+        _resets += 1
         if _heap is not None:
             _heap.reset()
         _failure, _delivered = None, False
 
 
 def close() -> None:
-    """Gives the heap's memory back; the next fused operation opens a new one. All processes call it together.
+    """Gives the heap's memory back; the next fused operation opens a new one.
 
+    All processes call it together, those that have not used the heap as well.
     Clears JAX's caches, so that jitted functions are built anew. Programs that were compiled ahead of time
     (`jit(f).lower(x).compile()`) must not run any more: they fail with an illegal address.
     """
-    global _heap, _failure, _delivered
+    global _heap, _failure, _delivered, _generation
     with _lock:
-        if _heap is not None:
-            _heap.close()
-            jax.clear_caches()
-        _heap, _failure, _delivered = None, None, False
+        _generation += 1
+        closing, _heap, _failure, _delivered = _heap, None, None, False
+        if closing is not None:
+            try:
+                closing.close()
+            finally:
+                jax.clear_caches()
 
 
 def _open() -> "Heap":
-    global _heap, _generation
+    global _heap
     if _heap is None:
         timeout, patience = _timeout or environment.timeout(), environment.meeting_timeout()
         try:
@@ -173,11 +187,10 @@ def _open() -> "Heap":
         else:
             meeting = exchange.Processes(jax.process_index(), _generation, patience)
         try:
-            _heap = CudaHeap(driver, meeting, timeout)
+            _heap = CudaHeap(driver, meeting, timeout, _resets)
         except BaseException:
             meeting.close()  # the next attempt is another one
             raise
-        _generation += 1
         threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
     return _heap
 
@@ -190,14 +203,18 @@ def _look() -> None:
     # Ranks give up at about the same time, and a record may appear before all of it has left the device.
     time.sleep(0.01)
     _failure = " ".join(_describe(*found) for found in _heap.records())
-    _heap.fail()
     _log.error("%s", _failure)
+    try:
+        _heap.fail()
+    except DriverError as error:  # of a device that takes no more calls anyway
+        _log.error("The heap cannot stop later calls: %s", error)
 
 
 def _describe(region: Region, device: Any, timeout: float, record: Record) -> str:
     start = region.device_ids.index(device.id) // region.world * region.world
-    culprit = region.device_ids[start + record.peer]
-    came = "did not arrive" if record.seen < record.expected else "came too late"
+    # Whom to blame and what for is said by the kernel, which may be a user's.
+    culprit = region.device_ids[start + record.peer] if 0 <= record.peer < region.world else "none of its team"
+    came = "did not arrive" if (record.seen - record.expected) & 1 << 31 else "came too late"  # counters wrap around
     return (
         f"{region.name}: rank {record.rank} (device {device.id}) waited {timeout:g} s for rank {record.peer} "
         f"(device {culprit}), which {came}: program {record.program} saw {record.seen} of {record.expected} "
@@ -221,6 +238,18 @@ def _watch(heap: "Heap") -> None:
             if _failure is not None and not _delivered:
                 _delivered = True
                 _raise_in_main_thread(_failure)
+
+
+def _look_at_exit(pid: int = os.getpid()) -> None:
+    """A last look, for the log: a program may end before the watcher sees that its last call has failed."""
+    if os.getpid() == pid and _lock.acquire(timeout=1):
+        try:
+            _look()
+        finally:
+            _lock.release()
+
+
+atexit.register(_look_at_exit)
 
 
 def _raise_in_main_thread(message: str) -> None:

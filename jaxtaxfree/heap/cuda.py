@@ -26,6 +26,9 @@ from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
 _RANGES = "its ranges"  # under which a process tells those that it has
+_RESETS = "its resets"  # under which it tells how many it has been through
+_STEPS = ("taken", "joined")  # in which processes make a region
+_LEFT = "left"  # under which a process tells that it has waited for another one in vain
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
 )
@@ -77,13 +80,14 @@ class CudaHeap:
       driver: CUDA's, or a model of it.
       exchange: how to meet the other processes of the job.
       timeout: of a wait in a kernel, in seconds.
+      resets: how often this process was told to reset its heap before it had this one.
 
     Raises:
       HeapUnavailableError: if no range of addresses is free.
       ValueError: if JAXTAXFREE_HEAP_BASE is no address.
     """
 
-    def __init__(self, driver: Driver, exchange: Alone, timeout: float):
+    def __init__(self, driver: Driver, exchange: Alone, timeout: float, resets: int = 0):
         self._driver = driver
         self._exchange = exchange
         self.timeout = timeout
@@ -92,9 +96,16 @@ class CudaHeap:
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
         self._attempts: dict[tuple, int] = {}
-        self._resets = 0
+        self._resets = resets
+        self._refused: list[str] = []
+        self._failed = False
         self._bases = self._reserve()
-        exchange.tell(_RANGES, " ".join(map(hex, self._bases)))
+        try:
+            exchange.tell(_RANGES, " ".join(map(hex, self._bases)))
+        except BaseException:
+            for base in self._bases:
+                driver.unreserve(base, RANGE_BYTES)
+            raise
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -120,7 +131,17 @@ class CudaHeap:
                 region, parts = self._make(key, name, devices, world, layout_)
                 with self._lock:
                     self._regions[key], self._parts[key] = region, parts
+                    if self._failed:  # meanwhile
+                        self._mark(parts)
             return self._regions[key]
+
+    def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
+        """Tells the other processes that this one makes no region before a reset, so that they do not wait for it."""
+        key = (name, tuple(device.id for device in devices), world)
+        with self._lock:
+            if key not in self._regions:
+                self._refused.append(self._next_meeting(key))
+                self._give_up(self._refused[-1], ("window", *_STEPS), HeapError(why))
 
     def records(self) -> list[tuple[Region, Device, float, Record]]:
         """What ranks of this process have left behind when they gave up, and after how many seconds they did."""
@@ -137,38 +158,60 @@ class CudaHeap:
     def fail(self) -> None:
         """Makes every later call on this process's devices give NaN at once, and its peers time out."""
         with self._lock:
-            for part in self._own_parts():
-                address = part.address + layout.device.HEADER_FAILED.value
-                self._driver.write(part.device.ordinal, address, (2).to_bytes(4, "little"))
+            self._failed = True
+            self._mark(self._own_parts())
 
     def reset(self) -> None:
         """Starts every region afresh. All processes call it together, when nothing runs on their devices."""
         with self._lock:
             members = sorted({part.device.process for parts in self._parts.values() for part in parts})
-            self._resets += 1
-            for ordinal in {part.device.ordinal for part in self._own_parts()}:
-                self._driver.synchronize(ordinal)
-            self._exchange.meet(f"reset/{self._resets}/idle", members)
-            for key, parts in self._parts.items():
-                for part in parts:
-                    if part.record_address:
-                        ctypes.memset(part.record_address, 0, RECORD_BYTES)
-                        self._clear(part, self._regions[key])
-            self._exchange.meet(f"reset/{self._resets}/done", members)
+            # After the last one of all members: those who came late to one have been through fewer.
+            self._resets = 1 + max([self._resets, *map(int, self._exchange.heard(_RESETS, members))])
+            while self._exchange.heard(f"reset/{self._resets}/{_LEFT}", members):
+                self._resets += 1
+            meeting = f"reset/{self._resets}"
+            try:
+                with self._together(f"{meeting}/idle", members):
+                    for ordinal in {part.device.ordinal for part in self._own_parts()}:
+                        self._driver.synchronize(ordinal)
+                with self._together(f"{meeting}/done", members):
+                    for key, parts in self._parts.items():
+                        for part in parts:
+                            if part.record_address:
+                                ctypes.memset(part.record_address, 0, RECORD_BYTES)
+                                self._clear(part, self._regions[key])
+            except BaseException as error:
+                self._give_up(meeting, ("idle", "done"), error)
+                raise
+            self._exchange.tell(_RESETS, str(self._resets))
+            while self._refused:
+                self._exchange.tell(f"{self._refused[-1]}/{_LEFT}", "")
+                self._refused.pop()
+            self._failed = False
 
     def close(self) -> None:
         """Gives all memory and addresses back. Programs built on this heap must not run any more."""
-        with self._lock:
+        # All of it is done, even if some of it fails; what is last here comes first.
+        with self._lock, contextlib.ExitStack() as undo:
+            parts = [part for parts in self._parts.values() for part in parts]
+            bases, self._bases = self._bases, []
+            undo.callback(self._exchange.close)
+            for base in bases:
+                undo.callback(self._driver.unreserve, base, RANGE_BYTES)
+            for part in parts:
+                undo.callback(part.close)
             for part in self._own_parts():
-                self._driver.synchronize(part.device.ordinal)
-            for parts in self._parts.values():
-                for part in parts:
-                    part.close()
+                undo.callback(self._driver.synchronize, part.device.ordinal)
+            # From here on nobody looks at what is given back.
             self._parts.clear()
             self._regions.clear()
-            for base in self._bases:
-                self._driver.unreserve(base, RANGE_BYTES)
-            self._exchange.close()
+
+    def _mark(self, parts: Sequence[_Part]) -> None:
+        """Makes later calls fail on those of these parts that are this process's."""
+        for part in parts:
+            if part.record_address:
+                address = part.address + layout.device.HEADER_FAILED.value
+                self._driver.write(part.device.ordinal, address, (2).to_bytes(4, "little"))
 
     def _own_parts(self) -> list[_Part]:
         return [part for parts in self._parts.values() for part in parts if part.record_address]
@@ -208,64 +251,93 @@ class CudaHeap:
     def _make(
         self, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
     ) -> tuple[Region, list[_Part]]:
-        magic = layout.magic(*key)
-        # What a failed attempt told the other processes must not be taken for this one's.
-        attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        meeting = f"{magic:x}/{attempt}"
+        # All processes of the mesh meet, even if their teams have nothing to do with each other: so a failure of one is
+        # that of all, and all of them come, or none, when the region is asked for again.
         processes = sorted({device.process for device in devices})
-        self._exchange.check_host(processes)
-        base = self._common_base(processes)
+        teams = [range(first, first + world) for first in range(0, len(devices), world)]
+        teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
+        placed = [[(i, devices[i]) for i in team] for team in teams]
+        parts: list[_Part] = []
+        meeting = self._next_meeting(key)
+        while self._exchange.heard(f"{meeting}/{_LEFT}", processes):
+            meeting = self._next_meeting(key)  # at which those who have left will be if they try again
+        try:
+            region = self._place(meeting, key, name, devices, world, layout_, processes)
+            with self._together(f"{meeting}/taken", processes):
+                for team in placed:
+                    self._check_access([device for _, device in team])
+                    self._take(region, team, meeting, parts)
+            with self._together(f"{meeting}/joined", processes):
+                for team in placed:
+                    self._join(region, team, meeting, parts)
+        except BaseException as error:
+            self._give_up(meeting, _STEPS, error)
+            with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
+                for part in parts:
+                    undo.callback(part.close)
+            raise
+        finally:
+            self._exchange.withdraw(meeting)
+        return region, parts
+
+    def _next_meeting(self, key: tuple) -> str:
+        """What the next attempt at a region is called; processes that ask equally often call it the same."""
+        attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
+        return f"{layout.magic(*key):x}/{attempt}"
+
+    def _place(
+        self,
+        meeting: str,
+        key: tuple,
+        name: str,
+        devices: Sequence[Device],
+        world: int,
+        layout_: Layout,
+        processes: Sequence[int],
+    ) -> Region:
+        """Finds addresses for a region, the same in all these processes."""
         size = layout_.nbytes
         granules = size // GRANULE
         start = self._exchange.next_window(meeting, granules * len(devices), processes)
+        self._exchange.check_host(processes)
+        base = self._common_base(processes)
         if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
             raise HeapError(
                 f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
                 f"of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
             )
-        region = Region(
+        return Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
             origin=base // GRANULE + start,
             stride=granules,
-            magic=magic,
+            magic=layout.magic(*key),
         )
-        teams = [range(first, first + world) for first in range(0, len(devices), world)]
-        teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
-        members = sorted({devices[i].process for team in teams for i in team})
-        placed = [[(i, devices[i]) for i in team] for team in teams]
-        parts: list[_Part] = []
-        try:
-            with self._together(f"{meeting}/taken", members):
-                for team in placed:
-                    self._check_access([device for _, device in team])
-                    self._take(region, team, meeting, parts)
-            with self._together(f"{meeting}/joined", members):
-                for team in placed:
-                    self._join(region, team, meeting, parts)
-        except BaseException:
-            for part in parts:
-                part.close()
-            raise
-        finally:
-            self._exchange.withdraw(meeting)
-        return region, parts
+
+    def _give_up(self, meeting: str, steps: Sequence[str], error: BaseException) -> None:
+        """Tells whoever waits for this process in a meeting, or comes there later, that it has left."""
+        why = str(error) or f"process {self._exchange.process} stopped with {type(error).__name__}"
+        if isinstance(error, HeapError) and error.waited_in_vain:
+            steps = (*steps, _LEFT)
+        with contextlib.suppress(HeapError):  # then the others find out by waiting
+            for step in steps:
+                self._exchange.tell(f"{meeting}/{step}", why)
 
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
         """Runs a step in all processes; if it fails in one, all raise."""
-        error: HeapError | None = None
+        error: Exception | None = None
         try:
             yield
-        except HeapError as failure:
-            error = failure
         except DriverError as failure:
             error = HeapError(str(failure))
             error.__cause__ = failure
+        except Exception as failure:
+            error = failure
         try:
-            self._exchange.meet(step, members, None if error is None else str(error))
+            self._exchange.meet(step, members, None if error is None else str(error) or type(error).__name__)
         except HeapError as failure:
             raise (error or failure) from failure
 

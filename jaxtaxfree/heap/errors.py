@@ -4,6 +4,8 @@
 class HeapError(RuntimeError):
     """The symmetric heap cannot do what was asked, for example because the devices' memory is full."""
 
+    waited_in_vain = False  # for another process, which may come later
+
 
 class HeapUnavailableError(HeapError):
     """There can be no symmetric heap here: a driver, a device or an address range does not allow it."""
