@@ -48,8 +48,9 @@ def pace(cycles):
 def poll():
     """Each of the first threads of a block polls a signal of its own; the barrier that lets all go says how it ended.
 
-    Result: 1 if all signals came.
-    Operands: the address of the first signal, how many, the count that they have to reach, the region's address.
+    Result: 1 if all signals came, and all threads are ready; the same in all of them.
+    Operands: the address of the first signal, how many, the count that they have to reach, the region's address, 0 in
+    threads that are not ready.
     """
     return """
     {
@@ -80,6 +81,7 @@ def poll():
     @q bra AGAIN;
     DONE:
     bar.warp.sync 0xffffffff;
+    setp.ne.and.s32 p, $5, 0, p;
     barrier.red.and.pred q, 0, p;
     selp.b32 $0, 1, 0, q;
     }

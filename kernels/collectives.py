@@ -45,10 +45,10 @@ def psum_kernel(
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     if TWO_SHOT:
         own = load_parts(me, x_ptr, element, SIZE, PART, PART, WORLD)
-        blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+        blocks, came, late, there = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
         own = (total(blocks, dtype, WORLD),) * WORLD
         all_arrived = arrived + tl.num_programs(0) * WORLD
-        blocks, all_came, all_late = exchange(me, own, sums, all_arrived, WORLD, PROTOCOL, after=late)
+        blocks, all_came, all_late, _ = exchange(me, own, sums, all_arrived, WORLD, PROTOCOL, after=late, there=there)
         store_gathered(out_ptr, blocks, came & all_came, element, SIZE, PART, PART, WORLD)
         reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
         all_reports = clear(me, own[0], sums, all_late, WORLD, PROTOCOL)
@@ -58,7 +58,7 @@ def psum_kernel(
         report(me, own[0], sums, all_reports, PROTOCOL)
     else:
         own = (load_bits(x_ptr + element, element < SIZE),) * WORLD
-        blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+        blocks, came, late, _ = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
         store_bits(out_ptr + element, total(blocks, dtype, WORLD), came, element < SIZE)
         reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
         shmem.finish(me)
@@ -83,7 +83,7 @@ def psum_scatter_kernel(
     me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = load_parts(me, x_ptr, element, SIZE, PART, INNER, WORLD)
-    blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
+    blocks, came, late, _ = exchange(me, own, parts, arrived, WORLD, PROTOCOL)
     store_bits(out_ptr + element, total(blocks, x_ptr.dtype.element_ty, WORLD), came, element < PART)
     reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
     shmem.finish(me)
@@ -109,7 +109,7 @@ def all_gather_kernel(
     me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
     element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     own = (load_bits(x_ptr + element, element < PART),) * WORLD
-    blocks, came, late = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
+    blocks, came, late, _ = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
     store_gathered(out_ptr, blocks, came, element, SIZE, PART, INNER, WORLD)
     reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
     if PROTOCOL == "words":
@@ -130,15 +130,19 @@ def load_parts(me, x_ptr, element, SIZE: tl.constexpr, PART: tl.constexpr, INNER
 
 
 @triton.jit
-def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr, doubts=None, after=None):
+def exchange(
+    me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constexpr, doubts=None, after=None, there=True
+):
     """Puts blocks into the inboxes of rank + 1, rank + 2, ..., and waits for what the program's twins have put here.
 
     Args:
       doubts: where words are to arrive exactly, an inbox for what decides between two patterns; `settle` reads it.
       after: what an earlier exchange has returned as `late`. A thread that missed something there does not wait here.
+      there: what an earlier exchange has returned as such, of which `own` was made: the others are not to take a sum
+        for whole that is not, but to find this rank missing.
 
     Returns: (the block of each rank, words that did not come being NaN; whether the others came, for all elements or
-      for each; `late`, which `clear` takes).
+      for each; `late`, which `clear` takes; which words of the blocks came, or whether all did).
     """
     dtype: tl.constexpr = own[0].dtype
     BLOCK: tl.constexpr = own[0].shape[0]
@@ -150,20 +154,23 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         for i in tl.static_range(1, WORLD):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
             words = shmem.words_of(own[i - 1])
-            shmem.send_words(me, to, words, (me.rank + i) % WORLD)
+            shmem.send_words(me, to, words, (me.rank + i) % WORLD, there)
             if doubts is not None:
                 to = inbox(me, doubts, me.rank, tl.int32, WORDS)
                 shmem.send_words(me, to, words & TOP_BIT, (me.rank + i) % WORLD, (words & ~TOP_BIT) == DOUBTFUL)
         shmem.verify(me)
         stride = tl.num_programs(0) * WORDS
-        words, _, late = shmem.poll_vectors(me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after))
+        words, all_came, late = shmem.poll_vectors(
+            me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after)
+        )
+        there = of_words(all_came)
         own_words = shmem.words_of(own[WORLD - 1])
         for rank in tl.static_range(WORLD):
             blocks = blocks + (shmem.elements_of(tl.where(rank == me.rank, own_words, words[rank]), dtype),)
     elif PROTOCOL == "messages":
         for i in tl.static_range(1, WORLD + 1):
             to = inbox(me, region, me.rank, tl.int32, WORDS)
-            shmem.send(me, to, pack(own[i - 1]), (me.rank + i) % WORLD)
+            shmem.send(me, to, pack(own[i - 1]), (me.rank + i) % WORLD, there)
         shmem.verify(me)
         stride = tl.num_programs(0) * WORDS
         words, all_came, late = shmem.poll_vectors(
@@ -171,17 +178,26 @@ def exchange(me, own, region, arrived, WORLD: tl.constexpr, PROTOCOL: tl.constex
         )
         for rank in tl.static_range(WORLD):
             blocks = blocks + (unpack(words[rank], dtype),)
+        there = of_words(all_came)
         each = all_came[:, None] & (tl.arange(0, BLOCK // (WORDS // 4))[None, :] >= 0)
         came = each.reshape(BLOCK)
     else:
         for i in tl.static_range(1, WORLD + 1):
             shmem.store(me, inbox(me, region, me.rank, dtype, BLOCK), own[i - 1], (me.rank + i) % WORLD)
-        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)
+        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD, there)
         shmem.verify(me)
         came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)
+        there = came
         for rank in tl.static_range(WORLD):
             blocks = blocks + (tl.load(inbox(me, region, rank, dtype, BLOCK)),)
-    return blocks, came, late
+    return blocks, came, late, there
+
+
+@triton.jit
+def of_words(all_came):
+    """What is true of vectors, for each of their words."""
+    each = all_came[:, None] & (tl.arange(0, 4)[None, :] >= 0)
+    return tl.max_constancy(each.reshape(4 * all_came.shape[0]), 4)
 
 
 @triton.jit

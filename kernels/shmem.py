@@ -56,6 +56,7 @@ RECORD_EXPECTED = tl.constexpr(6)
 RECORD_SEEN = tl.constexpr(7)
 RECORD_EPOCH = tl.constexpr(8)
 
+STOP = tl.constexpr(1 << 16)  # among what is late: do not go on waiting
 RANKS_TOGETHER = tl.constexpr(8)  # whose vectors one loop polls, as many as there are registers for
 
 # Positions of launches that have no place in a team.
@@ -163,6 +164,9 @@ def finish(me):
 
     The last statement of every kernel, but for reports of what is missing.
     """
+    OF_TRITON: tl.constexpr = _of_triton()
+    if OF_TRITON:
+        tl.debug_barrier()  # each warp has asked for itself which call this is
     tl.store(me.epochs.to(tl.pointer_type(tl.int64)), me.epoch)
 
 
@@ -248,12 +252,16 @@ def signal(me, index, peer, mask=True):
 
 
 @triton.jit
-def signal_all(me, index, WORLD: tl.constexpr):
-    """Adds 1 to signal `index` of every rank, this one included, at the price of a single `signal`."""
+def signal_all(me, index, WORLD: tl.constexpr, mask=True):
+    """Adds 1 to signal `index` of every rank, this one included, at the price of a single `signal`.
+
+    Args:
+      mask: whether to.
+    """
     tl.debug_barrier()
     peers = tl.arange(0, triton.next_power_of_2(WORLD))
     # One atomic of a few lanes: the fence of a release is paid once for all of them.
-    tl.atomic_add(_signal_of(me, index, peers), 1, mask=(peers < WORLD) & me.ready, sem="release", scope="sys")
+    tl.atomic_add(_signal_of(me, index, peers), 1, mask=(peers < WORLD) & mask & me.ready, sem="release", scope="sys")
 
 
 @triton.jit
@@ -271,7 +279,7 @@ def wait(me, index, count, peer):
     Returns: i1, false if the signal did not come within the heap's timeout; then store NaN. The host raises the error,
       even if the signal came a moment later.
     """
-    arrived = _poll(me, index, 1, count.to(tl.int32)) & me.ready
+    arrived = _poll(me, index, 1, count.to(tl.int32))
     if not arrived:
         report_signal(me, index, count.to(tl.int32), peer)
     return arrived
@@ -280,7 +288,7 @@ def wait(me, index, count, peer):
 @triton.jit
 def wait_all(me, index, count):
     """Waits for one signal of each rank: `index + r` must reach `count` for every rank r. Otherwise like `wait`."""
-    arrived = _poll(me, index, me.world, count.to(tl.int32)) & me.ready
+    arrived = _poll(me, index, me.world, count.to(tl.int32))
     if not arrived:
         report_signals(me, index, count.to(tl.int32))
     return arrived
@@ -768,12 +776,13 @@ def _receive(me, source, peer, mask, patient, CLEARED: tl.constexpr):
     """Waits for messages, of the kind that the receiver makes 0 or of the other one: (i32 words, whether all came)."""
     tl.static_assert(source.numel <= 16384, "shmem.receive and shmem.receive_words take at most 16384 words at a time")
     timeout = _timeout(me)
+    patient = me.ready & patient
     words = _look(source, mask)
-    missing = tl.sum(_missing(me, words, mask, CLEARED))
+    # Threads may disagree on whether to wait, if the rank failed while they began. Their sum is the same in all.
+    missing, going = _count(tl.sum(_missing(me, words, mask, CLEARED) + tl.where(patient, 0, STOP)))
     if missing > 0:
-        end = _patience(me, timeout, patient)
+        end = _deadline(timeout)
         polls = end * 0
-        going = end > 0
         while (missing > 0) & going:
             late_all = _too_late(me, end, polls)
             words = _look(source, mask)
@@ -855,18 +864,18 @@ def _timeout(me):
 
 
 @triton.jit
-def _patience(me, timeout, patient):
-    """How long a `receive` may last: a point in time on CUDA, a number of polls elsewhere. Not positive: no longer."""
+def _deadline(timeout):
+    """How long a `receive` may last: a point in time on CUDA, a number of polls elsewhere."""
     BACKEND: tl.constexpr = _backend()
     if BACKEND == "cuda":
         end = _now() + timeout
     else:
         end = timeout // 1000
-    return tl.where(me.ready & patient, end, 0)
+    return end
 
 
 @triton.jit
-def _too_late(me, patience, polls):
+def _too_late(me, end, polls):
     """0; or what makes `_count` stop, once the time is up or another program has given up.
 
     A thread's own view: threads that read the clock one after the other disagree. So it goes into the sum of what is
@@ -875,16 +884,16 @@ def _too_late(me, patience, polls):
     BACKEND: tl.constexpr = _backend()
     failed = tl.load((me.base + HEADER_FAILED).to(tl.pointer_type(tl.int32)), volatile=True)
     if BACKEND == "cuda":
-        up = _now() >= patience
+        up = _now() >= end
     else:
-        up = polls >= patience
-    return tl.where(up | (failed != 0), 1 << 16, 0)
+        up = polls >= end
+    return tl.where(up | (failed != 0), STOP, 0)
 
 
 @triton.jit
 def _count(late):
     """(messages that are missing, whether to go on waiting), from the sum of what is late and of `_too_late`."""
-    return late & 0xFFFF, late < (1 << 16)
+    return late & (STOP - 1), late < STOP
 
 
 @triton.jit
@@ -902,7 +911,10 @@ def _signal_of(me, index, peer):
 
 @triton.jit
 def _poll(me, index, counters, count):
-    """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out."""
+    """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out or ran out before.
+
+    The answer is the same in all threads, which may disagree on `me.ready` if the rank failed while they began.
+    """
     BACKEND: tl.constexpr = _backend()
     tl.static_assert(_of_triton(), "in Gluon kernels call shmem_gluon.wait")
     address = me.signals + index * 4
@@ -910,8 +922,8 @@ def _poll(me, index, counters, count):
         # A thread for each signal polls; the barrier that lets the others go tells them how it ended.
         arrived = tl.inline_asm_elementwise(
             assembly.poll(),
-            "=r,l,r,r,l",
-            [address, counters, count, me.base],
+            "=r,l,r,r,l,r",
+            [address, counters, count, me.base, me.ready.to(tl.int32)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -930,7 +942,7 @@ def _poll(me, index, counters, count):
                 missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
                 polls -= 1
         tl.debug_barrier()
-        arrived = (missing <= 0).to(tl.int32)
+        arrived = ((missing <= 0) & me.ready).to(tl.int32)
     return arrived != 0
 
 

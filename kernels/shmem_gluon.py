@@ -41,11 +41,11 @@ elements_of = shmem.elements_of
 
 
 @gluon.jit
-def signal_all(me, index, WORLD: gl.constexpr):
+def signal_all(me, index, WORLD: gl.constexpr, mask=True):
     """Adds 1 to signal `index` of every rank. Like `shmem.signal_all`, of what the calling partition has stored."""
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     peers = gl.arange(0, triton.next_power_of_2(WORLD), LANES)
-    shmem.signal(me, index, peers, peers < WORLD)
+    shmem.signal(me, index, peers, (peers < WORLD) & mask)
 
 
 @gluon.jit
@@ -54,7 +54,7 @@ def wait(me, index, count, peer):
 
     Where it is false, `failed` is true from then on, even if the signal came a moment later.
     """
-    arrived = _poll(me, index, 1, count.to(gl.int32)) & me.ready
+    arrived = _poll(me, index, 1, count.to(gl.int32))
     if not arrived:
         shmem.report_signal(me, index, count.to(gl.int32), peer)
     return arrived
@@ -63,7 +63,7 @@ def wait(me, index, count, peer):
 @gluon.jit
 def wait_all(me, index, count):
     """Waits for signal `index + r` of each rank r, of at most 32. Like `shmem.wait_all`, for the calling partition."""
-    arrived = _poll(me, index, me.world, count.to(gl.int32)) & me.ready
+    arrived = _poll(me, index, me.world, count.to(gl.int32))
     if not arrived:
         shmem.report_signals(me, index, count.to(gl.int32))
     return arrived
@@ -75,8 +75,8 @@ def _poll(me, index, counters, count):
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     signals = me.signals + (index + gl.arange(0, 32 * WARPS, LANES) % 32) * 4
-    # The minimum lets no warp go on that disagrees with another one.
-    return gl.min(shmem._poll_in_warps(me, signals, counters, count), 0) != 0
+    # The minimum lets no warp go on that disagrees with another one, on `me.ready` either.
+    return gl.min(shmem._poll_in_warps(me, signals, counters, count) & me.ready.to(gl.int32), 0) != 0
 
 
 @triton.constexpr_function
