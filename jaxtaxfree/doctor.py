@@ -123,6 +123,13 @@ def can_access_peer(ordinal: int, peer: int) -> bool:
     return bool(driver_call("cuDeviceCanAccessPeer", ordinal, peer))
 
 
+def can_add_at_peer(ordinal: int, peer: int) -> bool:
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
+    return bool(driver_call("cuDeviceGetP2PAttribute", attribute, ordinal, peer))
+
+
 def heap_range() -> tuple[tuple[int, ...], int]:
     """Where the symmetric heap asks for its addresses, in order of preference, and for how many."""
     from jaxtaxfree.heap import cuda
@@ -327,15 +334,20 @@ def check_peer_access() -> Finding:
     count = gpu_count()
     if count < 2:
         return Finding("peer access", "note", NO_CUDA_DEVICE if count == 0 else "one CUDA device")
-    access = [[a == b or can_access_peer(a, b) for b in range(count)] for a in range(count)]
-    rows = [
-        f"{a}: " + " ".join("-" if a == b else "yes" if access[a][b] else "NO" for b in range(count))
-        for a in range(count)
-    ]
-    if all(map(all, access)):
-        return Finding("peer access", "OK", "\n".join(rows))
-    mend = "Choose GPUs that reach each other (nvidia-smi topo -p2p r) with CUDA_VISIBLE_DEVICES."
-    return Finding("peer access", "FAIL", "\n".join(rows), mend)
+    peers = [(a, b) for a in range(count) for b in range(count) if a != b]
+    words = {pair: "yes" if can_access_peer(*pair) else "NO" for pair in peers}
+    words |= {pair: "stores" for pair in peers if words[pair] == "yes" and not can_add_at_peer(*pair)}
+    rows = "\n".join(f"{a}: " + " ".join(words.get((a, b), "-") for b in range(count)) for a in range(count))
+    if "NO" in words.values():
+        mend = "Choose GPUs that reach each other (nvidia-smi topo -p2p r) with CUDA_VISIBLE_DEVICES."
+        return Finding("peer access", "FAIL", rows, mend)
+    if "stores" in words.values():
+        mend = (
+            "Signals add up in a peer's memory. CUDA promises that for GPUs with NVLink; here some may be lost, which "
+            "ends in PeerTimeoutError. Then use implementation='xla'."
+        )
+        return Finding("peer access", "note", rows, mend)
+    return Finding("peer access", "OK", rows)
 
 
 @check("virtual memory", INSTALL_CUDA)

@@ -1,9 +1,11 @@
 """`shmem_call`: a Triton or Gluon kernel with symmetric scratch and signals as a JAX operation."""
 
 import concurrent.futures
+import contextlib
 import functools
 import hashlib
 import reprlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -122,6 +124,8 @@ def shmem_call(
     if not isinstance(kernel, triton.JITFunction):
         raise TypeError(f"shmem_call takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
     name = name or kernel.fn.__name__
+    with _undisturbed():
+        hash(kernel)  # which Triton remembers
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
     axes = check_axes(axis_name, name)
@@ -129,10 +133,14 @@ def shmem_call(
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
     if "WORLD" in kernel.arg_names:
         params.setdefault("WORLD", world)
+    params = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
     out_leaves, out_tree = jax.tree.flatten(out_type)
     _check_buffers(name, out_leaves, scratch=scratch, signals=signals, messages=messages, descriptors=descriptors)
     _check_launch(name, grid, num_warps, num_stages, together)
     _check_names(name, [*scratch, *signals, *messages], params)
+    for parameter in kernel.params:
+        if parameter.has_default and not parameter.is_constexpr:  # which jax-triton asks for
+            params.setdefault(parameter.name, parameter.default)
     out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
     grid = tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
     named = {"team", *scratch, *signals, *messages, *params}
@@ -284,6 +292,12 @@ def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: 
     )
 
 
+def _undisturbed() -> contextlib.AbstractContextManager:
+    """While this lasts no simulation runs: one that does has bound Triton's language to itself."""
+    simulator = sys.modules.get("jaxtaxfree.simulator.interpreter")
+    return simulator.lock if simulator else contextlib.nullcontext()
+
+
 def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     from jaxtaxfree.simulator import callback, interpreter  # not for those who do not simulate
 
@@ -301,6 +315,11 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **param
     team = team_of(ctx, params["axes"])
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)
+    if together > 1 and together > (team.multiprocessors or together):
+        raise NotImplementedError(
+            f"{params['name']} has {together} programs that wait for each other (together), and a GPU has "
+            f"{team.multiprocessors} multiprocessors: nothing says that all of them run at once."
+        )
     return _lower_launch(ctx, *args, team=team, region=_region(ctx, team, params), **params)
 
 
@@ -343,7 +362,8 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
         f"{', '.join(f'{key}={reprlib.repr(value)}' for key, value in settings.items() if value is not None)},"
     )
     try:
-        outs = mlir.lower_fun(functools.partial(_launch, **launch), multiple_results=True)(ctx, *args)
+        with _undisturbed():
+            outs = mlir.lower_fun(functools.partial(_launch, **launch), multiple_results=True)(ctx, *args)
     except NotImplementedError:
         raise
     except Exception as error:  # the compiler raises its own kinds, AssertionError and ValueError

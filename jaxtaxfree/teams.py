@@ -45,6 +45,11 @@ class Team:
         return int(self.devices[0].compute_capability.replace(".", ""))
 
     @property
+    def multiprocessors(self) -> int | None:
+        """Of the GPU that has the fewest; None if the program is only built for GPUs."""
+        return min(device.core_count for device in self.devices) if self.on_gpus else None
+
+    @property
     def device_kind(self) -> str:
         """Of the GPUs, such as "NVIDIA H200"; empty if they are of several, or the program is only built for them."""
         kinds = {device.device_kind for device in self.devices} if self.on_gpus else set()

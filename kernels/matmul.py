@@ -33,7 +33,7 @@ def multiply(
     k = tl.arange(0, BLOCK_K)
     lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
     if RHS_TRANSPOSED:
-        rhs_ptrs = rhs_ptr + k[:, None] + n[None, :] * K
+        rhs_ptrs = rhs_ptr + k[:, None] + n[None, :].to(tl.int64) * K
     else:
         rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
     if other_ptr is not None:

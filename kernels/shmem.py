@@ -186,9 +186,9 @@ def scratch(me, region, dtype: tl.constexpr):
 
 @triton.jit
 def _region_of(me, peer):
-    """Address of a peer's region."""
+    """Address of a peer's region; of a lane behind the last rank, as there are where ranks lie in a block, any."""
     if me.stride.dtype.is_ptr():
-        base = tl.load(me.stride + (me.position - me.rank + peer))
+        base = tl.load(me.stride + (me.position - me.rank + tl.minimum(peer, me.world - 1)))
     else:
         base = me.base + (peer - me.rank).to(tl.int64) * me.stride
     return base
@@ -204,7 +204,7 @@ def remote(me, ptr, peer):
     """
     # Whole elements, in a multiple of 16, so that the compiler still sees how the pointers are aligned and keeps
     # 16-byte accesses.
-    size: tl.constexpr = ptr.dtype.scalar.element_ty.primitive_bitwidth // 8
+    size: tl.constexpr = (ptr.dtype.scalar.element_ty.primitive_bitwidth + 7) // 8
     return ptr + (_region_of(me, peer) - me.base) // (16 * size) * 16
 
 
@@ -279,18 +279,20 @@ def wait(me, index, count, peer):
     Returns: i1, false if the signal did not come within the heap's timeout; then store NaN. The host raises the error,
       even if the signal came a moment later.
     """
-    arrived = _poll(me, index, 1, count.to(tl.int32))
+    count = tl.to_tensor(count).to(tl.int32)
+    arrived = _poll(me, index, 1, count)
     if not arrived:
-        report_signal(me, index, count.to(tl.int32), peer)
+        report_signal(me, index, count, peer)
     return arrived
 
 
 @triton.jit
 def wait_all(me, index, count):
     """Waits for one signal of each rank: `index + r` must reach `count` for every rank r. Otherwise like `wait`."""
-    arrived = _poll(me, index, me.world, count.to(tl.int32))
+    count = tl.to_tensor(count).to(tl.int32)
+    arrived = _poll(me, index, me.world, count)
     if not arrived:
-        report_signals(me, index, count.to(tl.int32))
+        report_signals(me, index, count)
     return arrived
 
 
@@ -371,6 +373,7 @@ def send(me, dest, value, peer, mask=True):
       value: f32.
       peer: i32 rank, this one included.
     """
+    tl.static_assert(value.dtype == tl.float32, "shmem.send sends f32 values; send_words sends words of 32 bits")
     words = (value.to(tl.int32, bitcast=True) & -2) | _call_bit(me)
     tl.atomic_store(remote(me, dest, peer), words, mask=mask & me.ready, sem="relaxed", scope="sys")
 

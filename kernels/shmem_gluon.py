@@ -54,18 +54,20 @@ def wait(me, index, count, peer):
 
     Where it is false, `failed` is true from then on, even if the signal came a moment later.
     """
-    arrived = _poll(me, index, 1, count.to(gl.int32))
+    count = gl.to_tensor(count).to(gl.int32)
+    arrived = _poll(me, index, 1, count)
     if not arrived:
-        shmem.report_signal(me, index, count.to(gl.int32), peer)
+        shmem.report_signal(me, index, count, peer)
     return arrived
 
 
 @gluon.jit
 def wait_all(me, index, count):
     """Waits for signal `index + r` of each rank r, of at most 32. Like `shmem.wait_all`, for the calling partition."""
-    arrived = _poll(me, index, me.world, count.to(gl.int32))
+    count = gl.to_tensor(count).to(gl.int32)
+    arrived = _poll(me, index, me.world, count)
     if not arrived:
-        shmem.report_signals(me, index, count.to(gl.int32))
+        shmem.report_signals(me, index, count)
     return arrived
 
 

@@ -80,6 +80,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         compute_capability=(9, 0),
         device_memory=80 * doctor.GIB,
         can_access_peer=True,
+        can_add_at_peer=True,
         reserved_address=lambda size, hint: hint,
         jax_view={"platform": "gpu", "cuda": pool},
         compiled_stage=("cubin", ""),
@@ -171,6 +172,12 @@ def test_heap_addresses_are_the_heaps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert size == 1 << 40
     monkeypatch.setenv("JAXTAXFREE_HEAP_BASE", "0x600000000000")
     assert doctor.heap_range() == ((0x6000_0000_0000,), size)
+
+
+def test_peers_whose_memory_takes_stores_alone(machine: Callable[..., None]) -> None:
+    machine(can_add_at_peer=False)
+    finding = doctor.check_peer_access()[0]
+    assert finding.status == "note" and finding.found == "0: - stores\n1: stores -" and "NVLink" in finding.mend
 
 
 def test_one_range_of_addresses_is_enough(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

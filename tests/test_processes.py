@@ -204,3 +204,36 @@ def test_a_process_that_builds_no_program_is_named(gpus):
     """
     output = run_processes(2, body, gpus=gpus)[0]
     assert "process 0 waited 3 s for process 1" in output.lower(), output[-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("protocol, dtype", (("messages", "int32"), ("signals", "float32"), ("words", "bfloat16")))
+def test_a_sum_that_lacks_a_rank_is_nobodys_result(protocol, dtype):
+    """Rank 2 comes when rank 0 has given up, and rank 1 has not: they are not to add up what rank 0 has not got."""
+    body = """
+    import functools, os, time
+    from jax.sharding import PartitionSpec as P
+    heap.set_timeout(1.0 if rank == 0 else 6.0)
+    call = functools.partial(jtf.psum, axis_name="tp", implementation="fused", config=CONFIG)
+    call = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=False))
+    make = jax.jit(jnp.full, static_argnums=(0, 2), out_shardings=jax.NamedSharding(mesh, P("tp")))
+    for value in (100, 10):
+        jtf.block_until_ready(call(make((3 * 4096,), value, DTYPE)))
+    ones = jax.block_until_ready(make((3 * 4096,), 1, DTYPE))
+    start = time.monotonic()
+    if rank == 2:
+        time.sleep(3)
+    try:
+        result = jtf.block_until_ready(call(ones))
+        print("took for the sum:", set(result.addressable_shards[0].data.tolist()), flush=True)
+    except jtf.PeerTimeoutError as error:
+        print("raised:", error, flush=True)
+    time.sleep(15 - (time.monotonic() - start))
+    os._exit(0)
+    """
+    config = repr({"protocol": protocol, "shots": 2})
+    outputs = run_processes(3, body.replace("CONFIG", config).replace("DTYPE", repr(dtype)), gpus="shared")
+    for rank, output in enumerate(outputs):
+        assert "raised:" in output, output[-3000:]
+        assert f"for rank {2 if rank == 0 else 0} " in output

@@ -78,6 +78,16 @@ def wrong_kernel(x_ptr, team, out_ptr, WRONG: tl.constexpr):
 
 
 @triton.jit
+def scaled_kernel(x_ptr, team, arrived, out_ptr, factor=3, bias_ptr=None, SIZE: tl.constexpr = 64):
+    me = shmem.start(team)
+    shmem.signal(me, arrived, me.rank)
+    came = shmem.wait(me, arrived, 1, me.rank)
+    element = tl.arange(0, SIZE)
+    tl.store(out_ptr + element, tl.where(came, tl.load(x_ptr + element) * factor, float("nan")))
+    shmem.finish(me)
+
+
+@triton.jit
 def wrong_part(out_ptr):
     tl.store(out_ptr, out_ptr.no_such_attribute)
 
@@ -123,6 +133,24 @@ def fails(error: type[Exception], *parts: str) -> Any:
 @pytest.fixture
 def mesh() -> Mesh:
     return mesh_of(4)
+
+
+@pytest.mark.parametrize("params", ({}, {"SIZE": np.int64(64)}, {"factor": np.float32(3)}), ids=str)
+def test_parameters_with_defaults_and_numbers_of_numpy(mesh: Mesh, params: dict[str, Any]) -> None:
+    def call(x: jax.Array, implementation: str = "fused") -> jax.Array:
+        return shmem_call(
+            scaled_kernel, x, axis_name="tp", out_type=x, grid=1, signals={"arrived": 4},
+            implementation=implementation, **params,
+        )  # fmt: skip
+
+    assert TRITON_CALL in lower_for_cuda(on_mesh(mesh, call), operand(mesh))
+
+
+def test_more_programs_together_than_a_gpu_runs(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Team, "multiprocessors", 132)
+    lower_for_cuda(on_mesh(mesh, functools.partial(rotate, grid=256, together=132)), operand(mesh))
+    with fails(NotImplementedError, "rotate_kernel has 133 programs that wait for each other", "132 multiprocessors"):
+        lower_for_cuda(on_mesh(mesh, functools.partial(rotate, grid=256, together=133)), operand(mesh))
 
 
 def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,78 @@ def test_patience_ends() -> None:
 
 
 @triton.jit
+def twice_kernel(team, arrived, out_ptr, WORLD: tl.constexpr):
+    """All ranks raise signal 0, where each was to raise its own; so that of rank 1 never comes."""
+    me = shmem.start(team)
+    shmem.signal_all(me, arrived, WORLD)
+    came = shmem.wait_all(me, arrived, me.epoch)
+    tl.store(out_ptr, came.to(tl.int32))
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_deadlock_behind_a_signal_that_came_twice(seed: int) -> None:
+    with pytest.raises(simulator.DeadlockError) as found:
+        simulator.run(
+            twice_kernel, world=2, grid=1, out_type=shape_of(1, dtype=np.int32), signals={"arrived": 2}, seed=seed
+        )
+    assert found.value.trace is not None and found.value.trace.steps < 1000
+
+
+@triton.jit
+def pushed_kernel(x_ptr, team, inbox, arrived, out_ptr, BLOCK: tl.constexpr):
+    me = shmem.start(team)
+    element = tl.arange(0, BLOCK)
+    box = shmem.scratch(me, inbox, x_ptr.dtype.element_ty) + element
+    shmem.store(me, box, tl.load(x_ptr + element), 1 - me.rank)
+    shmem.signal(me, arrived, 1 - me.rank)
+    shmem.wait(me, arrived, me.epoch, 1 - me.rank)
+    tl.store(out_ptr + element, tl.load(box))
+    shmem.finish(me)
+
+
+def test_truth_values_are_pushed() -> None:
+    truth = shape_of(8, dtype=np.bool_)
+    values = [np.arange(8) % 2 == rank for rank in range(2)]
+    outs, _ = simulator.run(
+        pushed_kernel, values, world=2, grid=1, out_type=truth, scratch={"inbox": truth}, signals={"arrived": 1},
+        BLOCK=8,
+    )  # fmt: skip
+    np.testing.assert_array_equal(outs, values[::-1])
+
+
+@triton.jit
+def adding_kernel(x_ptr, team, sums, zeroed, added, out_ptr, WORLD: tl.constexpr, SCOPE: tl.constexpr):
+    """The sum of all ranks' values, by atomics in each other's scratch."""
+    me = shmem.start(team)
+    total = shmem.scratch(me, sums, tl.int32)
+    tl.store(total, 0)
+    shmem.signal_all(me, zeroed + me.rank, WORLD)
+    shmem.wait_all(me, zeroed, me.epoch)
+    for rank in range(WORLD):
+        tl.atomic_add(shmem.remote(me, total, rank), tl.load(x_ptr), sem="relaxed", scope=SCOPE)
+    shmem.signal_all(me, added + me.rank, WORLD)
+    shmem.wait_all(me, added, me.epoch)
+    tl.store(out_ptr, tl.load(total))
+    shmem.finish(me)
+
+
+def add(scope: str) -> list[Any]:
+    values = [np.array([10**rank], np.int32) for rank in range(3)]
+    one, each = shape_of(1, dtype=np.int32), {"zeroed": 3, "added": 3}
+    outs, _ = simulator.run(
+        adding_kernel, values, world=3, grid=1, out_type=one, scratch={"sums": one}, signals=each, SCOPE=scope
+    )
+    return [int(out[0]) for out in outs]
+
+
+def test_atomics_of_different_gpus_need_the_scope_of_the_system() -> None:
+    assert add("sys") == [111] * 3
+    with pytest.raises(simulator.DataRaceError):
+        add("gpu")
+
+
+@triton.jit
 def ring_kernel(team, token, out_ptr, ROUNDS: tl.constexpr):
     """Rank 1 waits for rank 0 while rank 0's other program still works."""
     me = shmem.start(team)

@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxtaxfree.heap.layout import Layout
+from jaxtaxfree.simulator.errors import SimulationError
 from jaxtaxfree.simulator.session import Launch, Session, Settings
 from jaxtaxfree.simulator.trace import Trace
 from jaxtaxfree.teams import Team
@@ -152,6 +153,8 @@ class _Meeting:
             (call.results,), trace = self._session.run([operands], recording.settings)
         except Exception as error:
             call.error = error
+            if isinstance(error, SimulationError) and error.trace is not None:
+                recording.traces.append(error.trace)
             self._session = Session(self._launch)  # as after `jaxtaxfree.heap.reset`
         else:
             recording.traces.append(trace)

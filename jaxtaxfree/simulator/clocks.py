@@ -180,8 +180,13 @@ class Clocks:
     def _ordered(self, part: Part, event: Event, writer: Event) -> bool:
         """Whether an access comes after a write to the same place."""
         del part
-        if writer.thread == event.thread or writer.verb == event.verb == "atomic":
+        if writer.thread == event.thread:
             return True
+        if writer.verb == event.verb == "atomic":
+            # Those of which one does not reach the other's GPU, or block, are as good as ordinary accesses.
+            enough = ("sys",) if writer.rank != event.rank else ("sys", "gpu")
+            if writer.scope in enough and event.scope in enough:
+                return True
         return self._knows(ORDERED, event, writer)
 
     def _knows(self, row: int, event: Event, other: Event) -> bool:

@@ -75,6 +75,7 @@ class Event:
     step: int
     lines: Stack
     heard: np.ndarray | None = None
+    scope: str = "sys"
     issuer: int | None = None
 
     @property

@@ -98,6 +98,15 @@ class Builder(triton_interpreter.InterpreterBuilder):
     def create_get_program_id(self, axis: int) -> TensorHandle:
         return TensorHandle(np.array([self._machine.program_index[axis]], np.int32), tl.int32)
 
+    @property
+    def grid_idx(self) -> tuple[int, int, int]:
+        """What `tl.device_print` prints."""
+        return self._machine.program_index
+
+    @grid_idx.setter
+    def grid_idx(self, _: object) -> None:
+        pass
+
     def create_get_num_programs(self, axis: int) -> TensorHandle:
         return TensorHandle(np.array([self._machine.grid[axis]], np.int32), tl.int32)
 

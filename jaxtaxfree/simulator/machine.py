@@ -281,6 +281,9 @@ class Machine:
             if not known:
                 del self._waits[program]
             seen.clear()
+        # `wait_all` does not look again at what has come, which may change once more.
+        for address in [address for address, version in seen.items() if counters[address].version != version]:
+            del seen[address]
         for address in looked:
             if address not in counters:
                 counters[address] = Counter()
@@ -300,6 +303,7 @@ class Machine:
             self._program.seen.clear()
         program, clocks = self._program, self._clocks
         event = self._event("atomic")
+        event.scope = scope
         before = {address: ctypes.string_at(address, size) for address in addresses.tolist()}
         for part, _ in parts:
             if part.kind == "operand":
