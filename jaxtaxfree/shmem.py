@@ -107,7 +107,7 @@ def shmem_call(
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
       implementation: "simulate" runs the kernel for all ranks on the CPU, and raises what a GPU would hide; see
         `jaxtaxfree.simulator`. None and "fused" run it on GPUs.
-      **params: the kernel's other parameters: Python scalars, dtypes, strings.
+      **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
 
     Returns: the results, as `out_type`. They vary along `axis_name`.
 
