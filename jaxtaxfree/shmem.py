@@ -121,8 +121,7 @@ def shmem_call(
       jaxtaxfree.CompileError: if the kernel cannot be compiled, or needs more shared memory than there is; likewise.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
-    if not isinstance(kernel, triton.JITFunction):
-        raise TypeError(f"shmem_call takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
+    check_kernel(kernel, "shmem_call")
     name = name or kernel.fn.__name__
     with _undisturbed():
         hash(kernel)  # which Triton remembers
@@ -135,9 +134,9 @@ def shmem_call(
         params.setdefault("WORLD", world)
     params = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
     out_leaves, out_tree = jax.tree.flatten(out_type)
-    _check_buffers(name, out_leaves, scratch=scratch, signals=signals, messages=messages, descriptors=descriptors)
-    _check_launch(name, grid, num_warps, num_stages, together)
-    _check_names(name, [*scratch, *signals, *messages], params)
+    buffers = {"scratch": scratch, "signals": signals, "messages": messages}
+    launch = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
+    check_call(name, out_leaves, grid, params, descriptors=descriptors, **buffers, **launch)
     for parameter in kernel.params:
         if parameter.has_default and not parameter.is_constexpr:  # which jax-triton asks for
             params.setdefault(parameter.name, parameter.default)
@@ -166,6 +165,29 @@ def shmem_call(
             simulate=implementation == "simulate",
         )
     return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
+
+
+def check_kernel(kernel: Any, what: str) -> None:
+    """Raises unless this is a kernel. `what` takes it."""
+    if not isinstance(kernel, triton.JITFunction):
+        raise TypeError(f"{what} takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
+
+
+def check_call(
+    name: str,
+    out_leaves: Sequence[Any],
+    grid: Any,
+    params: Mapping[str, Any],
+    *,
+    num_warps: Any,
+    num_stages: Any,
+    together: Any,
+    **buffers: Any,
+) -> None:
+    """Raises unless these are what `shmem_call` takes."""
+    _check_buffers(name, out_leaves, **buffers)
+    _check_launch(name, grid, num_warps, num_stages, together)
+    _check_names(name, [name for keyword in ("scratch", "signals", "messages") for name in buffers[keyword]], params)
 
 
 def _check_buffers(name: str, out_leaves: Sequence[Any], **given: Any) -> None:

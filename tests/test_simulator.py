@@ -557,6 +557,40 @@ def test_wrong_operands() -> None:
         simulator.run(mixed_kernel, [np.zeros(8, F32)] * 2, world=2, grid=1, out_type=[shape_of(8)] * 2, BLOCK=8)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    (
+        ({"grid": 0}, "a grid of one to three positive whole numbers, not 0"),
+        ({"grid": 1.5}, "a grid of one to three positive whole numbers, not 1.5"),
+        ({"calls": 0}, "calls of at least 1, not 0"),
+        ({"scratch": {"inbox": 8}}, "for scratch 'inbox' an object with shape and dtype, not 8"),
+        ({"out_type": [8]}, "for out_type an object with shape and dtype, not 8"),
+        ({"signals": {"arrived": -1}}, "for signals 'arrived' sizes that are whole numbers and not negative"),
+        ({"together": 0}, "together of at least 1"),
+        ({"BLOCK": [8]}, "constants that can be hashed"),
+    ),
+)
+def test_wrong_calls(wrong: dict[str, Any], message: str) -> None:
+    x = [np.zeros(8, F32)] * 2
+    call = {"world": 2, "grid": 1, "out_type": shape_of(8), "scratch": {"inbox": shape_of(8)}, "BLOCK": 8, "FAULT": ""}
+    with pytest.raises((TypeError, ValueError), match=re.escape(message)):
+        simulator.run(exchange_kernel, x, **{"signals": {"arrived": 1}} | call | wrong)
+
+
+def test_wrong_kinds() -> None:
+    call = {"world": 2, "grid": 1, "out_type": shape_of(8), "BLOCK": 8}
+    with pytest.raises(ValueError, match=r"operands of several kinds, float32\[4\] and float32\[8\]"):
+        simulator.run(exchange_kernel, [np.zeros(8, F32), np.zeros(4, F32)], **call)
+    with pytest.raises(TypeError, match=r"simulator\.run takes a kernel that is decorated"):
+        simulator.run(exchange, **call)
+
+
+def test_grids_of_numpy_numbers() -> None:
+    x = [np.zeros(8, F32)] * 2
+    launch = {"scratch": {"inbox": shape_of(8)}, "signals": {"arrived": 1}, "BLOCK": np.int64(8), "FAULT": ""}
+    simulator.run(exchange_kernel, x, world=2, grid=np.int64(1), out_type=shape_of(8), **launch)
+
+
 def test_the_kernels_stay_as_they_are() -> None:
     before = dict(vars(shmem)), tl.load, tl.tensor.__add__
     exchange()

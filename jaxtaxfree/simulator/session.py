@@ -9,6 +9,7 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree.heap.layout import Layout, header
+from jaxtaxfree.shmem import check_call, check_kernel
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
@@ -281,32 +282,47 @@ def run(
 
     Raises:
       SimulationError: one of its kinds, with the source lines of both sides.
+      TypeError, ValueError: as `shmem_call`; or the ranks have not one operand each of one shape and dtype.
     """
-    del num_stages, cost_estimate
+    del cost_estimate
+    check_kernel(kernel, "simulator.run")
+    name = name or kernel.fn.__name__
     single = hasattr(out_type, "shape")
     out_types = (out_type,) if single else tuple(out_type)
-    scratch, signals, messages = dict(scratch or {}), dict(signals or {}), dict(messages or {})
+    for keyword, number in (("world", world), ("calls", calls)):
+        if number < 1:
+            raise ValueError(f"simulator.run takes {keyword} of at least 1, not {number}.")
     for array in arrays:
         if len(array) != world:
             raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
+        if len(kinds := {f"{each.dtype}{list(each.shape)}" for each in map(np.asarray, array)}) > 1:
+            raise ValueError(f"The ranks have operands of several kinds, {' and '.join(sorted(kinds))}: give one kind.")
     params = dict(params)
     if "WORLD" in kernel.arg_names:
         params.setdefault("WORLD", world)
-    grid = (grid,) if isinstance(grid, int) else tuple(grid)
+    params = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    num_warps = num_warps or 4
+    buffers = {"scratch": scratch or {}, "signals": signals or {}, "messages": messages or {}}
+    check_call(
+        name, out_types, grid, params, descriptors=descriptors or {}, num_warps=num_warps, num_stages=num_stages or 3,
+        together=together, **buffers,
+    )  # fmt: skip
+    grid = tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
     launch = Launch(
         kernel=kernel,
-        name=name or kernel.fn.__name__,
+        name=name,
         world=world,
         grid=grid,
         out_types=out_types,
-        layout=Layout.of(grid, scratch, signals, messages),
+        layout=Layout.of(grid, **buffers),
         params=params,
         descriptors=dict(descriptors or {}),
-        num_warps=num_warps or 4,
+        num_warps=num_warps,
         together=together,
         shapes={
             key: getattr(of, "shape", of)
-            for key, of in {**scratch, **signals, **messages}.items()
+            for named in buffers.values()
+            for key, of in named.items()
             if not isinstance(of, int)
         },
     )
