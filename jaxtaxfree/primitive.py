@@ -31,10 +31,14 @@ class Unsupported(NotImplementedError):
     """An implementation cannot run an operation here; the message says why in full."""
 
     def __init__(self, operation: str, reasons: list[str]):
+        self.operation, self.reasons = operation, reasons
         super().__init__(
             f"The fused kernel of {operation} cannot run here: {'; '.join(reasons)}. implementation=None or 'xla' "
             "uses XLA instead."
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:  # exceptions are made again from their message otherwise
+        return type(self), (self.operation, self.reasons)
 
 
 def check_implementation(implementation: str | None) -> None:
@@ -278,6 +282,8 @@ def _communicating(
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
 
     def why_reference(ctx: Any, params: dict[str, Any]) -> str | None:
+        if any(0 in aval.shape for aval in ctx.avals_in):
+            return "an operand is empty"
         is_slower = dispatch.is_slower(case_of(ctx, params))
         if is_slower is None:
             target = team_of(ctx, params["axes"]).compute_capability

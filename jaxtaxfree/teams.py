@@ -69,6 +69,7 @@ def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...
     Raises:
       NameError: if one is not bound.
       TypeError: if it is no name, and no sequence of names.
+      ValueError: if it names an axis twice.
     """
     several = not isinstance(axis_name, str)
     if several and (not isinstance(axis_name, Iterable) or isinstance(axis_name, jax.Array)):
@@ -76,6 +77,8 @@ def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...
     axes = tuple(axis_name) if several else (axis_name,)
     if wrong := [axis for axis in axes if not isinstance(axis, Hashable)]:
         raise TypeError(f"{operation} takes mesh axes in the tuple axis_name, not {wrong[0]!r}.")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{operation} takes each mesh axis once, not {axes!r}.")
     unbound = [axis for axis in axes if not get_axis_env().axis_exists(axis)]
     if unbound or not axes:
         raise NameError(

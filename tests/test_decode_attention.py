@@ -859,3 +859,36 @@ def test_log_says_why_not(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "decode_attention" in record.getMessage()
     assert "at most 256, not 512" in record.getMessage()
+
+
+def test_new_tokens_without_a_page_are_dropped() -> None:
+    pool, tables = jnp.zeros((3, 4, 1, 2)), jnp.array([[2, 0], [-1, -1]])
+    new = jnp.stack([jnp.full((1, 2), 1.0), jnp.full((1, 2), 99.0)])
+
+    def local(pool: jax.Array) -> jax.Array:
+        return append_kv([pool, pool], new, new, jnp.array([0, 0]), "tp", block_tables=tables)[0]
+
+    call = jax.shard_map(local, mesh=mesh_of(1), in_specs=P("tp"), out_specs=P("tp"))
+    np.testing.assert_array_equal(call(pool), pool.at[2, 0].set(1.0))
+
+
+def test_lengths_of_unsigned_integers() -> None:
+    query, cache = jnp.ones((1, 2, 1, 16)), jnp.ones((1, 4, 1, 16))
+
+    def call(dtype: Any) -> jax.Array:
+        def local(cache: jax.Array) -> jax.Array:
+            return decode_attention(query, cache, cache, "tp", key_value_seq_lengths=jnp.array([1], dtype))
+
+        return jax.shard_map(local, mesh=mesh_of(1), in_specs=P(None, "tp"), out_specs=P())(cache)
+
+    np.testing.assert_array_equal(call(jnp.uint8), call(jnp.int32))
+
+
+@pytest.mark.parametrize(("size", "dtype"), ((192, "bfloat16"), (256, "float32")))
+def test_gpus_of_little_shared_memory(size: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "89")
+    mesh = mesh_of(4)
+    call = functools.partial(decode_attention, axis_name="tp", implementation="fused")
+    call = jax.shard_map(call, mesh=mesh, in_specs=(P(), P(None, "tp"), P(None, "tp")), out_specs=P())
+    keys = jax.ShapeDtypeStruct((2, 4096, 2, size), dtype)
+    assert TRITON_CALL in lower_for_cuda(call, jax.ShapeDtypeStruct((2, 8, 16, size), dtype), keys, keys)

@@ -1,6 +1,7 @@
 """What holds for every operation alike, as a JAX primitive. No GPU needed."""
 
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree import dispatch
+from jaxtaxfree import dispatch, primitive
 from jaxtaxfree.ops import collectives, matmul_all_reduce
 from tests.support import assert_fused, fails, lower_for_cuda, mesh_of, sharded
 
@@ -173,3 +174,55 @@ def test_empty_dimensions(mesh: Mesh, implementation: str | None) -> None:
 def test_what_is_no_activation(mesh: Mesh, name: str, activation: Any) -> None:
     with fails(ValueError, f"{name} has no activation {activation!r}", "'silu'"):
         shaped(mesh, lambda x: OPERATIONS[name](x, "tp", activation=activation))
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows", "columns", "dtype"),
+    (
+        *(
+            (f"matmul_{of}", 8, 12, dtype)
+            for of in ("reduce_scatter", "all_reduce")
+            for dtype in ("int8", "float8_e4m3fn")
+        ),
+        ("all_gather_matmul", 8, 12, "int8"),
+        ("matmul_all_reduce", 0, 12, "float32"),
+        ("matmul_all_reduce", 8, 0, "float32"),
+    ),
+)
+def test_what_no_kernel_takes_is_left_to_xla(operation: str, rows: int, columns: int, dtype: str) -> None:
+    mesh = mesh_of(4)
+
+    def local(x: jax.Array) -> jax.Array:
+        return getattr(jtf, operation)(x, jnp.ones((16, columns), dtype), "tp", preferred_element_type=jnp.float32)
+
+    call = jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+    assert "triton" not in lower_for_cuda(call, sharded(mesh, P("tp"), (4 * rows, 16), dtype))
+
+
+def test_errors_survive_a_pipe() -> None:
+    error = primitive.Unsupported("all_gather_matmul", ["it is too small", "it is too big"])
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_an_axis_named_twice() -> None:
+    mesh = mesh_of(4)
+    call = jax.shard_map(lambda x: jtf.psum(x, ("tp", "tp")), mesh=mesh, in_specs=P("tp"), out_specs=P())
+    with fails(ValueError, "psum takes each mesh axis once, not ('tp', 'tp')"):
+        call(jnp.ones(4))
+
+
+def test_epilogues_under_strict_promotion() -> None:
+    mesh = mesh_of(4)
+    x = jnp.ones((8, 16), jnp.bfloat16)
+    call = jax.shard_map(CALLS["matmul_all_reduce-silu"], mesh=mesh, in_specs=P(None, "tp"), out_specs=P())
+    with jax.numpy_dtype_promotion("strict"):
+        assert call(x).dtype == jnp.bfloat16
+
+
+def test_gradients_with_an_algorithm() -> None:
+    mesh = mesh_of(4)
+    precision = jax.lax.DotAlgorithmPreset.F32_F32_F32
+    for given in (precision, precision.algorithm if hasattr(precision, "algorithm") else None):
+        call = functools.partial(CALLS["all_gather_matmul"], precision=given)
+        on_mesh = jax.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P(None, "tp"))
+        assert jax.grad(lambda x, on_mesh=on_mesh: on_mesh(x).sum())(jnp.ones((32, 16))).shape == (32, 16)

@@ -15,7 +15,7 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
-from jaxtaxfree.ops.matmul import has_big_shared_memory
+from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
 from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
@@ -242,7 +242,7 @@ def reference(
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     positions = spec.placement.positions(rank, world)  # [S]
-    lengths = given.get("lengths", jnp.full((b,), world * spec.placement.slots, jnp.int32))
+    lengths = given.get("lengths", jnp.full((b,), world * spec.placement.slots)).astype(jnp.int32)
     of_token = lengths[:, None] - t + jnp.arange(t)  # [B, T]
     seen = positions <= of_token[:, :, None]  # [B, T, S]
     if spec.window is not None:
@@ -453,7 +453,10 @@ def default_config(
     width = sum(map(next_power_of_2, head_sizes))
     # The tiles of a stage may take 32 KiB: then two programs share an SM and leave room for a merging one.
     widest = max(np.dtype(cache_dtype).itemsize, np.dtype(dtype).itemsize)
-    block_s = max(16, min(64, next_power_of_2(32 * 1024 // (width * widest) + 1) // 2))
+    little = has_little_shared_memory(compute_capability)
+    if little and width * widest > 1024:
+        block_r = min(block_r, 32)
+    block_s = max(16, min(64, next_power_of_2((16 if little else 32) * 1024 // (width * widest) + 1) // 2))
     num_warps = 8 if width * widest >= 1024 else 4  # 4 have too few registers for rows of more
     groups = batch * kv_heads * math.ceil(rows / block_r)
     places = _MULTIPROCESSORS.get(compute_capability, 132)
@@ -475,7 +478,8 @@ def default_config(
         alone=alone,
         merge_rows=merge_rows,
         num_warps=num_warps,
-        num_stages=6 if single else 5 if paged else 3,  # pages are looked up stages before
+        # Pages are looked up stages before.
+        num_stages=6 if single else 2 if little and width * widest > 1024 else 5 if paged else 3,
     )
 
 

@@ -84,7 +84,8 @@ NONE = Epilogue()
 
 def wide_type(dtype: Any) -> Any:
     """In which a result of this dtype is computed."""
-    return jnp.promote_types(dtype, jnp.float32)
+    with jax.numpy_dtype_promotion("standard"):
+        return jnp.promote_types(dtype, jnp.float32)
 
 
 def check(

@@ -60,7 +60,7 @@ def _contract(x: Any, y: Any, swapped: bool, dtype: Any, params: dict[str, Any])
 
 def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> Any:
     axes, precision, implementation = (params[name] for name in ("axes", "precision", "implementation"))
-    if isinstance(precision, tuple):
+    if isinstance(precision, tuple) and not isinstance(precision, lax.DotAlgorithm):
         precision = precision[0] if precision[0] == precision[1] else None
     if lhs.dtype != rhs.dtype:
         implementation = None  # the kernels take one dtype, and who insisted on them gave one

@@ -166,17 +166,17 @@ def append_kv(
       axis_name: the mesh axis, or axes, along which the cache is sharded.
       placement, block_size, kv_layout, block_tables: as in `decode_attention`.
 
-    Returns: the cache with the new tokens, of the type of `cache`. Tokens at positions past its end are dropped.
+    Returns: the cache with the new tokens, of the type of `cache`. Tokens at positions past its end, or before its
+      beginning, are dropped, and so are those of pages that are -1: a sequence that takes no token has the length -T.
 
     Raises:
       ValueError: if the arguments do not fit together.
       NameError: if `axis_name` is not bound.
     """
     axes = check_axes(axis_name, "append_kv")
-    if len(cache) not in (2, 4):
-        raise ValueError(
-            f"append_kv takes a cache (key, value) or (key, value, key_scale, value_scale), not of {len(cache)} parts."
-        )
+    if not isinstance(cache, tuple | list) or len(cache) not in (2, 4):
+        found = f"of {len(cache)} parts" if isinstance(cache, tuple | list) else repr(cache)
+        raise ValueError(f"append_kv takes a cache (key, value) or (key, value, key_scale, value_scale), not {found}.")
     scales = (None if x is None else jnp.asarray(x) for x in cache[2:])
     parts = KVCache(jnp.asarray(cache[0]), jnp.asarray(cache[1]), *scales)
     key, value, lengths = jnp.asarray(key), jnp.asarray(value), jnp.asarray(lengths)
@@ -196,8 +196,8 @@ def append_kv(
     else:
         row = jnp.take_along_axis(block_tables, jnp.minimum(slot // page_size, block_tables.shape[1] - 1), axis=1)
         inside = slot % page_size
-    # What is not this rank's goes past the end, each to a row of its own, and is dropped.
-    row = jnp.where(slot < slots, row, parts.key.shape[0] + jnp.arange(slot.size).reshape(slot.shape))
+    # What is not this rank's, or on no page, goes past the end, each to a row of its own, and is dropped.
+    row = jnp.where((slot < slots) & (row >= 0), row, parts.key.shape[0] + jnp.arange(slot.size).reshape(slot.shape))
     at = (row, inside) if kv_layout == "BSKH" else (row, slice(None), inside)
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
@@ -216,7 +216,8 @@ def append_kv(
         put_scale(parts.key_scale, key_scale),
         put_scale(parts.value_scale, value_scale),
     )
-    return out if isinstance(cache, KVCache) else tuple(out[: len(cache)])
+    same: Any = type(cache)
+    return same(*out[: len(cache)]) if hasattr(cache, "_fields") else same(out[: len(cache)])
 
 
 def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

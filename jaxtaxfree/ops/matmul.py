@@ -203,9 +203,14 @@ def has_big_shared_memory(compute_capability: int) -> bool:
     return SHARED_MEMORY.get(compute_capability, 0) >= 227 << 10
 
 
+def has_little_shared_memory(compute_capability: int) -> bool:
+    """Whether a block may have 99 KiB of shared memory, as on GPUs that are not for data centres."""
+    return SHARED_MEMORY.get(compute_capability, 1 << 20) < 128 << 10
+
+
 def _wide(dtype: Any) -> int:
     """1 for bf16 and f16, 2 for f32: shared memory holds half as much of K."""
-    return np.dtype(dtype).itemsize // 2
+    return max(1, np.dtype(dtype).itemsize // 2)  # asked of 8 bits, too, which no kernel takes
 
 
 def tiles(m: int, n: int, config: Any) -> int:
