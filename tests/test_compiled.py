@@ -107,8 +107,12 @@ def polls_in(program: list[Statement], loop: range) -> bool:
     return body[-1].guarded and any(s.starts("ld.acquire") for s in body) and not any(map(is_barrier, body))
 
 
-def waits_that_do_not_wait(program: list[Statement], waits: int) -> list[str]:
-    """A wait polls at system scope in a loop that may end, and lets the block go on through a barrier."""
+def waits_that_do_not_wait(program: list[Statement], waits: int, *, of_a_warp: bool = False) -> list[str]:
+    """A wait polls at system scope in a loop that may end, and lets the block go on through a barrier.
+
+    Args:
+      of_a_warp: a partition of one warp waits, which is a barrier of its own.
+    """
     acquires = [i for i, statement in enumerate(program) if statement.starts("ld.acquire")]
     wrong = [f"not at system scope: {program[i].text}" for i in acquires if not program[i].has("sys")]
     polls = [loop for loop in loops(program) if polls_in(program, loop)]
@@ -116,12 +120,14 @@ def waits_that_do_not_wait(program: list[Statement], waits: int) -> list[str]:
     wrong += [f"polls once: {program[i].text}" for i in acquires if program[i].scope not in looped]
     if len(polls) < waits:
         wrong.append(f"{len(polls)} polling loops for {waits} waits")
+
+    def lets_go(statement: Statement) -> bool:
+        return is_barrier(statement) or (of_a_warp and statement.starts("bar.warp.sync"))
+
     for poll in polls:
         rest = program[poll.stop :]
-        after = next(
-            (statement for statement in rest if is_barrier(statement) or touches_global_memory(statement)), None
-        )
-        if after is None or not is_barrier(after):
+        after = next((statement for statement in rest if lets_go(statement) or touches_global_memory(statement)), None)
+        if after is None or not lets_go(after):
             wrong.append("no barrier behind a wait")
     return wrong
 

@@ -523,7 +523,7 @@ MUTANTS = (
         kernel="psum_scatter",
         edits=(
             (
-                "send_words(me, to, words, (me.rank + i) % WORLD)",
+                "send_words(me, to, words, (me.rank + i) % WORLD, there)",
                 "send_words(me, to, words, (me.rank + i) % WORLD, tl.arange(0, WORDS) < WORDS - 1)",
             ),
         ),
@@ -533,11 +533,11 @@ MUTANTS = (
         name="wait before the signal of parts",
         kernel="psum_scatter",
         edits=(
-            ("        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)\n", ""),
+            ("        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD, there)\n", ""),
             (
                 "        came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)\n",
                 "        came = shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)\n"
-                "        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD)\n",
+                "        shmem.signal_all(me, arrived + tl.program_id(0) * WORLD + me.rank, WORLD, there)\n",
             ),
         ),
         errors=(DeadlockError,),
