@@ -124,15 +124,13 @@ def shmem_call(
     check_kernel(kernel, "shmem_call")
     name = name or kernel.fn.__name__
     with _undisturbed():
-        hash(kernel)  # which Triton remembers
+        hash(kernel)  # which Triton remembers, with the key that `_digest` takes
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
     axes = check_axes(axis_name, name)
     world = lax.axis_size(axes)
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
-    if "WORLD" in kernel.arg_names:
-        params.setdefault("WORLD", world)
-    params = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    params = constants_of(kernel, params, world)
     out_leaves, out_tree = jax.tree.flatten(out_type)
     buffers = {"scratch": scratch, "signals": signals, "messages": messages}
     launch = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
@@ -141,7 +139,7 @@ def shmem_call(
         if parameter.has_default and not parameter.is_constexpr:  # which jax-triton asks for
             params.setdefault(parameter.name, parameter.default)
     out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
-    grid = tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
+    grid = sizes_of(grid)
     named = {"team", *scratch, *signals, *messages, *params}
     arrays = [jnp.asarray(arg) for arg in args]
     _check_parameters(kernel, name, arrays, out_types, named, descriptors)
@@ -171,6 +169,17 @@ def check_kernel(kernel: Any, what: str) -> None:
     """Raises unless this is a kernel. `what` takes it."""
     if not isinstance(kernel, triton.JITFunction):
         raise TypeError(f"{what} takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
+
+
+def constants_of(kernel: Any, params: Mapping[str, Any], world: int) -> dict[str, Any]:
+    """The kernel's other parameters: those given, as Python's numbers, and WORLD if it has that."""
+    given = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    return {"WORLD": world} | given if "WORLD" in kernel.arg_names else given
+
+
+def sizes_of(grid: Any) -> tuple[int, ...]:
+    """A grid, or the one size of it, as Python's numbers."""
+    return tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
 
 
 def check_call(
@@ -321,10 +330,9 @@ def _undisturbed() -> contextlib.AbstractContextManager:
 
 
 def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
-    from jaxtaxfree.simulator import callback, interpreter  # not for those who do not simulate
+    from jaxtaxfree.simulator import callback  # not for those who do not simulate
 
-    with interpreter.lock:  # a kernel cannot be hashed while Triton's language is bound to a simulation
-        identity = _digest(params)
+    identity = _digest(params)
     for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
     call = functools.partial(callback.simulate, team=team_of(ctx, params["axes"]), identity=identity, **params)

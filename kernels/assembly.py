@@ -52,8 +52,8 @@ def poll():
     Operands: the address of the first signal, how many, the count that they have to reach, the region's address, 0 in
     threads that are not ready.
     """
-    return """
-    {
+    return f"""
+    {{
     .reg .pred p, q;
     .reg .b32 v;
     .reg .b64 signal, now, end;
@@ -66,25 +66,13 @@ def poll():
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;
-    mov.u64 now, %globaltimer;
-    add.u64 end, end, now;
-    AGAIN:
-    ld.acquire.sys.global.b32 v, [signal];
-    sub.s32 v, v, $3;
-    setp.ge.s32 p, v, 0;
-    @p bra DONE;
-    ld.volatile.global.b32 v, [$4 + 4];
-    setp.ne.s32 q, v, 0;
-    @q bra DONE;
-    mov.u64 now, %globaltimer;
-    setp.lt.u64 q, now, end;
-    @q bra AGAIN;
+    {_until_signal("signal", "DONE")}
     DONE:
     bar.warp.sync 0xffffffff;
     setp.ne.and.s32 p, $5, 0, p;
     barrier.red.and.pred q, 0, p;
     selp.b32 $0, 1, 0, q;
-    }
+    }}
     """
 
 
@@ -96,9 +84,9 @@ def poll_in_warps():
     Operands: the address of the thread's signal, how many threads of a warp poll, the count that the signals have to
     reach, the region's address.
     """
-    return """
-    {
-    .reg .pred p;
+    return f"""
+    {{
+    .reg .pred p, q;
     .reg .b32 v;
     .reg .b64 now, end;
     mov.b32 $0, 1;
@@ -110,24 +98,36 @@ def poll_in_warps():
     setp.ge.s32 p, v, 0;
     @p bra DONE;
     ld.volatile.global.b64 end, [$4 + 16];
-    mov.u64 now, %globaltimer;
-    add.u64 end, end, now;
-    AGAIN:
-    ld.acquire.sys.global.b32 v, [$1];
-    sub.s32 v, v, $3;
-    setp.ge.s32 p, v, 0;
-    @p bra DONE;
-    ld.volatile.global.b32 v, [$4 + 4];
-    setp.ne.s32 p, v, 0;
-    @p bra MISSING;
-    mov.u64 now, %globaltimer;
-    setp.lt.u64 p, now, end;
-    @p bra AGAIN;
+    {_until_signal("$1", "MISSING")}
     MISSING:
     mov.b32 $0, 0;
     DONE:
     bar.warp.sync 0xffffffff;
-    }
+    }}
+    """
+
+
+@triton.constexpr_function
+def _until_signal(signal, late):
+    """Polls `signal` until it has reached the count $3, and goes to DONE; to `late` if this rank failed, and on if the
+    time is over.
+
+    Uses the registers p, which is true at DONE, q, v and now, and end, which holds how long it may last.
+    """
+    return f"""
+    mov.u64 now, %globaltimer;
+    add.u64 end, end, now;
+    AGAIN:
+    ld.acquire.sys.global.b32 v, [{signal}];
+    sub.s32 v, v, $3;
+    setp.ge.s32 p, v, 0;
+    @p bra DONE;
+    ld.volatile.global.b32 v, [$4 + 4];
+    setp.ne.s32 q, v, 0;
+    @q bra {late};
+    mov.u64 now, %globaltimer;
+    setp.lt.u64 q, now, end;
+    @q bra AGAIN;
     """
 
 

@@ -163,7 +163,7 @@ def exchange(
         words, all_came, late = shmem.poll_vectors(
             me, vectors(me, region, WORDS), stride, WORLD, patient=came_before(after)
         )
-        there = of_words(all_came)
+        there = tl.max_constancy(of_each(all_came, 4), 4)
         own_words = shmem.words_of(own[WORLD - 1])
         for rank in tl.static_range(WORLD):
             blocks = blocks + (shmem.elements_of(tl.where(rank == me.rank, own_words, words[rank]), dtype),)
@@ -178,9 +178,8 @@ def exchange(
         )
         for rank in tl.static_range(WORLD):
             blocks = blocks + (unpack(words[rank], dtype),)
-        there = of_words(all_came)
-        each = all_came[:, None] & (tl.arange(0, BLOCK // (WORDS // 4))[None, :] >= 0)
-        came = each.reshape(BLOCK)
+        there = tl.max_constancy(of_each(all_came, 4), 4)
+        came = of_each(all_came, BLOCK // (WORDS // 4))
     else:
         for i in tl.static_range(1, WORLD + 1):
             shmem.store(me, inbox(me, region, me.rank, dtype, BLOCK), own[i - 1], (me.rank + i) % WORLD)
@@ -194,10 +193,10 @@ def exchange(
 
 
 @triton.jit
-def of_words(all_came):
-    """What is true of vectors, for each of their words."""
-    each = all_came[:, None] & (tl.arange(0, 4)[None, :] >= 0)
-    return tl.max_constancy(each.reshape(4 * all_came.shape[0]), 4)
+def of_each(all_came, COUNT: tl.constexpr):
+    """What is true of vectors, for each of the COUNT things in them: words, or elements."""
+    each = all_came[:, None] & (tl.arange(0, COUNT)[None, :] >= 0)
+    return each.reshape(COUNT * all_came.shape[0])
 
 
 @triton.jit

@@ -578,6 +578,7 @@ def _slower(
     *_: Any,
     axes: tuple[str, ...],
     precision: Any,
+    preferred_element_type: Any,
     rhs_transposed: bool,
     compute_capability: int,
     epilogue: Epilogue = NONE,
@@ -589,7 +590,7 @@ def _slower(
     rows = world * math.prod(lhs.shape[:-1])
     if world == 1:
         return "there is one rank, so nothing to gather"
-    if why := matmul.slower(lhs, precision, rows, 2 * rows * math.prod(rhs.shape)):
+    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
         return why
     on = {"world": world, "dtype": lhs.dtype, "compute_capability": compute_capability, "epilogue": epilogue}
     form = {"rhs_transposed": rhs_transposed, "return_gathered": return_gathered}

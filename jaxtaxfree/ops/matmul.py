@@ -107,10 +107,14 @@ def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: A
     return reasons
 
 
-def slower(lhs: Any, precision: Any, rows: int, flops: float) -> str | None:
-    """Why XLA's product of f32 operands is known to be faster, if it is. Measured on H200."""
+def slower(lhs: Any, rhs: Any, rows: int, *, precision: Any, preferred_element_type: Any) -> str | None:
+    """Why XLA takes a product of so many rows, if it does whatever the configuration: no kernel takes the operands, or
+    XLA's product of f32 is known to be faster. Measured on H200.
+    """
+    if reasons := unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type):
+        return f"the kernel cannot run here: {'; '.join(reasons)}"
     if lhs.dtype == np.float32:
-        if triton_precision(precision) != "tf32" and flops > 1e8:
+        if triton_precision(precision) != "tf32" and 2 * rows * math.prod(rhs.shape) > 1e8:
             # Triton multiplies such operands without tensor cores: 6 TFLOP/s.
             return "XLA's f32 products of more than TF32 precision are faster than Triton's"
         if rows > 64:
@@ -210,7 +214,7 @@ def has_little_shared_memory(compute_capability: int) -> bool:
 
 def _wide(dtype: Any) -> int:
     """1 for bf16 and f16, 2 for f32: shared memory holds half as much of K."""
-    return max(1, np.dtype(dtype).itemsize // 2)  # asked of 8 bits, too, which no kernel takes
+    return np.dtype(dtype).itemsize // 2
 
 
 def tiles(m: int, n: int, config: Any) -> int:

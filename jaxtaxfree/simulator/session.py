@@ -9,7 +9,7 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree.heap.layout import Layout, header
-from jaxtaxfree.shmem import check_call, check_kernel
+from jaxtaxfree.shmem import check_call, check_kernel, constants_of, sizes_of
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
@@ -297,17 +297,14 @@ def run(
             raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
         if len(kinds := {f"{each.dtype}{list(each.shape)}" for each in map(np.asarray, array)}) > 1:
             raise ValueError(f"The ranks have operands of several kinds, {' and '.join(sorted(kinds))}: give one kind.")
-    params = dict(params)
-    if "WORLD" in kernel.arg_names:
-        params.setdefault("WORLD", world)
-    params = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    params = constants_of(kernel, params, world)
     num_warps = num_warps or 4
     buffers = {"scratch": scratch or {}, "signals": signals or {}, "messages": messages or {}}
     check_call(
         name, out_types, grid, params, descriptors=descriptors or {}, num_warps=num_warps, num_stages=num_stages or 3,
         together=together, **buffers,
     )  # fmt: skip
-    grid = tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
+    grid = sizes_of(grid)
     launch = Launch(
         kernel=kernel,
         name=name,
