@@ -2,14 +2,14 @@
 
 A fused operation has two implementations of one meaning: a reference in plain `lax` and a kernel. Which one runs is
 decided when the program is lowered, so one traced program serves every platform. Transformations go through the
-reference, unless the operation has a rule of its own: `batch_lhs` here, derivatives in `jaxtaxfree.ops.gradients`.
+reference, unless the operation has a rule of its own: `batch` here, derivatives in `jaxtaxfree.ops.gradients`.
 """
 
 import dataclasses
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,6 +25,11 @@ _log = logging.getLogger("jaxtaxfree")
 IMPLEMENTATIONS = (None, "fused", "xla", "simulate")
 # What the kernels take and give, apart from quantised operands.
 DTYPES = ("float32", "bfloat16", "float16")
+
+
+# (operands, their batch dimensions or None, size of the batch, **params) -> the operands, and the parameters that
+# change, of one call for all examples, whose results have these as their first dimension; or why there is none such.
+Batch = Callable[..., tuple[Sequence[jax.Array], dict[str, Any]] | str]
 
 
 class Unsupported(NotImplementedError):
@@ -46,6 +51,24 @@ def check_implementation(implementation: str | None) -> None:
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"There is no implementation {implementation!r}: choose one of {known}.")
+
+
+def takes_reference(operation: str, operands: Sequence[Any], implementation: str | None, reasons: list[str]) -> bool:
+    """Whether a call is its reference on every platform: because the caller says so, or for these reasons.
+
+    Raises:
+      NotImplementedError: with the reasons, if the kernel was asked for.
+    """
+    if reasons and implementation in ("fused", "simulate"):
+        raise Unsupported(operation, reasons)
+    if reasons and implementation is None:
+        log_reference(operation, operands, "; ".join(reasons))
+    return bool(reasons) or implementation == "xla"
+
+
+def log_reference(operation: str, operands: Sequence[Any], why: str) -> None:
+    """Says at DEBUG level that XLA takes a call that was left to us."""
+    _log.debug("%s%s uses XLA: %s", operation, [f"{x.dtype}{list(x.shape)}" for x in operands], why)
 
 
 def check_dimension(operation: str, name: str, dimension: Any) -> int:
@@ -86,7 +109,7 @@ def bilinear(
     fused: Callable[..., jax.Array],
     slower: Callable[..., str | None],
     case: Callable[..., dispatch.Case | None] | None = None,
-    batch_lhs: Callable[..., tuple[jax.Array, int]] | None = None,
+    batch: Batch | None = None,
 ) -> Any:
     """Defines a primitive of two operands that is linear in each and communicates along mesh axes.
 
@@ -102,23 +125,11 @@ def bilinear(
         None; asked where the tables say nothing.
       case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
         parameter `config` then, which is false if the caller leaves it to us.
-      batch_lhs: (primitive, lhs, rhs, batch dimension of lhs, **params) -> (result, its batch dimension), for
-        `jax.vmap` over lhs alone; None: by the reference, like every other `jax.vmap`.
+      batch: for `jax.vmap`, which maps the reference where there is none, or along `axes`.
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case)
-
-    def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
-        lhs, rhs = operands
-        if _is_unmapped(axis_data, dims, params):
-            return primitive.bind(lhs, rhs, **params), None
-        if batch_lhs is not None and dims[1] is None and axis_data.name not in params["axes"]:
-            return batch_lhs(primitive, lhs, rhs, dims[0], **params)
-        return _batch_reference(name, reference, "its right operand", axis_data, operands, dims, **params)
-
-    batching.fancy_primitive_batchers[primitive] = batch
-    return primitive
+    return _communicating(name, reference=reference, fused=fused, slower=slower, case=case, batch=batch)
 
 
 def linear(
@@ -129,15 +140,15 @@ def linear(
     slower: Callable[..., str | None],
     case: Callable[..., dispatch.Case | None] | None = None,
     transpose: Callable[..., jax.Array],
-    batch: Callable[..., tuple[int, dict[str, Any]]],
+    batch_dimension: Callable[..., tuple[int, dict[str, Any]]],
 ) -> Any:
     """Defines a primitive of one operand that is linear in it and communicates along mesh axes.
 
     Args:
       name, reference, fused, slower, case: as of `bilinear`, of one operand.
       transpose: (cotangent, the operand as an undefined primal, **params) -> the operand's cotangent.
-      batch: (batch dimension of the operand, **params) -> (that of the result, the parameters that change), for
-        `jax.vmap` over another axis.
+      batch_dimension: (batch dimension of the operand, **params) -> (that of the result, the parameters that change),
+        for `jax.vmap` over another axis.
 
     Returns: the primitive.
     """
@@ -145,13 +156,12 @@ def linear(
     ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x, **params)])
 
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
-        if _is_unmapped(axis_data, dims, params):
-            return primitive.bind(*operands, **params), None
         if axis_data.name in params["axes"]:
-            return _batch_reference(name, reference, "its operand", axis_data, operands, dims, **params)
-        dim, changed = batch(dims[0], **params)
+            return by_reference(axis_data, operands, dims, **params)
+        dim, changed = (None, {}) if dims[0] is None else batch_dimension(dims[0], **params)
         return primitive.bind(*operands, **params | changed), dim
 
+    by_reference = batching.fancy_primitive_batchers[primitive]
     batching.fancy_primitive_batchers[primitive] = map_
     return primitive
 
@@ -193,34 +203,23 @@ def collective(
     fused: Callable[..., list[jax.Array]],
     slower: Callable[..., str | None],
     case: Callable[..., dispatch.Case | None] | None = None,
-    batch_lhs: Callable[..., tuple[list[jax.Array], list[int]]] | None = None,
+    batch: Batch | None = None,
 ) -> Any:
     """Defines a primitive that communicates along mesh axes, of any number of operands and results.
 
-    It is differentiated through its reference, and mapped through it where there is no `batch_lhs`. The arguments are
-    those of `bilinear`, but for lists of results.
+    It is differentiated through its reference. The arguments are those of `bilinear`, but for lists of results.
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case, multiple_results=True)
+    primitive = _communicating(
+        name, reference=reference, fused=fused, slower=slower, case=case, batch=batch, multiple_results=True
+    )
 
     def jvp(primals: Any, tangents: Any, *, implementation: str | None, **params: Any) -> Any:
         del implementation
         return jvp_of(functools.partial(reference, **params), primals, tangents)
 
     ad.primitive_jvps[primitive] = jvp
-
-    def batch(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
-        if _is_unmapped(axis_data, dims, params):
-            outs = primitive.bind(*operands, **params)
-            return outs, [None] * len(outs)
-        others = {axis_data.name}.isdisjoint(params["axes"]) and all(dim is None for dim in dims[1:])
-        if batch_lhs is not None and others:
-            return batch_lhs(primitive, *operands, dims[0], **params)
-        outs, _ = _batch_reference(name, reference, "it", axis_data, operands, dims, **params)
-        return outs, [0] * len(outs)
-
-    batching.fancy_primitive_batchers[primitive] = batch
     return primitive
 
 
@@ -244,9 +243,10 @@ def _communicating(
     fused: Callable[..., Any],
     slower: Callable[..., str | None],
     case: Callable[..., dispatch.Case | None] | None,
+    batch: Batch | None = None,
     multiple_results: bool = False,
 ) -> Any:
-    """A primitive with its types and its lowering by platform; the arguments are those of `bilinear`."""
+    """A primitive with its types, `jax.vmap` and its lowering by platform; the arguments are those of `bilinear`."""
     primitive = jex_core.Primitive(name)
     primitive.multiple_results = multiple_results
 
@@ -295,31 +295,38 @@ def _communicating(
                 return lower_kernel(ctx, *operands, implementation=implementation, **params)
         except NotImplementedError as error:
             if implementation is None:
-                why = str(error)
+                why = "; ".join(error.reasons) if isinstance(error, Unsupported) else str(error)
             elif isinstance(error, Unsupported):
                 raise
             else:
                 raise Unsupported(name, [str(error)]) from error
-        _log.debug("%s%s uses XLA: %s", name, [f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in], why)
+        log_reference(name, ctx.avals_in, why)
         return lower(reference, ctx, *operands, **params)
 
+    def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
+        outs, dim = map_all(axis_data, operands, dims, **params)
+        return outs, [dim] * len(outs) if multiple_results else dim
+
+    def map_all(
+        axis_data: Any, operands: Any, dims: Any, *, implementation: str | None, **params: Any
+    ) -> tuple[Any, int | None]:
+        if axis_data.name not in params["axes"]:
+            if all(dim is None for dim in dims):
+                return primitive.bind(*operands, implementation=implementation, **params), None
+            found = batch(operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
+            if not isinstance(found, str):
+                batched, changed = found
+                return primitive.bind(*batched, implementation=implementation, **params | changed), 0
+            why = found
+        else:
+            why = f"jax.vmap maps over the axis {axis_data.name!r} itself"
+        if implementation in ("fused", "simulate"):
+            raise Unsupported(name, [why])
+        log_reference(name, operands, why)
+        call = functools.partial(reference, **params)
+        return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
+
+    batching.fancy_primitive_batchers[primitive] = map_
     mlir.register_lowering(primitive, lower_reference)
     mlir.register_lowering(primitive, lower_fused, platform="cuda")
     return primitive
-
-
-def _is_unmapped(axis_data: Any, dims: Any, params: dict[str, Any]) -> bool:
-    """Whether `jax.vmap` leaves the operands and the axes of a call as they are."""
-    return axis_data.name not in params["axes"] and all(dim is None for dim in dims)
-
-
-def _batch_reference(
-    name: str, reference: Callable, what: str, axis_data: Any, operands: Any, dims: Any, **params: Any
-) -> tuple[Any, int]:
-    """The reference under `jax.vmap`; refuses what insists on the kernel."""
-    if params.pop("implementation") in ("fused", "simulate"):
-        raise Unsupported(name, [f"jax.vmap maps over {what} or its axis"])
-    mapped = jax.vmap(
-        functools.partial(reference, **params), in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size
-    )
-    return mapped(*operands), 0

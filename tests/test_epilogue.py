@@ -474,27 +474,65 @@ def test_gradient_of_one_operand(mesh: Mesh, operation: Operation) -> None:
     assert_close(found, wanted, 1e-5)
 
 
-def test_vmap(mesh: Mesh) -> None:
-    arrays = GATHER.operands(4, 5, 33, 9)
-    stacked = np.stack([arrays["lhs"], 2 * arrays["lhs"]])
+def mapped(operation: Operation, mesh: Mesh, given: dict[str, Any], over: dict[str, int], **keywords: Any) -> Callable:
+    """The operation under `jax.vmap` over these dimensions of these operands; the result's new one is its first."""
+    names = ("lhs", "rhs", *names_of(given))
 
-    def program(implementation: str | None) -> Callable:
-        def local(lhs: jax.Array, rhs: jax.Array, bias: jax.Array) -> jax.Array:
-            keywords = {"precision": "highest", "activation": "silu", "implementation": implementation}
-            return all_gather_matmul(lhs, rhs, "tp", bias=bias, **keywords)
+    def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> jax.Array:
+        own = dict(zip(names[2:], others), activation=given.get("activation"))
+        return operation.function(lhs, rhs, "tp", precision="highest", **own, **keywords)
 
-        return jax.shard_map(
-            jax.vmap(local, in_axes=(0, None, None)),
-            mesh=mesh,
-            in_specs=(P(None, "tp"), P(None, "tp"), P("tp")),
-            out_specs=P(None, None, "tp"),
-        )
+    def spec(name: str) -> P:
+        axes = list(operation.specs[name])
+        if name in over:
+            axes += [None] * (over[name] - len(axes))
+            axes.insert(over[name], None)
+        return P(*axes)
 
-    out = program(None)(stacked, arrays["rhs"], arrays["bias"])
-    for found, lhs in zip(out, stacked, strict=True):
-        assert_close(found, expected({"bias": True, "activation": "silu"}, {**arrays, "lhs": lhs}), 1e-5)
-    with fails(NotImplementedError, "jax.vmap maps over it"):
-        program("fused")(stacked, arrays["rhs"], arrays["bias"])
+    return jax.shard_map(
+        jax.vmap(local, in_axes=tuple(over.get(name) for name in names)),
+        mesh=mesh,
+        in_specs=tuple(map(spec, names)),
+        out_specs=P(None, *operation.specs["out"]),
+    )
+
+
+@each_fullest
+@pytest.mark.parametrize("over", ({"lhs": 0}, {"lhs": 2, "residual": 1}), ids=str)
+@pytest.mark.parametrize("implementation", (None, "simulate"))
+def test_vmap(
+    mesh: Mesh, operation: Operation, given: dict[str, Any], over: dict[str, int], implementation: str | None
+) -> None:
+    arrays = operation.operands(4, 5, 33, 9)
+    examples = [{name: (1 + i) * x if name in over else x for name, x in arrays.items()} for i in range(3)]
+    stacked = {name: np.stack([each[name] for each in examples], dim) for name, dim in over.items()}
+    operands = [stacked.get(name, arrays[name]) for name in ("lhs", "rhs", *names_of(given))]
+    out = jax.jit(mapped(operation, mesh, given, over, implementation=implementation))(*operands)
+    for found, example in zip(out, examples, strict=True):
+        assert_close(found, expected(given, example), 1e-5)
+    kernels = lower_for_cuda(mapped(operation, mesh, given, over, implementation="fused"), *operands)
+    assert kernels.count("stablehlo.custom_call @triton_kernel_call") == 1
+
+
+@each_fullest
+@pytest.mark.parametrize("over", ({"lhs": 0, "rhs": 0}, {"bias": 0}, {"residual": 0}), ids=str)
+def test_what_vmap_leaves_to_xla(
+    mesh: Mesh, operation: Operation, given: dict[str, Any], over: dict[str, int], caplog: pytest.LogCaptureFixture
+) -> None:
+    arrays = operation.operands(4, 5, 33, 9)
+    operands = [
+        np.stack([arrays[name], 2 * arrays[name]], over[name]) if name in over else arrays[name]
+        for name in ("lhs", "rhs", *names_of(given))
+    ]
+    with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
+        out = mapped(operation, mesh, given, over)(*operands)
+    why = f"jax.vmap maps over {', '.join(over)}, and the kernel takes lhs, with or without a residual"
+    assert [record.getMessage().split(" uses XLA: ")[1] for record in caplog.records] == [why]
+    for factor, found in zip((1, 2), out, strict=True):
+        example = {name: factor * x if name in over else x for name, x in arrays.items()}
+        assert_close(found, expected(given, example), 1e-5)
+    with fails(NotImplementedError, operation.function.__name__, why):
+        mapped(operation, mesh, given, over, implementation="fused")(*operands)
 
 
 @each_operation
@@ -527,7 +565,7 @@ def test_a_gate_that_does_not_fit(mesh: Mesh, gate: np.ndarray, parts: tuple[str
         GATHER.on_mesh(mesh, (), gate=gate)(arrays["lhs"], arrays["rhs"])
 
 
-@each_operation
+@pytest.mark.parametrize("operation", (GATHER, SCATTER), ids=name_of)
 def test_operands_without_rows_or_columns_have_no_epilogue(mesh: Mesh, operation: Operation) -> None:
     def local(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         return operation.function(lhs[0], rhs, "tp", activation="silu")

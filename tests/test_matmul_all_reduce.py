@@ -496,6 +496,33 @@ def test_vmap_over_rows_keeps_the_kernel(mesh: Mesh) -> None:
     np.testing.assert_array_equal(jax.jit(program("simulate"))(stacked, rhs), exact_product(stacked, rhs, "float32"))
 
 
+@pytest.mark.parametrize("implementation", (None, "simulate", "xla"))
+@pytest.mark.parametrize("batched", (False, True))
+def test_one_row(mesh: Mesh, implementation: str | None, batched: bool) -> None:
+    """A vector is a row, and `jax.vmap` over vectors multiplies a matrix."""
+    lhs, rhs = operands()
+    residual = np.arange(rhs.shape[1], dtype=np.float32)
+    lhs, dim = (lhs, 0) if batched else (lhs[1], None)
+
+    def program(implementation: str | None) -> Callable:
+        def local(lhs: jax.Array, rhs: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+            product = matmul_all_reduce(lhs, rhs, "tp", implementation=implementation)
+            return product, matmul_all_reduce(lhs, rhs, "tp", residual=residual, implementation=implementation)
+
+        return jax.shard_map(
+            jax.vmap(local, in_axes=(dim, None, None)) if batched else local,
+            mesh=mesh,
+            in_specs=(P(*[None] * batched, "tp"), ROWS, P()),
+            out_specs=P(),
+        )
+
+    wanted = exact_product(lhs, rhs, "float32")
+    for found, value in zip(jax.jit(program(implementation))(lhs, rhs, residual), (wanted, wanted + residual)):
+        assert found.shape == (*lhs.shape[:-1], rhs.shape[1])
+        np.testing.assert_array_equal(found, value)
+    assert_fused(lower_for_cuda(program("fused"), lhs, rhs, residual))
+
+
 def test_vmap_of_gradients(mesh: Mesh) -> None:
     lhs, rhs = operands()
     stacked = np.stack([lhs, 2 * lhs])

@@ -20,7 +20,15 @@ from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_k
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import (
+    Unsupported,
+    bilinear,
+    check_dimension,
+    check_implementation,
+    collective,
+    settings_of,
+    takes_reference,
+)
 from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
@@ -101,9 +109,7 @@ def all_gather_matmul(
     )
     settings = settings_of("all_gather_matmul", Config, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
-    if implementation in ("fused", "simulate") and reasons:
-        raise Unsupported("all_gather_matmul", reasons)
-    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or params["axis"] == lhs.ndim - 1:
+    if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
         return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
     params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
     if epilogue:
@@ -621,20 +627,9 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     )
 
 
-def _batch_lhs(
-    primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, *, axis: int, **params: Any
-) -> tuple[jax.Array, int]:
-    # One more leading dimension: the rows of all examples are gathered and multiplied at once.
-    return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, axis=axis + 1, **params), 0
-
-
-def _batch_lhs_gathered_too(*args: Any, **params: Any) -> tuple[list[jax.Array], list[int]]:
-    (out, gathered), dim = _batch_lhs(*args, **params)
-    return [out, gathered], [dim, dim]
-
-
+_batch = functools.partial(epilogues.batch, moved="axis")
 all_gather_matmul_p = bilinear(
-    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
+    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
 )
 # With the gathered lhs as a second result.
 gathered_too_p = collective(
@@ -642,7 +637,7 @@ gathered_too_p = collective(
     reference=functools.partial(reference, return_gathered=True),
     fused=functools.partial(fused, return_gathered=True),
     slower=_slower,
-    batch_lhs=_batch_lhs_gathered_too,
+    batch=_batch,
 )
 # With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
 with_epilogue_p = collective(
@@ -650,4 +645,5 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: jax.tree.leaves(reference(*operands, **params)),
     fused=lambda *operands, **params: jax.tree.leaves(fused(*operands, **params)),
     slower=_slower,
+    batch=_batch,
 )

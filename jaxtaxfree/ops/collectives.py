@@ -15,7 +15,14 @@ from triton import next_power_of_2
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
-from jaxtaxfree.primitive import Unsupported, check_dimension, check_implementation, linear, settings_of
+from jaxtaxfree.primitive import (
+    Unsupported,
+    check_dimension,
+    check_implementation,
+    linear,
+    settings_of,
+    takes_reference,
+)
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, vary
@@ -351,10 +358,9 @@ def _apply(
     if settings:
         chosen = default_config(primitive.name, _elements(primitive.name, x, world), world, x.dtype)
         config = dataclasses.replace(chosen, **settings)
-    if implementation == "xla":
+    reasons = _unsupported(primitive.name, x, world)
+    if takes_reference(primitive.name, [x], implementation, reasons):
         return _REFERENCES[primitive](x, axes=axes, **params)
-    if implementation in ("fused", "simulate"):
-        _check(primitive.name, x, world)
     return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config or None, **params)
 
 
@@ -363,8 +369,8 @@ def _elements(operation: str, x: Any, world: int) -> int:
     return x.size // world if operation == "psum_scatter" else x.size
 
 
-def _check(operation: str, x: Any, world: int) -> None:
-    """Raises Unsupported, with all that keeps the kernel from taking x."""
+def _unsupported(operation: str, x: Any, world: int) -> list[str]:
+    """All that keeps the kernel from taking x."""
     reasons = []
     if x.dtype.name not in DTYPES:
         reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
@@ -372,7 +378,11 @@ def _check(operation: str, x: Any, world: int) -> None:
         reasons.append(f"the operand is empty: {list(x.shape)}")
     if (elements := world * _elements(operation, x, world)) > MOST_ELEMENTS:
         reasons.append(f"it takes at most {MOST_ELEMENTS} elements of all ranks, not {elements}")
-    if reasons:
+    return reasons
+
+
+def _check(operation: str, x: Any, world: int) -> None:
+    if reasons := _unsupported(operation, x, world):
         raise Unsupported(operation, reasons)
 
 
@@ -444,7 +454,7 @@ psum_p = linear(
     slower=_slower("psum"),
     case=functools.partial(case, "psum"),
     transpose=_transpose_psum,
-    batch=_batch_psum,
+    batch_dimension=_batch_psum,
 )
 all_gather_p = linear(
     "all_gather",
@@ -453,7 +463,7 @@ all_gather_p = linear(
     slower=_slower("all_gather"),
     case=functools.partial(case, "all_gather"),
     transpose=_transpose_all_gather,
-    batch=_batch_all_gather,
+    batch_dimension=_batch_all_gather,
 )
 psum_scatter_p = linear(
     "psum_scatter",
@@ -462,6 +472,6 @@ psum_scatter_p = linear(
     slower=_slower("psum_scatter"),
     case=functools.partial(case, "psum_scatter"),
     transpose=_transpose_psum_scatter,
-    batch=_batch_psum_scatter,
+    batch_dimension=_batch_psum_scatter,
 )
 _REFERENCES = {psum_p: _psum, all_gather_p: _all_gather, psum_scatter_p: _psum_scatter}

@@ -16,7 +16,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
 from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
-from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of, takes_reference
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
@@ -132,9 +132,7 @@ def decode_attention(
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
     settings = settings_of("decode_attention", Config, config)
     reasons = _unsupported(operands, spec)
-    if implementation in ("fused", "simulate") and reasons:
-        raise Unsupported("decode_attention", reasons)
-    if implementation == "xla":
+    if takes_reference("decode_attention", [query, key, value], implementation, reasons):
         out, residual = reference(*operands.values(), **params)
     else:
         out, residual = decode_attention_p.bind(

@@ -126,6 +126,35 @@ def check(
     return epilogue, list(operands.values())
 
 
+def batch(
+    operands: Sequence[jax.Array],
+    dims: Sequence[int | None],
+    size: int,
+    *,
+    moved: str | None = None,
+    epilogue: Epilogue = NONE,
+    **params: Any,
+) -> tuple[list[jax.Array], dict[str, Any]] | str:
+    """A `jaxtaxfree.primitive.Batch` of a product: the rows of all examples make one product, if one rhs takes them.
+
+    Args:
+      operands: lhs, rhs, and those of the epilogue.
+      moved: the parameter that is a dimension of lhs.
+    """
+    names = ("lhs", "rhs", *epilogue.operands)
+    mapped = [name for name, dim in zip(names, dims, strict=True) if dim is not None]
+    if "lhs" not in mapped or not {"lhs", "residual"}.issuperset(mapped):
+        return f"jax.vmap maps over {', '.join(mapped)}, and the kernel takes lhs, with or without a residual"
+    batched = []
+    for name, x, dim in zip(names, operands, dims, strict=True):
+        if dim is not None:
+            x = jnp.moveaxis(x, dim, 0)
+        elif name == "residual":
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        batched.append(x)
+    return batched, {moved: params[moved] + 1} if moved else {}
+
+
 def unsupported(epilogue: Epilogue, operands: Sequence[Any]) -> list[str]:
     """All that keeps every kernel from taking these operands of the epilogue; the gate is as rhs."""
     return [

@@ -19,7 +19,7 @@ from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of, takes_reference
 from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
@@ -46,7 +46,8 @@ def matmul_all_reduce(
     the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
 
     Args:
-      lhs: this rank's part of the contracted dimension, [..., M, K]. The reference also takes what `jnp.matmul` takes.
+      lhs: this rank's part of the contracted dimension, [..., M, K] or [K]. The reference also takes what `jnp.matmul`
+        takes.
       rhs: the same part, [K, N].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
@@ -64,8 +65,8 @@ def matmul_all_reduce(
       config: how the kernel splits its work; what it does not say is chosen by shape. Its tiles are those of the
         portable kernel, unless it says `hopper`.
 
-    Returns: [..., M, N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in every
-      call and on every rank, which may be another one than XLA's.
+    Returns: [..., M, N] or [N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in
+      every call and on every rank, which may be another one than XLA's.
 
     Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
     to what `lax.psum` gives. In a program that is differentiated they follow the product, rounded to the dtype of the
@@ -84,21 +85,25 @@ def matmul_all_reduce(
     matmul.check_operands("matmul_all_reduce", lhs, rhs)
     matmul.check_contraction("matmul_all_reduce", lhs, rhs)
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
+    one_row = lhs.ndim == 1 and rhs.ndim == 2
+    if one_row:
+        lhs, residual = lhs[None], None if residual is None else jnp.asarray(residual)[None]
     shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
     epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
     settings = settings_of("matmul_all_reduce", Config, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
-    if implementation in ("fused", "simulate") and reasons:
-        raise Unsupported("matmul_all_reduce", reasons)
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
-    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or differing:
-        return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
-    params |= {"implementation": implementation, "config": settings}
-    if epilogue:
-        return with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)[0]
-    return matmul_all_reduce_p.bind(lhs, rhs, **params)
+    if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
+        out = reference(lhs, rhs, *operands, epilogue=epilogue, **params)
+    else:
+        params |= {"implementation": implementation, "config": settings}
+        if epilogue:
+            (out,) = with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)
+        else:
+            out = matmul_all_reduce_p.bind(lhs, rhs, **params)
+    return out[0] if one_row else out
 
 
 def reference(
@@ -538,13 +543,8 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     )
 
 
-def _batch_lhs(primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, **params: Any) -> tuple[jax.Array, int]:
-    # One more leading dimension: the rows of all examples are multiplied and added up at once.
-    return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, **params), 0
-
-
 matmul_all_reduce_p = bilinear(
-    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
+    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch=epilogues.batch
 )
 # With an epilogue.
 with_epilogue_p = collective(
@@ -552,4 +552,5 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: [reference(*operands, **params)],
     fused=lambda *operands, **params: [fused(*operands, **params)],
     slower=_slower,
+    batch=epilogues.batch,
 )

@@ -20,7 +20,15 @@ from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_dimension, check_implementation, collective, settings_of
+from jaxtaxfree.primitive import (
+    Unsupported,
+    bilinear,
+    check_dimension,
+    check_implementation,
+    collective,
+    settings_of,
+    takes_reference,
+)
 from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes
@@ -93,9 +101,7 @@ def matmul_reduce_scatter(
     )
     settings = settings_of("matmul_reduce_scatter", Config, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
-    if implementation in ("fused", "simulate") and reasons:
-        raise Unsupported("matmul_reduce_scatter", reasons)
-    if implementation == "xla" or lhs.ndim < 2 or rhs.ndim != 2 or scatter_dimension == lhs.ndim - 1:
+    if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
         return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
     params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
     if epilogue:
@@ -508,15 +514,9 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     )
 
 
-def _batch_lhs(
-    primitive: Any, lhs: jax.Array, rhs: jax.Array, dim: int, *, scatter_dimension: int, **params: Any
-) -> tuple[jax.Array, int]:
-    # One more leading dimension: the rows of all examples are multiplied and scattered at once.
-    return primitive.bind(jnp.moveaxis(lhs, dim, 0), rhs, scatter_dimension=scatter_dimension + 1, **params), 0
-
-
+_batch = functools.partial(epilogues.batch, moved="scatter_dimension")
 matmul_reduce_scatter_p = bilinear(
-    "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, case=case, batch_lhs=_batch_lhs
+    "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
 )
 # With an epilogue.
 with_epilogue_p = collective(
@@ -524,4 +524,5 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: [reference(*operands, **params)],
     fused=lambda *operands, **params: [fused(*operands, **params)],
     slower=_slower,
+    batch=_batch,
 )
