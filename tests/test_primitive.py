@@ -211,14 +211,6 @@ def test_an_axis_named_twice() -> None:
         call(jnp.ones(4))
 
 
-def test_epilogues_under_strict_promotion() -> None:
-    mesh = mesh_of(4)
-    x = jnp.ones((8, 16), jnp.bfloat16)
-    call = jax.shard_map(CALLS["matmul_all_reduce-silu"], mesh=mesh, in_specs=P(None, "tp"), out_specs=P())
-    with jax.numpy_dtype_promotion("strict"):
-        assert call(x).dtype == jnp.bfloat16
-
-
 def test_gradients_with_an_algorithm() -> None:
     mesh = mesh_of(4)
     precision = jax.lax.DotAlgorithmPreset.F32_F32_F32

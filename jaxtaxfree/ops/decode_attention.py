@@ -230,7 +230,7 @@ def reference(
         if name not in given:
             return 1.0
         if given[name].ndim < 3:
-            return given[name].reshape(-1, 1, 1, 1)
+            return given[name].reshape(1, -1, 1, 1, 1)
         return jnp.moveaxis(cached(name), 2, 1)[:, :, None, None]
 
     keys, values = cached("key").astype(query.dtype), cached("value").astype(query.dtype)
@@ -239,12 +239,12 @@ def reference(
     logits = logits * scale_of("key_scale") * spec.scale
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
-    positions = spec.placement.positions(rank, world)  # [S]
+    positions = spec.placement.positions(rank, world)[None, None]  # [1, 1, S]
     lengths = given.get("lengths", jnp.full((b,), world * spec.placement.slots)).astype(jnp.int32)
-    of_token = lengths[:, None] - t + jnp.arange(t)  # [B, T]
-    seen = positions <= of_token[:, :, None]  # [B, T, S]
+    of_token = lengths[:, None, None] - t + jnp.arange(t)[None, :, None]  # [B, T, 1]
+    seen = positions <= of_token  # [B, T, S]
     if spec.window is not None:
-        seen &= positions >= of_token[:, :, None] - spec.window
+        seen &= positions >= of_token - spec.window
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
     top = jnp.max(logits, axis=-1, initial=-jnp.inf)  # [B, K, G, T]
@@ -255,7 +255,7 @@ def reference(
     # The largest scale goes to the sum: times the weights it might be too small for f16.
     unit = jnp.max(jnp.abs(scales), axis=-1, keepdims=True, initial=0)
     weights = (weights * scales / jnp.where(unit == 0, 1, unit)).astype(query.dtype)
-    values = jnp.where((positions < lengths[:, None])[:, :, None, None], values, 0)
+    values = jnp.where((positions[0] < lengths[:, None])[:, :, None, None], values, 0)
     acc = jnp.einsum("bkgts,bskh->bkgth", weights, values, precision=precision, preferred_element_type=jnp.float32)
     acc = acc * unit
 
@@ -269,11 +269,11 @@ def reference(
         return lax.all_gather(x, axes, to="invarying" if varying(x) else "varying")
 
     tops = exchange(top)
-    sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[:, None]
+    sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[None, :, None]
     if spec.by_heads:
-        sinks = lax.dynamic_slice_in_dim(sinks, rank * (n // world), n // world)
+        sinks = lax.dynamic_slice_in_dim(sinks, rank * (n // world), n // world, axis=1)
     top = jnp.maximum(jnp.max(tops, axis=0), sinks)
-    parts = jnp.exp(tops - _finite(top))
+    parts = jnp.exp(tops - _finite(top)[None])
     total = jnp.sum(parts * exchange(total), axis=0) + jnp.exp(sinks - _finite(top))
     acc = jnp.sum(parts[..., None] * exchange(acc), axis=0)
     out = _normalised(acc, total)

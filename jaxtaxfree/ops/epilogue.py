@@ -61,7 +61,7 @@ class Epilogue:
         out, *gates = (product.astype(wide) for product in products)
         activate = ACTIVATIONS[self.activation] if self.activation else lambda x: x
         if "bias" in others:
-            out = out + others["bias"].astype(wide)
+            out = out + jnp.expand_dims(others["bias"].astype(wide), range(out.ndim - 1))
         out = activate(gates[0]) * out if gates else activate(out)
         if "residual" in others:
             out = out + others["residual"].astype(wide)

@@ -189,7 +189,7 @@ def append_kv(
     place = placement_of(placement, block_size, slots, page_size, "append_kv")
     world = lax.axis_size(axes)
 
-    position = lengths.astype(jnp.int32)[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)  # [B, T]
+    position = lengths.astype(jnp.int32)[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]  # [B, T]
     slot = place.slot_of(position, lax.axis_index(axes), world)
     if page_size is None or block_tables is None:
         row, inside = jnp.arange(key.shape[0])[:, None], slot
@@ -232,7 +232,7 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
         scale = jnp.max(jnp.abs(x), axis=-1) / (largest if jnp.dtype(dtype).itemsize == 1 else 1.0)
         by = scale[..., None]
     else:
-        by = scale if scale.ndim == 0 else scale[:, None]
+        by = scale if scale.ndim == 0 else scale[None, None, :, None]
     x = jnp.clip(jnp.where(by > 0, x / by, 0.0), -largest, largest)
     return (jnp.round(x) if integers else x), scale
 
