@@ -71,12 +71,12 @@ def log_reference(operation: str, operands: Sequence[Any], why: str) -> None:
     _log.debug("%s%s uses XLA: %s", operation, [f"{x.dtype}{list(x.shape)}" for x in operands], why)
 
 
-def check_dimension(operation: str, name: str, dimension: Any) -> int:
-    """The keyword `name` of an operation as an index; raises TypeError if it is none."""
+def check_whole(operation: str, name: str, number: Any) -> int:
+    """The keyword `name` of an operation as Python's number; raises TypeError if it is no whole one."""
     try:
-        return operator.index(dimension)
+        return operator.index(number)
     except TypeError:
-        raise TypeError(f"{operation} takes {name} as a whole number, not {dimension!r}.") from None
+        raise TypeError(f"{operation} takes {name} as a whole number, not {number!r}.") from None
 
 
 def hashable(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:

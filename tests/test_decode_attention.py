@@ -603,8 +603,10 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(
     ("arguments", "parts"),
     (
-        ({"query": shape_of(8, 64)}, ("[B, N, H] or [B, T, N, H]", "2 dimensions")),
-        ({"query": shape_of(2, 1, 1, 8, 64)}, ("5 dimensions",)),
+        ({"query": shape_of()}, ("[B, N, H] or [B, T, N, H]", "not []")),
+        ({"query": shape_of(8, 64)}, ("[B, N, H] or [B, T, N, H]", "not [8, 64]")),
+        ({"query": shape_of(2, 1, 1, 8, 64)}, ("not [2, 1, 1, 8, 64]",)),
+        ({"query": shape_of(2, 8, 0), "key": shape_of(2, 32, 4, 0)}, ("H > 0, not [2, 8, 0]",)),
         ({"query": i32(2, 8, 64)}, ("query must be floating-point, not int32",)),
         ({"preferred_element_type": "int8"}, ("preferred_element_type must be floating-point, not int8",)),
         ({"query": shape_of(2, 6, 64)}, ("6 heads, which is no multiple of the 4 heads of key",)),
@@ -643,6 +645,22 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     with fails(ValueError, "decode_attention" if "implementation" not in arguments else "implementation", *parts):
         traced(**arguments)
+
+
+@pytest.mark.parametrize("given", (4.0, "4", np.array([4])))
+def test_blocks_are_of_whole_positions(given: Any) -> None:
+    with fails(TypeError, "decode_attention takes block_size as a whole number, not"):
+        traced(placement="round_robin", block_size=given)
+
+
+def test_a_window_of_more_positions_than_there_can_be() -> None:
+    operands, _ = make(DIFFERENTIATED)
+    every, none, none_said = (
+        program(dataclasses.replace(DIFFERENTIATED, window=window), mesh_of(4))(operands)
+        for window in (2**31 - 2, 2**31, None)
+    )
+    jax.tree.map(np.testing.assert_array_equal, none, none_said)
+    jax.tree.map(np.testing.assert_array_equal, every, none_said)
 
 
 @pytest.mark.parametrize("name", ("scale", "logits_soft_cap", "local_window_size"))

@@ -23,8 +23,8 @@ from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import (
     Unsupported,
     bilinear,
-    check_dimension,
     check_implementation,
+    check_whole,
     collective,
     settings_of,
     takes_reference,
@@ -549,7 +549,7 @@ def choose(
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
-    axis = check_dimension("all_gather_matmul", "axis", axis)
+    axis = check_whole("all_gather_matmul", "axis", axis)
     if not -lhs.ndim <= axis < lhs.ndim:
         raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs, which has shape {lhs.shape}.")
     axis %= lhs.ndim

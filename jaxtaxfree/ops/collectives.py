@@ -17,8 +17,8 @@ from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.primitive import (
     Unsupported,
-    check_dimension,
     check_implementation,
+    check_whole,
     linear,
     settings_of,
     takes_reference,
@@ -343,7 +343,7 @@ def launch(
 
 def _dimension(operation: str, name: str, dimension: int, dimensions: int) -> int:
     """The keyword `name`, a dimension, counted from 0; raises ValueError if there is none such."""
-    dimension = check_dimension(operation, name, dimension)
+    dimension = check_whole(operation, name, dimension)
     if not -dimensions <= dimension < dimensions:
         raise ValueError(f"{operation} cannot take dimension {dimension} of {dimensions}.")
     return dimension % dimensions

@@ -93,7 +93,7 @@ def decode_attention(
 
     Raises:
       ValueError: if the arguments do not fit together.
-      TypeError: if `scale`, `logits_soft_cap` or `local_window_size` is traced, or is no number.
+      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -101,6 +101,8 @@ def decode_attention(
     check_implementation(implementation)
     query, key, value = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
     block_tables = None if block_tables is None else jnp.asarray(block_tables)
+    if query.ndim not in (3, 4) or not query.shape[-1]:
+        raise ValueError(f"decode_attention takes a query [B, N, H] or [B, T, N, H], H > 0, not {list(query.shape)}.")
     single = query.ndim == 3
     if single:
         query = query[:, None]
@@ -525,14 +527,14 @@ def _static[T](name: str, x: Any, kind: str, convert: Callable[[Any], T]) -> T:
 
 
 def _window(size: int | tuple[int, int] | None) -> int | None:
-    """Positions before a token that it attends to."""
+    """Positions before a token that it attends to; None for all."""
     if size is None:
         return None
     one = size[0] if isinstance(size, tuple) and len(size) == 2 else size
     before = _static("local_window_size", one, "an integer or a pair of integers", operator.index)
     if before < 0:
         raise ValueError(f"decode_attention takes a local_window_size of 0 or more positions, not {size}.")
-    return before
+    return before if before < np.iinfo(np.int32).max else None
 
 
 _QUANTISED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -543,10 +545,6 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
     query, key, value = operands["query"], operands["key"], operands["value"]
     k = spec.kv_heads
     wrong = []
-    if query.ndim != 4:
-        raise ValueError(
-            f"decode_attention takes a query [B, N, H] or [B, T, N, H], not one of {query.ndim} dimensions."
-        )
     b, _, n, h = query.shape
     for name, dtype in (("query", query.dtype), ("preferred_element_type", spec.dtype)):
         if not jnp.issubdtype(dtype, jnp.floating):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtaxfree.primitive import check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 
 PLACEMENTS = ("contiguous", "round_robin")
@@ -75,6 +76,7 @@ def placement_of(
 
     Raises:
       ValueError: if there is no such placement.
+      TypeError: if `block_size` is no whole number.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"{operation} has no placement {placement!r}: choose one of {_listed(PLACEMENTS)}.")
@@ -87,6 +89,7 @@ def placement_of(
         return Placement(stretch=slots, slots=slots)
     if block_size is None:
         block_size = page_size or math.gcd(slots, DEFAULT_BLOCK_SIZE)
+    block_size = check_whole(operation, "block_size", block_size)
     if block_size < 1 or slots % block_size:
         raise ValueError(
             f"{operation} deals out blocks of block_size={block_size} positions, which does not divide the {slots} "
@@ -171,6 +174,7 @@ def append_kv(
 
     Raises:
       ValueError: if the arguments do not fit together.
+      TypeError: if `block_size` is no whole number.
       NameError: if `axis_name` is not bound.
     """
     axes = check_axes(axis_name, "append_kv")

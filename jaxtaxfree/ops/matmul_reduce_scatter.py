@@ -23,8 +23,8 @@ from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.primitive import (
     Unsupported,
     bilinear,
-    check_dimension,
     check_implementation,
+    check_whole,
     collective,
     settings_of,
     takes_reference,
@@ -442,7 +442,7 @@ def choose(
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
     """The scattered dimension, from 0 on, and the result's shape; raises ValueError if the operands do not fit."""
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
-    dimension = check_dimension("matmul_reduce_scatter", "scatter_dimension", dimension)
+    dimension = check_whole("matmul_reduce_scatter", "scatter_dimension", dimension)
     matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
     result = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
     if not -len(result) <= dimension < len(result):
