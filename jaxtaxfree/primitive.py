@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 from jax._src.core import NamedAxisEffect
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
@@ -51,6 +52,12 @@ def check_implementation(implementation: str | None) -> None:
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(map(repr, IMPLEMENTATIONS))
         raise ValueError(f"There is no implementation {implementation!r}: choose one of {known}.")
+
+
+def symbolic(*operands: Any) -> list[str]:
+    """What keeps a kernel from taking these operands if a dimension is symbolic, as `jax.export` allows it."""
+    shapes = [list(x.shape) for x in operands if any(map(jax.export.is_symbolic_dim, x.shape))]
+    return [f"it is compiled for known shapes, not {', '.join(map(str, shapes))}"] if shapes else []
 
 
 def takes_reference(operation: str, operands: Sequence[Any], implementation: str | None, reasons: list[str]) -> bool:

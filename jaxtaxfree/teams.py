@@ -111,7 +111,7 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
     if not isinstance(mesh, Mesh):
         raise NotImplementedError(
-            "the mesh is abstract: pass a concrete one to jax.shard_map, or set it with jax.set_mesh"
+            "the mesh is abstract: set a concrete one with jax.set_mesh, or pass it to jax.shard_map (not if nested)"
         )
     automatic = [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
     if automatic:

@@ -2,10 +2,12 @@
 
 import functools
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -209,6 +211,31 @@ def test_an_axis_named_twice() -> None:
     call = jax.shard_map(lambda x: jtf.psum(x, ("tp", "tp")), mesh=mesh, in_specs=P("tp"), out_specs=P())
     with fails(ValueError, "psum takes each mesh axis once, not ('tp', 'tp')"):
         call(jnp.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("name", "in_spec", "shape"),
+    (
+        ("psum", P("tp"), "4*b, 16"),
+        ("psum_scatter", P(), "4*b, 16"),
+        ("all_gather_matmul-silu", P("tp"), "4*b, 16"),
+        ("matmul_reduce_scatter", P(None, "tp"), "4*b, 16"),
+        ("matmul_all_reduce-silu", P(None, "tp"), "b, 16"),
+    ),
+)
+def test_symbolic_shapes_take_no_kernel(mesh: Mesh, name: str, in_spec: P, shape: str) -> None:
+    """What `jax.export` takes of `lax`, it takes of ours."""
+    x = sharded(mesh, in_spec, jax.export.symbolic_shape(shape), "float32")
+
+    def exported(implementation: str | None) -> str:
+        call = functools.partial(CALLS[name], implementation=implementation)
+        program = jax.shard_map(call, mesh=mesh, in_specs=in_spec, out_specs=P(), check_vma=False)
+        return jax.export.export(jax.jit(program), platforms=("cuda",))(x).mlir_module()
+
+    ours, theirs = (re.sub("loc.*", "", exported(implementation)) for implementation in (None, "xla"))
+    assert ours == theirs  # but for the lines of this file
+    with fails(NotImplementedError, "it is compiled for known shapes, not ["):
+        exported("fused")
 
 
 def test_gradients_with_an_algorithm() -> None:

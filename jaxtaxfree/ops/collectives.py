@@ -21,6 +21,7 @@ from jaxtaxfree.primitive import (
     check_whole,
     linear,
     settings_of,
+    symbolic,
     takes_reference,
 )
 from jaxtaxfree.settings import Settings, setting
@@ -371,7 +372,8 @@ def _elements(operation: str, x: Any, world: int) -> int:
 
 def _unsupported(operation: str, x: Any, world: int) -> list[str]:
     """All that keeps the kernel from taking x."""
-    reasons = []
+    if reasons := symbolic(x):
+        return reasons
     if x.dtype.name not in DTYPES:
         reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
     if x.size == 0:

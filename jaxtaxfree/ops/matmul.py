@@ -15,7 +15,7 @@ from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.kernels.tiles import box_of
-from jaxtaxfree.primitive import DTYPES, Unsupported, hashable
+from jaxtaxfree.primitive import DTYPES, Unsupported, hashable, symbolic
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import SHARED_MEMORY
 from jaxtaxfree.teams import Team, vary, varying
@@ -91,7 +91,7 @@ def vary_alike(*operands: jax.Array, axes: tuple[str, ...]) -> list[jax.Array]:
 
 def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: Any) -> list[str]:
     """All that keeps every kernel from taking these operands."""
-    reasons = []
+    reasons = symbolic(lhs, rhs)
     if lhs.dtype != rhs.dtype:
         reasons.append(f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}")
     elif lhs.dtype.name not in DTYPES:
