@@ -307,6 +307,23 @@ def test_permuted_devices_and_explicit_axes(name: str) -> None:
         assert_same(jax.jit(on_mesh(mesh, ours(name, **keywords)))(placed), wanted)
 
 
+@pytest.mark.parametrize("name", ("psum", "psum_scatter"))
+def test_terms_of_an_unreduced_sum_are_added_by_xla(name: str) -> None:
+    mesh = Mesh(np.array(jax.devices("cpu"))[:4], ("tp",), axis_types=(AxisType.Explicit,))
+    keywords = {} if name == "psum" else {"tiled": True}
+    rows = P(None, None, unreduced={"tp"})
+    with jax.set_mesh(mesh):
+        lhs, rhs = (jax.device_put(np.ones(s, np.float32), p) for s, p in (((4, 8), P(None, "tp")), ((8, 4), P("tp"))))
+        terms = jax.jit(lambda lhs, rhs: jnp.einsum("ij,jk->ik", lhs, rhs, out_sharding=rows))(lhs, rhs)
+
+        def total(function: Callable) -> jax.Array:
+            return jax.jit(jax.shard_map(function, in_specs=rows, out_specs=P("tp" if keywords else None)))(terms)
+
+        assert_same(total(ours(name, **keywords)), np.full((4, 4), 8, np.float32))
+        with fails(NotImplementedError, name, "unreduced along ['tp']"):
+            total(ours(name, implementation="fused", **keywords))
+
+
 @each_name
 @both_ways
 @each_implementation
@@ -359,7 +376,7 @@ def test_vmap(mesh: Mesh, name: str, tiled: bool, dimension: int, dim: int) -> N
 
 
 def test_vmap_over_the_axis_itself() -> None:
-    with fails(NotImplementedError, "psum", "its axis"):
+    with fails(NotImplementedError, "psum", "jax.vmap maps over the axis 'tp' itself"):
         jax.vmap(lambda x: jtf.psum(x, "tp", implementation="fused"), axis_name="tp")(jnp.ones((4, 3)))
     found = jax.vmap(lambda x: jtf.psum(x, "tp"), axis_name="tp")(jnp.ones((4, 3)))
     np.testing.assert_array_equal(found, np.full((4, 3), 4))

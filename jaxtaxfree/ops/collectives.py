@@ -356,12 +356,12 @@ def _apply(
     check_implementation(implementation)
     world = lax.axis_size(axes)
     settings = dict(settings_of(primitive.name, Config, config))
-    if settings:
-        chosen = default_config(primitive.name, _elements(primitive.name, x, world), world, x.dtype)
-        config = dataclasses.replace(chosen, **settings)
     reasons = _unsupported(primitive.name, x, world)
     if takes_reference(primitive.name, [x], implementation, reasons):
         return _REFERENCES[primitive](x, axes=axes, **params)
+    if settings:
+        chosen = default_config(primitive.name, _elements(primitive.name, x, world), world, x.dtype)
+        config = dataclasses.replace(chosen, **settings)
     return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=config or None, **params)
 
 
@@ -376,6 +376,8 @@ def _unsupported(operation: str, x: Any, world: int) -> list[str]:
         return reasons
     if x.dtype.name not in DTYPES:
         reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
+    if unreduced := sorted(jax.typeof(x).mat.unreduced):
+        reasons.append(f"it takes values of a rank, not terms of a sum that is unreduced along {unreduced}")
     if x.size == 0:
         reasons.append(f"the operand is empty: {list(x.shape)}")
     if (elements := world * _elements(operation, x, world)) > MOST_ELEMENTS:
