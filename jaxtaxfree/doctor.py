@@ -249,6 +249,8 @@ def check_environment() -> Finding:
             read()
         except ValueError as error:
             errors.append(str(error))
+    if concurrent := environment.concurrent_calls():
+        errors.append(f"No kernel of this library runs: {concurrent}.")
     if errors:
         return Finding(name, "FAIL", "\n".join(errors), "Correct what is named here, or unset it.")
     given = [f"{variable}={os.environ[variable]}" for variable in environment.VARIABLES if variable in os.environ]

@@ -1,4 +1,4 @@
-"""The environment variables, read when they are needed; README.md lists them."""
+"""The environment variables, read when they are needed; README.md lists those of this library."""
 
 import math
 import os
@@ -38,6 +38,23 @@ def compute_capability() -> int:
     if not re.fullmatch(r"[1-9]\d\d?", text):
         raise ValueError(f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}.")
     return int(text)
+
+
+def concurrent_calls() -> str | None:
+    """XLA_FLAGS: why XLA may run calls at once that do not depend on each other, which it does not by default; or None.
+
+    Calls that share a region of the heap are wrong then (seen on an H200).
+    """
+    mode = asked = ""
+    for flag in os.environ.get("XLA_FLAGS", "").split():
+        name, _, value = flag.lstrip("-").partition("=")
+        if name == "xla_gpu_command_buffer_scheduling_mode":
+            mode, asked = value.upper(), flag
+        elif name == "xla_gpu_graph_enable_concurrent_region":
+            mode, asked = "SERIALIZE" if value.lower() in ("false", "0") else "CONCURRENT", flag
+    if mode in ("", "LHS", "SERIALIZE"):
+        return None
+    return f"with {asked} in XLA_FLAGS, XLA runs calls at once that have to follow each other: leave it out"
 
 
 VARIABLES = {

@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 from triton.compiler.errors import CompilationError
 
-from jaxtaxfree import gluon, heap
+from jaxtaxfree import environment, gluon, heap
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
 
@@ -343,6 +343,8 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **param
     if simulate:
         return _lower_simulated(ctx, *args, together=together, **params)
     team = team_of(ctx, params["axes"])
+    if team.on_gpus and (why := environment.concurrent_calls()):
+        raise NotImplementedError(why)
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)
     if together > 1 and together > (team.multiprocessors or together):

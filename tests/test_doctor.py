@@ -205,6 +205,9 @@ def test_environment_variables(machine: Callable[..., None], monkeypatch: pytest
     for variable in ("JAXTAXFREE_HEAP_BASE is", "JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90"):
         assert variable in findings["environment variables"].found
     assert "unset" in findings["environment variables"].mend
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT")
+    (finding,) = [finding for finding in doctor.run_checks() if finding.name == "environment variables"]
+    assert "No kernel of this library runs: with --xla_gpu_command_buffer_scheduling_mode=CONCURRENT" in finding.found
     assert "JAXTAXFREE_HEAP_BASE" in findings["heap addresses"].mend
 
 

@@ -315,6 +315,51 @@ print("result", jax.block_until_ready(export.deserialize(exported.serialize()).c
     assert "CUDA_ERROR" in run.stderr, run.stderr[-2000:]
 
 
+INDEPENDENT = """
+import os
+os.environ["XLA_FLAGS"] = FLAGS + " --xla_gpu_graph_min_graph_size=1"
+import jax, jax.numpy as jnp, numpy as np
+import jaxtaxfree as jtf
+from jax.sharding import PartitionSpec as P
+mesh = jax.make_mesh((1,), ("tp",))
+draw = np.random.default_rng(0)
+xs = [jnp.asarray(draw.integers(-2, 3, (16, 512)), jnp.bfloat16) for _ in range(8)]
+w = jnp.asarray(draw.integers(-1, 2, (512, 1024)), jnp.bfloat16)
+
+def program(implementation):
+    def products(xs, w):
+        return [jtf.all_gather_matmul(x, w, "tp", implementation=implementation) for x in xs]
+
+    def local(xs, w):
+        def step(i, sums):
+            return [a + b for a, b in zip(sums, products([x * (1 + i % 3) for x in xs], w))]
+        return jax.lax.fori_loop(0, 50, step, [jnp.zeros((16, 1024), jnp.bfloat16)] * 8)
+
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+
+wanted = program("xla")(xs, w)
+for _ in range(20):
+    for found, value in zip(jtf.block_until_ready(program("fused")(xs, w)), wanted):
+        assert jnp.array_equal(found, value)
+"""
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize("mode", (None, "SERIALIZE", "LHS"))
+def test_calls_that_do_not_depend_on_each_other(mode):
+    """They share a region, so they must run one after the other in a CUDA graph, too."""
+    flags = f"--xla_gpu_command_buffer_scheduling_mode={mode}" if mode else ""
+    run = run_python(INDEPENDENT.replace("FLAGS", repr(flags)))
+    assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.gpu(1)
+def test_calls_that_would_run_at_once_are_refused():
+    flags = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
+    run = run_python(INDEPENDENT.replace("FLAGS", repr(flags)))
+    assert run.returncode != 0 and f"with {flags} in XLA_FLAGS" in run.stderr, run.stderr[-2000:]
+
+
 @pytest.mark.slow
 def test_memory_that_is_not_there_is_an_error_with_sizes():
     run = run_python(PROGRAM + "parity.check_cases(mesh, [(262144, 16384, 512, jnp.bfloat16)])", memory="0.6")

@@ -1,5 +1,6 @@
 """`shmem_call`: what it refuses, what its results are, and what it lowers to. No GPU needed."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -151,6 +152,32 @@ def test_more_programs_together_than_a_gpu_runs(mesh: Mesh, monkeypatch: pytest.
     lower_for_cuda(on_mesh(mesh, functools.partial(rotate, grid=256, together=132)), operand(mesh))
     with fails(NotImplementedError, "rotate_kernel has 133 programs that wait for each other", "132 multiprocessors"):
         lower_for_cuda(on_mesh(mesh, functools.partial(rotate, grid=256, together=133)), operand(mesh))
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    (
+        ("--xla_gpu_command_buffer_scheduling_mode=CONCURRENT", True),
+        ("--a=b --xla_gpu_command_buffer_scheduling_mode=concurrent_regions --c", True),
+        ("--xla_gpu_graph_enable_concurrent_region", True),
+        ("--xla_gpu_graph_enable_concurrent_region=true", True),
+        ("--xla_gpu_graph_enable_concurrent_region=true --xla_gpu_command_buffer_scheduling_mode=LHS", False),
+        ("--xla_gpu_graph_enable_concurrent_region=false", False),
+        ("--xla_gpu_command_buffer_scheduling_mode=SERIALIZE --xla_cpu_max_isa=AVX2", False),
+    ),
+)
+def test_flags_by_which_calls_would_run_at_once(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, flags: str, refused: bool
+) -> None:
+    lower = functools.partial(lower_for_cuda, on_mesh(mesh, rotate), operand(mesh))
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    lower()  # for other machines than this one, whose flags count
+    monkeypatch.setattr(Team, "on_gpus", True)
+    monkeypatch.setattr(Team, "compute_capability", 90)
+    monkeypatch.setattr("jaxtaxfree.shmem._region", lambda *_: None)
+    jax.clear_caches()
+    with fails(NotImplementedError, "--xla_gpu_", "in XLA_FLAGS") if refused else contextlib.nullcontext():
+        lower()
 
 
 def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
