@@ -1,6 +1,7 @@
 """The simulator itself: what it runs, what it finds, and what it says of it."""
 
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
+from triton.language.extra.libdevice import atan2
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.simulator_kernels import KERNELS, ROOT
+from tests.support import fails
 
 F32 = np.dtype(np.float32)
 BF16 = jax.numpy.bfloat16.dtype
@@ -419,6 +423,41 @@ def test_functions_of_f32() -> None:
             x * np.nan,
         ]
         np.testing.assert_allclose(outs[0], np.stack(expected), rtol=3e-5, atol=1e-6)
+
+
+@triton.jit
+def libdevice_kernel(x_ptr, team, out_ptr, missing_ptr, BLOCK: tl.constexpr, UNKNOWN: tl.constexpr):
+    me = shmem.start(team)
+    i = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + i)
+    tl.store(out_ptr + i, libdevice.tanh(x))
+    tl.store(out_ptr + BLOCK + i, libdevice.pow(x, 3))
+    tl.store(out_ptr + 2 * BLOCK + i, atan2(x, 2.0))
+    tl.store(out_ptr + 3 * BLOCK + i, libdevice.round(x))
+    tl.store(out_ptr + 4 * BLOCK + i, libdevice.fast_expf(x) * libdevice.rsqrt(4.0))
+    tl.store(out_ptr + 5 * BLOCK + i, tl.extra.libdevice.erf(x))
+    tl.store(missing_ptr + i, libdevice.isnan(x))
+    if UNKNOWN:
+        tl.store(out_ptr + i, libdevice.j0(x))
+    shmem.finish(me)
+
+
+def test_functions_of_libdevice() -> None:
+    x = np.append(np.random.default_rng(0).standard_normal(13) * 2, [0.5, -1.5, np.nan]).astype(F32)
+    keywords = {"world": 1, "grid": 1, "out_type": (shape_of(6, 16), shape_of(16, dtype="bool")), "BLOCK": 16}
+    ((out, missing),), _ = simulator.run(libdevice_kernel, [x], **keywords, UNKNOWN=False)
+    expected = [
+        np.tanh(x),
+        x**3,
+        np.arctan2(x, 2),
+        np.trunc(x + np.copysign(0.5, x)),
+        np.exp(x) / 2,
+        np.vectorize(math.erf)(x),
+    ]
+    np.testing.assert_allclose(out, np.stack(expected), rtol=1e-6)
+    np.testing.assert_array_equal(missing, np.isnan(x))
+    with fails(NotImplementedError, "the simulator has no __nv_j0f of libdevice"):
+        simulator.run(libdevice_kernel, [x], **keywords, UNKNOWN=True)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
-from jaxtaxfree.simulator import arithmetic
+from jaxtaxfree.simulator import arithmetic, libdevice
 from jaxtaxfree.simulator.events import MARKER
 
 # Triton's language is one for the whole process, and its interpreter rebinds it.
@@ -177,6 +177,12 @@ class Builder(triton_interpreter.InterpreterBuilder):
             while self.create_atomic_load(one, mask, sem, scope).data[0] != wanted[lane]:
                 pass
         return TensorHandle(np.ones(ptr.data.shape, bool), tl.int1)
+
+    def create_extern_elementwise(
+        self, library: str, path: str, symbol: str, args: list, type_: Any, pure: bool
+    ) -> TensorHandle:
+        del library, path, pure
+        return libdevice.call(symbol, args, type_)
 
     def create_barrier(self) -> None:
         self._machine.barrier()
@@ -380,6 +386,8 @@ def convert(value: Any) -> Any:
         return _module(value)
     if isinstance(value, tl.constexpr):
         return value.value  # of a global, which in Python is just a number
+    if libdevice.is_one(value) and value.__name__ in libdevice.functions:
+        return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
         return lambda *args, **kwargs: value(*args, **kwargs, _semantic=triton_interpreter.interpreter_semantic)
     return value
@@ -429,6 +437,7 @@ def _bind() -> Any:
         for module in (tl, tl.core):
             scope.set_attr(module, name, reduction)
     arithmetic.bind(scope)
+    libdevice.bind(scope)
     return scope
 
 
