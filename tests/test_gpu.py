@@ -317,7 +317,7 @@ print("result", jax.block_until_ready(export.deserialize(exported.serialize()).c
 
 INDEPENDENT = """
 import os
-os.environ["XLA_FLAGS"] = FLAGS + " --xla_gpu_graph_min_graph_size=1"
+os.environ["XLA_FLAGS"] = GIVEN + " --xla_gpu_graph_min_graph_size=1"
 import jax, jax.numpy as jnp, numpy as np
 import jaxtaxfree as jtf
 from jax.sharding import PartitionSpec as P
@@ -349,14 +349,14 @@ for _ in range(20):
 def test_calls_that_do_not_depend_on_each_other(mode):
     """They share a region, so they must run one after the other in a CUDA graph, too."""
     flags = f"--xla_gpu_command_buffer_scheduling_mode={mode}" if mode else ""
-    run = run_python(INDEPENDENT.replace("FLAGS", repr(flags)))
+    run = run_python(INDEPENDENT.replace("GIVEN", repr(flags)))
     assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.gpu(1)
 def test_calls_that_would_run_at_once_are_refused():
     flags = "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT"
-    run = run_python(INDEPENDENT.replace("FLAGS", repr(flags)))
+    run = run_python(INDEPENDENT.replace("GIVEN", repr(flags)))
     assert run.returncode != 0 and f"with {flags} in XLA_FLAGS" in run.stderr, run.stderr[-2000:]
 
 
