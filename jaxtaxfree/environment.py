@@ -1,7 +1,9 @@
 """The environment variables, read when they are needed; README.md lists those of this library."""
 
+import contextlib
 import math
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -45,8 +47,12 @@ def concurrent_calls() -> str | None:
 
     Calls that share a region of the heap are wrong then (seen on an H200).
     """
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    if flags and not flags.startswith("-"):  # then it is the name of a file, for XLA too
+        with contextlib.suppress(OSError):
+            flags = pathlib.Path(flags).read_text()
     mode = asked = ""
-    for flag in os.environ.get("XLA_FLAGS", "").split():
+    for flag in re.sub("[\"']", "", flags).split():
         name, _, value = flag.lstrip("-").partition("=")
         if name == "xla_gpu_command_buffer_scheduling_mode":
             mode, asked = value.upper(), flag

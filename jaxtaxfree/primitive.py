@@ -1,8 +1,9 @@
 """Makes an operation a JAX primitive.
 
 A fused operation has two implementations of one meaning: a reference in plain `lax` and a kernel. Which one runs is
-decided when the program is lowered, so one traced program serves every platform. Transformations go through the
-reference, unless the operation has a rule of its own: `batch` here, derivatives in `jaxtaxfree.ops.gradients`.
+decided when the program is lowered, so one traced program serves every platform; but what no kernel takes is the
+reference from the beginning. Transformations go through the reference, unless the operation has a rule of its own:
+`batch` here, derivatives in `jaxtaxfree.ops.gradients`.
 """
 
 import dataclasses
@@ -128,8 +129,8 @@ def bilinear(
       reference: (lhs, rhs, *, axes, **params) -> result, in plain `lax`.
       fused: the same by `shmem_call`, to which it passes its keyword `implementation`, for a `compute_capability` (90
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
-      slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is known to be faster, or
-        None; asked where the tables say nothing.
+      slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is taken, which is known to
+        be faster, or None; asked where the tables say nothing.
       case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
         parameter `config` then, which is false if the caller leaves it to us.
       batch: for `jax.vmap`, which maps the reference where there is none, or along `axes`.
@@ -289,6 +290,8 @@ def _communicating(
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
 
     def why_reference(ctx: Any, params: dict[str, Any]) -> str | None:
+        if reasons := symbolic(*ctx.avals_in):  # which jax.vmap may have made them
+            return "; ".join(reasons)
         is_slower = dispatch.is_slower(case_of(ctx, params))
         if is_slower is None:
             target = team_of(ctx, params["axes"]).compute_capability

@@ -520,7 +520,9 @@ def test_one_row(mesh: Mesh, implementation: str | None, batched: bool) -> None:
     for found, value in zip(jax.jit(program(implementation))(lhs, rhs, residual), (wanted, wanted + residual)):
         assert found.shape == (*lhs.shape[:-1], rhs.shape[1])
         np.testing.assert_array_equal(found, value)
-    assert_fused(lower_for_cuda(program("fused"), lhs, rhs, residual))
+    assert_fused(lower_for_cuda(program("fused"), lhs, rhs, residual), calls=2)
+    with fails(ValueError, f"takes a residual of shape [{rhs.shape[1]}] here, not [1]"):
+        program(None)(lhs, rhs, residual[:1])
 
 
 def test_vmap_of_gradients(mesh: Mesh) -> None:

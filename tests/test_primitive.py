@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import dispatch, primitive
 from jaxtaxfree.ops import collectives, matmul_all_reduce
-from tests.support import assert_fused, fails, lower_for_cuda, mesh_of, sharded
+from jaxtaxfree.teams import Team
+from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
 
 # Each takes x, [8, 16] on every rank.
 CALLS: dict[str, Callable] = {
@@ -236,6 +237,28 @@ def test_symbolic_shapes_take_no_kernel(mesh: Mesh, name: str, in_spec: P, shape
     assert ours == theirs  # but for the lines of this file
     with fails(NotImplementedError, "it is compiled for known shapes, not ["):
         exported("fused")
+
+
+@pytest.mark.parametrize("name", ("psum", "matmul_all_reduce", "matmul_all_reduce-silu"))
+@pytest.mark.parametrize("device_kind", ("", "NVIDIA H200"))
+def test_a_symbolic_number_of_examples(
+    mesh: Mesh, name: str, device_kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`jax.vmap` makes them part of the shapes after the call was traced."""
+    monkeypatch.setattr(Team, "device_kind", device_kind)
+    x = sharded(mesh, P(), jax.export.symbolic_shape("b, 8192, 16"), "bfloat16")
+    w = sharded(mesh, P(), (7168, 8192), "bfloat16")
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        call = jtf.psum if name == "psum" else jtf.matmul_all_reduce
+        activation = {"activation": "silu"} if name.endswith("silu") else {}
+        return call(x, "tp") if name == "psum" else call(x[:7168].T, w, "tp", **activation)
+
+    program = jax.shard_map(
+        jax.vmap(local, in_axes=(0, None)), mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False
+    )
+    text = jax.export.export(jax.jit(program), platforms=("cuda",))(x, w).mlir_module()
+    assert TRITON_CALL not in text and "all_reduce" in text
 
 
 def test_gradients_with_an_algorithm() -> None:

@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -164,13 +165,16 @@ def test_more_programs_together_than_a_gpu_runs(mesh: Mesh, monkeypatch: pytest.
         ("--xla_gpu_graph_enable_concurrent_region=true --xla_gpu_command_buffer_scheduling_mode=LHS", False),
         ("--xla_gpu_graph_enable_concurrent_region=false", False),
         ("--xla_gpu_command_buffer_scheduling_mode=SERIALIZE --xla_cpu_max_isa=AVX2", False),
+        ("--xla_gpu_command_buffer_scheduling_mode='LHS' --xla_cpu_max_isa=AVX2", False),
     ),
 )
+@pytest.mark.parametrize("file", (False, True))
 def test_flags_by_which_calls_would_run_at_once(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, flags: str, refused: bool
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: str, refused: bool, file: bool
 ) -> None:
     lower = functools.partial(lower_for_cuda, on_mesh(mesh, rotate), operand(mesh))
-    monkeypatch.setenv("XLA_FLAGS", flags)
+    (tmp_path / "flags").write_text(flags.replace(" ", "\n"))
+    monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "flags") if file else flags)
     lower()  # for other machines than this one, whose flags count
     monkeypatch.setattr(Team, "on_gpus", True)
     monkeypatch.setattr(Team, "compute_capability", 90)

@@ -16,7 +16,15 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
 from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
 from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
-from jaxtaxfree.primitive import DTYPES, Unsupported, check_implementation, collective, settings_of, takes_reference
+from jaxtaxfree.primitive import (
+    DTYPES,
+    Unsupported,
+    check_implementation,
+    collective,
+    settings_of,
+    symbolic,
+    takes_reference,
+)
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
@@ -577,7 +585,7 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
 def _unsupported(operands: Mapping[str, Any], spec: Spec) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     query, key, value = operands["query"], operands["key"], operands["value"]
-    reasons = []
+    reasons = symbolic(*operands.values())
     if query.dtype.name not in DTYPES:
         reasons.append(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}")
     elif key.dtype != query.dtype and key.dtype.name not in _QUANTISED:

@@ -112,7 +112,7 @@ def slower(lhs: Any, rhs: Any, rows: int, *, precision: Any, preferred_element_t
     XLA's product of f32 is known to be faster. Measured on H200.
     """
     if reasons := unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type):
-        return f"the kernel cannot run here: {'; '.join(reasons)}"
+        return "; ".join(reasons)
     if lhs.dtype == np.float32:
         if triton_precision(precision) != "tf32" and 2 * rows * math.prod(rhs.shape) > 1e8:
             # Triton multiplies such operands without tensor cores: 6 TFLOP/s.

@@ -85,11 +85,12 @@ def matmul_all_reduce(
     matmul.check_operands("matmul_all_reduce", lhs, rhs)
     matmul.check_contraction("matmul_all_reduce", lhs, rhs)
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
-    one_row = lhs.ndim == 1 and rhs.ndim == 2
-    if one_row:
-        lhs, residual = lhs[None], None if residual is None else jnp.asarray(residual)[None]
     shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
+    one_row = lhs.ndim == 1 and rhs.ndim == 2
+    lhs = lhs[None] if one_row else lhs
     epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
+    if one_row:
+        operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
     settings = settings_of("matmul_all_reduce", Config, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)

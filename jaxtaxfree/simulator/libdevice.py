@@ -24,9 +24,14 @@ _FUNCTIONS: dict[str, Callable] = {
     "erfc": np.vectorize(math.erfc, otypes=[float]),
     "exp10": lambda x: np.power(x.dtype.type(10), x),
     "fma": lambda x, y, z: x.astype(np.float64) * y + z,
+    "fdiv_rn": np.divide,
+    "fdivide": np.divide,
+    "finite": np.isfinite,
+    "isfinite": np.isfinite,
     "llabs": np.abs,
+    "nearbyint": np.rint,
     "powi": np.pow,
-    "round": lambda x: np.copysign(np.floor(np.abs(x) + 0.5), x),  # halves away from 0
+    "round": lambda x: np.copysign(np.floor(np.abs(x)) + (np.abs(x) % 1 >= 0.5), x),  # halves away from 0
     "rsqrt": lambda x: 1 / np.sqrt(x),
 }
 
@@ -34,7 +39,8 @@ _FUNCTIONS: dict[str, Callable] = {
 def call(symbol: str, args: Sequence[TensorHandle], type_: Any) -> TensorHandle:
     """What a function of CUDA's library gives, by its name there, such as `__nv_tanhf`."""
     name = symbol.removeprefix("__nv_").removeprefix("fast_")
-    name = next((name for name in (name, name[:-1]) if name in _FUNCTIONS), None)
+    of_f32_or_f64 = [name[:-1]] if name[-1] in "fd" else []
+    name = next((name for name in (name, *of_f32_or_f64) if name in _FUNCTIONS), None)
     if name is None:
         raise NotImplementedError(f"the simulator has no {symbol} of libdevice")
     out = _FUNCTIONS[name](*(arg.data for arg in args))
