@@ -619,14 +619,14 @@ def test_log_says_why_not(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
         assert_not_fused(lower_for_cuda(column_parallel(mesh), *shapes(mesh, "int32")))
     (record,) = caplog.records
     assert (record.name, record.levelno) == ("jaxtaxfree", logging.DEBUG)
-    operands = "['int32[2, 64]', 'int32[64, 8]']"
+    operands = "['int32[16, 64]', 'int32[64, 32]']"
     why = "it takes float32, bfloat16, float16, not int32"
     assert record.getMessage() == f"all_gather_matmul{operands} uses XLA: {why}"
 
 
 def test_log_says_why_not_of_other_dimensions(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     program = jax.shard_map(
-        lambda a, b: all_gather_matmul(a, b, "tp", axis=-1), mesh=mesh, in_specs=(COLUMNS, P()), out_specs=P()
+        lambda a, b: all_gather_matmul(a, b, "tp", axis=-1), mesh=mesh, in_specs=(COLUMNS, P()), out_specs=ROWS
     )
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         jax.eval_shape(program, np.ones((3, 8), np.float32), np.ones((8, 5), np.float32))
