@@ -29,9 +29,9 @@ IMPLEMENTATIONS = (None, "fused", "xla", "simulate")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-# (operands, their batch dimensions or None, size of the batch, **params) -> the operands, and the parameters that
-# change, of one call for all examples, whose results have these as their first dimension; or why there is none such.
-Batch = Callable[..., tuple[Sequence[jax.Array], dict[str, Any]] | str]
+# (call, operands, their batch dimensions or None, size of the batch, **params) -> the results for all examples, these
+# along the first dimension, by one `call(*operands, **parameters that change)`; or why there is none such.
+Batch = Callable[..., Any]
 
 
 class Unsupported(NotImplementedError):
@@ -323,10 +323,10 @@ def _communicating(
         if axis_data.name not in params["axes"]:
             if all(dim is None for dim in dims):
                 return primitive.bind(*operands, implementation=implementation, **params), None
-            found = batch(operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
+            call = functools.partial(primitive.bind, implementation=implementation, **params)
+            found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
             if not isinstance(found, str):
-                batched, changed = found
-                return primitive.bind(*batched, implementation=implementation, **params | changed), 0
+                return found, 0
             why = found
         else:
             why = f"jax.vmap maps over the axis {axis_data.name!r} itself"

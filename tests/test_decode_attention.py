@@ -279,6 +279,91 @@ def test_gradient_of_a_sequence_without_keys_is_none() -> None:
     assert not np.any(found["query"][0])
 
 
+def examples(case: Case, kind: str) -> tuple[Callable, Callable]:
+    """A call as several that `jax.vmap` makes one of, each of a sequence, or of some query heads of each kv head.
+
+    Returns: how the arguments of `decode_attention` are mapped, as the dimensions of their examples and what makes
+      these of an argument; and what makes one result of those of the examples, which stand first.
+    """
+    query = 1 + (case.t is not None)  # the dimension of its heads
+
+    def split(name: str, x: jax.Array) -> tuple[jax.Array, int | None]:
+        of_cache = name in ("key", "value") or (name.endswith("_scale") and case.scales == "token" and case.cache)
+        if kind == "sequences":
+            if name in ("query", "key_value_seq_lengths", "block_tables") or (of_cache and case.page_size is None):
+                return jnp.moveaxis(x[:, None], 0, -1), x.ndim
+            return x, None
+        if name not in ("query", "sinks"):
+            return x, None
+        dim = query if name == "query" else 0
+        x = x.reshape(*x.shape[:dim], case.k, 2, case.n // case.k // 2, *x.shape[dim + 1 :])
+        return lax.collapse(jnp.moveaxis(x, dim + 1, -1), dim, dim + 2), x.ndim - 2
+
+    def join(x: jax.Array) -> jax.Array:
+        if kind == "sequences":
+            return lax.collapse(x, 0, 2)
+        x = x.reshape(*x.shape[: query + 1], -1, case.n // case.k // 2, *x.shape[query + 2 :])
+        return lax.collapse(jnp.moveaxis(x, 0, query + 1), query, query + 3)
+
+    return split, join
+
+
+def mapped_program(case: Case, kind: str, **keywords: Any) -> Callable:
+    """`tests.attention_cases.program` by `jax.vmap` over `examples`."""
+    split, join = examples(case, kind)
+
+    def local(operands: Operands) -> Any:
+        own = operands.whole | {name: x[0] for name, x in operands.parts.items()}
+        pairs = {name: split(name, x) for name, x in own.items()}
+        call = lambda own: decode_attention(**own, axis_name="tp", return_residual=True, **case.keywords, **keywords)  # noqa: E731
+        found = jax.vmap(call, in_axes=({name: dim for name, (_, dim) in pairs.items()},))(
+            {name: x for name, (x, _) in pairs.items()}
+        )
+        return jax.tree.map(join, found)
+
+    out = P(None, *[None] * (case.t is not None), "tp" if case.output == "heads" else None)
+    return jax.shard_map(local, mesh=mesh_of(case.world), in_specs=(Operands(P(), P("tp")),), out_specs=(out, out))
+
+
+MAPPED = [
+    (feature, kind)
+    for feature, case in features(Case(world=2)).items()
+    for kind in ("sequences", "heads")
+    if kind == "sequences" or (case.n // case.k % 2 == 0 and (case.output != "heads" or case.k % 2 == 0))
+]
+
+
+@pytest.mark.parametrize(("feature", "kind"), MAPPED)
+def test_vmap_is_one_call(feature: str, kind: str) -> None:
+    case = features(Case(world=2))[feature]
+    operands, expected = make(case)
+    call = mapped_program(case, kind)
+    assert_right(case, jax.jit(call)(operands), expected)
+    assert str(jax.make_jaxpr(call)(operands)).count("decode_attention[") == 1
+
+
+@pytest.mark.parametrize("kind", ("sequences", "heads"))
+@pytest.mark.parametrize("feature", ("sinks", "heads", "paged-blocks", "quantised-paged-heads"))
+def test_vmap_of_the_kernel(feature: str, kind: str) -> None:
+    case = features(Case(world=2, n=8, k=2, h=24))[feature]
+    operands, expected = make(case)
+    found = jax.jit(mapped_program(case, kind, implementation="simulate", config=SPLIT))(operands)
+    assert_right(case, found, expected)
+    assert_fused(lower_for_cuda(mapped_program(case, kind, implementation="fused"), operands))
+
+
+@pytest.mark.parametrize("case", (Case(world=2, page_size=16, lengths=(5, 128, 70)), Case(world=2, cache="int8")))
+def test_vmap_over_caches(case: Case) -> None:
+    """Pools of pages, and tokens with scales, of each example."""
+    variants, expected = zip(*(make(case, seed) for seed in range(3)))
+    stacked = jax.tree.map(lambda *x: np.stack(x), *variants)
+    call = jax.vmap(program(case, mesh_of(2)))
+    assert str(jax.make_jaxpr(call)(stacked)).count("decode_attention[") == 1
+    found = jax.jit(call)(stacked)
+    for i, wanted in enumerate(expected):
+        assert_right(case, jax.tree.map(lambda x, i=i: x[i], found), wanted)
+
+
 @pytest.mark.parametrize("mapped", (("query",), ("key", "value"), ("query", "key", "value", "sinks")))
 def test_vmap(mapped: tuple[str, ...]) -> None:
     floats, put = split_operands(DIFFERENTIATED)
@@ -314,6 +399,25 @@ def test_merge(dtype: str, with_sinks: bool) -> None:
         merged.astype(np.float32), wanted.astype(np.float32), atol=attention_cases.TOLERANCE[dtype]
     )
     np.testing.assert_allclose(residual, wanted_residual, rtol=1e-6, atol=1e-6)
+
+
+def test_merge_with_a_prefix_that_all_sequences_share() -> None:
+    rng = np.random.default_rng(0)
+    query = rng.normal(size=(3, 4, 8)).astype(np.float32)
+    prefix, rest = (rng.normal(size=(2, 2, b, s, 2, 8)).astype(np.float32) for b, s in ((1, 24), (3, 16)))
+
+    def local(query: jax.Array, prefix: jax.Array, rest: jax.Array) -> jax.Array:
+        attend = functools.partial(decode_attention, axis_name="tp", return_residual=True)
+        of_prefix = jax.vmap(lambda q: jax.tree.map(lambda x: x[0], attend(q[None], *prefix[0])))(query)
+        return merge_attention(*of_prefix, *attend(query, *rest[0]))[0]
+
+    call = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), P("tp"), P("tp")), out_specs=P())
+    key, value = (
+        np.concatenate([*np.repeat(prefix[:, i], 3, axis=1), *rest[:, i]], axis=1) for i in range(2)
+    )  # [B, S, K, H], in an order that does not matter
+    wanted = attention(query[:, None], key, value, np.full(3, 2 * (24 + 16)))
+    np.testing.assert_allclose(jax.jit(call)(query, prefix, rest), wanted.out[:, 0], rtol=1e-5, atol=1e-5)
+    assert_fused(lower_for_cuda(call, query, prefix, rest), calls=2)
 
 
 def test_merge_with_attention_over_keys_that_are_not_sharded() -> None:
@@ -777,13 +881,30 @@ def test_fused_on_cpus_names_the_platform() -> None:
 
 
 @pytest.mark.parametrize("implementation", ("fused", "simulate"))
-def test_the_kernel_has_no_vmap(implementation: str) -> None:
-    floats, put = split_operands(DIFFERENTIATED)
-    call = lambda query: program(DIFFERENTIATED, mesh_of(4), implementation=implementation)(  # noqa: E731
-        put({**floats, "query": query})
+@pytest.mark.parametrize(
+    ("mapped", "case", "why"),
+    (
+        ({"sinks", "key", "value"}, {"sinks": True}, "jax.vmap maps over sinks, and the kernel takes one for all"),
+        ({"key", "value", "value_scale"}, {"cache": "int8", "scales": "head"}, "maps over value_scale, and"),
+        ({"query", "value"}, {}, "does not map over key, which"),
+        ({"key_value_seq_lengths"}, {"lengths": (1, 2, 3)}, "does not map over key, value, which"),
+        ({"query", "key", "value"}, {"cache": "int8"}, "does not map over key_scale, value_scale, which"),
+        ({"query", "value"}, {"page_size": 16}, "does not map over key, which"),
+        ({"query"}, {"output": "heads", "k": 1}, "does not map over key, value, which"),
+    ),
+)
+def test_what_the_kernel_cannot_map(mapped: set[str], case: dict[str, Any], why: str, implementation: str) -> None:
+    call = Case(world=2, s=16, **case)
+    operands = make(call)[0]
+    dims = Operands(*({name: 0 if name in mapped else None for name in part} for part in operands))
+    stacked = Operands(
+        *({name: np.stack([x] * 2) if name in mapped else x for name, x in part.items()} for part in operands)
     )
-    with fails(NotImplementedError, "decode_attention", "jax.vmap maps over it"):
-        jax.vmap(call)(jnp.stack([floats["query"]] * 2))
+    with fails(NotImplementedError, "decode_attention", why):
+        jax.vmap(program(call, mesh_of(2), implementation=implementation), in_axes=(dims,))(stacked)
+    found = jax.jit(jax.vmap(program(call, mesh_of(2)), in_axes=(dims,)))(stacked)
+    for mine, wanted in zip(found, jax.jit(program(call, mesh_of(2)))(operands)):
+        np.testing.assert_allclose(mine, np.stack([wanted] * 2), rtol=1e-5, atol=1e-5)
 
 
 def test_gpus_without_a_dtype(monkeypatch: pytest.MonkeyPatch) -> None:

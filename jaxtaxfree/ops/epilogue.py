@@ -127,6 +127,7 @@ def check(
 
 
 def batch(
+    call: Callable[..., Any],
     operands: Sequence[jax.Array],
     dims: Sequence[int | None],
     size: int,
@@ -134,7 +135,7 @@ def batch(
     moved: str | None = None,
     epilogue: Epilogue = NONE,
     **params: Any,
-) -> tuple[list[jax.Array], dict[str, Any]] | str:
+) -> Any:
     """A `jaxtaxfree.primitive.Batch` of a product: the rows of all examples make one product, if one rhs takes them.
 
     Args:
@@ -152,7 +153,7 @@ def batch(
         elif name == "residual":
             x = jnp.broadcast_to(x, (size, *x.shape))
         batched.append(x)
-    return batched, {moved: params[moved] + 1} if moved else {}
+    return call(*batched, **({moved: params[moved] + 1} if moved else {}))
 
 
 def unsupported(epilogue: Epilogue, operands: Sequence[Any]) -> list[str]:
