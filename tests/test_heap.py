@@ -753,6 +753,21 @@ def test_layout(programs: int, signals: list[int], messages: list[int], scratch:
             assert layout_.awaited(-1 - (stop // 4 - 1)) == f"message {name}[{(stop - start) // 4 - 1}]"
 
 
+def test_a_wait_is_told_by_the_indices_of_its_array() -> None:
+    words = jax.ShapeDtypeStruct((2, 2, 5), "int32")
+    layout_ = Layout.of((3,), {}, {"turn": 4, "arrived": (4, 6)}, {"partials": (2, 3), "words": words})
+    assert [layout_.awaited(i) for i in (3, 4, 4 + 13, 4 + 24)] == [
+        "signal turn[3]",
+        "signal arrived[0, 0]",
+        "signal arrived[2, 1]",
+        "signal arrived[24]",  # behind the end
+    ]
+    for name, word, element in (("partials", 5, "partials[1, 2]"), ("words", 13, "words[1, 0, 3]")):
+        line, lines = layout_.buffer_lines[name]
+        for copy in range(2):
+            assert layout_.awaited(-1 - ((line + copy * lines) * LINE // 4 + word)) == f"message {element}"
+
+
 def test_layout_is_no_larger_than_it_must_be() -> None:
     assert Layout(programs=1).nbytes == GRANULE
     assert Layout(programs=1, scratch=(("a", GRANULE // 2),)).nbytes == 2 * GRANULE

@@ -169,7 +169,7 @@ def test_findings_reach_the_caller_and_the_next_call_runs(cpu_mesh: MeshFactory)
                 out_type=x,
                 grid=1,
                 scratch={"inbox": x},
-                signals={"arrived": 1},
+                signals={"arrived": (1, 1)},
                 implementation="simulate",
                 name="exchange",
                 BLOCK=8,
@@ -179,7 +179,8 @@ def test_findings_reach_the_caller_and_the_next_call_runs(cpu_mesh: MeshFactory)
         return program(mesh, call, in_specs=P("tp"), out_specs=P("tp"))
 
     for _ in range(2):
-        with pytest.raises(Exception, match=r"DeadlockError: exchange: Deadlock(.|\n)*test_simulator.py:\d+"):
+        where = r"test_simulator.py:\d+(.|\n)*signal arrived\[0, 0\] of rank 0"
+        with pytest.raises(Exception, match=rf"DeadlockError: exchange: Deadlock(.|\n)*{where}"):
             jax.block_until_ready(exchange("silent")(x))
     np.testing.assert_array_equal(exchange("")(x), np.roll(np.asarray(x), 8))
 

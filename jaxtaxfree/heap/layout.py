@@ -26,6 +26,7 @@ class Layout:
       messages: (name, bytes) of each array of words that say by themselves whether they have arrived.
       words: which of the messages are of `send_words` and `receive_words`.
       scratch: (name, bytes) of each scratch. Messages and scratch have two copies, for calls of odd and of even epoch.
+      shapes: (name, shape) of the arrays above, for reports; without it they have one dimension.
     """
 
     programs: int
@@ -33,6 +34,7 @@ class Layout:
     messages: tuple[tuple[str, int], ...] = ()
     words: tuple[str, ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @classmethod
     def of(
@@ -53,6 +55,10 @@ class Layout:
             messages=tuple((name, 4 * count(getattr(of, "shape", of))) for name, of in messages.items()),
             words=tuple(name for name, of in messages.items() if _is_words(name, of)),
             scratch=tuple((name, math.prod(s.shape) * np.dtype(s.dtype).itemsize) for name, s in scratch.items()),
+            shapes=tuple(
+                (name, tuple(map(int, np.atleast_1d(getattr(of, "shape", of)))))
+                for name, of in (*signals.items(), *messages.items(), *scratch.items())
+            ),
         )
 
     @property
@@ -91,7 +97,7 @@ class Layout:
         return math.ceil(lines * LINE / GRANULE) * GRANULE
 
     def awaited(self, index: int) -> str:
-        """How the kernel's author calls what a wait was for: a counter such as "signal arrived[3]", or a message.
+        """How the kernel's author calls what a wait was for: a counter such as "signal arrived[1, 3]", or a message.
 
         Args:
           index: of a signal; of a message -1 minus the word's place in the region.
@@ -100,11 +106,14 @@ class Layout:
             line, word = divmod(-1 - index, LINE // 4)
             for name, (first, lines) in reversed(self.buffer_lines.items()):
                 if line >= first:
-                    return f"message {name}[{(line - first) % lines * (LINE // 4) + word}]"
+                    return f"message {self._element(name, (line - first) % lines * (LINE // 4) + word)}"
         for name, first in reversed(self.signal_index.items()):
             if index >= first:
-                return f"signal {name}[{index - first}]"
+                return f"signal {self._element(name, index - first)}"
         return f"signal {index}"
+
+    def _element(self, name: str, index: int) -> str:
+        return f"{name}[{indices(index, dict(self.shapes).get(name, ()))}]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +140,12 @@ class Region:
     def address(self, position: int) -> int:
         """Address of the part of the device at `position` in the mesh."""
         return (self.origin + position * self.stride) * GRANULE
+
+
+def indices(index: int, shape: tuple[int, ...]) -> str:
+    """The indices of an element, such as "1, 3", from its place in an array; that alone if it is outside."""
+    inside = shape and index < math.prod(shape)
+    return ", ".join(map(str, np.unravel_index(index, shape) if inside else (index,)))
 
 
 def magic(name: str, device_ids: tuple[int, ...], world: int) -> int:

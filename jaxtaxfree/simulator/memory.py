@@ -7,7 +7,7 @@ import mmap
 
 import numpy as np
 
-from jaxtaxfree.heap.layout import GRANULE, LINE, Layout
+from jaxtaxfree.heap.layout import GRANULE, LINE, Layout, indices
 from jaxtaxfree.simulator.events import Event
 
 _GUARD = 4096  # bytes around an array that belong to nobody
@@ -35,7 +35,7 @@ class Part:
     rank: int
     start: int
     stop: int
-    shape: tuple[int, ...] | None = None
+    shape: tuple[int, ...] = ()
     note: str = ""
     unit: int = 2
     writers: np.ndarray = dataclasses.field(init=False)
@@ -66,16 +66,11 @@ class Part:
 
     def element(self, address: int, size: int) -> str:
         """How to call the element at an address, such as `gathered[1, 0, 5] of rank 2`."""
-        return f"{self.name}[{self._place((address - self.start) // size)}]{self.note} of rank {self.rank}"
+        return f"{self.name}[{indices((address - self.start) // size, self.shape)}]{self.note} of rank {self.rank}"
 
     @property
     def title(self) -> str:
         return f"{self.kind} {self.name}{self.note} of rank {self.rank}"
-
-    def _place(self, index: int) -> str:
-        if self.shape and index < np.prod(self.shape):
-            return ", ".join(str(int(i)) for i in np.unravel_index(index, self.shape))
-        return f"{index}"
 
 
 @dataclasses.dataclass(eq=False)
@@ -107,9 +102,9 @@ class Messages(Part):
     def title_of(self, units: np.ndarray) -> str:
         """How to call some of the words, such as `partials[0, 3] to [1, 7] (12 words) of rank 1`."""
         first, last = int(units.min()), int(units.max())
-        place = f"[{self._place(first)}]"
+        place = f"[{indices(first, self.shape)}]"
         if last > first:
-            place += f" to [{self._place(last)}] ({len(units)} words)"
+            place += f" to [{indices(last, self.shape)}] ({len(units)} words)"
         return f"{self.name}{place}{self.note} of rank {self.rank}"
 
 
@@ -202,8 +197,9 @@ class Heap:
       parts: of all ranks.
     """
 
-    def __init__(self, space: Space, world: int, layout: Layout, shapes: dict[str, tuple[int, ...]], header: bytes):
+    def __init__(self, space: Space, world: int, layout: Layout, header: bytes):
         self.layout = layout
+        shapes = dict(layout.shapes)
         self.stride = layout.nbytes // GRANULE + 1
         # Anonymous memory costs nothing before it is touched.
         self._memory = mmap.mmap(-1, (world * self.stride + 1) * GRANULE)
@@ -228,13 +224,13 @@ class Heap:
                 size = 4 * dict(layout.signals)[name]
                 start = base + layout.signal_line * LINE + 4 * index
                 if size:
-                    add(Part(name, "signals", rank, start, start + size, shapes.get(name)))
+                    add(Part(name, "signals", rank, start, start + size, shapes.get(name, ())))
             sizes = {**dict(layout.messages), **dict(layout.scratch)}
             for name, (line, lines) in layout.buffer_lines.items():
                 size, kind = sizes[name], "messages" if name in dict(layout.messages) else "scratch"
                 for copy in range(2):
                     at = (line + copy * lines) * LINE
-                    place = (rank, base + at, base + at + size, shapes.get(name))
+                    place = (rank, base + at, base + at + size, shapes.get(name, ()))
                     note = f" (copy of {'odd' if copy else 'even'} calls)"
                     if not size:
                         continue

@@ -64,7 +64,6 @@ class Launch:
       descriptors: those of its parameters that are TMA descriptors of operands or results, and the shapes of blocks.
       num_warps: of a program, for Gluon kernels that ask.
       together: programs that may wait for each other.
-      shapes: of the scratch, the signals and the messages, where they are known.
     """
 
     kernel: JITFunction
@@ -77,7 +76,6 @@ class Launch:
     descriptors: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
     together: int = 1
-    shapes: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def _kind_of(kernel: JITFunction) -> tuple[type[Machine], type[Clocks]]:
@@ -100,7 +98,7 @@ class Session:
         self.space = Space()
         self._machine, clocks = _kind_of(launch.kernel)
         self.clocks = clocks(launch.world, programs)
-        self.heap = Heap(self.space, launch.world, launch.layout, dict(launch.shapes), header(_MAGIC, 0, _NO_TIMEOUT))
+        self.heap = Heap(self.space, launch.world, launch.layout, header(_MAGIC, 0, _NO_TIMEOUT))
         self.broken: SimulationError | None = None
 
     def run(
@@ -316,12 +314,6 @@ def run(
         descriptors=dict(descriptors or {}),
         num_warps=num_warps,
         together=together,
-        shapes={
-            key: getattr(of, "shape", of)
-            for named in buffers.values()
-            for key, of in named.items()
-            if not isinstance(of, int)
-        },
     )
     operands = [[array[rank] for array in arrays] for rank in range(world)]
     settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets)
