@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
 from jax._src.core import NamedAxisEffect
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
@@ -233,6 +234,7 @@ def collective(
 
 def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
     """The rule of a primitive that is differentiated as this function of its operands."""
+    primals = [jnp.asarray(x) for x in primals]  # literals of a jaxpr are none
     differentiable = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
 
     def of_some(*some: Any) -> Any:
@@ -262,7 +264,6 @@ def _communicating(
     def _abstract_eval(*operands: Any, axes: tuple[str, ...], implementation: str | None, **params: Any) -> Any:
         del implementation
         outs = jax.make_jaxpr(functools.partial(reference, axes=axes, **params))(*operands).out_avals
-        outs = [out.update(weak_type=False) for out in outs]
         return outs if multiple_results else outs[0], {NamedAxisEffect(axis) for axis in axes}
 
     @primitive.def_impl
@@ -317,22 +318,32 @@ def _communicating(
         outs, dim = map_all(axis_data, operands, dims, **params)
         return outs, [dim] * len(outs) if multiple_results else dim
 
+    def unmappable(operands: Any, dims: Any, size: int) -> str | None:
+        if not jax.export.is_symbolic_dim(size) and size == 0:
+            return "jax.vmap maps over no examples"
+        specs = [(jax.typeof(x).sharding.spec, dim) for x, dim in zip(operands, dims) if dim is not None]
+        if along := [spec[dim] for spec, dim in specs if spec[dim] is not None]:
+            return f"jax.vmap maps over a dimension that is sharded along {along[0]!r}"
+        return None
+
     def map_all(
         axis_data: Any, operands: Any, dims: Any, *, implementation: str | None, **params: Any
     ) -> tuple[Any, int | None]:
-        if axis_data.name not in params["axes"]:
-            if all(dim is None for dim in dims):
-                return primitive.bind(*operands, implementation=implementation, **params), None
-            call = functools.partial(primitive.bind, implementation=implementation, **params)
-            found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
-            if not isinstance(found, str):
-                return found, 0
-            why = found
+        operands = [jnp.asarray(x) for x in operands]  # literals of a jaxpr are none
+        call = functools.partial(primitive.bind, implementation=implementation, **params)
+        if axis_data.name in params["axes"]:
+            found = f"jax.vmap maps over the axis {axis_data.name!r} itself"
+        elif all(dim is None for dim in dims):
+            return call(*operands), None
         else:
-            why = f"jax.vmap maps over the axis {axis_data.name!r} itself"
+            found = unmappable(operands, dims, axis_data.size)
+            if found is None:
+                found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
+        if not isinstance(found, str):
+            return found, 0
         if implementation in ("fused", "simulate"):
-            raise Unsupported(name, [why])
-        log_reference(name, operands, why)
+            raise Unsupported(name, [found])
+        log_reference(name, operands, found)
         call = functools.partial(reference, **params)
         return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
 

@@ -279,6 +279,34 @@ def test_gradient_of_a_sequence_without_keys_is_none() -> None:
     assert not np.any(found["query"][0])
 
 
+def test_scales_that_are_numbers() -> None:
+    """They are literals in the program of a jitted call."""
+    cache = np.random.default_rng(0).integers(-9, 9, (2, 1, 16, 2, 8)).astype(np.int8)
+    query = jnp.ones((3, 1, 4, 8))
+
+    def results(implementation: str | None) -> list[jax.Array]:
+        def local(query: jax.Array, cache: jax.Array) -> jax.Array:
+            scales = {"key_scale": 0.05, "value_scale": 0.5}
+            return decode_attention(query, *cache, "tp", implementation=implementation, **scales)
+
+        call = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), P(None, None, "tp")), out_specs=P()))
+        mapped = jax.vmap(call, in_axes=(0, None))
+        return [mapped(query, cache), jax.grad(lambda query: mapped(query, cache).sum())(query)]
+
+    for found, wanted in zip(results(None), results("xla")):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_gradient_by_a_scale_of_zero() -> None:
+    query, key, value = jnp.ones((1, 2, 8)), jnp.zeros((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8))
+
+    def total(scale: jax.Array) -> jax.Array:
+        call = lambda scale: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
+        return jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P())(scale).sum()
+
+    np.testing.assert_allclose([jax.grad(total)(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
+
+
 def examples(case: Case, kind: str) -> tuple[Callable, Callable]:
     """A call as several that `jax.vmap` makes one of, each of a sequence, or of some query heads of each kv head.
 

@@ -11,13 +11,14 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import dispatch, primitive
 from jaxtaxfree.ops import collectives, matmul_all_reduce
 from jaxtaxfree.teams import Team
+from tests.conftest import MeshFactory
 from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
 
 # Each takes x, [8, 16] on every rank.
@@ -268,3 +269,76 @@ def test_gradients_with_an_algorithm() -> None:
         call = functools.partial(CALLS["all_gather_matmul"], precision=given)
         on_mesh = jax.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P(None, "tp"))
         assert jax.grad(lambda x, on_mesh=on_mesh: on_mesh(x).sum())(jnp.ones((32, 16))).shape == (32, 16)
+
+
+@each_call
+@pytest.mark.parametrize("examples", (0, 2))
+def test_vmap_of_any_number_of_examples(mesh: Mesh, call: Callable, examples: int) -> None:
+    x = np.random.default_rng(0).normal(size=(examples, 4 * 8, 16)).astype(np.float32)
+
+    def mapped(implementation: str | None) -> jax.Array:
+        local = jax.vmap(functools.partial(call, implementation=implementation))
+        on_mesh = jax.shard_map(local, mesh=mesh, in_specs=P(None, "tp"), out_specs=P(None, "tp"), check_vma=False)
+        return jax.jit(on_mesh)(x)
+
+    found, wanted = mapped(None), mapped("xla")
+    assert found.shape == wanted.shape
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if "scatter" not in name])  # lax's does not lower there
+def test_vmap_over_a_dimension_that_is_sharded(cpu_mesh: MeshFactory, name: str) -> None:
+    mesh = cpu_mesh((2, 2), ("dp", "tp"))
+    mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(np.random.default_rng(0).normal(size=(2, 2 * 8, 16)).astype(np.float32), P("dp", "tp"))
+
+        def mapped(implementation: str | None) -> jax.Array:
+            local = functools.partial(CALLS[name], implementation=implementation)
+            on_mesh = jax.shard_map(local, in_specs=P("tp"), out_specs=P("tp"), axis_names={"tp"}, check_vma=False)
+            return jax.jit(jax.vmap(on_mesh))(x)
+
+        found, wanted = mapped(None), mapped("xla")
+        assert jax.typeof(found) == jax.typeof(wanted)
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("operation", "specs", "out_spec"),
+    (
+        (jtf.all_gather_matmul, (P("tp"), P(None, "tp")), P(None, "tp")),
+        (jtf.matmul_reduce_scatter, (P(None, "tp"), P("tp")), P("tp")),
+        (jtf.matmul_all_reduce, (P(None, "tp"), P("tp")), P()),
+    ),
+)
+@pytest.mark.parametrize("activation", (None, "silu"))
+def test_gradients_by_shared_weights_of_examples_on_another_axis(
+    cpu_mesh: MeshFactory, operation: Callable, specs: tuple[P, P], out_spec: P, activation: str | None
+) -> None:
+    mesh = cpu_mesh((2, 2), ("dp", "tp"))
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(4, 8, 6)).astype(np.float32), rng.normal(size=(6, 4)).astype(np.float32)
+
+    def gradients(implementation: str | None) -> tuple[jax.Array, jax.Array]:
+        local = lambda x, w: operation(x, w, "tp", activation=activation, implementation=implementation)  # noqa: E731
+        layer = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_spec)
+        batched = jax.vmap(layer, in_axes=(0, None), spmd_axis_name="dp")
+        return jax.jit(jax.grad(lambda x, w: jnp.sin(batched(x, w)).sum(), (0, 1)))(x, w)
+
+    for found, wanted in zip(gradients(None), gradients("xla")):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+@each_call
+def test_types_do_not_depend_on_the_implementation(mesh: Mesh, call: Callable) -> None:
+    """Not even whether they are weak."""
+
+    def type_of(implementation: str | None, weak: bool) -> Any:
+        def local() -> jax.Array:
+            return call(jnp.full((8, 16), 1.0, None if weak else "float32"), implementation=implementation)
+
+        return jax.eval_shape(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P("tp"), check_vma=False))
+
+    for weak in (False, True):
+        assert type_of(None, weak) == type_of("xla", weak)
+        assert type_of(None, weak).weak_type == type_of("xla", weak).weak_type

@@ -263,8 +263,9 @@ def reference(
     # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
     scales = jnp.where(seen[:, None, None], scale_of("value_scale"), 0)
     # The largest scale goes to the sum: times the weights it might be too small for f16.
-    unit = jnp.max(jnp.abs(scales), axis=-1, keepdims=True, initial=0)
-    weights = (weights * scales / jnp.where(unit == 0, 1, unit)).astype(query.dtype)
+    unit = lax.stop_gradient(jnp.max(jnp.abs(scales), axis=-1, keepdims=True, initial=0))
+    unit = jnp.where(unit == 0, 1, unit)
+    weights = (weights * scales / unit).astype(query.dtype)
     values = jnp.where((positions[0] < lengths[:, None])[:, :, None, None], values, 0)
     acc = jnp.einsum("bkgts,bskh->bkgth", weights, values, precision=precision, preferred_element_type=jnp.float32)
     acc = acc * unit

@@ -153,6 +153,8 @@ def batch(
         elif name == "residual":
             x = jnp.broadcast_to(x, (size, *x.shape))
         batched.append(x)
+    # With `spmd_axis_name` what is mapped varies along one axis more.
+    batched[:2] = matmul.vary_alike(*batched[:2], axes=params["axes"])
     return call(*batched, **({moved: params[moved] + 1} if moved else {}))
 
 
