@@ -172,8 +172,16 @@ def check_kernel(kernel: Any, what: str) -> None:
 
 
 def constants_of(kernel: Any, params: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """The kernel's other parameters: those given, as Python's numbers, and WORLD if it has that."""
+    """The kernel's other parameters: those given, as Python's numbers, and WORLD if it has that.
+
+    Raises:
+      ValueError: if WORLD is given and not the number of ranks.
+    """
     given = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    if (said := given.get("WORLD", world)) != world:
+        raise ValueError(
+            f"{kernel.fn.__name__} takes as WORLD the number of ranks, which is {world}, not {said!r}: leave it out."
+        )
     return {"WORLD": world} | given if "WORLD" in kernel.arg_names else given
 
 
@@ -270,7 +278,8 @@ def _check_parameters(
     if len(pointers) != len(arrays):
         reasons.append(
             f"{len(inputs)} operands and {len(outputs)} results make {len(arrays)} pointers, but it has "
-            f"{len(pointers)} parameters for them ({', '.join(pointers)})"
+            f"{len(pointers)} parameters for them ({', '.join(pointers)}): is one of these a constant, or a scratch, "
+            "signals or messages, that the call does not name?"
         )
     elif outputs and "team" in parameters[parameters.index(pointers[len(inputs)]) :]:
         reasons.append("its results do not stand behind 'team'")

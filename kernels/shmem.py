@@ -179,6 +179,9 @@ def scratch(me, region, dtype: tl.constexpr):
     Args:
       region: the kernel's parameter of the scratch's name, filled in by `shmem_call`: a tuple (line, lines a copy).
     """
+    tl.static_assert(
+        not dtype.is_ptr(), "shmem.scratch takes the dtype of the elements: of a pointer .dtype.element_ty"
+    )
     line, lines = region
     offset = (line.to(tl.int64) + (me.epoch & 1) * lines) << LINE_SHIFT
     return tl.multiple_of((me.base + offset).to(tl.pointer_type(dtype)), 16)
@@ -301,7 +304,8 @@ def claim(me, index, draws):
     """Draws a ticket on this rank: 0, 1, 2, ... in each call, whichever programs draw.
 
     Work that others wait for may belong to tickets: those that are drawn belong to programs that run. Work of one
-    ticket may wait for that of lower ones, on any rank.
+    ticket may wait for that of lower ones, on any rank. Drawing orders nothing: who draws the last one has not seen
+    what the others have stored, and may not signal for them.
 
     Args:
       index: i32, a signal of which nothing else is done.
@@ -380,7 +384,7 @@ def send(me, dest, value, peer, mask=True):
 
 @triton.jit
 def receive(me, source, peer, mask=None, patient=True):
-    """Waits until the messages at `source` have arrived.
+    """Waits until the messages at `source` have arrived. Several programs may receive the same ones.
 
     Whoever waits here polls all of `source`. Where that is much, or the wait long, use `linger` first.
 
@@ -494,6 +498,8 @@ def send_words(me, dest, words, peer, mask=True):
 @triton.jit
 def receive_words(me, source, peer, mask=None):
     """Waits until the words at `source` have arrived, and makes room for those of the next call but one.
+
+    So one program alone may receive a word.
 
     Args:
       source: a block of at most 16384 pointers of this rank's `messages` of dtype int32.

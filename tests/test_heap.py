@@ -720,13 +720,15 @@ counts = st.lists(st.integers(1, 500), max_size=4)
     signals=counts,
     messages=st.lists(st.integers(0, 50_000).map(lambda words: 4 * words), max_size=4),
     scratch=st.lists(st.integers(1, 5 * MIB), max_size=4),
+    sparse=st.booleans(),
 )
-def test_layout(programs: int, signals: list[int], messages: list[int], scratch: list[int]) -> None:
+def test_layout(programs: int, signals: list[int], messages: list[int], scratch: list[int], sparse: bool) -> None:
     layout_ = Layout(
         programs=programs,
         signals=tuple((f"signal{i}", count) for i, count in enumerate(signals)),
         messages=tuple((f"messages{i}", size) for i, size in enumerate(messages)),
         scratch=tuple((f"scratch{i}", size) for i, size in enumerate(scratch)),
+        sparse=sparse,
     )
     spans = [("header", 0, LINE), ("epochs", LINE, LINE + 8 * programs)]
     for name, count in layout_.signals:
@@ -739,6 +741,9 @@ def test_layout(programs: int, signals: list[int], messages: list[int], scratch:
     zeroed, rest = copies[: 2 * len(messages)], copies[2 * len(messages) :]
     for (_, _, end), (_, start, _) in zip(spans + copies, (spans + copies)[1:]):
         assert end <= start
+    if sparse:
+        for (_, begin, end), (_, start, _) in zip((spans + copies)[2:], (spans + copies)[3:]):
+            assert start - end >= 8 * (end - begin) + 4 * 64
     assert all(start % LINE == 0 for _, start, _ in copies)
     assert (spans + zeroed)[-1][2] <= layout_.control_bytes <= (rest[0][1] if rest else layout_.nbytes)
     assert (spans + copies)[-1][2] <= layout_.nbytes

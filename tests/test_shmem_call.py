@@ -224,6 +224,7 @@ SCRATCH = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
         (TypeError, {"scratch": {"inbox": 4}}, ("scratch 'inbox'", "shape and dtype", "not 4")),
         (TypeError, {"scratch": [SCRATCH]}, ("scratch as a mapping",)),
         (TypeError, {"out_type": 4}, ("out_type", "shape and dtype", "not 4")),
+        (ValueError, {"WORLD": 3}, ("as WORLD the number of ranks, which is", "not 3: leave it out")),
         (ValueError, {"grid": -1}, ("one to three positive whole numbers", "not -1")),
         (ValueError, {"grid": 0}, ("not 0",)),
         (ValueError, {"grid": 1.5}, ("not 1.5",)),

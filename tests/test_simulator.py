@@ -79,6 +79,103 @@ def test_runs_a_kernel(policy: str, dtype: Any) -> None:
     np.testing.assert_array_equal(outs, x[::-1])
 
 
+def test_calls_with_operands_of_their_own() -> None:
+    calls = [[[np.full(8, 10.0 * call + rank, np.float32) for rank in range(2)]] for call in range(3)]
+    keywords = {"world": 2, "grid": 1, "out_type": shape_of(8), "signals": {"arrived": 1}, "BLOCK": 8, "FAULT": ""}
+    results, trace = simulator.run_calls(exchange_kernel, calls, scratch={"inbox": shape_of(8)}, **keywords)
+    np.testing.assert_array_equal(results, [operands[0][::-1] for operands in calls])
+    assert {span.call for span in trace.spans} == {1, 2, 3}
+    with fails(ValueError, "The ranks have operands of several kinds, float32[4] and float32[8]"):
+        simulator.run_calls(exchange_kernel, [calls[0], [[np.zeros(4, np.float32)] * 2]], **keywords)
+    for wrong in ([], [calls[0], []]):
+        with fails(ValueError, "one call or more, each with as many operands as the others"):
+            simulator.run_calls(exchange_kernel, wrong, **keywords)
+
+
+@triton.jit
+def count_kernel(count_ptr, team, arrived, out_ptr):
+    """Signals if there is anything to be sent."""
+    me = shmem.start(team)
+    count = tl.load(count_ptr)
+    if count > 0:
+        shmem.signal(me, arrived, 1 - me.rank)
+        shmem.wait(me, arrived, me.epoch, 1 - me.rank)
+    tl.store(out_ptr, count)
+    shmem.finish(me)
+
+
+def test_signals_that_depend_on_data() -> None:
+    def run(*counts: int) -> None:
+        calls = [[[np.array([count], np.int32)] * 2] for count in counts]
+        out_type = shape_of(1, dtype=np.int32)
+        simulator.run_calls(count_kernel, calls, world=2, grid=1, out_type=out_type, signals={"arrived": 1})
+
+    run(3, 2, 1)
+    run(0, 0, 0)
+    with pytest.raises(simulator.DeadlockError, match=r"in call 3 waits(.|\n)*expects 3 and sees 2"):
+        run(3, 0, 1)
+
+
+@triton.jit
+def faulty_kernel(x_ptr, team, inbox, other, arrived, out_ptr, BLOCK: tl.constexpr, FAULT: tl.constexpr):
+    """`exchange_kernel` with other faults."""
+    me = shmem.start(team)
+    element = tl.arange(0, BLOCK)
+    peer = 1 - me.rank
+    mine = shmem.scratch(me, inbox, x_ptr.dtype.element_ty) + element
+    to, whom, awaited = mine, peer, peer
+    if FAULT == "neighbour":
+        to = mine + 2 * BLOCK
+    if FAULT == "output":
+        to = out_ptr + element
+    if FAULT == "twice":
+        to = shmem.remote(me, mine, peer)
+    if FAULT == "nobody":
+        whom = peer + 2
+    if FAULT == "signal to nobody":
+        shmem.signal(me, arrived, me.rank - 2)
+    if FAULT == "peer":
+        awaited = me.rank
+    if FAULT == "dtype":
+        mine = shmem.scratch(me, inbox, x_ptr.dtype)
+    shmem.put(me, to, x_ptr + element, whom)
+    shmem.signal(me, arrived, peer)
+    ready = shmem.wait(me, arrived, me.epoch, awaited)
+    tl.device_assert((me.rank == 0) | (FAULT != "assert"), "only rank 0 comes here")
+    tl.store(out_ptr + element, tl.where(ready, tl.load(mine), float("nan")))
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    (
+        ("neighbour", simulator.OutOfBoundsError, r"element 64 of scratch inbox .* has elements 0 to 31 of"),
+        (
+            "output",
+            simulator.OutOfBoundsError,
+            "remote of .*takes a pointer to the output out_ptr of rank .: peers share",
+        ),
+        ("twice", simulator.OutOfBoundsError, "takes a pointer to the scratch inbox .* this rank's own pointer"),
+        ("nobody", simulator.OutOfBoundsError, "where rank [23] of a team of 2 would be"),
+        ("signal to nobody", simulator.OutOfBoundsError, "where rank -[12] of a team of 2 would be"),
+        ("peer", simulator.WrongPeerError, r"for signal arrived\[0\] of rank (.), and names rank \1 for it, but who"),
+        ("assert", simulator.DeviceAssertError, "of rank 1, program 0 in call 1 at .*: only rank 0 comes here"),
+        ("dtype", AssertionError, "shmem.scratch takes the dtype of the elements"),
+    ),
+)
+def test_faults_that_results_do_not_show(fault: str, error: type[Exception], message: str) -> None:
+    x = [np.arange(32, dtype=np.float32) + 100 * rank for rank in range(2)]
+
+    def run(fault: str) -> list[np.ndarray]:
+        buffers = {"scratch": {"inbox": shape_of(32), "other": shape_of(320)}, "signals": {"arrived": 1}}
+        call = {"world": 2, "grid": 1, "out_type": shape_of(32), "BLOCK": 32, "FAULT": fault}
+        return simulator.run(faulty_kernel, x, **buffers, **call)[0]
+
+    np.testing.assert_array_equal(run(""), x[::-1])
+    with pytest.raises(error, match=message):
+        run(fault)
+
+
 def test_a_store_after_the_barrier_is_not_published() -> None:
     with pytest.raises(simulator.DataRaceError) as found:
         for seed in range(20):
@@ -276,8 +373,9 @@ def test_claimed_work_may_be_waited_for(slots: int) -> None:
     call = {"world": 2, "grid": 2, "out_type": shape_of(2), "signals": {"tickets": 1, "done": 1}, "slots": slots}
     for seed in range(5):
         simulator.run(claim_kernel, **call, DRAWS=2, seed=seed)
-    with pytest.raises((simulator.OutOfBoundsError, simulator.DeadlockError)):
-        simulator.run(claim_kernel, **call, DRAWS=1)
+    for draws in (1, 3):
+        with pytest.raises(simulator.SignalCountError, match=rf"tickets\[0\].*draw {draws} in each call"):
+            simulator.run(claim_kernel, **call, DRAWS=draws)
 
 
 @triton.jit

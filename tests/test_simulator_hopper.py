@@ -279,7 +279,7 @@ MUTANTS = (
     Mutant(
         name="last draws forgotten",
         edits=(("to_send + gl.num_programs(0)", "to_send"),),
-        errors=(DeadlockError,),
+        errors=(SignalCountError,),
     ),
     Mutant(
         name="wait for the part before",

@@ -87,7 +87,10 @@ def gather_kernel(
     if FAULT == "ahead" and me.rank == 0:
         mask = mask & (source == 0)
     words = inbox - first + of * WORLD * ROWS * COLS + block
-    got, ready = shmem.receive(me, words, source, mask)
+    sender = source
+    if FAULT == "wrong peer":
+        sender = (source + 1) % WORLD
+    got, ready = shmem.receive(me, words, sender, mask)
     tl.store(out_ptr + first + block, tl.where(ready, got, float("nan")), mask=mask)
     shmem.finish(me)
 
@@ -128,6 +131,10 @@ def test_every_seed_is_right() -> None:
 
 # What it is found as, and what is said of it. "L" stands for a line of this file.
 FAULTS = {
+    "wrong peer": (
+        simulator.WrongPeerError,
+        "program . in call 1 waits at L for messages box.* names rank [12] for it, but who sends it is rank [01]",
+    ),
     "load": (simulator.MessageError, "the load of rank .* at L touches box.*: only shmem.send and shmem.receive may"),
     "store": (simulator.MessageError, "the store of rank .* at L touches box.*: only shmem.send and shmem.receive"),
     "atomic": (simulator.MessageError, "the atomic of rank .* at L touches box.*: only shmem.send and shmem.receive"),

@@ -21,6 +21,7 @@ from jaxtaxfree.simulator import (
     SimulationError,
     UninitializedReadError,
     WaitOrderError,
+    WrongPeerError,
 )
 from tests.simulator_kernels import KERNELS, load
 
@@ -559,7 +560,7 @@ MUTANTS = (
         name="sums sent into the place of another rank",
         kernel="decode_attention",
         edits=(("sums_from + me.rank * (results * 2)", "sums_from + me.rank // 2 * (results * 2)"),),
-        errors=(MessageError, DataRaceError),
+        errors=(MessageError, DataRaceError, WrongPeerError),
     ),
     Mutant(
         name="sums received and the rest loaded",
@@ -731,7 +732,7 @@ MUTANTS = (
         name="rows of another rank sent as well",
         kernel="matmul_all_reduce_small",
         edits=(("(m >= 0) & (m < OWNED)", "(m < OWNED)"),),
-        errors=(MessageError, DataRaceError, OutOfBoundsError),
+        errors=(MessageError, DataRaceError, OutOfBoundsError, WrongPeerError),
         shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(

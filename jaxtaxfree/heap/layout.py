@@ -27,6 +27,7 @@ class Layout:
       words: which of the messages are of `send_words` and `receive_words`.
       scratch: (name, bytes) of each scratch. Messages and scratch have two copies, for calls of odd and of even epoch.
       shapes: (name, shape) of the arrays above, for reports; without it they have one dimension.
+      sparse: there is room behind each array, so that the simulator sees who gets behind the end.
     """
 
     programs: int
@@ -35,6 +36,7 @@ class Layout:
     words: tuple[str, ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    sparse: bool = False
 
     @classmethod
     def of(
@@ -69,32 +71,36 @@ class Layout:
     @property
     def signal_index(self) -> dict[str, int]:
         """Index of the first counter of each array of signals."""
-        counts = [count for _, count in self.signals]
+        counts = [self._room(count) for _, count in self.signals]
         return {name: sum(counts[:i]) for i, (name, _) in enumerate(self.signals)}
 
     @property
     def control_bytes(self) -> int:
         """Size of all that must be zero before the first call."""
-        return LINE * (self._message_line + sum(2 * _lines(size) for _, size in self.messages))
+        return LINE * (self._message_line + sum(2 * self._room(_lines(size)) for _, size in self.messages))
 
     @property
     def buffer_lines(self) -> dict[str, tuple[int, int]]:
         """(first line, lines of one copy) of each array of messages and each scratch."""
         lines, at = {}, self._message_line
         for name, size in (*self.messages, *self.scratch):
-            lines[name] = (at, _lines(size))
-            at += 2 * _lines(size)
+            lines[name] = (at, self._room(_lines(size)))
+            at += 2 * lines[name][1]
         return lines
 
     @property
     def _message_line(self) -> int:
-        return self.signal_line + _lines(4 * sum(count for _, count in self.signals))
+        return self.signal_line + _lines(4 * sum(self._room(count) for _, count in self.signals))
 
     @property
     def nbytes(self) -> int:
         """Size of the region, a multiple of the granule."""
-        lines = self.control_bytes // LINE + sum(2 * _lines(size) for _, size in self.scratch)
+        lines = self.control_bytes // LINE + sum(2 * self._room(_lines(size)) for _, size in self.scratch)
         return math.ceil(lines * LINE / GRANULE) * GRANULE
+
+    def _room(self, size: int) -> int:
+        """Lines or counters for an array of so many; a block of another rank's index ends in it, too."""
+        return 9 * size + 64 if self.sparse else size
 
     def awaited(self, index: int) -> str:
         """How the kernel's author calls what a wait was for: a counter such as "signal arrived[1, 3]", or a message.

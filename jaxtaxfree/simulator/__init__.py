@@ -4,6 +4,7 @@ from jaxtaxfree.simulator.callback import Recording, reset, simulating
 from jaxtaxfree.simulator.errors import (
     DataRaceError,
     DeadlockError,
+    DeviceAssertError,
     EpochMismatchError,
     MbarrierError,
     MessageError,
@@ -15,13 +16,15 @@ from jaxtaxfree.simulator.errors import (
     UninitializedReadError,
     WaitOrderError,
     WaitTimeoutError,
+    WrongPeerError,
 )
-from jaxtaxfree.simulator.session import Settings, run
+from jaxtaxfree.simulator.session import Settings, run, run_calls
 from jaxtaxfree.simulator.trace import Span, Trace
 
 __all__ = [
     "DataRaceError",
     "DeadlockError",
+    "DeviceAssertError",
     "EpochMismatchError",
     "MbarrierError",
     "MessageError",
@@ -37,7 +40,9 @@ __all__ = [
     "UninitializedReadError",
     "WaitOrderError",
     "WaitTimeoutError",
+    "WrongPeerError",
     "reset",
     "run",
+    "run_calls",
     "simulating",
 ]

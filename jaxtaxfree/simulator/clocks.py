@@ -30,19 +30,21 @@ class Counter:
       version: changes with the word.
       everywhere: what was published at system scope, as both vector clocks.
       within: what programs of one rank have published, by rank.
-      raised: (thread, call) of each increment, if the word is a signal.
+      raised: each increment, if the word is a signal.
       made: increments by call.
       expected: by (thread, which of its waits in a call): the last call with that wait, and the count it asked for.
       a_call: increments that a call makes if the waits are right: so much more does each wait ask for in the next one.
+      awaited: the lines of the last wait.
     """
 
     version: int = 0
     everywhere: np.ndarray | None = None
     within: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    raised: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    raised: list[Event] = dataclasses.field(default_factory=list)
     made: dict[int, int] = dataclasses.field(default_factory=dict)
     expected: dict[tuple[int, int], tuple[int, int]] = dataclasses.field(default_factory=dict)
     a_call: int | None = None
+    awaited: Stack = ()
 
 
 ORDERED, HEARD = 0, 1  # the rows of a pair of vector clocks

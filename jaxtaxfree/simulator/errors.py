@@ -48,6 +48,14 @@ class SignalCountError(SimulationError):
     """A signal was lowered, or raised more or less often than the waits for it count on."""
 
 
+class WrongPeerError(SimulationError):
+    """A wait names a rank that did not send what it waited for: if nothing came, the error would blame that one."""
+
+
+class DeviceAssertError(SimulationError):
+    """A `tl.device_assert` does not hold. GPUs check it in kernels that are compiled for debugging alone."""
+
+
 class MessageError(SimulationError):
     """A word of messages was sent twice in a call or not at all, taken for that of another call, or touched otherwise.
 

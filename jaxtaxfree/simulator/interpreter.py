@@ -80,11 +80,15 @@ class Machine(Protocol):
     def product(self) -> None:
         """At a `tl.dot`."""
 
+    def failed_assert(self, message: str) -> None:
+        """At a `tl.device_assert` that does not hold."""
+
 
 @dataclasses.dataclass(frozen=True)
 class _Options(triton_interpreter.InterpreterOptions):
     # The counters of the device API may wrap around, and the checks of every sum would take most of the time.
     sanitize_overflow: bool = False
+    debug: bool = True  # `tl.device_assert`
 
 
 class Builder(triton_interpreter.InterpreterBuilder):
@@ -183,6 +187,10 @@ class Builder(triton_interpreter.InterpreterBuilder):
     ) -> TensorHandle:
         del library, path, pure
         return libdevice.call(symbol, args, type_)
+
+    def create_assert(self, condition: TensorHandle, message: str) -> None:
+        if not condition.data.all():
+            self._machine.failed_assert(message)
 
     def create_barrier(self) -> None:
         self._machine.barrier()

@@ -3,7 +3,7 @@
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtaxfree.simulator import interpreter, messages
 from jaxtaxfree.simulator.clocks import Clocks, Counter
 from jaxtaxfree.simulator.errors import (
     DeadlockError,
+    DeviceAssertError,
     EpochMismatchError,
     MessageError,
     OutOfBoundsError,
@@ -19,6 +20,7 @@ from jaxtaxfree.simulator.errors import (
     SimulationError,
     WaitOrderError,
     WaitTimeoutError,
+    WrongPeerError,
 )
 from jaxtaxfree.simulator.events import DEVICE_API, GLUON_API, Event, Stack, stack, where, who
 from jaxtaxfree.simulator.memory import Heap, Messages, Part, Space
@@ -42,6 +44,17 @@ class _Wait:
     begin: int
     peer: int | None
     lines: Stack
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Blame:
+    """A wait for one signal that has come, and the rank that it names. The step is that of its end."""
+
+    program: Program
+    wait: _Wait
+    address: int
+    peer: int
+    step: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -141,6 +154,8 @@ class Machine:
         self._claims: set[tuple[int, int]] = set()  # (thread, call) of programs that have claimed work
         self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
         self._work: dict[Program, Work] = {}
+        self._blames: list[_Blame] = []
+        self._draws: dict[int, tuple[int, Stack]] = {}  # by the address of tickets: how many in a call, and who says so
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
         self._pokes = 0
         self._deadlock: str | None = None  # seen, and got round by a slot more than there are
@@ -183,12 +198,14 @@ class Machine:
 
     def end_call(self, rank: int, call: int) -> None:
         self._ended[call] = self._ended.get(call, 0) + 1
-        if self._ended[call] == len(self.scheduler.ranks):
+        if self._ended[call] == self._world:
+            self._check_blames(call)
             for part in self._heap.parts:
                 if isinstance(part, Messages):
                     self._check(messages.check_complete, part, call, self._clocks)
+        self._check_draws(rank, call)
         # Waits are counted anew in the next call.
-        world = len(self.scheduler.ranks)
+        world = self._world
         self._waited = {key: count for key, count in self._waited.items() if key[0] // self._programs % world != rank}
 
     @property
@@ -196,9 +213,13 @@ class Machine:
         return self._heap.layout.programs
 
     @property
+    def _world(self) -> int:
+        return len(self.scheduler.ranks)
+
+    @property
     def _threads(self) -> int:
         """Programs of all ranks. The threads of a program's parts are the same modulo this."""
-        return len(self.scheduler.ranks) * self._programs
+        return self._world * self._programs
 
     def finish(self) -> None:
         """After the last call: what can only be said of whole calls."""
@@ -355,7 +376,12 @@ class Machine:
         try:
             parts = self._space.split(addresses, size)
         except LookupError as error:
-            raise self._error(OutOfBoundsError, f"{self._event(verb)} {error.args[0]}.") from None
+            place, *at = error.args
+            world = self._world
+            # Regions lie next to each other, so a peer that is none is one a little before or behind them.
+            if at and not 0 <= (rank := self._heap.rank_at(*at)) < world and -world <= rank < 2 * world:
+                place += f", where rank {rank} of a team of {world} would be"
+            raise self._error(OutOfBoundsError, f"{self._event(verb)} {place}.") from None
         for part, _ in parts:
             # Such an array is gone as soon as its rank's call has ended.
             if part.kind in ("operand", "output") and part.rank != self._program.rank:
@@ -364,6 +390,22 @@ class Machine:
                     f"{self._event(verb)} reaches the {part.title}: peers share only scratch and signals.",
                 )
         return parts
+
+    def remote(self, addresses: np.ndarray) -> None:
+        """The current program asks where a peer keeps what is here."""
+        ends = [self._space.at(int(address)) for address in (addresses.flat[0], addresses.flat[-1])]
+        rank = self._program.rank
+        # Lanes that a mask leaves out may be anywhere.
+        if all(part and (part.rank != rank or part.kind in ("operand", "output")) for part in ends):
+            assert ends[0] is not None
+            raise self._error(
+                OutOfBoundsError,
+                f"{self._event('remote')} takes a pointer to the {ends[0].title}: peers share only scratch and "
+                "messages, and it takes this rank's own pointer to them.",
+            )
+
+    def failed_assert(self, message: str) -> None:
+        raise self._error(DeviceAssertError, f"{self._event('device_assert')} does not hold: {message}")
 
     def _event(self, verb: str) -> Event:
         program = self._program
@@ -496,6 +538,11 @@ class Machine:
             for send in self._check(messages.receive, self._clocks, *received):
                 what = f"messages {block.part.title_of(block.units)}"
                 self._check_order(program, wait, what, send.thread, send.call)
+            peers = self._peers(wait, block.part, block.units)
+            senders = messages.senders(self._clocks, block.writers)
+            if (wrong := peers != senders).any():
+                what = f"messages {block.part.title_of(block.units[wrong])}"
+                raise self._wrong_peer(program, wait, what, int(peers[wrong][0]), senders[wrong])
 
     # Signals.
 
@@ -508,7 +555,7 @@ class Machine:
                 SignalCountError,
                 f"{event} lowers signal {part.element(address, 4)} from {old} to {new}. Signals only grow.",
             )
-        counter.raised.extend([(event.thread, event.call)] * min(by, 1024))
+        counter.raised.extend([event] * min(by, 1024))
         counter.made[event.call] = counter.made.get(event.call, 0) + by
         counter.made.pop(event.call - 8, None)
         self._publish(f"{part.name}[{(address - part.start) // 4}] of rank {part.rank}")
@@ -518,16 +565,39 @@ class Machine:
             )
 
     def _miscounted(self, address: int, counter: Counter, call: int) -> str:
-        raisers = {self._clocks.name(thread, of) for thread, of in counter.raised if of == call}
+        raised = [event for event in counter.raised if event.call == call]
+        by = "; ".join(sorted({self._clocks.name(event.thread, call) for event in raised})) or "nobody"
+        if raised:
+            by += f", the last time at {where(raised[-1].lines)}"
         return (
             f"Signal {self._signal(address)} was raised {counter.made.get(call, 0)} times in call {call}, but the "
-            f"counts that the waits for it ask for grow by {counter.a_call} a call. It was raised by "
-            f"{'; '.join(sorted(raisers)) or 'nobody'}."
+            f"counts that the waits for it ask for, as at {where(counter.awaited)}, grow by {counter.a_call} a call. "
+            f"It was raised by {by}."
         )
 
-    def claim(self) -> None:
-        """The current program's work is its own from now on, whatever its id."""
-        self._claims.add((self._program.thread % self._threads, self._program.call))
+    def claim(self, address: int, ticket: int, draws: int) -> None:
+        """The current program has drawn a ticket. The work is its own from now on, whatever its id."""
+        program = self._program
+        self._claims.add((program.thread % self._threads, program.call))
+        if not 0 <= ticket < draws:
+            raise self._error(
+                SignalCountError,
+                f"{_who(program)} draws ticket {ticket} of {self._signal(address)} at {where(stack())}, but `draws` "
+                f"says that all programs together draw {draws} in each call.",
+            )
+        self._draws[address] = (draws, stack())
+
+    def _check_draws(self, rank: int, call: int) -> None:
+        """Checks that as many tickets have been drawn on a rank in a call as its kernel says."""
+        for address, (draws, lines) in self._draws.items():
+            drawn = int.from_bytes(ctypes.string_at(address, 4), "little", signed=True) - (call - 1) * draws
+            if self._heap.rank_at(address) == rank and drawn != draws:
+                raise self._error(
+                    SignalCountError,
+                    f"In call {call}, {drawn} tickets of {self._signal(address)} have been drawn, as at "
+                    f"{where(lines)}, but `draws` says that all programs together draw {draws} in each call: the next "
+                    "call would begin with another ticket than 0.",
+                )
 
     def blame(self, peer: int | None) -> None:
         """The next wait of the current program is for this rank."""
@@ -545,6 +615,7 @@ class Machine:
             counter = self._clocks.counters.setdefault(address, Counter())
             key = (program.thread, address)
             self._waited[key] = self._waited.get(key, 0) + 1
+            counter.awaited = lines
             place = (program.thread, self._waited[key])
             call, count = counter.expected.get(place, (0, 0))
             counter.expected[place] = (program.call, expected)
@@ -563,8 +634,10 @@ class Machine:
         self._span("wait", wait.begin, label)
         self._work[program] = Work(self.scheduler.step)
         for address in wait.addresses:
-            for thread, call in self._clocks.counters[address].raised[max(0, wait.expected - 1024) : wait.expected]:
-                self._check_order(program, wait, f"signal {self._signal(address)}", thread, call)
+            for event in self._clocks.counters[address].raised[max(0, wait.expected - 1024) : wait.expected]:
+                self._check_order(program, wait, f"signal {self._signal(address)}", event.thread, event.call)
+            if (peer := self._blamed(wait, address)) is not None:
+                self._blames.append(_Blame(program, wait, address, peer, self.scheduler.step))
 
     def _check_order(self, program: Program, wait: _Wait | _Reception, what: str, thread: int, call: int) -> None:
         """Checks that a program waited for none of a higher id, but for the next ones that run together with it."""
@@ -577,6 +650,42 @@ class Machine:
             f"{_who(program)} waits at {where(wait.lines)} for {what}, which {self._clocks.name(thread, call)} {does}: "
             "a program of a higher id. A GPU starts programs in the order of their ids, so the higher one may get no "
             "place before the lower one has ended.",
+        )
+
+    def _blamed(self, wait: _Wait, address: int) -> int | None:
+        """The rank that a wait for this signal names, if any."""
+        if wait.peer is None and len(wait.addresses) > 1:
+            return wait.addresses.index(address)
+        return wait.peer
+
+    def _check_blames(self, call: int) -> None:
+        """Checks that those have raised a signal in a call, which all ranks have ended, whom the waits for it name."""
+        blames = [blame for blame in self._blames if blame.program.call == call]
+        self._blames = [blame for blame in self._blames if blame.program.call != call]
+        since: dict[tuple[int, int], int] = {}  # when a program first knew what a rank had sent, by its index and that
+        for blame in blames:
+            since.setdefault((blame.program.thread % self._threads, blame.peer), blame.step)
+        raised: dict[int, list[Event]] = {}
+        for blame in blames:
+            address, peer = blame.address, blame.peer
+            if address not in raised:
+                events = self._clocks.counters[address].raised
+                raised[address] = [event for event in events if event.call == call]
+            by = raised[address]
+            # Whoever passes on what another one sent stands for that one. Several may raise a signal in any order.
+            passed_on = (since.get((event.thread % self._threads, peer), event.step) < event.step for event in by)
+            if by and peer not in {event.rank for event in by} and not any(passed_on):
+                what = f"signal {self._signal(address)}"
+                raise self._wrong_peer(blame.program, blame.wait, what, peer, {event.rank for event in by})
+
+    def _wrong_peer(
+        self, program: Program, wait: _Wait | _Reception, what: str, peer: int, by: Iterable[int]
+    ) -> SimulationError:
+        return self._error(
+            WrongPeerError,
+            f"{_who(program)} waits at {where(wait.lines)} for {what}, and names rank {peer} for it, but who sends it "
+            f"is rank {' and '.join(map(str, sorted({int(rank) for rank in by})))}: if it did not come, the error "
+            "would blame the wrong rank.",
         )
 
     def _signal(self, address: int) -> str:
@@ -608,7 +717,7 @@ class Machine:
 
     def _describe_waits(self, unstarted: bool) -> str:
         lines = ["Deadlock: no program can go on."]
-        waits = sorted(self._waits.items(), key=lambda item: item[0].thread)
+        waits = sorted(self._waits.items(), key=lambda item: (item[0].call, item[0].thread))
         for program, wait in waits[:_WAITS_SHOWN]:
             if isinstance(wait, _Reception):
                 lines.append(f"  {_who(program)} waits at {where(wait.lines)}:")
@@ -634,14 +743,13 @@ class Machine:
     def _describe_reception(self, wait: _Reception) -> list[str]:
         """For which messages of whom a program waits."""
         lines = []
-        peer_of = {at: peer for both in wait.awaited for at, peer in zip(*map(np.ndarray.tolist, both))}
         for block in wait.blocks.values():
             part, missing = block.part, np.flatnonzero(block.missing)
-            peers = np.array([peer_of[part.start + messages.WORD * unit] for unit in missing.tolist()])
+            peers = self._peers(wait, part, missing)
             for peer in np.unique(peers).tolist():
                 of = missing[peers == peer]
                 line = f"messages {part.title_of(of)}: "
-                if 0 <= peer < len(self.scheduler.ranks):
+                if 0 <= peer < self._world:
                     line += f"rank {peer} should send them, and {self._progress(peer)}; "
                 send = self._clocks.events[int(part.writers[of].max())]
                 lines.append(line + (f"the last to send them was {send}" if send else "nobody has ever sent them"))
@@ -650,21 +758,27 @@ class Machine:
             lines.append(f"messages {titles}, which have come: it does not take them for those of its call")
         return lines
 
+    @staticmethod
+    def _peers(wait: _Reception, part: Messages, units: np.ndarray) -> np.ndarray:
+        """Who sends these words, as the functions say that wait for them."""
+        addresses, peers = (np.concatenate([both[i].ravel() for both in wait.awaited]) for i in range(2))
+        order = np.argsort(addresses, kind="stable")
+        wanted = part.start + messages.WORD * units.astype(np.uint64)
+        return peers[order][np.searchsorted(addresses[order], wanted)]
+
     def _progress(self, rank: int) -> str:
         state = self.scheduler.ranks[rank]
         return f"has ended {state.next - state.live} of {self._programs} programs of call {state.call}"
 
     def _culprit(self, wait: _Wait, address: int) -> str:
-        peer = wait.peer
+        peer = self._blamed(wait, address)
         part = self._space.at(address)
-        if peer is None and len(wait.addresses) > 1:
-            peer = wait.addresses.index(address)
-        raisers = sorted({thread for thread, _ in self._clocks.counters[address].raised}) if part else []
-        world = len(self.scheduler.ranks)
+        raisers = sorted({event.thread for event in self._clocks.counters[address].raised}) if part else []
+        world = self._world
         places = dict.fromkeys((t % self._programs, t // self._programs % world) for t in raisers)
         so_far = ", ".join(f"program {program} of rank {rank}" for program, rank in list(places)[:6])
         text = f"raised so far by {so_far}" if so_far else "nobody has raised it so far"
-        if peer is None or not 0 <= peer < len(self.scheduler.ranks):
+        if peer is None or not 0 <= peer < self._world:
             return text
         return f"rank {peer} should raise it, and {self._progress(peer)}; {text}"
 
@@ -759,11 +873,23 @@ def _poll(function: Callable) -> Callable:
 @interpreter.hook(DEVICE_API, "claim")
 def _claim(function: Callable) -> Callable:
     def claim(me: Any, index: Any, draws: Any) -> Any:
+        ticket = function(me, index, draws)
         if Machine.running is not None:
-            Machine.running.claim()
-        return function(me, index, draws)
+            address = _integer(me.signals) + 4 * _integer(index)
+            Machine.running.claim(address, _integer(ticket), _integer(draws))
+        return ticket
 
     return claim
+
+
+@interpreter.hook(DEVICE_API, "remote")
+def _remote(function: Callable) -> Callable:
+    def remote(me: Any, ptr: Any, peer: Any) -> Any:
+        if Machine.running is not None:
+            Machine.running.remote(_data(ptr))
+        return function(me, ptr, peer)
+
+    return remote
 
 
 @interpreter.hook(DEVICE_API, "fence_proxy")

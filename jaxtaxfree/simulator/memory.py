@@ -162,7 +162,7 @@ class Space:
             stop = self._parts[index].stop if index >= 0 else 0
             if int(of.max()) + size > stop:
                 address = next(address for address in of.tolist() if address + size > stop)
-                raise LookupError(f"reaches {self._nowhere(address, size)}")
+                raise LookupError(f"reaches {self._nowhere(address, size)}", address)
             parts.append(self._parts[index])
             found.append((self._parts[index], of))
         # One access may reach the same place on several ranks, but not two places; except operands, each of which lies
@@ -202,7 +202,7 @@ class Heap:
         shapes = dict(layout.shapes)
         self.stride = layout.nbytes // GRANULE + 1
         # Anonymous memory costs nothing before it is touched.
-        self._memory = mmap.mmap(-1, (world * self.stride + 1) * GRANULE)
+        self._memory = mmap.mmap(-1, (world * self.stride + 1) * GRANULE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         self.origin = -(-address // GRANULE)
         everything = np.frombuffer(self._memory, np.uint8)
@@ -245,3 +245,7 @@ class Heap:
     def base(self, rank: int) -> int:
         """Address of a rank's region."""
         return (self.origin + rank * self.stride) * GRANULE
+
+    def rank_at(self, address: int) -> int:
+        """Whose region is at an address, or would be."""
+        return (address // GRANULE - self.origin) // self.stride

@@ -49,7 +49,7 @@ def send(clocks: Clocks, part: Messages, units: np.ndarray, index: int) -> None:
     elif (wrong := (part.words[units] & 1) != _bit(event.call)).any():
         raise MessageError(
             f"{event} sends {part.title_of(units[wrong])} with the lowest bit of another call. `shmem.send` sets it by "
-            "the epoch that `shmem.start` returned."
+            "the epoch that `shmem.start` returned; for `shmem.send_words` declare the messages as int32."
         )
     clocks.check_readers(part, units, event, HEARD, WORD)
     # Who has read a word has seen it arrive; what nobody has read may still be on its way.
@@ -154,6 +154,13 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
     elif (left := ~part.full[units] & (part.words[units] != 0)).any():
         raise MessageError(f"{event} has received {part.title_of(units[left])}, and writes there, but not 0.")
     return sends
+
+
+def senders(clocks: Clocks, writers: np.ndarray) -> np.ndarray:
+    """The rank that has sent each word, by the index of the event."""
+    indices, places = np.unique(writers, return_inverse=True)
+    events = [clocks.events[index] for index in indices.tolist()]
+    return np.array([-1 if event is None else event.rank for event in events])[places]
 
 
 def check_complete(part: Messages, call: int, clocks: Clocks) -> None:

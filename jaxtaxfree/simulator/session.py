@@ -98,7 +98,8 @@ class Session:
         self.space = Space()
         self._machine, clocks = _kind_of(launch.kernel)
         self.clocks = clocks(launch.world, programs)
-        self.heap = Heap(self.space, launch.world, launch.layout, header(_MAGIC, 0, _NO_TIMEOUT))
+        self.layout = dataclasses.replace(launch.layout, sparse=True)
+        self.heap = Heap(self.space, launch.world, self.layout, header(_MAGIC, 0, _NO_TIMEOUT))
         self.broken: SimulationError | None = None
 
     def run(
@@ -189,8 +190,7 @@ class Session:
 
     def _bind(self, rank: int, operands: Sequence[np.ndarray]) -> tuple[list[Part], list[np.ndarray], dict[str, Any]]:
         """The arrays of a call of a rank, its results, and the arguments of its programs."""
-        launch, layout = self.launch, self.launch.layout
-        heap, kernel = self.heap, launch.kernel
+        launch, layout, heap, kernel = self.launch, self.layout, self.heap, self.launch.kernel
         named = {
             **layout.buffer_lines,
             **layout.signal_index,
@@ -235,9 +235,35 @@ class Session:
         return parts, outs, bound
 
 
-def run(
+def run(kernel: JITFunction, *arrays: Sequence[np.ndarray], calls: int = 3, **keywords: Any) -> tuple[list[Any], Trace]:
+    """Runs a Triton or Gluon kernel for all ranks on the CPU, and raises what a GPU would hide.
+
+    Takes what `shmem_call` takes, and NumPy arrays:
+
+        outs, trace = run(kernel, [x_of_rank_0, x_of_rank_1], world=2, grid=4, out_type=..., signals={"arrived": 2})
+
+    Args:
+      kernel: a function decorated with `triton.jit` or `gluon.jit`.
+      *arrays: operands, the same in each call: for each one a sequence with an array for each rank.
+      calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
+        show their faults.
+      **keywords: as of `run_calls`.
+
+    Returns: (for each rank its result in the last call, or its results if `out_type` is a sequence; the trace).
+
+    Raises:
+      SimulationError, TypeError, ValueError: as `run_calls`.
+    """
+    if calls < 1:
+        raise ValueError(f"simulator.run takes calls of at least 1, not {calls}.")
+    results, trace = run_calls(kernel, [arrays] * calls, **keywords)
+    return results[-1], trace
+
+
+def run_calls(
     kernel: JITFunction,
-    *arrays: Sequence[np.ndarray],
+    calls: Sequence[Sequence[Sequence[np.ndarray]]],
+    *,
     world: int,
     grid: int | tuple[int, ...],
     out_type: Any,
@@ -245,7 +271,6 @@ def run(
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
     messages: Mapping[str, Any] | None = None,
     descriptors: Mapping[str, tuple[int, ...]] | None = None,
-    calls: int = 3,
     seed: int = 0,
     policy: str = "random",
     slots: int | None = None,
@@ -257,43 +282,43 @@ def run(
     together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
     **params: Any,
-) -> tuple[list[Any], Trace]:
-    """Runs a Triton or Gluon kernel for all ranks on the CPU, and raises what a GPU would hide.
+) -> tuple[list[list[Any]], Trace]:
+    """Runs several calls, one after the other, with operands of their own.
 
-    Takes what `shmem_call` takes, and NumPy arrays:
-
-        outs, trace = run(kernel, [x_of_rank_0, x_of_rank_1], world=2, grid=4, out_type=..., signals={"arrived": 2})
+    As in a loop. What depends on data, such as counts, needs calls that differ: a tile that is empty in one of them,
+    say.
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      *arrays: operands: for each one a sequence with an array for each rank.
+      calls: for each call its operands: for each one a sequence with an array for each rank.
       world: number of ranks.
       grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as for `shmem_call`. `out_type`
         is one object with `shape` and `dtype`, or a sequence of them.
-      calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
-        show their faults.
       seed, policy, slots, patience, tickets: as in `Settings`.
       num_warps: what `gl.num_warps` says outside of partitions.
       num_stages, cost_estimate: taken and ignored, as they mean nothing here.
 
-    Returns: (for each rank its result in the last call, or its results if `out_type` is a sequence; the trace).
+    Returns: (for each call, for each rank its result, or its results if `out_type` is a sequence; the trace).
 
     Raises:
       SimulationError: one of its kinds, with the source lines of both sides.
-      TypeError, ValueError: as `shmem_call`; or the ranks have not one operand each of one shape and dtype.
+      TypeError, ValueError: as `shmem_call`; or the ranks and calls have not operands of the same shapes and dtypes.
     """
     del cost_estimate
     check_kernel(kernel, "simulator.run")
     name = name or kernel.fn.__name__
     single = hasattr(out_type, "shape")
     out_types = (out_type,) if single else tuple(out_type)
-    for keyword, number in (("world", world), ("calls", calls)):
-        if number < 1:
-            raise ValueError(f"simulator.run takes {keyword} of at least 1, not {number}.")
-    for array in arrays:
-        if len(array) != world:
-            raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
-        if len(kinds := {f"{each.dtype}{list(each.shape)}" for each in map(np.asarray, array)}) > 1:
+    if world < 1:
+        raise ValueError(f"simulator.run takes world of at least 1, not {world}.")
+    if len({len(arrays) for arrays in calls}) != 1:
+        raise ValueError("simulator.run_calls takes one call or more, each with as many operands as the others.")
+    for operand in zip(*calls):
+        for array in operand:
+            if len(array) != world:
+                raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
+        each = (np.asarray(of_rank) for array in operand for of_rank in array)
+        if len(kinds := {f"{x.dtype}{list(x.shape)}" for x in each}) > 1:
             raise ValueError(f"The ranks have operands of several kinds, {' and '.join(sorted(kinds))}: give one kind.")
     params = constants_of(kernel, params, world)
     num_warps = num_warps or 4
@@ -315,7 +340,7 @@ def run(
         num_warps=num_warps,
         together=together,
     )
-    operands = [[array[rank] for array in arrays] for rank in range(world)]
+    operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in calls]
     settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets)
-    results, trace = Session(launch).run([operands] * calls, settings)
-    return [outs[0] if single else outs for outs in results[-1]], trace
+    results, trace = Session(launch).run(operands, settings)
+    return [[outs[0] if single else outs for outs in of_call] for of_call in results], trace
