@@ -228,7 +228,19 @@ def collective(
         del implementation
         return jvp_of(functools.partial(reference, **params), primals, tangents)
 
+    def transpose(cts: Any, *operands: Any, implementation: str | None, **params: Any) -> list[Any]:
+        """For `jax.linear_transpose`, of a call that is linear in some operands."""
+        del implementation
+        unknown = [i for i, x in enumerate(operands) if ad.is_undefined_primal(x)]
+
+        def of_unknown(*some: Any) -> Any:
+            return reference(*_replaced(operands, unknown, some), **params)
+
+        back = jax.linear_transpose(of_unknown, *(operands[i].aval for i in unknown))
+        return _replaced([None] * len(operands), unknown, back([ad.instantiate_zeros(ct) for ct in cts]))
+
     ad.primitive_jvps[primitive] = jvp
+    ad.primitive_transposes[primitive] = transpose
     return primitive
 
 
@@ -238,12 +250,15 @@ def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
     differentiable = [i for i, x in enumerate(tangents) if type(x) is not ad.Zero]
 
     def of_some(*some: Any) -> Any:
-        operands = list(primals)
-        for i, x in zip(differentiable, some):
-            operands[i] = x
-        return function(*operands)
+        return function(*_replaced(primals, differentiable, some))
 
     return jax.jvp(of_some, [primals[i] for i in differentiable], [tangents[i] for i in differentiable])
+
+
+def _replaced(operands: Sequence[Any], places: Sequence[int], some: Sequence[Any]) -> list[Any]:
+    """The operands, but some of them others."""
+    others = dict(zip(places, some, strict=True))
+    return [others.get(i, x) for i, x in enumerate(operands)]
 
 
 def _communicating(

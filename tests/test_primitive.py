@@ -342,3 +342,46 @@ def test_types_do_not_depend_on_the_implementation(mesh: Mesh, call: Callable) -
     for weak in (False, True):
         assert type_of(None, weak) == type_of("xla", weak)
         assert type_of(None, weak).weak_type == type_of("xla", weak).weak_type
+
+
+LINEAR: dict[str, tuple[tuple[P, P], Callable]] = {  # in w, which the ranks have parts of
+    "all_gather_matmul": (
+        (P("tp"), P(None, "tp")),
+        lambda x, w, **keywords: jtf.all_gather_matmul(x, w, "tp", **keywords),
+    ),
+    "all_gather_matmul-gathered": (
+        (P("tp"), P(None, "tp")),
+        lambda x, w, **keywords: jtf.all_gather_matmul(x, w, "tp", return_gathered=True, **keywords)[0],
+    ),
+    "matmul_reduce_scatter-residual": (
+        (P(None, "tp"), P("tp")),
+        lambda x, w, **keywords: jtf.matmul_reduce_scatter(x, w, "tp", residual=x[:4] @ w, **keywords),
+    ),
+    "matmul_all_reduce-residual": (
+        (P(None, "tp"), P("tp")),
+        lambda x, w, **keywords: jtf.matmul_all_reduce(x, w, "tp", residual=jax.lax.psum(2 * x @ w, "tp"), **keywords),
+    ),
+    "decode_attention": (
+        (P(), P(None, "tp")),
+        lambda x, w, **keywords: jtf.decode_attention(
+            x.reshape(1, 4, 32), 2 * x.reshape(1, 4, 1, 32), w.reshape(1, 8, 1, 32)[:, ::2], "tp", **keywords
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("specs", "call"), LINEAR.values(), ids=LINEAR)
+def test_linear_transpose(mesh: Mesh, specs: tuple[P, P], call: Callable) -> None:
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=(16, 8)).astype(np.float32), rng.normal(size=(8, 128)).astype(np.float32))
+
+    def transposed(implementation: str | None) -> jax.Array:
+        def local(x: jax.Array, w: jax.Array) -> jax.Array:
+            of_w = lambda w: call(x, w, implementation=implementation)  # noqa: E731
+            return jax.linear_transpose(of_w, w)(jnp.sin(of_w(w)))[0]
+
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[1]))(x, w)
+
+    found, wanted = transposed(None), transposed("xla")
+    assert np.abs(wanted).max() > 0.1
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)

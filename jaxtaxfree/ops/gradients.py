@@ -199,8 +199,10 @@ def _gathered_too_jvp(primals: Any, tangents: Any, **params: Any) -> tuple[list[
 def _gathered_too_transpose(
     cts: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any
 ) -> list[Any]:
-    """Of `gathered_too_p` as a linear function of its lhs, as which alone the rule above leaves it."""
+    """Of `gathered_too_p` as a linear function of one operand; the rule above leaves it as one of lhs."""
     ct, gathered_ct = cts
+    if ad.is_undefined_primal(rhs):
+        return [None, _gather_rhs(ct, lhs, rhs, axis=axis, rhs_transposed=rhs_transposed, **params)]
     parts = []
     if type(ct) is not ad.Zero:
         parts.append(_scatter(ct, rhs, axis, not rhs_transposed, lhs.aval.dtype, params))
