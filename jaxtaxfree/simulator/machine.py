@@ -48,13 +48,12 @@ class _Wait:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Blame:
-    """A wait for one signal that has come, and the rank that it names. The step is that of its end."""
+    """A wait for one signal that has come, and the rank that it names."""
 
     program: Program
     wait: _Wait
     address: int
     peer: int
-    step: int
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -155,6 +154,7 @@ class Machine:
         self._waited: dict[tuple[int, int], int] = {}  # by (thread, signal's address): waits in this call
         self._work: dict[Program, Work] = {}
         self._blames: list[_Blame] = []
+        self._heard: dict[tuple[int, int], int] = {}  # by (program among all, call): when its first wait ended
         self._draws: dict[int, tuple[int, Stack]] = {}  # by the address of tickets: how many in a call, and who says so
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
         self._pokes = 0
@@ -543,6 +543,7 @@ class Machine:
             if (wrong := peers != senders).any():
                 what = f"messages {block.part.title_of(block.units[wrong])}"
                 raise self._wrong_peer(program, wait, what, int(peers[wrong][0]), senders[wrong])
+        self._has_heard(program)
 
     # Signals.
 
@@ -637,7 +638,8 @@ class Machine:
             for event in self._clocks.counters[address].raised[max(0, wait.expected - 1024) : wait.expected]:
                 self._check_order(program, wait, f"signal {self._signal(address)}", event.thread, event.call)
             if (peer := self._blamed(wait, address)) is not None:
-                self._blames.append(_Blame(program, wait, address, peer, self.scheduler.step))
+                self._blames.append(_Blame(program, wait, address, peer))
+        self._has_heard(program)
 
     def _check_order(self, program: Program, wait: _Wait | _Reception, what: str, thread: int, call: int) -> None:
         """Checks that a program waited for none of a higher id, but for the next ones that run together with it."""
@@ -652,6 +654,9 @@ class Machine:
             "place before the lower one has ended.",
         )
 
+    def _has_heard(self, program: Program) -> None:
+        self._heard.setdefault((program.thread % self._threads, program.call), self.scheduler.step)
+
     def _blamed(self, wait: _Wait, address: int) -> int | None:
         """The rank that a wait for this signal names, if any."""
         if wait.peer is None and len(wait.addresses) > 1:
@@ -662,9 +667,6 @@ class Machine:
         """Checks that those have raised a signal in a call, which all ranks have ended, whom the waits for it name."""
         blames = [blame for blame in self._blames if blame.program.call == call]
         self._blames = [blame for blame in self._blames if blame.program.call != call]
-        since: dict[tuple[int, int], int] = {}  # when a program first knew what a rank had sent, by its index and that
-        for blame in blames:
-            since.setdefault((blame.program.thread % self._threads, blame.peer), blame.step)
         raised: dict[int, list[Event]] = {}
         for blame in blames:
             address, peer = blame.address, blame.peer
@@ -672,11 +674,12 @@ class Machine:
                 events = self._clocks.counters[address].raised
                 raised[address] = [event for event in events if event.call == call]
             by = raised[address]
-            # Whoever passes on what another one sent stands for that one. Several may raise a signal in any order.
-            passed_on = (since.get((event.thread % self._threads, peer), event.step) < event.step for event in by)
-            if by and peer not in {event.rank for event in by} and not any(passed_on):
-                what = f"signal {self._signal(address)}"
-                raise self._wrong_peer(blame.program, blame.wait, what, peer, {event.rank for event in by})
+            ranks = {event.rank for event in by}
+            # Several may raise a signal, in any order; and who has waited may pass on what another one sent.
+            first = [self._heard.get((event.thread % self._threads, call), event.step) for event in by]
+            if by and peer not in ranks and all(event.step <= step for event, step in zip(by, first)):
+                raise self._wrong_peer(blame.program, blame.wait, f"signal {self._signal(address)}", peer, ranks)
+        self._heard = {key: step for key, step in self._heard.items() if key[1] != call}
 
     def _wrong_peer(
         self, program: Program, wait: _Wait | _Reception, what: str, peer: int, by: Iterable[int]
