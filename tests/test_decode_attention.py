@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import logging
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -353,9 +354,11 @@ def mapped_program(case: Case, kind: str, **keywords: Any) -> Callable:
     return jax.shard_map(local, mesh=mesh_of(case.world), in_specs=(Operands(P(), P("tp")),), out_specs=(out, out))
 
 
+# Of which operands are mapped in different ways.
 MAPPED = [
     (feature, kind)
     for feature, case in features(Case(world=2)).items()
+    if re.match("full|multi-query|value-heads|tokens-2|head-major|ends$|sinks|heads|.*paged|int8", feature)
     for kind in ("sequences", "heads")
     if kind == "sequences" or (case.n // case.k % 2 == 0 and (case.output != "heads" or case.k % 2 == 0))
 ]
@@ -908,7 +911,6 @@ def test_fused_on_cpus_names_the_platform() -> None:
         jax.jit(program(case, mesh_of(4), implementation="fused"))(make(case)[0])
 
 
-@pytest.mark.parametrize("implementation", ("fused", "simulate"))
 @pytest.mark.parametrize(
     ("mapped", "case", "why"),
     (
@@ -921,15 +923,16 @@ def test_fused_on_cpus_names_the_platform() -> None:
         ({"query"}, {"output": "heads", "k": 1}, "does not map over key, value, which"),
     ),
 )
-def test_what_the_kernel_cannot_map(mapped: set[str], case: dict[str, Any], why: str, implementation: str) -> None:
+def test_what_the_kernel_cannot_map(mapped: set[str], case: dict[str, Any], why: str) -> None:
     call = Case(world=2, s=16, **case)
     operands = make(call)[0]
     dims = Operands(*({name: 0 if name in mapped else None for name in part} for part in operands))
     stacked = Operands(
         *({name: np.stack([x] * 2) if name in mapped else x for name, x in part.items()} for part in operands)
     )
-    with fails(NotImplementedError, "decode_attention", why):
-        jax.vmap(program(call, mesh_of(2), implementation=implementation), in_axes=(dims,))(stacked)
+    for implementation in ("fused", "simulate"):
+        with fails(NotImplementedError, "decode_attention", why):
+            jax.vmap(program(call, mesh_of(2), implementation=implementation), in_axes=(dims,))(stacked)
     found = jax.jit(jax.vmap(program(call, mesh_of(2)), in_axes=(dims,)))(stacked)
     for mine, wanted in zip(found, jax.jit(program(call, mesh_of(2)))(operands)):
         np.testing.assert_allclose(mine, np.stack([wanted] * 2), rtol=1e-5, atol=1e-5)
