@@ -65,6 +65,9 @@ class Implementation:
         few programs is timed.
       apart: it runs when the others of its shape have been timed and checked. For peers that were seen to give wrong
         results, which may have been written anywhere.
+      mixed: a program of ours that leaves products to XLA, which times them while it compiles.
+      steps: how many of what is timed a call makes, one after the other.
+      tolerance: relative Frobenius error of a row of the result. Two roundings to bf16 differ by about 2e-3.
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
     """
 
@@ -78,6 +81,9 @@ class Implementation:
     flat: bool = False
     alternatives: tuple[Config, ...] = ()
     apart: bool = False
+    mixed: bool = False
+    steps: int = 1
+    tolerance: float = 1e-2
     config: Config | None = None
 
 
@@ -256,9 +262,9 @@ def is_ours(name: str) -> bool:
     return name.startswith(("fused", "local"))
 
 
-def is_written_by_hand(name: str) -> bool:
+def is_written_by_hand(implementation: Implementation) -> bool:
     """Whether an implementation is a kernel of which XLA times nothing while it compiles."""
-    return family(name) in ("fused", "local", "pallas")
+    return not implementation.mixed and family(implementation.name) in ("fused", "local", "pallas")
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -22,7 +22,8 @@ burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It inc
 
 Both are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
 20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,
-`mlp.py`, `attention.py` and `collectives.py` describe the operations, what they are compared with, and their floors.
+`mlp.py`, `attention.py`, `decode_step.py` and `collectives.py` describe the operations, what they are compared with,
+and their floors.
 
 Calls follow each other without a pause, and nothing is flushed between them. --l2 says what they find of weights or
 keys and values in the L2 cache. cold: nothing, since they take turns between so many that twice the cache is read in
@@ -74,6 +75,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks import pallas_matmul, torch_peer
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
+from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import (
     AllGatherMatmul,
     GatedAllGatherMatmul,
@@ -109,12 +111,12 @@ OPERATIONS: dict[str, Operation] = {
         MatmulAllReduce(),
         MlpGradients(),
         DecodeAttention(),
+        DecodeStep(),
         Psum(),
         AllGather(),
         PsumScatter(),
     )
 }
-TOLERANCE = 1e-2  # relative Frobenius error; two roundings to bf16 differ by about 2e-3
 # XLA runs a program once launch by launch, and as a CUDA graph from then on: both are checked.
 CHECKED_RUNS = 3
 CHECK_WORLD = 4
@@ -218,13 +220,14 @@ def relative_error(result: Any, expected: Any) -> jax.Array:
     return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, result, expected))))
 
 
-def judge(error: float) -> str:
+def judge(error: float, tolerance: float = Implementation.tolerance) -> str:
     # Spelled so that NaN fails.
-    return "ok" if error < TOLERANCE else f"wrong: relative error {error:.3g}"
+    return "ok" if error < tolerance else f"wrong: relative error {error:.3g}"
 
 
-def verdict(result: Any, expected: Any) -> str:
-    return judge(float(relative_error(result, expected)))
+def verdict(run: Run, expected: Any) -> str:
+    """What is to be said of the last result of a run."""
+    return judge(float(relative_error(run.last_result[1], expected)), run.tolerance)
 
 
 def one_line(text: str) -> str:
@@ -244,7 +247,8 @@ def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Op
         label=f"{label}, {implementation.name}",
         executable=executable,
         operands=(xs, ys),
-        calls=len(xs) * rounds,
+        calls=len(xs) * rounds * implementation.steps,
+        tolerance=implementation.tolerance,
         queue=can_queue(mesh),
     )
 
@@ -269,7 +273,7 @@ def check(run: Run, expected: Sequence[Any]) -> str:
     xs, ys = run.operands
     for rotation, want in enumerate(expected):
         run.program_seconds = run.launch(operands=(xs[rotation:] + xs[:rotation], ys))
-        found = verdict(run.last_result[1], want)
+        found = verdict(run, want)
         if found != "ok":
             return found
     return "ok"
@@ -289,7 +293,7 @@ def prepare_all(
     Hand-written kernels side by side; but XLA times products to choose between them, so its programs one at a time.
     """
     prepared: dict[str, list[tuple[Implementation, Future[Run]]]] = {each.name: [] for each in implementations}
-    written = [each for each in implementations if is_written_by_hand(each.name)]
+    written = [each for each in implementations if is_written_by_hand(each)]
     with guard(f"{label}, compilation of kernels", timeout), ThreadPoolExecutor(os.cpu_count()) as pool:
         for each in written:
             for variant in variants(each):
@@ -400,7 +404,7 @@ def bench_shape(
             for name, run in live.items():
                 with guard(f"{run.label}, check after timing", timeout):
                     want = expected[references[name].name]
-                    checked[name] = verdict(run.last_result[1], want[0])
+                    checked[name] = verdict(run, want[0])
                     if checked[name] == "ok":
                         checked[name] = check(run, want)
 
@@ -559,7 +563,9 @@ def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
 
 def peers_of(operation: Operation) -> list[str]:
     """What an operation can be compared with."""
-    others = [name for name in operation.implementations() if name not in (*operation.parts, "fused")]
+    others = [
+        name for name in operation.implementations() if name not in operation.parts and not name.startswith("fused")
+    ]
     return list(dict.fromkeys([*map(family, others), *operation.optional_peers]))
 
 

@@ -156,6 +156,58 @@ DECODE_ATTENTION_TINY = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class DecoderShape:
+    """A decoder-only transformer that makes one token of each sequence.
+
+    Attributes:
+      b: sequences.
+      context: tokens that each of them has, over all ranks.
+      layers, d_model, n, kv_heads, h, d_mlp, vocab: of the model; n query heads of size h.
+    """
+
+    name: str
+    b: int
+    context: int
+    layers: int
+    d_model: int
+    n: int
+    kv_heads: int
+    h: int
+    d_mlp: int
+    vocab: int
+
+    def weight_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of the matrices that a step multiplies by."""
+        attention = self.d_model * self.h * (2 * self.n + 2 * self.kv_heads)
+        return itemsize * (self.layers * (attention + 3 * self.d_model * self.d_mlp) + self.d_model * self.vocab)
+
+    def cache_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of all keys and values."""
+        return 2 * itemsize * self.layers * self.b * self.context * self.kv_heads * self.h
+
+
+def _tenth_of_llama3_70b(b: int, context: int) -> DecoderShape:
+    """Of its layers, and of its vocabulary of 128256."""
+    return DecoderShape(
+        name=f"llama3-70b/10/decode-{b}/{context // 1024}k-context", b=b, context=context,
+        layers=8, d_model=8192, n=64, kv_heads=8, h=128, d_mlp=28672, vocab=12800,
+    )  # fmt: skip
+
+
+DECODE_STEP = (
+    _tenth_of_llama3_70b(1, 32768),
+    _tenth_of_llama3_70b(16, 4096),
+    _tenth_of_llama3_70b(16, 32768),
+)
+
+DECODE_STEP_TINY = (
+    DecoderShape(
+        name="tiny/decode-4", b=4, context=128, layers=2, d_model=64, n=8, kv_heads=4, h=16, d_mlp=96, vocab=128
+    ),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
 class CollectiveShape:
     """A collective of arrays of so many bytes a rank."""
 

@@ -120,6 +120,7 @@ TABLES: dict[str, Callable[[list[Row]], list[str]]] = {
     "matmul_all_reduce": partial(_matmul, digits=1),
     "mlp_gradients": _matmul,
     "decode_attention": _attention,
+    "decode_step": partial(_by_peer, sizes=("b", "context"), heading="sequences, tokens of each", digits=0),
     "psum": _collective,
     "all_gather": _collective,
     "psum_scatter": _collective,

@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.operation import AXIS, chain, normal
+from benchmarks.operation import AXIS, Implementation, chain, normal
 from benchmarks.sampling import MIN_ROUNDS, Mode
 
 
@@ -50,6 +50,7 @@ class Run:
     operands: tuple[Any, ...]
     calls: int
     queue: bool
+    tolerance: float = Implementation.tolerance
     samples: dict[str, list[float]] = field(default_factory=dict)
     program_seconds: float = 0.0
     last_result: Any = None

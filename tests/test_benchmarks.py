@@ -163,9 +163,9 @@ def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, ke
     for name in ("xla/default", "local+gather/default", "xla_unmasked"):
         prepared = run.prepare("small", by_name[name], mesh, operands)
         prepared.launch()
-        results.append(prepared.last_result[1])
-    assert run.verdict(results[1], results[0]) == "ok"
-    assert run.verdict(results[2], results[0]).startswith("wrong")
+        results.append((prepared, prepared.last_result[1]))
+    assert run.verdict(results[1][0], results[0][1]) == "ok"
+    assert run.verdict(results[2][0], results[0][1]).startswith("wrong")
 
 
 def rotated(lhs: jax.Array, rhs: jax.Array) -> jax.Array:

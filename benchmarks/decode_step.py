@@ -1,0 +1,313 @@
+"""A decode step of a whole model, tensor parallel: one token of each sequence, through all layers, to the next token.
+
+The model is that of `examples/transformer.py` in bf16, with the sizes of the shape, random weights, and caches that are
+full but for the tokens of this run. A call makes STEPS tokens in a loop, as a server does; times are those of one. The
+tokens that it reads are given, so that all implementations do the same work, whatever rounding makes them choose.
+
+Every rank has the whole residual stream, so a layer's two row-parallel products end in a sum over all ranks:
+
+fused: what a user of this library writes. The cache is sharded along the sequence: `all_gather` of the new token's
+    queries, keys and values, `append_kv`, `decode_attention`, and `matmul_all_reduce` with the residual.
+fused_heads: the cache is sharded along its heads, so each rank attends to its own; by the kernel of `decode_attention`
+    without peers.
+fused_tokens: the residual stream is sharded along the sequences, so that a layer gathers and scatters: `next_token` of
+    the example, with SwiGLU in the kernel that gathers. For so many sequences as ranks divide.
+xla/...: what `fused` calls, by plain `lax`.
+xla_heads/...: what `fused_heads` calls, by plain `lax`.
+xla_heads_cudnn/...: the same, with attention by cuDNN.
+
+The cache is carried through the loop, and copied once for each call, since nothing is donated: some 1 to 3 % of all
+that is read.
+
+The floor of a shape is the time to read a rank's weights and cache once, at the best bandwidth that a plain reduction
+or copy of device memory reached in the same run.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from benchmarks.operation import (
+    AXIS,
+    DTYPE,
+    ONE,
+    Config,
+    Implementation,
+    Operands,
+    Operation,
+    by_flags,
+    normal,
+)
+from benchmarks.shapes import DECODE_STEP, DECODE_STEP_TINY, DecoderShape
+from benchmarks.timing import measure_memory_bandwidths
+from examples import transformer
+
+STEPS = 32
+
+# The parameters of `transformer` by how they are sharded, each a tree of its own: not at all, by columns, by rows.
+Params = tuple[transformer.Params, transformer.Params, transformer.Params]
+# Tokens that are read [STEPS, B], lengths [B] before that, and the cache.
+State = tuple[jax.Array, jax.Array, transformer.Cache]
+# (parameters, cache, token [B], lengths [B], config) -> (residual stream, cache, next token)
+Step = Callable[..., tuple[jax.Array, transformer.Cache, jax.Array]]
+
+
+def _attend_by_heads(
+    past: transformer.KeysAndValues,
+    qkv: jax.Array,
+    lengths: jax.Array,
+    cfg: transformer.Config,
+    axis_name: str,
+    implementation: str | None,
+) -> tuple[jax.Array, transformer.KeysAndValues]:
+    """As `transformer.attend_to_cache`, of a cache that has all positions of this rank's heads."""
+    del axis_name
+    q, k, v = transformer.split_qkv(qkv, lengths[:, None], cfg)
+    q = q.reshape(len(lengths), 1, -1, cfg.head_dim)
+    past = jtf.append_kv(past, k, v, lengths, ONE)
+    if implementation == "cudnn":
+        ones = jnp.ones_like(lengths)
+        y = jax.nn.dot_product_attention(
+            q, *past, query_seq_lengths=ones, key_value_seq_lengths=lengths + 1, implementation="cudnn"
+        )
+    else:
+        y = jtf.decode_attention(q, *past, ONE, key_value_seq_lengths=lengths + 1, implementation=implementation)
+    return y.reshape(len(lengths), 1, -1), past
+
+
+def _replicated(
+    params: transformer.Params,
+    cache: transformer.Cache,
+    token: jax.Array,
+    lengths: jax.Array,
+    cfg: transformer.Config,
+    *,
+    attend: Callable[..., tuple[jax.Array, transformer.KeysAndValues]],
+    implementation: str | None,
+    attention: str | None,
+) -> tuple[jax.Array, transformer.Cache, jax.Array]:
+    """A step in which every rank has the residual stream [B, D].
+
+    Args:
+      attend: as `transformer.attend_to_cache`.
+      implementation, attention: of the operations, and of attention.
+    """
+    reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
+    x = params["embed"][token]
+    caches = []
+    for layer, past in zip(params["layers"], cache, strict=True):
+        with jax.named_scope("attention"):
+            qkv = transformer.matmul(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
+            y, past = attend(past, qkv[:, None], lengths, cfg, AXIS, attention)
+            caches.append(past)
+            x = reduce(y[:, 0], layer["w_o"], residual=x)
+        with jax.named_scope("mlp"):
+            y = transformer.rms_norm(x, layer["mlp_norm"])
+            y = jax.nn.silu(transformer.matmul(y, layer["w_gate"])) * transformer.matmul(y, layer["w_up"])
+            x = reduce(y, layer["w_down"], residual=x)
+    with jax.named_scope("unembed"):
+        logits = transformer.matmul(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
+    return x, caches, transformer.likeliest(logits.astype(jnp.float32), AXIS, implementation)
+
+
+def _sharded(
+    params: transformer.Params,
+    cache: transformer.Cache,
+    token: jax.Array,
+    lengths: jax.Array,
+    cfg: transformer.Config,
+) -> tuple[jax.Array, transformer.Cache, jax.Array]:
+    """A step in which a rank has the residual stream of its sequences, [B / W, D]."""
+    own, left = divmod(len(token), lax.axis_size(AXIS))
+    if left:
+        raise NotImplementedError(f"{lax.axis_size(AXIS)} ranks do not divide {len(token)} sequences")
+    token = lax.dynamic_slice_in_dim(token, lax.axis_index(AXIS) * own, own)
+    x, cache = transformer.next_token(params, cache, token, lengths, cfg, AXIS)
+    return x, cache, transformer.greedy(transformer.logits_shard(params, x, AXIS), AXIS)
+
+
+def _join(trees: Params) -> transformer.Params:
+    """The parameters as `transformer` has them."""
+    layers = [{**whole, **columns, **rows} for whole, columns, rows in zip(*(tree["layers"] for tree in trees))]
+    return {**trees[0], **trees[1], **trees[2], "layers": layers}
+
+
+def _split(params: transformer.Params, specs: transformer.Params) -> Params:
+    """The reverse of `_join`."""
+
+    def of(spec: P) -> transformer.Params:
+        layers = [
+            {name: layer[name] for name in layer if layer_specs[name] == spec}
+            for layer, layer_specs in zip(params["layers"], specs["layers"])
+        ]
+        return {name: params[name] for name in params if specs[name] == spec} | {"layers": layers}
+
+    return of(_WHOLE), of(_COLUMNS), of(_ROWS)
+
+
+def _config(params: transformer.Params, cache: transformer.Cache) -> transformer.Config:
+    """The model's sizes, of all ranks together."""
+    layer, h, world = params["layers"][0], cache[0][0].shape[-1], lax.axis_size(AXIS)
+    n = world * layer["w_o"].shape[0] // h
+    return transformer.Config(
+        n_heads=n,
+        n_kv_heads=(world * layer["w_qkv"].shape[1] // h - n) // 2,
+        head_dim=h,
+        d_model=layer["w_o"].shape[1],
+    )
+
+
+def _decode(step: Step, state: State, trees: Params) -> jax.Array:
+    """What a step leaves of the residual stream after STEPS of them; NaN if a token that one of them chose is none."""
+    tokens, lengths, cache = state
+    params = _join(trees)
+    step = partial(step, params, cfg=_config(params, cache))
+
+    def one_token(i: jax.Array, carry: Any) -> Any:
+        _, cache, last = carry
+        # The step before has to be over: who serves knows no token earlier.
+        token, _ = lax.optimization_barrier((tokens[i], last))
+        now, cache, last = step(cache=cache, token=token, lengths=lengths + i)
+        return jnp.where(jnp.all(last >= 0), now, jnp.nan), cache, last
+
+    first = jax.eval_shape(lambda: step(cache=cache, token=tokens[0], lengths=lengths))
+    x, last = (jnp.zeros(first[i].shape, first[i].dtype) for i in (0, 2))
+    return lax.fori_loop(0, len(tokens), one_token, (x, cache, last))[0]
+
+
+_WHOLE, _COLUMNS, _ROWS = P(), P(None, AXIS), P(AXIS, None)
+_PARAMS = (_WHOLE, _COLUMNS, _ROWS)
+_BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
+# Rounded to bf16 some thirty times, in another order by each implementation.
+_program = partial(Implementation, mixed=True, steps=STEPS, tolerance=0.05)
+_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _PARAMS), takes="sequence")
+_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _PARAMS), takes="heads", out_spec=P(None, None))
+
+
+def _replicated_call(attend: Callable[..., Any], implementation: str | None, attention: str | None = None) -> Any:
+    step = partial(_replicated, attend=attend, implementation=implementation, attention=attention or implementation)
+    return partial(_decode, step)
+
+
+_xla_heads = _replicated_call(_attend_by_heads, "xla")
+REFERENCE = _by_heads(name="xla_heads/default", call=_xla_heads)
+
+
+class DecodeStep(Operation):
+    name = "decode_step"
+    shapes = DECODE_STEP
+    tiny_shapes = DECODE_STEP_TINY
+    sizes = ("b", "context", "layers", "d_model", "n", "kv_heads", "h", "d_mlp", "vocab")
+    parts = ()
+    fewest_calls = 1
+    ceiling = "GB/s of device memory"
+
+    def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
+        """Configurations are of single operations: there are none of a step."""
+        if configs:
+            raise ValueError(f"{self.name} takes no configuration")
+        replicated = partial(_by_sequence, out_spec=P(None, None))
+        # Nothing in a step is there to hide latency behind, so NCCL's buffers are the only choice.
+        flag_sets = ("default", "nccl_symmetric")
+        implementations = (
+            *by_flags(replicated, "xla", _replicated_call(transformer.attend_to_cache, "xla"), flag_sets),
+            *by_flags(_by_heads, "xla_heads", _xla_heads, flag_sets),
+            *by_flags(_by_heads, "xla_heads_cudnn", _replicated_call(_attend_by_heads, "xla", "cudnn"), flag_sets),
+            replicated(name="fused", call=_replicated_call(transformer.attend_to_cache, None)),
+            _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, None, "fused")),
+            _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=P(AXIS, None)),
+        )
+        return {implementation.name: implementation for implementation in implementations}
+
+    def expected_from(self, implementation: Implementation) -> Implementation:
+        del implementation
+        return REFERENCE
+
+    def fastest_seconds(self, shape: DecoderShape, world: int) -> float:
+        return STEPS * _read_bytes(shape, world) / 4.8e12
+
+    def y_bytes(self, shape: DecoderShape, world: int) -> int:
+        return shape.weight_bytes() // world
+
+    def operands(self, shape: DecoderShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        cfg = transformer.Config(
+            d_model=shape.d_model,
+            n_layers=shape.layers,
+            n_heads=shape.n,
+            n_kv_heads=shape.kv_heads,
+            head_dim=shape.h,
+            d_mlp=shape.d_mlp,
+            vocab=shape.vocab,
+        )
+        world = mesh.shape[AXIS]
+        on_mesh = partial(NamedSharding, mesh)
+        keys = iter(jax.random.split(jax.random.key(0), calls * (1 + 2 * shape.layers) + turns * 16 * shape.layers))
+
+        def make_cache() -> dict[str, transformer.Cache]:
+            """The same by heads and by sequence, where the ranks take blocks in turn."""
+            size = (shape.b, shape.context, shape.kv_heads, shape.h)
+            make = normal(size, on_mesh(_BY_HEADS))
+            turns = (shape.b, -1, world, transformer.BLOCK, *size[2:])
+            deal = jax.jit(lambda x: x.reshape(turns).swapaxes(1, 2).reshape(size), out_shardings=on_mesh(_BY_SEQUENCE))
+            heads = [(make(next(keys)), make(next(keys))) for _ in range(shape.layers)]
+            return {"heads": heads, "sequence": jax.block_until_ready(jax.tree.map(deal, heads))}
+
+        def make_tokens() -> jax.Array:
+            return jax.random.randint(next(keys), (STEPS, shape.b), 0, shape.vocab)
+
+        def make_param(like: Any, spec: P) -> jax.Array:
+            if like.ndim == 1:
+                return jax.device_put(jnp.ones(like.shape, DTYPE), on_mesh(spec))
+            scale = math.sqrt(like.shape[0])
+            make = jax.jit(
+                lambda key: (jax.random.normal(key, like.shape, DTYPE) / scale).astype(DTYPE),
+                out_shardings=on_mesh(spec),
+            )
+            return make(next(keys))
+
+        whole = on_mesh(P())
+        lengths = jax.device_put(jnp.full((shape.b,), shape.context - STEPS, jnp.int32), whole)
+        xs: dict[str, list[State]] = {"heads": [], "sequence": []}
+        for _ in range(calls):
+            tokens, caches = jax.device_put(make_tokens(), whole), make_cache()
+            for layout, states in xs.items():
+                states.append((tokens, lengths, caches[layout]))
+        specs = transformer.param_specs(cfg, AXIS)
+        likes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), cfg))
+        ys = [_split(jax.tree.map(make_param, likes, specs), specs) for _ in range(turns)]
+        return Operands(xs={layout: tuple(states) for layout, states in xs.items()}, ys=tuple(ys))
+
+    def check_shape(self, shape: DecoderShape, world: int) -> None:
+        if shape.kv_heads % world or shape.vocab % world or shape.context % (world * transformer.BLOCK):
+            raise ValueError(f"{world} ranks do not divide the key/value heads, vocabulary or context of {shape}")
+
+    def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:
+        return measure_memory_bandwidths(mesh, 4 * 2**30 if on_gpu else 2**20)
+
+    def floor_us(self, shape: DecoderShape, world: int, medians: Mapping[str, float], bandwidth: float) -> float | None:
+        """A rank's weights and cache, read once."""
+        del medians
+        return _read_bytes(shape, world) / bandwidth * 1e6
+
+    def parse_shape(self, text: str) -> DecoderShape:
+        """B,CONTEXT with the model of the listed shapes."""
+        try:
+            b, context = (int(size) for size in text.split(","))
+        except ValueError:
+            raise ValueError(f"{text!r} is not B,CONTEXT") from None
+        listed = (shape for shape in self.shapes if (shape.b, shape.context) == (b, context))
+        return next(listed, replace(self.shapes[0], name=f"{b}x{context}", b=b, context=context))
+
+
+def _read_bytes(shape: DecoderShape, world: int) -> int:
+    """What a rank reads in a step."""
+    return (shape.weight_bytes() + shape.cache_bytes()) // world
