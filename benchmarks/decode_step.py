@@ -14,7 +14,7 @@ fused_tokens: the residual stream is sharded along the sequences, so that a laye
     the example, with SwiGLU in the kernel that gathers. For so many sequences as ranks divide.
 xla/...: what `fused` calls, by plain `lax`.
 xla_heads/...: what `fused_heads` calls, by plain `lax`.
-xla_heads_cudnn/...: the same, with attention by cuDNN.
+xla_heads_cudnn: the same, with attention by cuDNN.
 
 The cache is carried through the loop, and copied once for each call, since nothing is donated: some 1 to 3 % of all
 that is read.
@@ -25,7 +25,6 @@ or copy of device memory reached in the same run.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -61,6 +60,27 @@ State = tuple[jax.Array, jax.Array, transformer.Cache]
 Step = Callable[..., tuple[jax.Array, transformer.Cache, jax.Array]]
 
 
+def _attend_plainly(
+    past: transformer.KeysAndValues,
+    qkv: jax.Array,
+    lengths: jax.Array,
+    cfg: transformer.Config,
+    axis_name: str,
+    implementation: str | None,
+) -> tuple[jax.Array, transformer.KeysAndValues]:
+    """As `_attend_by_heads`, without jaxtaxfree."""
+    del axis_name, implementation
+    q, k, v = transformer.split_qkv(qkv, lengths[:, None], cfg)
+    sequences = jnp.arange(len(lengths))
+    keys, values = (cached.at[sequences, lengths].set(x[:, 0]) for cached, x in zip(past, (k, v)))
+    seen = jnp.arange(keys.shape[1]) <= lengths[:, None, None]
+    return transformer.attend(q, keys, values, seen), (keys, values)
+
+
+def _reduce_plainly(y: jax.Array, w: jax.Array, *, residual: jax.Array) -> jax.Array:
+    return residual + lax.psum(y @ w, AXIS)
+
+
 def _attend_by_heads(
     past: transformer.KeysAndValues,
     qkv: jax.Array,
@@ -92,16 +112,17 @@ def _replicated(
     cfg: transformer.Config,
     *,
     attend: Callable[..., tuple[jax.Array, transformer.KeysAndValues]],
-    implementation: str | None,
     attention: str | None,
+    reduce: Callable[..., jax.Array],
+    implementation: str | None,
 ) -> tuple[jax.Array, transformer.Cache, jax.Array]:
     """A step in which every rank has the residual stream [B, D].
 
     Args:
-      attend: as `transformer.attend_to_cache`.
-      implementation, attention: of the operations, and of attention.
+      attend, attention: as `transformer.attend_to_cache`, and its implementation.
+      reduce: (y, w, residual=x) -> x plus the sum of y @ w over the ranks.
+      implementation: of what else communicates.
     """
-    reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
     x = params["embed"][token]
     caches = []
     for layer, past in zip(params["layers"], cache, strict=True):
@@ -193,13 +214,15 @@ _by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _PARAMS), t
 _by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _PARAMS), takes="heads", out_spec=P(None, None))
 
 
-def _replicated_call(attend: Callable[..., Any], implementation: str | None, attention: str | None = None) -> Any:
-    step = partial(_replicated, attend=attend, implementation=implementation, attention=attention or implementation)
-    return partial(_decode, step)
+def _replicated_call(attend: Callable[..., Any], implementation: str | None, attention: str | None) -> Any:
+    reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
+    how = {"attend": attend, "attention": attention, "reduce": reduce, "implementation": implementation}
+    return partial(_decode, partial(_replicated, **how))
 
 
-_xla_heads = _replicated_call(_attend_by_heads, "xla")
-REFERENCE = _by_heads(name="xla_heads/default", call=_xla_heads)
+# Without jaxtaxfree where it matters: a reference must not depend on what it judges.
+_plain = partial(_replicated, attend=_attend_plainly, attention=None, reduce=_reduce_plainly, implementation="xla")
+REFERENCE = _by_heads(name="plain", call=partial(_decode, _plain))
 
 
 class DecodeStep(Operation):
@@ -208,22 +231,25 @@ class DecodeStep(Operation):
     tiny_shapes = DECODE_STEP_TINY
     sizes = ("b", "context", "layers", "d_model", "n", "kv_heads", "h", "d_mlp", "vocab")
     parts = ()
+    optional_peers = ("xla_heads_cudnn",)
     fewest_calls = 1
+    configurable = False  # a configuration is of one operation
     ceiling = "GB/s of device memory"
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
-        """Configurations are of single operations: there are none of a step."""
-        if configs:
-            raise ValueError(f"{self.name} takes no configuration")
+        del configs
         replicated = partial(_by_sequence, out_spec=P(None, None))
         # Nothing in a step is there to hide latency behind, so NCCL's buffers are the only choice.
         flag_sets = ("default", "nccl_symmetric")
+        by_sequence = partial(_replicated_call, transformer.attend_to_cache)
+        by_heads = partial(_replicated_call, _attend_by_heads)
         implementations = (
-            *by_flags(replicated, "xla", _replicated_call(transformer.attend_to_cache, "xla"), flag_sets),
-            *by_flags(_by_heads, "xla_heads", _xla_heads, flag_sets),
-            *by_flags(_by_heads, "xla_heads_cudnn", _replicated_call(_attend_by_heads, "xla", "cudnn"), flag_sets),
-            replicated(name="fused", call=_replicated_call(transformer.attend_to_cache, None)),
-            _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, None, "fused")),
+            *by_flags(replicated, "xla", by_sequence("xla", "xla"), flag_sets),
+            *by_flags(_by_heads, "xla_heads", by_heads("xla", "xla"), flag_sets),
+            _by_heads(name="xla_heads_cudnn", call=by_heads("xla", "cudnn")),
+            replicated(name="fused", call=by_sequence(None, None)),
+            # Attention along an axis of one rank: only "fused" asks for the kernel there.
+            _by_heads(name="fused_heads", call=by_heads(None, "fused")),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=P(AXIS, None)),
         )
         return {implementation.name: implementation for implementation in implementations}
@@ -234,6 +260,11 @@ class DecodeStep(Operation):
 
     def fastest_seconds(self, shape: DecoderShape, world: int) -> float:
         return STEPS * _read_bytes(shape, world) / 4.8e12
+
+    def calls_per_program(self, shape: DecoderShape, world: int) -> int:
+        """One, which is a loop."""
+        del shape, world
+        return 1
 
     def y_bytes(self, shape: DecoderShape, world: int) -> int:
         return shape.weight_bytes() // world
@@ -299,13 +330,17 @@ class DecodeStep(Operation):
         return _read_bytes(shape, world) / bandwidth * 1e6
 
     def parse_shape(self, text: str) -> DecoderShape:
-        """B,CONTEXT with the model of the listed shapes."""
+        """B,CONTEXT with the model of the listed shapes, or all sizes."""
         try:
-            b, context = (int(size) for size in text.split(","))
+            sizes = tuple(int(size) for size in text.split(","))
         except ValueError:
-            raise ValueError(f"{text!r} is not B,CONTEXT") from None
-        listed = (shape for shape in self.shapes if (shape.b, shape.context) == (b, context))
-        return next(listed, replace(self.shapes[0], name=f"{b}x{context}", b=b, context=context))
+            sizes = ()
+        if len(sizes) == 2:
+            sizes += self.sizes_of(self.shapes[0])[2:]
+        if len(sizes) != len(self.sizes):
+            raise ValueError(f"{text!r} is neither B,CONTEXT nor {','.join(self.sizes).upper()}")
+        listed = (shape for shape in self.shapes if self.sizes_of(shape) == sizes)
+        return next(listed, DecoderShape(name="x".join(map(str, sizes)), **dict(zip(self.sizes, sizes))))
 
 
 def _read_bytes(shape: DecoderShape, world: int) -> int:

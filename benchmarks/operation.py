@@ -114,6 +114,7 @@ class Operation(abc.ABC):
       peers: beginnings of the names of what the fused kernel has to be ahead of.
       optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
       fewest_calls: in a chain.
+      configurable: there may be fused implementations with a configuration.
       ceiling: in words, what `ceilings` measures.
     """
 
@@ -125,6 +126,7 @@ class Operation(abc.ABC):
     peers: ClassVar[tuple[str, ...]] = ("xla",)
     optional_peers: ClassVar[tuple[str, ...]] = ()
     fewest_calls: ClassVar[int] = 8
+    configurable: ClassVar[bool] = True
     ceiling: ClassVar[str]
 
     @abc.abstractmethod

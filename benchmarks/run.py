@@ -591,8 +591,9 @@ def obstacles_of(peers: Sequence[str], torch_python: str) -> dict[str, str]:
     obstacles = {
         "pallas": pallas_matmul.unavailable() if "pallas" in peers else "",
         "torch": torch_peer.unavailable(torch_python) if "torch" in peers else "",
+        "xla_heads_cudnn": "" if jax.default_backend() == "gpu" else "cuDNN is for GPUs",
     }
-    return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle}
+    return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle and peer in peers}
 
 
 def parse_config(text: str) -> Config:
@@ -670,6 +671,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shapes = [operations[0].parse_shape(text) for text in args.shapes or ()]
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
+    if args.config and not operations[0].configurable:
+        parser.error(f"{asked} is made of several operations, and takes no --config")
     return args
 
 

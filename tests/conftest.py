@@ -34,10 +34,10 @@ def cuda_devices() -> tuple[jax.Device, ...]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Before anything starts a JAX backend. Some tests start processes of their own, which want memory as well, and with
-    # pytest-xdist there are some of these side by side.
+    # Before anything starts a JAX backend. The heap takes memory beside JAX's, some tests start processes of their own,
+    # which want theirs as well, and with pytest-xdist there are some of these side by side.
     processes = getattr(config.option, "numprocesses", None) or 1
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.3, 0.8 / processes):.2f}")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.3, 0.5 / processes):.2f}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

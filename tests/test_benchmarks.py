@@ -26,7 +26,7 @@ import jaxtaxfree as jtf
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import operation, run, sampling, timing, torch_peer  # noqa: E402
+from benchmarks import decode_step, operation, run, sampling, timing, torch_peer  # noqa: E402
 from benchmarks.operation import Operands, Operation  # noqa: E402
 from benchmarks.shapes import (  # noqa: E402
     ALL_GATHER_MATMUL,
@@ -34,6 +34,7 @@ from benchmarks.shapes import (  # noqa: E402
     DECODE_ATTENTION_TARGETS_US,
     AttentionShape,
     CollectiveShape,
+    DecoderShape,
     MatmulShape,
 )
 
@@ -47,6 +48,7 @@ SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
 REDUCE = run.OPERATIONS["matmul_all_reduce"]
 MLP = run.OPERATIONS["mlp_gradients"]
 ATTENTION = run.OPERATIONS["decode_attention"]
+STEP = run.OPERATIONS["decode_step"]
 COLLECTIVES = [run.OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
@@ -55,6 +57,7 @@ SMALL: dict[Operation, Any] = {
     REDUCE: MatmulShape(name="small", m=30, k=256, n=128),
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
+    STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", run.OPERATIONS.values(), ids=lambda op: op.name)
@@ -126,7 +129,7 @@ def kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     configs = []
 
     def decode_attention(*operands: Any, implementation: str, config: Any = None, **keywords: Any) -> Any:
-        assert implementation in ("fused", "xla")
+        assert implementation in (None, "fused", "xla")
         configs.append(config)
         return original(*operands, implementation="xla", **keywords)
 
@@ -166,6 +169,21 @@ def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, ke
         results.append((prepared, prepared.last_result[1]))
     assert run.verdict(results[1][0], results[0][1]) == "ok"
     assert run.verdict(results[2][0], results[0][1]).startswith("wrong")
+
+
+def test_steps_of_a_decoder(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kernels_by_xla: list[Any]) -> None:
+    """All ways to make one agree, and times are those of a step. A layer that adds up no ranks is caught."""
+    names = [name for name in STEP.implementations() if "cudnn" not in name]
+    rows = bench(STEP, mesh, *names, timed=True)
+    assert {row["checked"] for row in rows.values()} == {"ok"}
+    operands = STEP.operands(SMALL[STEP], mesh, 1, 1)
+    by_name = STEP.implementations()
+    expected = run.expected_results(STEP.expected_from(by_name["xla/default"]), mesh, operands)
+    prepared = run.prepare("small", by_name["xla/default"], mesh, operands)
+    assert prepared.calls == decode_step.STEPS
+    assert run.check(prepared, expected) == "ok"
+    monkeypatch.setattr(jtf, "matmul_all_reduce", lambda y, w, *, residual, **_: residual + y @ w)
+    assert run.check(run.prepare("small", STEP.implementations()["xla/default"], mesh, operands), expected) != "ok"
 
 
 def rotated(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -458,7 +476,7 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 
 @each_operation
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = {MLP: "matmul_reduce_scatter", GATED: "all_gather_matmul"}.get(op, op.name)
+    function = {MLP: "matmul_reduce_scatter", GATED: "all_gather_matmul", STEP: "matmul_all_reduce"}.get(op, op.name)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
@@ -604,6 +622,8 @@ def test_arguments() -> None:
             ["matmul_reduce_scatter", "--peers", "pallas"],
             "matmul_reduce_scatter has no peer 'pallas': choose from xla, ",
         ),
+        (["decode_step", "--shapes", "1,2,3"], "'1,2,3' is neither B,CONTEXT nor B,CONTEXT,LAYERS,"),
+        (["decode_step", "--config", "splits=2"], "decode_step is made of several operations, and takes no --config"),
         (["psum", "sum"], "there is no operation 'sum': choose from all_gather_matmul, "),
         (["psum", "all_gather", "--shapes", "2"], "--shapes and --config are of a single operation"),
     ],
@@ -638,7 +658,7 @@ def printed(table: Any) -> str:
 def test_summary_of_every_shape_is_short(op: Operation) -> None:
     tables, notes = run.summarize(op, rows_of(op, []))
     assert notes == []
-    assert len(tables) == 1
+    assert len(tables) == (2 if op is STEP else 1)  # of a step there are several forms of ours
     text = printed(tables[0])
     assert len(text) < 6000
     # A line more would be a cell that was wrapped.
@@ -658,7 +678,7 @@ def test_summary_with_every_peer_stays_on_its_lines() -> None:
     assert text.count("0.81x") == len(MATMUL.shapes) and "torch / fused" in text
 
 
-@each_operation
+@pytest.mark.parametrize("op", [op for op in run.OPERATIONS.values() if op.configurable], ids=lambda op: op.name)
 def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
     rows = rows_of(op, [{"splits": 3}, {"splits": 5, "block_s": 128}])
     tables, _ = run.summarize(op, rows)
