@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullLocator
+from matplotlib.ticker import LogFormatter, NullLocator
 
 from benchmarks.operation import Operation, family
 from benchmarks.table import Row
@@ -98,6 +98,7 @@ def _draw_panel(axes: Axes, operation: Operation, rows: Sequence[Row], size: str
         axes.plot(*zip(*floors), **style)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))  # where there are few major ones
     if size:
         axes.set_xscale("log")
         axes.set_xlabel(size)
@@ -153,4 +154,4 @@ def _legend(drawn: Figure) -> None:
     for axes in drawn.axes:
         handles, labels = axes.get_legend_handles_labels()
         named |= dict(zip(labels, handles))
-    drawn.legend(list(named.values()), list(named), loc="outside upper center", ncols=len(named) or 1)
+    drawn.legend(list(named.values()), list(named), loc="outside upper center", ncols=min(len(named), 4) or 1)

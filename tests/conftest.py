@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     # Skipped from this one place, tests fold into one counted line per reason in pytest's summary.
-    if (marker := item.get_closest_marker("gpu")) is not None:
+    for marker in item.iter_markers("gpu"):  # of the test, and of its parameters
         _need_gpus(*marker.args)
 
 
