@@ -1,11 +1,9 @@
 """`shmem_call`: a Triton or Gluon kernel with symmetric scratch and signals as a JAX operation."""
 
 import concurrent.futures
-import contextlib
 import functools
 import hashlib
 import reprlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 from triton.compiler.errors import CompilationError
 
-from jaxtaxfree import environment, gluon, heap
+from jaxtaxfree import environment, gluon, heap, language
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
 
@@ -123,7 +121,7 @@ def shmem_call(
     """
     check_kernel(kernel, "shmem_call")
     name = name or kernel.fn.__name__
-    with _undisturbed():
+    with language.as_triton_has_it():
         hash(kernel)  # which Triton remembers, with the key that `_digest` takes
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
@@ -332,12 +330,6 @@ def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: 
     )
 
 
-def _undisturbed() -> contextlib.AbstractContextManager:
-    """While this lasts no simulation runs: one that does has bound Triton's language to itself."""
-    simulator = sys.modules.get("jaxtaxfree.simulator.interpreter")
-    return simulator.lock if simulator else contextlib.nullcontext()
-
-
 def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     from jaxtaxfree.simulator import callback  # not for those who do not simulate
 
@@ -403,7 +395,7 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
         f"{', '.join(f'{key}={reprlib.repr(value)}' for key, value in settings.items() if value is not None)},"
     )
     try:
-        with _undisturbed():
+        with language.as_triton_has_it():
             outs = mlir.lower_fun(functools.partial(_launch, **launch), multiple_results=True)(ctx, *args)
     except NotImplementedError:
         raise

@@ -49,14 +49,14 @@ class Operation:
     """A fused product.
 
     Attributes:
-      function: of two operands and an axis name.
+      name: in jaxtaxfree, of a function of two operands and an axis name.
       in_specs, out_spec: of the operands and the result, on an axis "tp".
       axis: the name of the keyword that says which dimension is gathered or scattered, if there is one.
       listed: the shapes of its benchmarks.
       awaited: what a rank waits for in a small call.
     """
 
-    function: Callable
+    name: str
     in_specs: tuple[P, P]
     out_spec: P
     axis: str | None
@@ -64,8 +64,8 @@ class Operation:
     awaited: str = "signal arrived["
 
     @property
-    def name(self) -> str:
-        return self.function.__name__
+    def function(self) -> Callable:
+        return getattr(jtf, self.name)
 
     def sizes(self, m: int, k: int, n: int, world: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The shapes of whole operands; each sharded size is rounded up to what the ranks divide."""
@@ -75,21 +75,21 @@ class Operation:
 
 
 GATHER = Operation(
-    function=jtf.all_gather_matmul,
+    name="all_gather_matmul",
     in_specs=(P("tp", None), P(None, "tp")),
     out_spec=P(None, "tp"),
     axis="axis",
     listed=ALL_GATHER_MATMUL,
 )
 SCATTER = Operation(
-    function=jtf.matmul_reduce_scatter,
+    name="matmul_reduce_scatter",
     in_specs=(P(None, "tp"), P("tp", None)),
     out_spec=P("tp"),
     axis="scatter_dimension",
     listed=MATMUL_REDUCE_SCATTER,
 )
 REDUCE = Operation(
-    function=jtf.matmul_all_reduce,
+    name="matmul_all_reduce",
     in_specs=(P(None, "tp"), P("tp", None)),
     out_spec=P(),
     axis=None,

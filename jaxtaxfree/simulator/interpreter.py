@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,9 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
+from jaxtaxfree import language
 from jaxtaxfree.simulator import arithmetic, libdevice
 from jaxtaxfree.simulator.events import MARKER
-
-# Triton's language is one for the whole process, and its interpreter rebinds it.
-lock = threading.RLock()
 
 _SEMANTICS = {
     ir.MEM_SEMANTIC.RELAXED: "relaxed",
@@ -409,7 +406,7 @@ def _module(module: types.ModuleType) -> _Module:
 @contextlib.contextmanager
 def interpreting(builder: Builder) -> Iterator[None]:
     """Binds Triton's language to a builder. One thread at a time."""
-    with lock:
+    with language.rebound():
         semantic = triton_interpreter.interpreter_semantic
         before = semantic.builder
         scope = _bind()

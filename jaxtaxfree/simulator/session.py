@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from triton.runtime.jit import JITFunction
 
+from jaxtaxfree import language
 from jaxtaxfree.heap.layout import Layout, header
 from jaxtaxfree.shmem import check_call, check_kernel, constants_of, sizes_of
 from jaxtaxfree.simulator import interpreter
@@ -115,7 +116,7 @@ class Session:
         Raises:
           SimulationError: the kernel breaks a rule. The session takes no calls after that.
         """
-        with interpreter.lock:
+        with language.rebound():
             return self._run(operands, settings)
 
     def _run(
