@@ -1,11 +1,12 @@
 """Prints the rows of a result file as a Markdown table: python benchmarks/table.py benchmarks/results/FILE.json
 
-`python benchmarks/table.py --readme FILE.json` puts it into README.md, between the marks of its operation. A time whose
-samples lay more than 3 % apart has a ~.
+`python benchmarks/table.py --write FILE.json` puts it into README.md or docs/benchmarks.md, between the marks of its
+operation. A time whose samples lay more than 3 % apart has a ~.
 """
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +20,8 @@ from benchmarks.shapes import DECODE_ATTENTION_TARGETS_US  # noqa: E402
 
 Row = dict[str, Any]
 
+# Where tables stand, that of an operation in one of them.
+DOCUMENTS = (Path("README.md"), Path("docs/benchmarks.md"))
 # Peers that not every machine can run, as tables name them.
 OTHERS = {"pallas": "Pallas", "torch": "PyTorch"}
 MISSING = "–"
@@ -26,7 +29,7 @@ NOISY_MARK = "~"  # samples lie far apart, see sampling.NOISY
 
 
 def marks(op: str) -> tuple[str, str]:
-    """The lines of README.md between which the table of an operation stands."""
+    """The lines of a document between which the table of an operation stands."""
     return f"<!-- results of {op}: begin -->", f"<!-- results of {op}: end -->"
 
 
@@ -36,12 +39,12 @@ def read(path: Path) -> list[Row]:
     return [row for file in files for row in json.loads(file.read_text())]
 
 
-def table(path: Path, root: Path | None = None) -> str:
-    """One line per shape, and where and when it was measured. The link to the file is relative to `root`."""
+def table(path: Path, folder: Path | None = None) -> str:
+    """One line per shape, and where and when it was measured. The link to the file is for a document in `folder`."""
     rows = read(path)
     lines = TABLES[rows[0]["op"]](rows)
     run = rows[0]
-    where = path.resolve().relative_to(root or ROOT)
+    where = os.path.relpath(path.resolve(), folder or ROOT)
     versions = f"{run['dtype']}, JAX {run['jax']}, Triton {run['triton']}, {run['date']}, commit {run['commit']}"
     if (l2 := run.get("l2", "usual")) != "usual":
         versions += f", L2 cache {l2}"
@@ -165,25 +168,34 @@ def _ratio(above: float | None, below: float | None) -> str:
     return f"{above / below:.2f}" if above and below else MISSING
 
 
-def in_readme(readme: str, op: str, text: str) -> str:
-    """The README with the table of an operation replaced by `text`."""
+def document_of(op: str) -> Path:
+    """The document with a place for the table of an operation. Raises ValueError if there is none."""
     begin, end = marks(op)
-    head, _, rest = readme.partition(begin)
-    _, mark, tail = rest.partition(end)
-    if not mark:
-        raise ValueError(f"README.md has no place for the table of {op}: it needs the lines {begin} and {end}.")
-    return f"{head}{begin}\n{text}\n{end}{tail}"
+    for document in DOCUMENTS:
+        if end in (ROOT / document).read_text().partition(begin)[2]:
+            return ROOT / document
+    names = ", ".join(map(str, DOCUMENTS))
+    raise ValueError(f"There is no place for the table of {op} in {names}: it needs the lines {begin} and {end}.")
+
+
+def with_table(path: Path) -> tuple[Path, str]:
+    """The document of a result file's operation, and its text with the table of that file."""
+    op = read(path)[0]["op"]
+    document, (begin, end) = document_of(op), marks(op)
+    head, _, rest = document.read_text().partition(begin)
+    return document, f"{head}{begin}\n{table(path, document.parent)}\n{end}{rest.partition(end)[2]}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("file", type=Path)
-    parser.add_argument("--readme", action="store_true", help="write the table into README.md")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into the document that has a place for it"
+    )
     args = parser.parse_args()
-    if args.readme:
-        readme = ROOT / "README.md"
-        op = read(args.file)[0]["op"]
-        readme.write_text(in_readme(readme.read_text(), op, table(args.file)))
+    if args.write:
+        document, text = with_table(args.file)
+        document.write_text(text)
     else:
         print(table(args.file))
 

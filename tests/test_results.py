@@ -1,13 +1,14 @@
-"""The figures in the README are those of result files in the repository."""
+"""The figures in the documentation are those of result files in the repository, and its links lead somewhere."""
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from benchmarks import run, table
 
-README = (table.ROOT / "README.md").read_text()
+TEXT = "".join((table.ROOT / document).read_text() for document in table.DOCUMENTS)
 
 
 def results() -> list:
@@ -20,19 +21,39 @@ def operation_of(path):
 
 
 @pytest.mark.parametrize("op", sorted({operation_of(path).name for path in results()}))
-def test_readme_shows_a_committed_file_of_each_operation(op):
+def test_a_committed_file_of_each_operation_is_shown(op):
     begin, end = table.marks(op)
-    assert README.count(begin) == README.count(end) == 1, f"README.md has no table of {op}"
-    shown = re.search(r"\[`(benchmarks/results/[^`]+)`\]", README.partition(begin)[2].partition(end)[0])
+    assert TEXT.count(begin) == TEXT.count(end) == 1, f"there is not one table of {op}"
+    shown = re.search(r"\[`[^`]*?(benchmarks/results/[^`]+)`\]", TEXT.partition(begin)[2].partition(end)[0])
     assert shown is not None
     path = table.ROOT / shown[1]
     assert path in results() and operation_of(path).name == op
-    assert table.in_readme(README, op, table.table(path)) == README
+    document, text = table.with_table(path)
+    assert text == document.read_text()
 
 
-def test_readme_shows_no_table_without_a_file():
-    shown = set(re.findall(r"<!-- results of (\w+): begin -->", README))
+def test_no_table_without_a_file():
+    shown = set(re.findall(r"<!-- results of (\w+): begin -->", TEXT))
     assert shown == {operation_of(path).name for path in results()}
+
+
+def test_the_kernel_of_the_documentation_is_the_example():
+    example = (table.ROOT / "examples" / "custom_kernel.py").read_text()
+    shown = re.findall(r"```python\n(.*?)\n```", (table.ROOT / "docs" / "kernels.md").read_text(), re.DOTALL)
+    assert len(shown) == 2 and all(f"\n{code}\n" in example for code in shown)
+
+
+def test_links_lead_to_files_and_headings():
+    for document in [table.ROOT / "README.md", *sorted((table.ROOT / "docs").glob("*.md"))]:
+        for target in re.findall(r"\]\(([^)\s]+)\)", document.read_text()):
+            if target.startswith("http"):
+                continue
+            file, _, heading = target.partition("#")
+            path = document.parent / file if file else document
+            assert path.exists(), f"{document.name}: {target}"
+            if heading:
+                headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+                assert heading in {re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings}, target
 
 
 @pytest.mark.parametrize("path", results(), ids=lambda path: f"{path.parent.name}/{path.name}")
@@ -77,9 +98,10 @@ def test_table_of_every_operation(tmp_path, monkeypatch):
         assert lines[-1] == f"4 x G, bfloat16, JAX 0, Triton 0, 2000-01-01, commit abc: [`{name}.json`]({name}.json)."
 
 
-def test_a_readme_without_a_place_for_the_table():
-    with pytest.raises(ValueError, match="no place for the table of decode_attention"):
-        table.in_readme("# no marks", "decode_attention", "table")
+def test_documents_without_a_place_for_the_table(monkeypatch):
+    monkeypatch.setattr(table, "DOCUMENTS", (Path("CHANGELOG.md"),))
+    with pytest.raises(ValueError, match="no place for the table of decode_attention in CHANGELOG"):
+        table.document_of("decode_attention")
 
 
 def test_the_example_of_taxes_is_what_was_measured():
