@@ -173,8 +173,8 @@ def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, ke
 
 def test_steps_of_a_decoder(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kernels_by_xla: list[Any]) -> None:
     """All ways to make one agree, and times are those of a step. A layer that adds up no ranks is caught."""
-    names = [name for name in STEP.implementations() if "cudnn" not in name]
-    rows = bench(STEP, mesh, *names, timed=True)
+    names = [name for name in STEP.implementations() if not name.endswith(("cudnn", "nccl_symmetric"))]
+    rows = bench(STEP, mesh, *names)
     assert {row["checked"] for row in rows.values()} == {"ok"}
     operands = STEP.operands(SMALL[STEP], mesh, 1, 1)
     by_name = STEP.implementations()
