@@ -248,8 +248,7 @@ class DecodeStep(Operation):
             *by_flags(_by_heads, "xla_heads", by_heads("xla", "xla"), flag_sets),
             _by_heads(name="xla_heads_cudnn", call=by_heads("xla", "cudnn")),
             replicated(name="fused", call=by_sequence(None, None)),
-            # Attention along an axis of one rank: only "fused" asks for the kernel there.
-            _by_heads(name="fused_heads", call=by_heads(None, "fused")),
+            _by_heads(name="fused_heads", call=by_heads(None, None)),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=P(AXIS, None)),
         )
         return {implementation.name: implementation for implementation in implementations}

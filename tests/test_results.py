@@ -1,7 +1,10 @@
 """The figures in the documentation are those of result files in the repository, and its links lead somewhere."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,15 @@ def test_a_committed_file_of_each_operation_is_shown(op):
 def test_no_table_without_a_file():
     shown = set(re.findall(r"<!-- results of (\w+): begin -->", TEXT))
     assert shown == {operation_of(path).name for path in results()}
+
+
+def test_the_examples_of_the_readme_run():
+    blocks = re.findall(r"```python\n(.*?)\n```", (table.ROOT / "README.md").read_text(), re.DOTALL)
+    code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", *blocks[:3]])  # not that of taxes
+    assert len(blocks) == 4 and "attend(q, k, v" in code
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_the_kernel_of_the_documentation_is_the_example():
