@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
+    DEPENDENT,
     DTYPE,
     ONE,
     Config,
@@ -147,13 +148,11 @@ class DecodeAttention(Operation):
     ceiling = "GB/s of device memory"
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
-        # Nothing in a chain of dependent calls is there to hide latency behind, so NCCL's buffers are the only choice.
-        flag_sets = ("default", "nccl_symmetric")
         implementations = (
-            *by_flags(_all, "xla", _xla, flag_sets),
+            *by_flags(_all, "xla", _xla, DEPENDENT),
             _all(name="xla_unmasked", call=_unmasked),
             _own(name="local", call=lambda query, cache: _local(query, cache)[0]),
-            *by_flags(_all, "local+gather", _local_then_gather, flag_sets),
+            *by_flags(_all, "local+gather", _local_then_gather, DEPENDENT),
             *fused(_all, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}

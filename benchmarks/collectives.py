@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
+    DEPENDENT,
     DTYPE,
     Config,
     Implementation,
@@ -56,9 +57,8 @@ class _Collective(Operation):
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         make = partial(Implementation, in_specs=(P(AXIS), ()), out_spec=self.out_spec)
-        # Nothing in a chain of dependent calls is there to hide latency behind, so NCCL's buffers are the only choice.
         implementations = (
-            *by_flags(make, "xla", self.xla, ("default", "nccl_symmetric")),
+            *by_flags(make, "xla", self.xla, DEPENDENT),
             *fused(make, self.fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}

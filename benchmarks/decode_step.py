@@ -13,16 +13,20 @@ fused_heads: the cache is sharded along its heads, so each rank attends to its o
 fused_tokens: the residual stream is sharded along the sequences, so that a layer gathers and scatters: `next_token` of
     the example, with SwiGLU in the kernel that gathers. For so many sequences as ranks divide.
 xla/...: what `fused` calls, by plain `lax`.
-xla_heads/...: what `fused_heads` calls, by plain `lax`.
-xla_heads_cudnn: the same, with attention by cuDNN.
+xla_heads/...: what `fused_heads` calls, by plain `lax` and einsum.
+xla_heads_cudnn/...: the same, with attention by cuDNN.
 
-The cache is carried through the loop, and copied once for each call, since nothing is donated: some 1 to 3 % of all
-that is read.
+What is compared is the sum of the residual streams of all steps, and the logit of each token that was chosen, which is
+NaN if there is no such token.
+
+The cache is carried through the loop, and copied once for each call, since nothing is donated: 0.4 to 3.5 % of all that
+is read.
 
 The floor of a shape is the time to read a rank's weights and cache once, at the best bandwidth that a plain reduction
 or copy of device memory reached in the same run.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -37,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
+    DEPENDENT,
     DTYPE,
     ONE,
     Config,
@@ -51,13 +56,16 @@ from benchmarks.timing import measure_memory_bandwidths
 from examples import transformer
 
 STEPS = 32
+SPARE = 2  # states beside those of the calls
 
-# The parameters of `transformer` by how they are sharded, each a tree of its own: not at all, by columns, by rows.
-Params = tuple[transformer.Params, transformer.Params, transformer.Params]
+# As `transformer` has them, but for the layers, of which each parameter is a list.
+Params = dict[str, Any]
 # Tokens that are read [STEPS, B], lengths [B] before that, and the cache.
 State = tuple[jax.Array, jax.Array, transformer.Cache]
-# (parameters, cache, token [B], lengths [B], config) -> (residual stream, cache, next token)
-Step = Callable[..., tuple[jax.Array, transformer.Cache, jax.Array]]
+# Residual stream, cache, and of the next token of each sequence the logit and which it is.
+Stepped = tuple[jax.Array, transformer.Cache, tuple[jax.Array, jax.Array]]
+# (parameters, cache, token [B], lengths [B], config) -> Stepped
+Step = Callable[..., Stepped]
 
 
 def _attend_plainly(
@@ -115,7 +123,7 @@ def _replicated(
     attention: str | None,
     reduce: Callable[..., jax.Array],
     implementation: str | None,
-) -> tuple[jax.Array, transformer.Cache, jax.Array]:
+) -> Stepped:
     """A step in which every rank has the residual stream [B, D].
 
     Args:
@@ -146,33 +154,15 @@ def _sharded(
     token: jax.Array,
     lengths: jax.Array,
     cfg: transformer.Config,
-) -> tuple[jax.Array, transformer.Cache, jax.Array]:
+) -> Stepped:
     """A step in which a rank has the residual stream of its sequences, [B / W, D]."""
     own, left = divmod(len(token), lax.axis_size(AXIS))
     if left:
         raise NotImplementedError(f"{lax.axis_size(AXIS)} ranks do not divide {len(token)} sequences")
-    token = lax.dynamic_slice_in_dim(token, lax.axis_index(AXIS) * own, own)
-    x, cache = transformer.next_token(params, cache, token, lengths, cfg, AXIS)
-    return x, cache, transformer.greedy(transformer.logits_shard(params, x, AXIS), AXIS)
-
-
-def _join(trees: Params) -> transformer.Params:
-    """The parameters as `transformer` has them."""
-    layers = [{**whole, **columns, **rows} for whole, columns, rows in zip(*(tree["layers"] for tree in trees))]
-    return {**trees[0], **trees[1], **trees[2], "layers": layers}
-
-
-def _split(params: transformer.Params, specs: transformer.Params) -> Params:
-    """The reverse of `_join`."""
-
-    def of(spec: P) -> transformer.Params:
-        layers = [
-            {name: layer[name] for name in layer if layer_specs[name] == spec}
-            for layer, layer_specs in zip(params["layers"], specs["layers"])
-        ]
-        return {name: params[name] for name in params if specs[name] == spec} | {"layers": layers}
-
-    return of(_WHOLE), of(_COLUMNS), of(_ROWS)
+    of_rank = partial(lax.dynamic_slice_in_dim, start_index=lax.axis_index(AXIS) * own, slice_size=own)
+    x, cache = transformer.next_token(params, cache, of_rank(token), lengths, cfg, AXIS, "fused")
+    logits = transformer.logits_shard(params, x, AXIS, "fused")
+    return x, cache, jax.tree.map(of_rank, transformer.likeliest(logits, AXIS, "fused"))
 
 
 def _config(params: transformer.Params, cache: transformer.Cache) -> transformer.Config:
@@ -184,34 +174,58 @@ def _config(params: transformer.Params, cache: transformer.Cache) -> transformer
         n_kv_heads=(world * layer["w_qkv"].shape[1] // h - n) // 2,
         head_dim=h,
         d_model=layer["w_o"].shape[1],
+        vocab=params["embed"].shape[0],
     )
 
 
-def _decode(step: Step, state: State, trees: Params) -> jax.Array:
-    """What a step leaves of the residual stream after STEPS of them; NaN if a token that one of them chose is none."""
+def _decode(step: Step, state: State, params: Params) -> tuple[jax.Array, jax.Array]:
+    """The sum of the residual streams of STEPS steps, in float32, and the logits of the tokens chosen [STEPS, ...]."""
     tokens, lengths, cache = state
-    params = _join(trees)
-    step = partial(step, params, cfg=_config(params, cache))
+    names = params["layers"]
+    params = params | {"layers": [dict(zip(names, layer)) for layer in zip(*names.values(), strict=True)]}
+    cfg = _config(params, cache)
+    step = partial(step, params, cfg=cfg)
 
     def one_token(i: jax.Array, carry: Any) -> Any:
-        _, cache, last = carry
+        total, logits, cache, last = carry
         # The step before has to be over: who serves knows no token earlier.
         token, _ = lax.optimization_barrier((tokens[i], last))
-        now, cache, last = step(cache=cache, token=token, lengths=lengths + i)
-        return jnp.where(jnp.all(last >= 0), now, jnp.nan), cache, last
+        x, cache, (logit, last) = step(cache=cache, token=token, lengths=lengths + i)
+        logit = jnp.where((last >= 0) & (last < cfg.vocab), logit, jnp.nan)
+        return total + x, logits.at[i].set(logit), cache, last
 
-    first = jax.eval_shape(lambda: step(cache=cache, token=tokens[0], lengths=lengths))
-    x, last = (jnp.zeros(first[i].shape, first[i].dtype) for i in (0, 2))
-    return lax.fori_loop(0, len(tokens), one_token, (x, cache, last))[0]
+    x, _, (logit, last) = jax.eval_shape(lambda: step(cache=cache, token=tokens[0], lengths=lengths))
+    total, logits = jnp.zeros(x.shape, jnp.float32), jnp.zeros((len(tokens), *logit.shape), jnp.float32)
+    return lax.fori_loop(0, len(tokens), one_token, (total, logits, cache, jnp.zeros(last.shape, last.dtype)))[:2]
 
 
-_WHOLE, _COLUMNS, _ROWS = P(), P(None, AXIS), P(AXIS, None)
-_PARAMS = (_WHOLE, _COLUMNS, _ROWS)
+def _model(shape: DecoderShape) -> transformer.Config:
+    return transformer.Config(
+        d_model=shape.d_model,
+        n_layers=shape.layers,
+        n_heads=shape.n,
+        n_kv_heads=shape.kv_heads,
+        head_dim=shape.h,
+        d_mlp=shape.d_mlp,
+        vocab=shape.vocab,
+    )
+
+
+def _by_name(params: transformer.Params) -> Params:
+    """The reverse of what `_decode` does to the layers."""
+    layers = params["layers"]
+    return params | {"layers": {name: [layer[name] for layer in layers] for name in layers[0]}}
+
+
+# One spec for a parameter of all layers.
+_SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
+_SPECS["layers"] = _SPECS["layers"][0]
 _BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
+_WHOLE, _BY_TOKENS = (P(None, None), P(None, None)), (P(AXIS, None), P(None, AXIS))
 # Rounded to bf16 some thirty times, in another order by each implementation.
-_program = partial(Implementation, mixed=True, steps=STEPS, tolerance=0.05)
-_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _PARAMS), takes="sequence")
-_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _PARAMS), takes="heads", out_spec=P(None, None))
+_program = partial(Implementation, steps=STEPS, tolerance=0.05, out_spec=_WHOLE)
+_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _SPECS), takes="sequence")
+_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _SPECS), takes="heads")
 
 
 def _replicated_call(attend: Callable[..., Any], implementation: str | None, attention: str | None) -> Any:
@@ -238,20 +252,21 @@ class DecodeStep(Operation):
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         del configs
-        replicated = partial(_by_sequence, out_spec=P(None, None))
-        # Nothing in a step is there to hide latency behind, so NCCL's buffers are the only choice.
-        flag_sets = ("default", "nccl_symmetric")
         by_sequence = partial(_replicated_call, transformer.attend_to_cache)
         by_heads = partial(_replicated_call, _attend_by_heads)
         implementations = (
-            *by_flags(replicated, "xla", by_sequence("xla", "xla"), flag_sets),
-            *by_flags(_by_heads, "xla_heads", by_heads("xla", "xla"), flag_sets),
-            _by_heads(name="xla_heads_cudnn", call=by_heads("xla", "cudnn")),
-            replicated(name="fused", call=by_sequence(None, None)),
-            _by_heads(name="fused_heads", call=by_heads(None, None)),
-            _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=P(AXIS, None)),
+            *by_flags(_by_sequence, "xla", by_sequence("xla", "xla"), DEPENDENT),
+            *by_flags(_by_heads, "xla_heads", REFERENCE.call, DEPENDENT),
+            *by_flags(_by_heads, "xla_heads_cudnn", by_heads("xla", "cudnn"), DEPENDENT),
+            _by_sequence(name="fused", call=by_sequence("fused", "fused"), mixed=True),
+            _by_heads(name="fused_heads", call=by_heads("fused", "fused"), mixed=True),
+            _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=_BY_TOKENS, mixed=True),
         )
         return {implementation.name: implementation for implementation in implementations}
+
+    def unavailable(self, peer: str) -> str:
+        del peer
+        return "" if jax.default_backend() == "gpu" else "cuDNN is for GPUs"
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         del implementation
@@ -269,18 +284,13 @@ class DecodeStep(Operation):
         return shape.weight_bytes() // world
 
     def operands(self, shape: DecoderShape, mesh: Mesh, calls: int, turns: int) -> Operands:
-        cfg = transformer.Config(
-            d_model=shape.d_model,
-            n_layers=shape.layers,
-            n_heads=shape.n,
-            n_kv_heads=shape.kv_heads,
-            head_dim=shape.h,
-            d_mlp=shape.d_mlp,
-            vocab=shape.vocab,
-        )
-        world = mesh.shape[AXIS]
+        cfg, world = _model(shape), mesh.shape[AXIS]
         on_mesh = partial(NamedSharding, mesh)
-        keys = iter(jax.random.split(jax.random.key(0), calls * (1 + 2 * shape.layers) + turns * 16 * shape.layers))
+        root = jax.random.key(0)
+        keys = (jax.random.fold_in(root, i) for i in itertools.count())
+        # Of scores as normal as these a softmax averages about S / e of the values. These are so large that what it
+        # gives counts for as much as the rest.
+        value_scale = math.sqrt(shape.context / math.e)
 
         def make_cache() -> dict[str, transformer.Cache]:
             """The same by heads and by sequence, where the ranks take blocks in turn."""
@@ -288,11 +298,12 @@ class DecodeStep(Operation):
             make = normal(size, on_mesh(_BY_HEADS))
             turns = (shape.b, -1, world, transformer.BLOCK, *size[2:])
             deal = jax.jit(lambda x: x.reshape(turns).swapaxes(1, 2).reshape(size), out_shardings=on_mesh(_BY_SEQUENCE))
-            heads = [(make(next(keys)), make(next(keys))) for _ in range(shape.layers)]
+            heads = [(make(next(keys)), value_scale * make(next(keys))) for _ in range(shape.layers)]
             return {"heads": heads, "sequence": jax.block_until_ready(jax.tree.map(deal, heads))}
 
         def make_tokens() -> jax.Array:
-            return jax.random.randint(next(keys), (STEPS, shape.b), 0, shape.vocab)
+            tokens = jax.random.randint(next(keys), (STEPS, shape.b), 0, shape.vocab)
+            return jax.device_put(tokens, on_mesh(P()))
 
         def make_param(like: Any, spec: P) -> jax.Array:
             if like.ndim == 1:
@@ -304,21 +315,26 @@ class DecodeStep(Operation):
             )
             return make(next(keys))
 
-        whole = on_mesh(P())
-        lengths = jax.device_put(jnp.full((shape.b,), shape.context - STEPS, jnp.int32), whole)
-        xs: dict[str, list[State]] = {"heads": [], "sequence": []}
-        for _ in range(calls):
-            tokens, caches = jax.device_put(make_tokens(), whole), make_cache()
-            for layout, states in xs.items():
-                states.append((tokens, lengths, caches[layout]))
+        lengths = jax.device_put(jnp.full((shape.b,), shape.context - STEPS, jnp.int32), on_mesh(P()))
+        caches = [make_cache() for _ in range(calls)]
+        # The spare ones are other tokens: memory has no room for more caches.
+        tokens = [make_tokens() for _ in range(calls + SPARE)]
+        xs = {
+            layout: tuple((each, lengths, caches[i % calls][layout]) for i, each in enumerate(tokens))
+            for layout in ("heads", "sequence")
+        }
         specs = transformer.param_specs(cfg, AXIS)
         likes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), cfg))
-        ys = [_split(jax.tree.map(make_param, likes, specs), specs) for _ in range(turns)]
-        return Operands(xs={layout: tuple(states) for layout, states in xs.items()}, ys=tuple(ys))
+        ys = [_by_name(jax.tree.map(make_param, likes, specs)) for _ in range(turns)]
+        return Operands(xs=xs, ys=tuple(ys), spare=SPARE)
 
     def check_shape(self, shape: DecoderShape, world: int) -> None:
-        if shape.kv_heads % world or shape.vocab % world or shape.context % (world * transformer.BLOCK):
-            raise ValueError(f"{world} ranks do not divide the key/value heads, vocabulary or context of {shape}")
+        if not _model(shape).divides(world):
+            raise ValueError(f"{world} ranks do not divide the key/value heads, d_mlp or vocabulary of {shape}")
+        if shape.context <= STEPS or shape.context % (world * transformer.BLOCK):
+            raise ValueError(
+                f"The context of {shape} is no multiple of {world * transformer.BLOCK}, or has no room for {STEPS}"
+            )
 
     def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:
         return measure_memory_bandwidths(mesh, 4 * 2**30 if on_gpu else 2**20)

@@ -35,19 +35,30 @@ DTYPE = jnp.bfloat16
 
 LATENCY_HIDING = {"xla_gpu_enable_latency_hiding_scheduler": True}
 NCCL_SYMMETRIC = {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True}
+# NCCL's collectives in CUDA graphs. By default XLA launches every collective by itself, and takes a kernel of its own
+# for small all-reduces, which it cannot put into a graph.
+GRAPH = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,COLLECTIVES",
+    "xla_gpu_experimental_use_collective_kernels": "",
+    "xla_gpu_graph_min_graph_size": 1,
+}
 FLAG_SETS: dict[str, dict[str, Any]] = {
     "default": {},
     "latency_hiding": LATENCY_HIDING,
     "nccl_symmetric": NCCL_SYMMETRIC,
     "both": LATENCY_HIDING | NCCL_SYMMETRIC,
+    "graph": GRAPH,
+    "graph_symmetric": GRAPH | NCCL_SYMMETRIC,
 }
+# Where nothing is there to hide latency behind.
+DEPENDENT = tuple(name for name, flags in FLAG_SETS.items() if not flags.keys() & LATENCY_HIDING.keys())
 
 # What calls find in the L2 cache of weights and caches: what the operation says; as much as fits; nothing.
 L2 = ("usual", "warm", "cold")
 COLD_BYTES = 2 * 60 * 10**6  # read in between: twice the L2 cache of an H200
 
 Config = dict[str, Any]
-Call = Callable[..., jax.Array]
+Call = Callable[..., Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +67,7 @@ class Implementation:
 
     Attributes:
       call: (x, y) -> out, inside shard_map; with alternatives it takes `config` as well.
-      in_specs, out_spec: of x and y, and of out; y may be a tree and its spec one for each leaf.
+      in_specs, out_spec: of x and y, and of out, each of which may be a tree.
       takes: which of the layouts of x in `Operands.xs`.
       options: XLA flags of this executable alone.
       auto: the call sees global arrays, and XLA partitions it.
@@ -65,7 +76,7 @@ class Implementation:
         few programs is timed.
       apart: it runs when the others of its shape have been timed and checked. For peers that were seen to give wrong
         results, which may have been written anywhere.
-      mixed: a program of ours that leaves products to XLA, which times them while it compiles.
+      mixed: of ours, a program that leaves products to XLA, which times them while it compiles.
       steps: how many of what is timed a call makes, one after the other.
       tolerance: relative Frobenius error of a row of the result. Two roundings to bf16 differ by about 2e-3.
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
@@ -74,7 +85,7 @@ class Implementation:
     name: str
     call: Call
     in_specs: tuple[Any, Any]
-    out_spec: P
+    out_spec: Any
     takes: str = "sharded"
     options: dict[str, Any] = field(default_factory=dict)
     auto: bool = False
@@ -92,15 +103,19 @@ class Operands:
     """Random operands of one program.
 
     Attributes:
-      xs: by layout, one x for each call.
+      xs: by layout, one x for each call, and the spare ones.
       ys: what the calls take turns with.
+      spare: x that take part where results are checked, for chains that have fewer calls than there are checks.
     """
 
     xs: Mapping[str, tuple[Any, ...]]
     ys: tuple[Any, ...]
+    spare: int = 0
 
-    def of(self, implementation: Implementation) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        return self.xs[implementation.takes], self.ys
+    def of(self, implementation: Implementation, rotation: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """What a program takes: the x from this one on, round in a circle, and every y."""
+        xs = self.xs[implementation.takes]
+        return (xs[rotation:] + xs[:rotation])[: len(xs) - self.spare], self.ys
 
 
 class Operation(abc.ABC):
@@ -187,6 +202,11 @@ class Operation(abc.ABC):
     def check_shape(self, shape: Any, world: int) -> None:
         """Raises ValueError if so many devices cannot share it out."""
         del shape, world
+
+    def unavailable(self, peer: str) -> str:
+        """Why one of `optional_peers` cannot run here; nothing if it can."""
+        del peer
+        return ""
 
     def needed_for_floor(self) -> tuple[str, ...]:
         """Implementations that are timed in any case."""
@@ -279,9 +299,9 @@ def normal(size: tuple[int, ...], sharding: NamedSharding) -> Callable[[jax.Arra
     return jax.jit(lambda key: jax.random.normal(key, size, DTYPE), out_shardings=sharding)
 
 
-def chain(call: Call, xs: Sequence[Any], ys: Sequence[Any]) -> list[jax.Array]:
+def chain(call: Call, xs: Sequence[Any], ys: Sequence[Any]) -> list[Any]:
     """All the outputs of the calls, made one after the other."""
-    outs: list[jax.Array] = []
+    outs: list[Any] = []
     for i, x in enumerate(xs):
         if outs:
             x, outs[-1] = lax.optimization_barrier((x, outs[-1]))
@@ -289,29 +309,34 @@ def chain(call: Call, xs: Sequence[Any], ys: Sequence[Any]) -> list[jax.Array]:
     return lax.optimization_barrier(outs)
 
 
-def repeated(call: Call, xs: Sequence[Any], ys: Sequence[Any], rounds: int) -> list[jax.Array]:
+def repeated(call: Call, xs: Sequence[Any], ys: Sequence[Any], rounds: int) -> list[Any]:
     """The outputs of the last of several chains, each of which begins when the one before has ended."""
     if rounds == 1:
         return chain(call, xs, ys)
 
-    def again(_: Any, outs: list[jax.Array]) -> list[jax.Array]:
+    def again(_: Any, outs: list[Any]) -> list[Any]:
         # Nothing is the same in every round, as far as XLA can see: it prepares no cache ahead of the loop.
         tied_xs, tied_ys, _ = lax.optimization_barrier((xs, ys, outs))
         return chain(call, tied_xs, tied_ys)
 
-    outs = [jnp.zeros(out.shape, out.dtype) for out in jax.eval_shape(lambda: chain(call, xs, ys))]
+    likes = jax.eval_shape(lambda: chain(call, xs, ys))
+    outs = jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), likes)
     return lax.fori_loop(0, rounds, again, outs)
 
 
-def _sample(outs: Sequence[jax.Array]) -> jax.Array:
-    """About 8 x 8 elements of this rank's part of each output: [calls, ~8, ~8]."""
-    rows = [out.reshape(-1, out.shape[-1]) for out in outs]
-    return jnp.stack([out[:: -(-out.shape[0] // 8), :: -(-out.shape[1] // 8)] for out in rows])
+def _sample(outs: Sequence[Any]) -> Any:
+    """About 8 x 8 elements of this rank's part of each array of the outputs: [calls, ~8, ~8]."""
+
+    def of(out: jax.Array) -> jax.Array:
+        rows = out.reshape(-1, out.shape[-1])
+        return rows[:: -(-rows.shape[0] // 8), :: -(-rows.shape[1] // 8)]
+
+    return jax.tree.map(lambda *of_calls: jnp.stack(of_calls), *(jax.tree.map(of, out) for out in outs))
 
 
 def make_program(
     implementation: Implementation, mesh: Mesh, rounds: int = 1
-) -> Callable[[Sequence[Any], Sequence[Any]], tuple[jax.Array, jax.Array]]:
+) -> Callable[[Sequence[Any], Sequence[Any]], tuple[Any, Any]]:
     """(every x, every y) -> (samples of all outputs, the last output), of the last of so many rounds."""
     if implementation.flat:
         mesh = Mesh(mesh.devices.reshape(-1), (AXIS,), axis_types=(AxisType.Auto,))
@@ -323,22 +348,22 @@ def make_program(
     if implementation.auto:
         out_sharding = NamedSharding(mesh, out_spec)
 
-        def constrained(x: Any, y: Any) -> jax.Array:
+        def constrained(x: Any, y: Any) -> Any:
             return lax.with_sharding_constraint(call(x, y), out_sharding)
 
-        def program(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+        def program(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
             outs = repeated(constrained, xs, ys, rounds)
             return local(_sample, in_specs=(out_spec,), out_specs=samples)(outs), outs[-1]
 
         return program
 
-    def body(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    def body(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
         outs = repeated(call, xs, ys, rounds)
         return _sample(outs), outs[-1]
 
     x_spec, y_spec = implementation.in_specs
 
-    def on_mesh(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    def on_mesh(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[Any, Any]:
         specs = ([x_spec] * len(xs), [y_spec] * len(ys))
         return local(body, in_specs=specs, out_specs=(samples, out_spec))(list(xs), list(ys))
 

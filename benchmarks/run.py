@@ -10,9 +10,10 @@
 Each --config is one more fused implementation; what it does not say is chosen by shape, if the operation can do that.
 
 --peers says what to compare with; without it, all that the machine can run. xla is the plain program under several
-flag sets, xla_auto XLA's own collective matmul. pallas is JAX's collective matmul for Hopper (`pallas_matmul.py`), the
-fastest of eight configurations at each shape; the row names it. torch is PyTorch's asynchronous tensor parallelism, in
-processes of its own after the rest (`torch_async_tp.py`). Neither of these two uses NVLink multicast.
+sets of XLA's flags (FLAG_SETS in `operation.py`), of which the table shows the fastest. xla_auto is XLA's own
+collective matmul. pallas is JAX's collective matmul for Hopper (`pallas_matmul.py`), the fastest of eight
+configurations at each shape; the row names it. torch is PyTorch's asynchronous tensor parallelism, in processes of its
+own after the rest (`torch_async_tp.py`). Neither of these two uses NVLink multicast.
 
 Two modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
 
@@ -30,6 +31,7 @@ keys and values in the L2 cache. cold: nothing, since they take turns between so
 between. warm: as much as fits, since all calls have the same. Each call has an x of its own in any case. usual:
 
 decode_attention: nothing. Each call of a chain has a cache of its own, together many times the L2 cache.
+decode_step: nothing. A step reads many times the L2 cache.
 all_gather_matmul, gated or not, matmul_reduce_scatter, matmul_all_reduce, mlp_gradients: what the call before has left
     of the weights, 29 MB a rank and more at the listed shapes on four. Calls of few rows take turns between two weights
     and find neither. Each call of a chain has its own lhs.
@@ -57,13 +59,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -87,6 +91,7 @@ from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
     DTYPE,
+    FLAG_SETS,
     L2,
     Config,
     Implementation,
@@ -206,18 +211,30 @@ def write_rows(path: Path, rows: Sequence[Row]) -> None:
     partial_file.replace(path)
 
 
-@jax.jit
-def relative_error(result: Any, expected: Any) -> jax.Array:
-    """The largest relative Frobenius error of any row of the arrays; NaN if there is one.
+@cache
+def _error_of_rank(sharding: NamedSharding) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    def error(out: jax.Array, want: jax.Array) -> jax.Array:
+        out, want = out.astype(jnp.float32), want.astype(jnp.float32)
+        return jnp.max(jnp.sqrt(jnp.sum((out - want) ** 2, axis=-1) / jnp.sum(want**2, axis=-1))).reshape(1)
 
-    Of rows, because in the error of a whole array a tile that was lost or came late drowns.
+    mesh, spec = sharding.mesh, sharding.spec
+    return jax.jit(
+        jax.shard_map(error, mesh=mesh, in_specs=(spec, spec), out_specs=P(mesh.axis_names), check_vma=False)
+    )
+
+
+def relative_error(result: Any, expected: Any) -> float:
+    """The largest relative Frobenius error of any row of the arrays on any device; NaN if there is one.
+
+    Of rows, because in the error of a whole array a tile that was lost or came late drowns. Of every device, because
+    each of them may be wrong about a result that all of them have.
     """
 
     def error(out: jax.Array, want: jax.Array) -> jax.Array:
-        out, want = out.astype(jnp.float32), want.astype(jnp.float32)
-        return jnp.max(jnp.sqrt(jnp.sum((out - want) ** 2, axis=-1) / jnp.sum(want**2, axis=-1)))
+        assert isinstance(out.sharding, NamedSharding)
+        return _error_of_rank(out.sharding)(out, jax.device_put(want, out.sharding))
 
-    return jnp.max(jnp.stack(jax.tree.leaves(jax.tree.map(error, result, expected))))
+    return float(np.max(jax.tree.leaves(jax.tree.map(error, result, expected))))
 
 
 def judge(error: float, tolerance: float = Implementation.tolerance) -> str:
@@ -227,7 +244,7 @@ def judge(error: float, tolerance: float = Implementation.tolerance) -> str:
 
 def verdict(run: Run, expected: Any) -> str:
     """What is to be said of the last result of a run."""
-    return judge(float(relative_error(run.last_result[1], expected)), run.tolerance)
+    return judge(relative_error(run.last_result[1], expected), run.tolerance)
 
 
 def one_line(text: str) -> str:
@@ -246,7 +263,8 @@ def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Op
     return Run(
         label=f"{label}, {implementation.name}",
         executable=executable,
-        operands=(xs, ys),
+        operands=operands.of(implementation),
+        checked_operands=[operands.of(implementation, rotation) for rotation in range(CHECKED_RUNS)],
         calls=len(xs) * rounds * implementation.steps,
         tolerance=implementation.tolerance,
         queue=can_queue(mesh),
@@ -255,13 +273,12 @@ def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Op
 
 def expected_results(reference: Implementation, mesh: Mesh, operands: Operands) -> list[Any]:
     """What the last call of a chain has to give, in each of the runs that `check` makes."""
-    xs, ys = operands.of(reference)
     program = jax.jit(make_program(reference, mesh))
-    last = len(xs) - 1
-    return [
-        jax.block_until_ready(program([xs[(last + rotation) % len(xs)]], [ys[last % len(ys)]]))[1]
-        for rotation in range(CHECKED_RUNS)
-    ]
+    last = []
+    for rotation in range(CHECKED_RUNS):
+        xs, ys = operands.of(reference, rotation)
+        last.append(jax.block_until_ready(program([xs[-1]], [ys[(len(xs) - 1) % len(ys)]]))[1])
+    return last
 
 
 def check(run: Run, expected: Sequence[Any]) -> str:
@@ -270,9 +287,8 @@ def check(run: Run, expected: Sequence[Any]) -> str:
     Each time another x comes first. A tile that was not written would otherwise pass, since the memory of a result
     often still holds the same result of an earlier run.
     """
-    xs, ys = run.operands
-    for rotation, want in enumerate(expected):
-        run.program_seconds = run.launch(operands=(xs[rotation:] + xs[:rotation], ys))
+    for operands, want in zip(run.checked_operands, expected, strict=True):
+        run.program_seconds = run.launch(operands=operands)
         found = verdict(run, want)
         if found != "ok":
             return found
@@ -467,16 +483,27 @@ def time_or_word(row: Row | None) -> str:
     return f"{row['median_us']:.1f}{NOISY_MARK if row.get('noisy') else ''}"
 
 
+def fastest_or_word(variants: Sequence[Row]) -> str:
+    """The least time of the variants of a peer, and whose it is."""
+    fastest = min(variants, key=lambda row: row["median_us"] or math.inf, default=None)
+    variant = fastest["implementation"].partition("/")[2] if fastest and fastest["median_us"] else ""
+    return f"{time_or_word(fastest)} {variant}".strip()
+
+
 def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], list[str]]:
     """Tables with a line per shape and mode, and the reason for every time that is missing.
 
-    A time of samples that lie more than NOISY apart is marked by ~.
-    The second table, where several configurations were measured, has a line for each of them.
+    Of a peer with several variants the first table shows the fastest. A time of samples that lie more than NOISY apart
+    is marked by ~. The second table, where several configurations were measured, has a line for each of them.
     """
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     parts = [name for name in operation.parts if name in names]
     candidates = [name for name in names if name.startswith("fused")]
-    rivals = [name for name in names if name not in parts and name not in candidates[1:]]
+    # One column for all variants of a peer.
+    rivals: dict[str, list[str]] = {}
+    for name in names:
+        if name not in parts and name not in candidates[1:]:
+            rivals.setdefault(family(name), []).append(name)
     groups: dict[tuple[Any, ...], dict[str, Row]] = {}
     for row in rows:
         groups.setdefault((*operation.sizes_of(row), row["mode"]), {})[row["implementation"]] = row
@@ -509,7 +536,7 @@ def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], l
             mode,
             *(time_or_word(group.get(name)) for name in parts),
             f"{floor:.1f}" if floor else "",
-            *(time_or_word(group.get(name)) for name in rivals),
+            *(fastest_or_word([group[name] for name in variants if name in group]) for variants in rivals.values()),
             *(f"{peer / fused:.2f}x" if peer and fused else "" for peer in best),
             f"{floor / fused:.3f}" if floor and fused else "",
             ("yes" if fused < min(filter(None, best)) else "NO") if any(best) and fused else "",
@@ -575,26 +602,33 @@ def choose(operation: Operation, args: argparse.Namespace) -> tuple[list[Impleme
     known = peers_of(operation)
     peers, left_out = args.peers, []
     if peers is None:
-        obstacles = {} if args.implementations else obstacles_of(known, args.torch_python)
+        obstacles = {} if args.implementations else obstacles_of(operation, known, args.torch_python)
         peers = [] if args.implementations else [peer for peer in known if peer not in obstacles]
         left_out = [f"{peer} is left out: {obstacle}" for peer, obstacle in obstacles.items()]
     every = operation.implementations(args.config)
     names = args.implementations or [name for name in every if family(name) not in known]
     needed = () if args.check else operation.needed_for_floor()
+    # XLA's flags for GPUs change nothing elsewhere.
+    variants = ("", "default") if jax.default_backend() == "cpu" else ("", *FLAG_SETS)
     chosen = [
-        each for name, each in every.items() if name in names or name in needed or family(name) in peers or each.config
+        each
+        for name, each in every.items()
+        if name in names
+        or name in needed
+        or each.config
+        or (family(name) in peers and name.partition("/")[2] in variants)
     ]
     return chosen, "torch" in peers, left_out
 
 
-def obstacles_of(peers: Sequence[str], torch_python: str) -> dict[str, str]:
+def obstacles_of(operation: Operation, peers: Sequence[str], torch_python: str) -> dict[str, str]:
     """Why some of these peers cannot run here."""
-    obstacles = {
-        "pallas": pallas_matmul.unavailable() if "pallas" in peers else "",
-        "torch": torch_peer.unavailable(torch_python) if "torch" in peers else "",
-        "xla_heads_cudnn": "" if jax.default_backend() == "gpu" else "cuDNN is for GPUs",
-    }
-    return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle and peer in peers}
+    obstacles = {peer: operation.unavailable(peer) for peer in peers if peer in operation.optional_peers}
+    if "pallas" in peers:
+        obstacles["pallas"] = pallas_matmul.unavailable()
+    if "torch" in peers:
+        obstacles["torch"] = torch_peer.unavailable(torch_python)
+    return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle}
 
 
 def parse_config(text: str) -> Config:

@@ -197,7 +197,6 @@ def _tenth_of_llama3_70b(b: int, context: int) -> DecoderShape:
 DECODE_STEP = (
     _tenth_of_llama3_70b(1, 32768),
     _tenth_of_llama3_70b(16, 4096),
-    _tenth_of_llama3_70b(16, 32768),
 )
 
 DECODE_STEP_TINY = (

@@ -5,7 +5,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -41,6 +41,7 @@ def guard(step: str, timeout: float) -> Iterator[None]:
 class Run:
     """One executable on the devices, and what was measured of it.
 
+    checked_operands: of the runs that `check` makes.
     queue: launches programs before earlier ones have ended. Not for virtual CPU devices, which share a thread pool that
         two collective programs in flight can deadlock.
     """
@@ -50,6 +51,7 @@ class Run:
     operands: tuple[Any, ...]
     calls: int
     queue: bool
+    checked_operands: Sequence[tuple[Any, ...]] = ()
     tolerance: float = Implementation.tolerance
     samples: dict[str, list[float]] = field(default_factory=dict)
     program_seconds: float = 0.0

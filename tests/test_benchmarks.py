@@ -94,6 +94,10 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "MIN_ROUNDS", 2)
 
 
+def is_for_cpus(op: Operation, name: str) -> bool:
+    return operation.family(name) not in op.optional_peers and name.partition("/")[2] in ("", "default")
+
+
 def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "benchmarks/run.py", "--check", "--json", str(out)]
@@ -104,7 +108,7 @@ def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
     assert {row["op"] for row in rows} == run.OPERATIONS.keys()
     for op in run.OPERATIONS.values():
         names = {row["implementation"] for row in rows if row["op"] == op.name}
-        assert names == op.implementations().keys() - op.optional_peers
+        assert names == {name for name in op.implementations() if is_for_cpus(op, name)}
     for row in rows:
         assert set(row) == REQUIRED | ADDED | set(run.OPERATIONS[row["op"]].sizes)
         assert (row["world"], row["mode"], row["median_us"]) == (4, "check", None)
@@ -171,19 +175,64 @@ def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, ke
     assert run.verdict(results[2][0], results[0][1]).startswith("wrong")
 
 
-def test_steps_of_a_decoder(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kernels_by_xla: list[Any]) -> None:
-    """All ways to make one agree, and times are those of a step. A layer that adds up no ranks is caught."""
-    names = [name for name in STEP.implementations() if not name.endswith(("cudnn", "nccl_symmetric"))]
-    rows = bench(STEP, mesh, *names)
-    assert {row["checked"] for row in rows.values()} == {"ok"}
+@pytest.fixture
+def all_kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands, implementation, **keywords: function(*operands, implementation="xla", **keywords)
+
+    for name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "decode_attention"):
+        monkeypatch.setattr(jtf, name, by_xla(getattr(jtf, name)))
+
+
+def test_all_ways_to_make_a_step_agree(mesh: Mesh, all_kernels_by_xla: None) -> None:
+    rows = bench(STEP, mesh, "xla/default", "xla_heads/default", "fused", "fused_heads", "fused_tokens")
+    assert len(rows) == 5 and {row["checked"] for row in rows.values()} == {"ok"}
+
+
+@pytest.mark.parametrize("wrong", ["no rank added", "token", "logit"])
+def test_wrong_steps_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    """A layer that adds up no ranks; a token that is none, and a logit, of one step. Times are those of a step."""
     operands = STEP.operands(SMALL[STEP], mesh, 1, 1)
-    by_name = STEP.implementations()
-    expected = run.expected_results(STEP.expected_from(by_name["xla/default"]), mesh, operands)
-    prepared = run.prepare("small", by_name["xla/default"], mesh, operands)
+    honest = STEP.implementations()["xla/default"]
+    expected = run.expected_results(STEP.expected_from(honest), mesh, operands)
+    prepared = run.prepare("small", honest, mesh, operands)
     assert prepared.calls == decode_step.STEPS
     assert run.check(prepared, expected) == "ok"
-    monkeypatch.setattr(jtf, "matmul_all_reduce", lambda y, w, *, residual, **_: residual + y @ w)
-    assert run.check(run.prepare("small", STEP.implementations()["xla/default"], mesh, operands), expected) != "ok"
+
+    full = SMALL[STEP].context - decode_step.STEPS
+
+    def spoilt(params: Any, cache: Any, token: jax.Array, lengths: jax.Array, cfg: Any, **how: Any) -> Any:
+        x, cache, (logit, last) = decode_step._replicated(params, cache, token, lengths, cfg, **how)
+        now = lengths == full + 7
+        if wrong == "token":
+            last = jnp.where(now, cfg.vocab, last)
+        else:
+            logit = jnp.where(now, 2 * logit, logit)
+        return x, cache, (logit, last)
+
+    if wrong == "no rank added":
+        monkeypatch.setattr(jtf, "matmul_all_reduce", lambda y, w, *, residual, **_: residual + y @ w)
+        spoilt_call = STEP.implementations()["xla/default"].call
+    else:
+        step = honest.call.args[0]
+        spoilt_call = partial(decode_step._decode, partial(spoilt, **step.keywords))
+    spoilt_run = run.prepare("small", replace(honest, call=spoilt_call), mesh, operands)
+    assert run.check(spoilt_run, expected).startswith("wrong")
+
+
+def test_every_rank_is_checked(mesh: Mesh) -> None:
+    """Of a result that all of them have, of which the last one's is wrong."""
+
+    def call(x: jax.Array, _: Any) -> jax.Array:
+        last = lax.axis_index("tp") == lax.axis_size("tp") - 1
+        return lax.psum(x, "tp") * jnp.where(last, 2, 1).astype(x.dtype)
+
+    psum = COLLECTIVES[0]
+    honest = psum.implementations()["xla/default"]
+    operands = psum.operands(SMALL[psum], mesh, 4, 1)
+    expected = run.expected_results(psum.expected_from(honest), mesh, operands)
+    assert run.check(run.prepare("small", honest, mesh, operands), expected) == "ok"
+    assert run.check(run.prepare("small", replace(honest, call=call), mesh, operands), expected).startswith("wrong")
 
 
 def rotated(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -406,10 +455,15 @@ def chosen(*arguments: str) -> tuple[set[str], bool, list[str]]:
 
 
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    every = MATMUL.implementations().keys()
-    monkeypatch.setattr(run, "obstacles_of", lambda peers, python: {"pallas": "too old"} if "pallas" in peers else {})
+    every = {name for name in MATMUL.implementations() if name == "pallas" or is_for_cpus(MATMUL, name)}
+    monkeypatch.setattr(run.pallas_matmul, "unavailable", lambda: "too old")
+    monkeypatch.setattr(torch_peer, "unavailable", lambda python: "")
     assert chosen("all_gather_matmul") == (every - {"pallas"}, True, ["pallas is left out: too old"])
-    assert chosen("matmul_reduce_scatter") == (set(SCATTER.implementations()), True, [])
+    assert chosen("matmul_reduce_scatter") == (
+        {name for name in SCATTER.implementations() if is_for_cpus(SCATTER, name)},
+        True,
+        [],
+    )
     ours = {"gemm", "collective", "fused"}
     assert chosen("all_gather_matmul", "--peers") == (ours, False, [])
     assert chosen("all_gather_matmul", "--peers", "pallas", "torch") == (ours | {"pallas"}, True, [])
@@ -422,8 +476,13 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         "fused",
         "local",
         "local+gather/default",
-        "local+gather/nccl_symmetric",
     }
+    names, _, left_out = chosen("decode_step")
+    assert left_out == ["xla_heads_cudnn is left out: cuDNN is for GPUs"]
+    assert names == {name for name in STEP.implementations() if is_for_cpus(STEP, name)}
+    assert chosen("psum", "--implementations", "xla/graph")[0] == {"xla/graph"}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen("decode_step") == (set(STEP.implementations()), False, [])
     assert run.peers_of(MATMUL) == ["xla", "xla_auto", "pallas", "torch"]
     assert run.peers_of(SCATTER) == ["xla", "xla_auto", "torch"]
 
@@ -444,18 +503,24 @@ def test_result_that_goes_wrong_while_it_is_timed_has_no_time(
 
 
 @pytest.mark.parametrize(
-    "op, name",
-    [(MATMUL, "xla/default"), (SCATTER, "xla/default"), (REDUCE, "xla/default"), (ATTENTION, "xla_unmasked")],
-    ids=["gather", "scatter", "reduce", "attention"],
+    "op, name, calls",
+    [
+        (MATMUL, "xla/default", 4),
+        (SCATTER, "xla/default", 4),
+        (REDUCE, "xla/default", 4),
+        (ATTENTION, "xla_unmasked", 4),
+        (STEP, "xla/default", 1),
+    ],
+    ids=["gather", "scatter", "reduce", "attention", "step"],
 )
-def test_stale_result_is_caught(op: Operation, name: str, mesh: Mesh) -> None:
-    operands = op.operands(SMALL[op], mesh, 4, op.usual_turns(SMALL[op], 4))
+def test_stale_result_is_caught(op: Operation, name: str, calls: int, mesh: Mesh) -> None:
+    operands = op.operands(SMALL[op], mesh, calls, op.usual_turns(SMALL[op], calls))
     implementation = op.implementations()[name]
     honest = run.prepare("small", implementation, mesh, operands)
     expected = run.expected_results(op.expected_from(implementation), mesh, operands)
     assert run.check(honest, expected) == "ok"
     first = honest.executable(*honest.operands)
-    stale = timing.Run(label="", executable=lambda *_: first, operands=honest.operands, calls=4, queue=False)
+    stale = replace(honest, executable=lambda *_: first)
     assert run.check(stale, expected).startswith("wrong")
 
 
@@ -665,6 +730,15 @@ def test_summary_of_every_shape_is_short(op: Operation) -> None:
     assert len(text.strip().splitlines()) == 2 + 2 * len(op.shapes), text
 
 
+def test_summary_has_the_fastest_variant_of_a_peer() -> None:
+    times = {"xla/default": [], "xla/nccl_symmetric": [30.0], "xla/graph": [20.0], "fused": [10.0]}
+    op = COLLECTIVES[0]
+    make = partial(run.make_row, op, SMALL[op], world=4, mode="burst", checked="ok", common=COMMON)
+    rows = [make(each, samples=times.get(each.name, [40.0])) for each in op.implementations().values()]
+    text = printed(run.summarize(op, rows)[0][0])
+    assert "20.0 graph |" in text and "30.0" not in text and "2.00x" in text
+
+
 def test_summary_with_every_peer_stays_on_its_lines() -> None:
     rows = rows_of(MATMUL, [])
     found = [
@@ -699,7 +773,7 @@ def test_remarks_say_what_each_adds_to_the_product() -> None:
         for i, each in enumerate(REDUCE.implementations().values())
     ]
     (remark,) = REDUCE.remarks(rows)
-    assert remark.startswith("small, sustained: product 14.0 us; xla/default -4.0, ")
+    assert remark.startswith("small, sustained: product 16.0 us; xla/default -6.0, ")
     assert remark.endswith(", fused +2.0")
     assert REDUCE.remarks(rows[:1]) == []
 

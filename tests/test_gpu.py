@@ -266,7 +266,7 @@ def test_twenty_cold_starts():
     """A fresh process compiles, loads and runs without a hang."""
     check = PROGRAM + f"parity.check_cases(mesh, {COLD_CASES})"
     for _ in range(20 // TOGETHER):
-        processes = [start_python(check, memory="0.04") for _ in range(TOGETHER)]
+        processes = [start_python(check, memory="0.02") for _ in range(TOGETHER)]
         for process in processes:
             _, errors = process.communicate(timeout=240)
             assert process.returncode == 0, errors[-2000:]
