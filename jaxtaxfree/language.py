@@ -37,10 +37,7 @@ def rebound() -> Iterator[None]:
     """While this lasts nothing is lowered, and nothing else simulated, in another thread."""
     me = threading.get_ident()
     with _changed:
-        paused = 0
         if me not in _simulating:
-            # A lowering that waits for a simulation inside of it lets others go first: two might wait for each other.
-            paused = _lowering.pop(me, 0)
             _wait_until(lambda: not _simulating and not _lowering)
         _simulating.append(me)
     try:
@@ -48,18 +45,22 @@ def rebound() -> Iterator[None]:
     finally:
         with _changed:
             _simulating.pop()
-            if paused:
-                _lowering[me] = paused
             _changed.notify_all()
 
 
 def _wait_until(free: Callable[[], bool]) -> None:
-    """Waits for this thread's turn, and until the language is free for it."""
-    ticket = object()
+    """Waits for this thread's turn, and until the language is free for it.
+
+    A lowering that waits for a simulation inside of it lets others go first: two might wait for each other.
+    """
+    me, ticket = threading.get_ident(), object()
     _queue.append(ticket)
+    lowerings = _lowering.pop(me, 0)
     _changed.notify_all()
     try:
         _changed.wait_for(lambda: _queue[0] is ticket and free())
     finally:
+        if lowerings:
+            _lowering[me] = lowerings
         _queue.remove(ticket)
         _changed.notify_all()

@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -113,6 +113,22 @@ def test_lowerings_that_simulate_do_not_wait_for_each_other() -> None:
     for thread in threads:
         thread.join(SOON)
     assert not any(thread.is_alive() for thread in threads)
+
+
+def test_a_lowering_whose_simulation_is_interrupted_goes_on(
+    others: list[Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(_: Callable[[], bool]) -> None:
+        raise KeyboardInterrupt
+
+    with language.as_triton_has_it():
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(language._changed, "wait_for", interrupt)
+            with language.rebound():
+                pass
+        others.append(Holder("rebound"))
+        assert not others[0].has_it.wait(LATE)
+    assert others[0].has_it.wait(SOON)
 
 
 def test_a_failed_lowering_keeps_nobody_waiting(others: list[Holder]) -> None:
