@@ -41,6 +41,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
+    CHECKED_RUNS,
     DEPENDENT,
     DTYPE,
     ONE,
@@ -56,7 +57,7 @@ from benchmarks.timing import measure_memory_bandwidths
 from examples import transformer
 
 STEPS = 32
-SPARE = 2  # states beside those of the calls
+SPARE = CHECKED_RUNS - 1  # states beside that of the call
 
 # As `transformer` has them, but for the layers, of which each parameter is a list.
 Params = dict[str, Any]
@@ -96,13 +97,15 @@ def _attend_by_heads(
     cfg: transformer.Config,
     axis_name: str,
     implementation: str | None,
+    *,
+    by_cudnn: bool = False,
 ) -> tuple[jax.Array, transformer.KeysAndValues]:
     """As `transformer.attend_to_cache`, of a cache that has all positions of this rank's heads."""
     del axis_name
     q, k, v = transformer.split_qkv(qkv, lengths[:, None], cfg)
     q = q.reshape(len(lengths), 1, -1, cfg.head_dim)
     past = jtf.append_kv(past, k, v, lengths, ONE)
-    if implementation == "cudnn":
+    if by_cudnn:
         ones = jnp.ones_like(lengths)
         y = jax.nn.dot_product_attention(
             q, *past, query_seq_lengths=ones, key_value_seq_lengths=lengths + 1, implementation="cudnn"
@@ -120,23 +123,22 @@ def _replicated(
     cfg: transformer.Config,
     *,
     attend: Callable[..., tuple[jax.Array, transformer.KeysAndValues]],
-    attention: str | None,
     reduce: Callable[..., jax.Array],
     implementation: str | None,
 ) -> Stepped:
     """A step in which every rank has the residual stream [B, D].
 
     Args:
-      attend, attention: as `transformer.attend_to_cache`, and its implementation.
+      attend: as `transformer.attend_to_cache`.
       reduce: (y, w, residual=x) -> x plus the sum of y @ w over the ranks.
-      implementation: of what else communicates.
+      implementation: of attention and what else communicates, but for `reduce`.
     """
     x = params["embed"][token]
     caches = []
     for layer, past in zip(params["layers"], cache, strict=True):
         with jax.named_scope("attention"):
             qkv = transformer.matmul(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
-            y, past = attend(past, qkv[:, None], lengths, cfg, AXIS, attention)
+            y, past = attend(past, qkv[:, None], lengths, cfg, AXIS, implementation)
             caches.append(past)
             x = reduce(y[:, 0], layer["w_o"], residual=x)
         with jax.named_scope("mlp"):
@@ -228,14 +230,13 @@ _by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _SPECS), ta
 _by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _SPECS), takes="heads")
 
 
-def _replicated_call(attend: Callable[..., Any], implementation: str | None, attention: str | None) -> Any:
+def _replicated_call(attend: Callable[..., Any], implementation: str) -> Any:
     reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
-    how = {"attend": attend, "attention": attention, "reduce": reduce, "implementation": implementation}
-    return partial(_decode, partial(_replicated, **how))
+    return partial(_decode, partial(_replicated, attend=attend, reduce=reduce, implementation=implementation))
 
 
 # Without jaxtaxfree where it matters: a reference must not depend on what it judges.
-_plain = partial(_replicated, attend=_attend_plainly, attention=None, reduce=_reduce_plainly, implementation="xla")
+_plain = partial(_replicated, attend=_attend_plainly, reduce=_reduce_plainly, implementation="xla")
 REFERENCE = _by_heads(name="plain", call=partial(_decode, _plain))
 
 
@@ -252,14 +253,13 @@ class DecodeStep(Operation):
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         del configs
-        by_sequence = partial(_replicated_call, transformer.attend_to_cache)
-        by_heads = partial(_replicated_call, _attend_by_heads)
+        by_cudnn = partial(_attend_by_heads, by_cudnn=True)
         implementations = (
-            *by_flags(_by_sequence, "xla", by_sequence("xla", "xla"), DEPENDENT),
+            *by_flags(_by_sequence, "xla", _replicated_call(transformer.attend_to_cache, "xla"), DEPENDENT),
             *by_flags(_by_heads, "xla_heads", REFERENCE.call, DEPENDENT),
-            *by_flags(_by_heads, "xla_heads_cudnn", by_heads("xla", "cudnn"), DEPENDENT),
-            _by_sequence(name="fused", call=by_sequence("fused", "fused"), mixed=True),
-            _by_heads(name="fused_heads", call=by_heads("fused", "fused"), mixed=True),
+            *by_flags(_by_heads, "xla_heads_cudnn", _replicated_call(by_cudnn, "xla"), DEPENDENT),
+            _by_sequence(name="fused", call=_replicated_call(transformer.attend_to_cache, "fused"), mixed=True),
+            _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, "fused"), mixed=True),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=_BY_TOKENS, mixed=True),
         )
         return {implementation.name: implementation for implementation in implementations}

@@ -163,6 +163,9 @@ class AllGatherMatmul(MatmulOperation):
         )
         return {implementation.name: implementation for implementation in implementations}
 
+    def unavailable(self, peer: str) -> str:
+        return pallas_matmul.unavailable() if peer == "pallas" else ""
+
     def expected_from(self, implementation: Implementation) -> Implementation:
         return GATHERED if implementation.name == "collective" else REFERENCE
 

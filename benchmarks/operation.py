@@ -57,6 +57,9 @@ DEPENDENT = tuple(name for name, flags in FLAG_SETS.items() if not flags.keys() 
 L2 = ("usual", "warm", "cold")
 COLD_BYTES = 2 * 60 * 10**6  # read in between: twice the L2 cache of an H200
 
+# XLA runs a program once launch by launch, and as a CUDA graph from then on: both are checked.
+CHECKED_RUNS = 3
+
 Config = dict[str, Any]
 Call = Callable[..., Any]
 
@@ -204,7 +207,7 @@ class Operation(abc.ABC):
         del shape, world
 
     def unavailable(self, peer: str) -> str:
-        """Why one of `optional_peers` cannot run here; nothing if it can."""
+        """Why one of `optional_peers` cannot run in this process; empty if it can."""
         del peer
         return ""
 
@@ -277,6 +280,11 @@ def fused(
 def family(name: str) -> str:
     """An implementation's name without its variant: that of the peer, where it is one."""
     return name.partition("/")[0].partition("[")[0]
+
+
+def variant(name: str) -> str:
+    """The set of flags, or whatever tells variants of a peer apart; empty if it has none."""
+    return name.partition("/")[2]
 
 
 def is_ours(name: str) -> bool:

@@ -76,7 +76,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import pallas_matmul, torch_peer
+from benchmarks import torch_peer
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
 from benchmarks.decode_step import DecodeStep
@@ -90,6 +90,7 @@ from benchmarks.matmuls import (
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import (
     AXIS,
+    CHECKED_RUNS,
     DTYPE,
     FLAG_SETS,
     L2,
@@ -102,6 +103,7 @@ from benchmarks.operation import (
     is_written_by_hand,
     make_mesh,
     make_program,
+    variant,
 )
 from benchmarks.sampling import MODES, NOISY, Mode, quantiles, spread
 from benchmarks.table import NOISY_MARK
@@ -122,8 +124,6 @@ OPERATIONS: dict[str, Operation] = {
         PsumScatter(),
     )
 }
-# XLA runs a program once launch by launch, and as a CUDA graph from then on: both are checked.
-CHECKED_RUNS = 3
 CHECK_WORLD = 4
 CHECK_CALLS = 4
 # The whole table with every peer, also where there is no terminal.
@@ -263,7 +263,7 @@ def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Op
     return Run(
         label=f"{label}, {implementation.name}",
         executable=executable,
-        operands=operands.of(implementation),
+        operands=(xs, ys),
         checked_operands=[operands.of(implementation, rotation) for rotation in range(CHECKED_RUNS)],
         calls=len(xs) * rounds * implementation.steps,
         tolerance=implementation.tolerance,
@@ -486,8 +486,8 @@ def time_or_word(row: Row | None) -> str:
 def fastest_or_word(variants: Sequence[Row]) -> str:
     """The least time of the variants of a peer, and whose it is."""
     fastest = min(variants, key=lambda row: row["median_us"] or math.inf, default=None)
-    variant = fastest["implementation"].partition("/")[2] if fastest and fastest["median_us"] else ""
-    return f"{time_or_word(fastest)} {variant}".strip()
+    whose = variant(fastest["implementation"]) if fastest and fastest["median_us"] else ""
+    return f"{time_or_word(fastest)} {whose}".strip()
 
 
 def summarize(operation: Operation, rows: Sequence[Row]) -> tuple[list[Table], list[str]]:
@@ -609,14 +609,11 @@ def choose(operation: Operation, args: argparse.Namespace) -> tuple[list[Impleme
     names = args.implementations or [name for name in every if family(name) not in known]
     needed = () if args.check else operation.needed_for_floor()
     # XLA's flags for GPUs change nothing elsewhere.
-    variants = ("", "default") if jax.default_backend() == "cpu" else ("", *FLAG_SETS)
+    useless = FLAG_SETS.keys() - {"default"} if jax.default_backend() == "cpu" else ()
     chosen = [
         each
         for name, each in every.items()
-        if name in names
-        or name in needed
-        or each.config
-        or (family(name) in peers and name.partition("/")[2] in variants)
+        if name in names or name in needed or each.config or (family(name) in peers and variant(name) not in useless)
     ]
     return chosen, "torch" in peers, left_out
 
@@ -624,8 +621,6 @@ def choose(operation: Operation, args: argparse.Namespace) -> tuple[list[Impleme
 def obstacles_of(operation: Operation, peers: Sequence[str], torch_python: str) -> dict[str, str]:
     """Why some of these peers cannot run here."""
     obstacles = {peer: operation.unavailable(peer) for peer in peers if peer in operation.optional_peers}
-    if "pallas" in peers:
-        obstacles["pallas"] = pallas_matmul.unavailable()
     if "torch" in peers:
         obstacles["torch"] = torch_peer.unavailable(torch_python)
     return {peer: obstacle for peer, obstacle in obstacles.items() if obstacle}

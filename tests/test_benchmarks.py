@@ -95,7 +95,7 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_for_cpus(op: Operation, name: str) -> bool:
-    return operation.family(name) not in op.optional_peers and name.partition("/")[2] in ("", "default")
+    return operation.family(name) not in op.optional_peers and operation.variant(name) in ("", "default")
 
 
 def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
@@ -456,7 +456,7 @@ def chosen(*arguments: str) -> tuple[set[str], bool, list[str]]:
 
 def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     every = {name for name in MATMUL.implementations() if name == "pallas" or is_for_cpus(MATMUL, name)}
-    monkeypatch.setattr(run.pallas_matmul, "unavailable", lambda: "too old")
+    monkeypatch.setattr("benchmarks.pallas_matmul.unavailable", lambda: "too old")
     monkeypatch.setattr(torch_peer, "unavailable", lambda python: "")
     assert chosen("all_gather_matmul") == (every - {"pallas"}, True, ["pallas is left out: too old"])
     assert chosen("matmul_reduce_scatter") == (
