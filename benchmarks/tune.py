@@ -6,8 +6,8 @@
     python benchmarks/tune.py --from benchmarks/results/FOLDER/*.json   # writes what was measured already
     python benchmarks/tune.py --check                                   # tiny shapes, also without a GPU
 
-Candidates are what `default_config` says, and the same with a setting or two changed (`VARIATIONS`). None of them
-changes how the operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. The
+Candidates are the kernel and configuration by shape, and the kernel's `variations` of it. None of them changes how the
+operation rounds. Each has to give the right results, as in `run.py`, before it is timed and after. The
 slower half of them drops out, as long as there are more than two; these, the default and XLA's program are timed for
 longer. A time is that of the slowest GPU, because a program has ended when it has on all of them. All candidates take
 turns, so what throttles one throttles all.
@@ -28,7 +28,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -42,11 +42,11 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import run
-from benchmarks.operation import AXIS, DTYPE, ONE, Config, Implementation, Operation, config_name, family, make_mesh
+from benchmarks.operation import AXIS, DTYPE, ONE, Implementation, Operation, config_name, family, make_mesh
 from benchmarks.sampling import SUSTAINED, Mode, quantiles
 from benchmarks.shapes import AttentionShape, CollectiveShape, MatmulShape
 from benchmarks.timing import Run, guard, sample_rounds
-from jaxtaxfree import dispatch, shmem
+from jaxtaxfree import dispatch
 from jaxtaxfree.ops import (
     all_gather_matmul,
     collectives,
@@ -55,6 +55,8 @@ from jaxtaxfree.ops import (
     matmul_all_reduce,
     matmul_reduce_scatter,
 )
+from jaxtaxfree.ops.blocks import portable
+from jaxtaxfree.ops.variant import KERNEL, Choice
 from jaxtaxfree.teams import Team
 
 XLA = "xla/default"
@@ -69,132 +71,13 @@ ROUNDING = "exact_wire"
 # What another configuration has to save: samples of one and the same lie that far apart.
 MARGIN = 0.01
 
-# A block's shared memory on the GPUs whose tables these are, and bytes of an element.
-SHARED_MEMORY = shmem.SHARED_MEMORY[90]
-ITEMSIZE = jnp.dtype(DTYPE).itemsize
-
-
-def each(name: str, *values: Any) -> list[Config]:
-    """Changes of one setting."""
-    return [{name: value} for value in values]
-
-
-def _product(config: Any) -> list[Config]:
-    """What the products have in common. A smaller tile leaves room for more steps in flight, a larger one for fewer."""
-
-    def tile(**blocks: int) -> Config:
-        changed = dataclasses.replace(config, **blocks)
-        return blocks | {"num_stages": min(8, SHARED_MEMORY // _bytes_of_a_step(changed))}
-
-    if config.small:
-        blocks = [tile(block_n=32), tile(block_n=128), tile(block_k=64), tile(block_k=128)]
-        return [*blocks, *each("num_stages", 4, 5, 6, 8), *each("num_warps", 8)]
-    wide, narrow = {"block_n": 256, "num_warps": 8}, {"block_n": 128, "num_warps": 4}
-    return [wide, narrow, tile(block_n=128), *each("group_m", 4, 8, 16), *each("num_stages", 3)]
-
-
-def _bytes_of_a_step(config: Any) -> int:
-    """Of a product's loop, in shared memory."""
-    return (config.block_m + config.block_n) * config.block_k * ITEMSIZE
-
-
-def _few_rows_on_hopper(config: Any) -> list[Config]:
-    """What the products of few rows on Hopper have in common."""
-    shared = each("splits", config.splits // 2, 2 * config.splits)
-    return [*shared, *each("num_stages", config.num_stages // 2, config.num_stages * 3 // 4)]
-
-
-def _all_gather_matmul(config: all_gather_matmul.Config) -> list[Config]:
-    if config.small and config.hopper:
-        sent = [*each("pushers", 8, 12), *each("part", config.part // 2, 2 * config.part), *each("chunk", 1024, 4096)]
-        return [*sent, *_few_rows_on_hopper(config)]
-    if config.small:
-        return [*each("pushers", 12, 32), *each("chunk", 1024, 4096), *_product(config)]
-    if config.hopper:
-        triton = {"hopper": False, "group_m": 8}
-        others = [triton, triton | {"pushers": 32, "units": 1}, triton | {"block_n": 128, "num_warps": 4}]
-        return [
-            *others,
-            *each("part", 256, 1024),
-            *each("unit", 8, 32),
-            *each("pace", 0.0, 0.7),
-            *each("group_m", 8, 32),
-            *each("num_stages", 3),
-        ]
-    return [*each("pushers", 8, 16, 24, 32), *each("units", 1, 2, 4), *_product(config)]
-
-
-def _matmul_reduce_scatter(config: matmul_reduce_scatter.Config) -> list[Config]:
-    if config.small and config.hopper:
-        wide = {"block_n": 128, "num_warps": 8, "num_stages": config.num_stages // 2}
-        return [wide, *_few_rows_on_hopper(config)]
-    if config.hopper:
-        triton = {"hopper": False}
-        others = [triton, *(triton | lag for lag in each("lag", 124, 128, 148))]
-        return [*others, *each("group_m", 8, 32), *each("chunk", 2048), *each("pace", 0.0, 0.7), *each("num_stages", 3)]
-    return [*_product(config), *([] if config.small else each("lag", 124, 132, 148, 264))]
-
-
-def _matmul_all_reduce(config: matmul_all_reduce.Config) -> list[Config]:
-    rows = config.add_rows
-    added = [*each("linger", False, True), *each("add_rows", rows // 2, 2 * rows)]
-    if config.small and config.hopper:
-        return [*each("shots", 1, 2), *added, *_few_rows_on_hopper(config)]
-    if config.hopper:
-        groups = [*each("groups", config.groups // 2, 2 * config.groups), *each("lag", config.lag + 1)]
-        others = [
-            *each("chunk", 1024, 2048),
-            *each("pace", 0.0, 0.7),
-            *each("group_m", 8, 32),
-        ]
-        return [{"hopper": False}, *groups, *others]
-    return [*([*each("apart", False, True), *added] if config.small else []), *_product(config)]
-
-
-def _decode_attention(config: decode_attention.Config) -> list[Config]:
-    splits, rows = config.splits, config.merge_rows
-    return [
-        *each("splits", splits // 2, splits * 3 // 4, splits * 3 // 2, 2 * splits),
-        *each("block_s", max(16, config.block_s // 2), 2 * config.block_s),
-        *each("num_stages", 2, 4),
-        *each("num_warps", 8),
-        *each("merge_rows", rows // 2, 2 * rows),
-        *each("alone", not config.alone),
-    ]
-
-
-def _all_gather(config: collectives.Config) -> list[Config]:
-    block = config.block
-    return [
-        *each("protocol", "messages", "signals"),
-        *each("block", max(16, block // 2), 2 * block, 4 * block),
-        *each("num_warps", 1, 2, 4, 8),
-    ]
-
-
-def _psum_scatter(config: collectives.Config) -> list[Config]:
-    return [*each("protocol", "words"), *_all_gather(config)]
-
-
-def _psum(config: collectives.Config) -> list[Config]:
-    return [*each("shots", 1, 2), *_psum_scatter(config)]
-
-
-# For each operation what to change of a configuration, the most promising first. What changes nothing, makes a half of
-# 1, or does not fit into shared memory is left out.
-VARIATIONS: dict[str, Callable[[Any], list[Config]]] = {
-    "all_gather_matmul": _all_gather_matmul,
-    "matmul_reduce_scatter": _matmul_reduce_scatter,
-    "matmul_all_reduce": _matmul_all_reduce,
-    "decode_attention": _decode_attention,
-    "psum": _psum,
-    "all_gather": _all_gather,
-    "psum_scatter": _psum_scatter,
-}
-_PRODUCTS: dict[str, ModuleType] = {
+# The operations that have tables.
+TUNED: dict[str, ModuleType] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
     "matmul_all_reduce": matmul_all_reduce,
+    "decode_attention": decode_attention,
+    **dict.fromkeys(("psum", "all_gather", "psum_scatter"), collectives),
 }
 
 
@@ -207,7 +90,7 @@ def case_of(operation: Operation, shape: Any, team: Team) -> dispatch.Case:
         else:
             lhs, rhs = (shape.m, shape.k // team.world), (shape.k // team.world, shape.n)
         usual = {"precision": None, "preferred_element_type": None}
-        return _PRODUCTS[operation.name].case(operand(lhs), operand(rhs), team=team, **usual)
+        return TUNED[operation.name].case(operand(lhs), operand(rhs), team=team, **usual)
     if isinstance(shape, AttentionShape):
         spec = decode_attention.Spec(
             placement=kv_cache.placement_of("contiguous", None, shape.s, None, operation.name),
@@ -224,19 +107,30 @@ def case_of(operation: Operation, shape: Any, team: Team) -> dispatch.Case:
     return collectives.case(operation.name, operand((nbytes // jnp.dtype(DTYPE).itemsize,)), team=team)
 
 
-def candidates(operation: str, default: Any) -> dict[str, Any]:
-    """Configurations by name: the default, and the same with some setting changed."""
+def candidates(case: dispatch.Case) -> dict[str, Choice]:
+    """Choices by name: the default, and the same with some setting changed, or another kernel.
+
+    What changes nothing, makes a half of 1, or does not fit into shared memory is left out.
+    """
+    default = case.default
     found = {DEFAULT: default}
-    for change in VARIATIONS[operation](default):
-        new = {name: value for name, value in change.items() if value != getattr(default, name)}
+    for change in default.variant.variations(default.call, default.config):
+        new = {name: value for name, value in change.items() if value != default.settings.get(name)}
         try:
-            config = dataclasses.replace(default, **new)
-        except ValueError:  # half of 1, say
+            choice = case.choose(case.size, new if KERNEL in new else default.settings | new)
+        except (ValueError, NotImplementedError):
             continue
-        too_large = operation in _PRODUCTS and config.num_stages * _bytes_of_a_step(config) > SHARED_MEMORY
-        if config not in found.values() and not too_large:
-            found[config_name(new)] = config
+        if choice not in found.values() and _fits(choice):
+            found[config_name(new)] = choice
     return dict(list(found.items())[:MOST_CANDIDATES])
+
+
+def _fits(choice: Choice) -> bool:
+    """Whether the tiles of a product fit into shared memory."""
+    if not isinstance(choice.config, portable.Tile):
+        return True
+    step = portable.bytes_of_a_step(choice.config, DTYPE)
+    return choice.config.num_stages * step <= (choice.call.target.shared_memory or 0)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -255,7 +149,7 @@ class Contest:
     operation: Operation
     shape: Any
     case: dispatch.Case
-    configs: dict[str, Any]
+    configs: dict[str, Choice]
     entrants: dict[str, Implementation]
     operands: Any
     expected: list[Any]
@@ -268,8 +162,8 @@ class Contest:
         team = Team(axes=(AXIS,), others=(ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
         operation.check_shape(shape, team.world)
         case = case_of(operation, shape, team)
-        configs = dict(list(candidates(operation.name, case.default(case.size)).items())[:most])
-        settings = [dataclasses.asdict(config) for config in configs.values()]
+        configs = dict(list(candidates(case).items())[:most])
+        settings = [choice.settings for choice in configs.values()]
         implementations = operation.implementations(settings)
         ours = [each for each in implementations.values() if each.config in settings]
         xla = implementations[XLA]
@@ -350,7 +244,7 @@ class Contest:
         winner = self.winner()
         return {
             **self.case.row(),
-            "config": None if winner == DEFAULT else dataclasses.asdict(self.configs[winner]),
+            "config": None if winner == DEFAULT else self.configs[winner].settings,
             "fused_us": round(self.medians[winner], 2),
             "xla_us": round(self.medians[XLA], 2),
             "name": self.shape.name,
@@ -407,7 +301,7 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
     """
     shapes: dict[tuple[Any, ...], list[run.Row]] = {}
     for row in json.loads(path.read_text()):
-        if row["op"] in VARIATIONS and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
+        if row["op"] in TUNED and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
             sizes = run.OPERATIONS[row["op"]].sizes_of(row)
             shapes.setdefault((row["op"], row["world"], *sizes), []).append(row)
     for (name, world, *sizes), rows in shapes.items():
@@ -421,8 +315,8 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
         # On a CPU programs are built for the GPUs that have tables.
         team = Team(axes=(AXIS,), others=(ONE,), world=world, devices=tuple(jax.devices("cpu")[:1]))
         case = case_of(operation, shape, team)
-        default = dataclasses.asdict(case.default(case.size))
-        configs = {each: completed(case, row["config"]) for each, row in ours.items() if row["config"]}
+        default = case.default.settings
+        configs = {name: case.choose(case.size, row["config"]).settings for name, row in ours.items() if row["config"]}
         alike = [each for each, config in configs.items() if config.get(ROUNDING) == default.get(ROUNDING)]
         best = min((each for each in ("fused", *alike) if each in times), key=lambda each: times[each])
         best = best if times[best] < (1 - MARGIN) * times["fused"] else "fused"
@@ -434,17 +328,9 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
         yield f"{name}, {shape.name}: {best} {times[best]:.2f} us, {times[XLA] / times[best]:.2f}x as fast as XLA"
 
 
-def completed(case: dispatch.Case, settings: Config) -> Config:
-    """All settings of a kernel that was asked for by some of them."""
-    default = case.default(case.size)
-    if case.operation in ("all_gather_matmul", "matmul_reduce_scatter"):
-        return dataclasses.asdict(type(default)(**settings))  # what is not said there does not depend on the shape
-    return dataclasses.asdict(dataclasses.replace(default, **settings))
-
-
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(VARIATIONS)}; default: all")
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(TUNED)}; default: all")
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as of run.py; default: all listed")
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument(
@@ -475,9 +361,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.operations if name not in VARIATIONS]:
-        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(VARIATIONS)}")
-    args.operations = args.operations or list(VARIATIONS)
+    if unknown := [name for name in args.operations if name not in TUNED]:
+        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(TUNED)}")
+    args.operations = args.operations or list(TUNED)
     try:
         args.shapes = {
             name: [run.OPERATIONS[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations

@@ -1,8 +1,8 @@
 """What was measured, and what follows from it: a kernel's configuration, and whether XLA is taken instead.
 
 `jaxtaxfree/tuned/<device kind>/<operation>.json` has a row for each shape that `benchmarks/tune.py` has timed: what has
-to be equal for the row to say something of a call, the fastest configuration (null if that was `default_config`'s), the
-microseconds of a call with it and by XLA, and with what and when that was measured.
+to be equal for the row to say something of a call, the fastest kernel and configuration (null if that was the choice by
+shape), the microseconds of a call with it and by XLA, and with what and when that was measured.
 
 Everything here is a function of the shapes, the dtype, the number of ranks, the kind of GPU and these tables, so every
 rank decides alike. Programs that are built for GPUs which are not there have no kind, and no tables.
@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,8 @@ class Case:
       device_kind: of the GPUs, such as "NVIDIA H200"; empty if there are no tables for them.
       same: what is equal in every row that says something of the call: ranks, dtype, sizes.
       along, size: name and value of the size in which such rows may differ.
-      default: the heuristics, by that size alone.
-      take: (the settings of a configuration) -> how the operation's primitive takes it.
+      choose: (a value of it, settings) -> the kernel and its configuration, a `jaxtaxfree.ops.variant.Choice`; raises
+        NotImplementedError if the kernel that the settings name cannot take the call.
     """
 
     operation: str
@@ -42,8 +42,12 @@ class Case:
     same: dict[str, Any]
     along: str
     size: int
-    default: Callable[[int], Any]
-    take: Callable[[dict[str, Any]], Any]
+    choose: Callable[[int, Mapping[str, Any]], Any]
+
+    @property
+    def default(self) -> Any:
+        """The choice by shape alone."""
+        return self.choose(self.size, {})
 
     def row(self) -> Row:
         """What tells this case from the others of its operation, as a row has it."""
@@ -66,14 +70,22 @@ def table(device_kind: str, operation: str) -> list[Row]:
     return json.loads(path.read_text()) if device_kind and path.is_file() else []
 
 
-def config(case: Case | None) -> Any:
-    """What was the fastest at the nearest size that the heuristics take for this one; None if that was their own."""
+def config(case: Case | None) -> dict[str, Any] | None:
+    """What was the fastest at the nearest size for which the heuristics make the same choice.
+
+    None if that was their own, or if the kernel cannot take the call.
+    """
     if case is None or case.size == 0:  # of empty operands
         return None
     by_size = {row[case.along]: row["config"] for row in case.rows()}
-    alike = [size for size in by_size if size == case.size or case.default(size) == case.default(case.size)]
+    alike = [size for size in by_size if size == case.size or case.choose(size, {}) == case.default]
     nearest = min(alike, key=lambda size: (abs(math.log(size / case.size)), size), default=None)
-    return case.take(by_size[nearest]) if nearest is not None and by_size[nearest] else None
+    if nearest is None or not by_size[nearest]:
+        return None
+    try:
+        return case.choose(case.size, by_size[nearest]).settings
+    except NotImplementedError:
+        return None
 
 
 def is_slower(case: Case | None) -> bool | None:

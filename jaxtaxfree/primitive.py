@@ -6,7 +6,6 @@ reference from the beginning. Transformations go through the reference, unless t
 `batch` here, derivatives in `jaxtaxfree.ops.gradients`.
 """
 
-import dataclasses
 import functools
 import logging
 import operator
@@ -91,24 +90,6 @@ def check_whole(operation: str, name: str, number: Any) -> int:
 def hashable(settings: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Settings as a parameter of a primitive; `dict` makes a mapping of them again."""
     return tuple(sorted(settings.items()))
-
-
-def settings_of(operation: str, kind: Any, config: Any) -> tuple[tuple[str, Any], ...]:
-    """The settings that a caller makes by a mapping or an object of the dataclass `kind`, as `hashable`; none by None.
-
-    Raises:
-      ValueError: if there is no such setting, or it cannot have this value.
-      TypeError: if it is something else.
-    """
-    known = [field.name for field in dataclasses.fields(kind)]
-    if not (config is None or isinstance(config, kind | Mapping)):
-        wanted = f"None, a mapping or a {kind.__module__}.{kind.__name__}"
-        raise TypeError(f"{operation} takes as config {wanted}, not {config!r}.")
-    settings = dataclasses.asdict(config) if isinstance(config, kind) else dict(config or {})
-    if unknown := [key for key in settings if key not in known]:
-        raise ValueError(f"{operation} has no setting {unknown[0]!r}: config takes {', '.join(known)}.")
-    kind(**settings)  # raises for what makes no sense
-    return hashable(settings)
 
 
 def bilinear(
@@ -300,8 +281,8 @@ def _communicating(
         return case(*ctx.avals_in, team=team_of(ctx, params["axes"]), **params) if case else None
 
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if case and not params["config"]:
-            params["config"] = dispatch.config(case_of(ctx, params)) or params["config"]
+        if case and not params["config"] and (measured := dispatch.config(case_of(ctx, params))):
+            params["config"] = hashable(measured)
         target = team_of(ctx, params["axes"]).compute_capability
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
 

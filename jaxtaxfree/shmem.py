@@ -21,20 +21,8 @@ from triton.compiler.errors import CompilationError
 
 from jaxtaxfree import environment, gluon, heap, language
 from jaxtaxfree.kernels import shmem as device
+from jaxtaxfree.target import target_of
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
-
-# Bytes that a block may have, by compute capability.
-SHARED_MEMORY = {
-    80: 166912,
-    86: 101376,
-    87: 166912,
-    89: 101376,
-    90: 232448,
-    100: 232448,
-    103: 232448,
-    120: 101376,
-    121: 101376,
-}
 
 
 class CompileError(RuntimeError):
@@ -401,7 +389,7 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
         raise
     except Exception as error:  # the compiler raises its own kinds, AssertionError and ValueError
         raise CompileError(f"{kernel} does not compile: {_reason(error)}.") from error
-    shared, most = _shared_memory(outs), SHARED_MEMORY.get(capability)
+    shared, most = _shared_memory(outs), target_of(capability).shared_memory
     if most is not None and shared > most:
         raise CompileError(
             f"{kernel} needs {shared} bytes of shared memory, of which there are {most}: take smaller blocks or fewer "

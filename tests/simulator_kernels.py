@@ -34,8 +34,11 @@ from jaxtaxfree.ops import decode_attention as attention_op
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.kv_cache import Placement
+from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
+from jaxtaxfree.target import target_of
 from tests.attention_cases import TOLERANCE, Case, make
+from tests.support import product_call, variant_of
 
 ROOT = Path(__file__).parents[1]
 WORLDS = (2, 3, 4, 8)
@@ -123,20 +126,31 @@ def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **co
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs).astype(np.float32)
     expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
-    keywords = _launch(gather_ops, m, k, n, world, dtype, group_m=2, **config)
+    keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
 
 
-def _launch(operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, **config: Any) -> dict:
-    return launched(operation, m, k, n, world, dtype, operation.Config(**{**TILES, **config}))
+def _launch(
+    operation: ModuleType,
+    rows: int,
+    k: int,
+    n: int,
+    world: int,
+    dtype: np.dtype,
+    kernel: str = "portable",
+    **config: Any,
+) -> dict:
+    kind = named(operation.__name__, operation.VARIANTS, kernel).Config
+    grouped = {"group_m": 2} if kernel == "portable" else {}
+    return launched(operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}))
 
 
 def launched(
-    operation: ModuleType, m: int, k: int, n: int, world: int, dtype: np.dtype, config: Any, **others: Any
+    operation: ModuleType, rows: int, k: int, n: int, world: int, dtype: np.dtype, config: Any, **form: Any
 ) -> dict:
-    """The keywords of `simulator.run` for a kernel as its operation launches it; `others` are those of `launch`."""
-    sizes = {"world": world, "dtype": dtype, "out_dtype": dtype, "precision": "ieee"}
-    _, keywords = operation.launch(m, k, n, **sizes, config=config, **others)
+    """The keywords of `simulator.run` for a kernel as its operation launches it; `form` is that of `product_call`."""
+    call = product_call(operation, rows, k, n, world=world, dtype=dtype, precision="ieee", **form)
+    keywords = variant_of(operation, config).launch(call, config)
     del keywords["name"]  # reports name the kernel, because several belong to one operation
     return {"world": world, **keywords}
 
@@ -148,13 +162,13 @@ def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk = shape
-    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few")
 
 
 def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk, part, stages, splits, *tile = shape
     config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
-    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, small=True, hopper=True, **config)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
 
 
 def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
@@ -169,7 +183,7 @@ def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], 
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     expected = np.split(total.astype(dtype), world)
-    keywords = _launch(scatter_ops, m, k, n, world, dtype, group_m=2, **config)
+    keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
 
 
@@ -184,7 +198,7 @@ def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int],
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
-    keywords = _launch(reduce_ops, m, k, n, world, dtype, group_m=2, **config)
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
@@ -197,7 +211,7 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "linger": apart,
         "add_rows": add_rows,
     }
-    return _matmul_all_reduce(world, dtype, (m, n, k), small=True, **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config)
 
 
 def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -209,15 +223,14 @@ def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
-        "small": True,
-        "hopper": True,
+        "kernel": "hopper_few",
     }
     if shots == 0:
         return _matmul_reduce_scatter(world, dtype, (m, n, k), **config)
     return _matmul_all_reduce(world, dtype, (m, n, k), **config, shots=shots, add_rows=add_rows)
 
 
-def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_op.Config]) -> Call:
+def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_op.portable.Config]) -> Call:
     """As the operation launches it."""
     case, config = dataclasses.replace(shape[0], dtype=dtype.name), shape[1]
     (whole, parts), (out, residual) = make(case)
@@ -238,17 +251,20 @@ def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_
         dtype=dtype,
     )
     kind = case.scales if case.cache else "none"
-    keywords = attention_op.launch(
+    call = attention_op.Call(
         query_shape=whole["query"].shape,
         value_head_size=case.hv or case.h,
         world=world,
         spec=spec,
+        dtype=dtype,
+        cache_dtype=parts["key"].dtype,
+        target=target_of(90),
         key_scale=kind,
         value_scale=kind,
         sinks=case.sinks,
-        cache_itemsize=parts["key"].itemsize,
-        config=config,
     )
+    (variant,) = attention_op.VARIANTS
+    keywords = variant.launch(call, config)
     del keywords["name"]
     own = [slice(None)] * world
     if spec.by_heads:
@@ -261,8 +277,8 @@ def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_
     )
 
 
-def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.Config], ...]:
-    split = functools.partial(attention_op.Config, block_s=16)
+def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.portable.Config], ...]:
+    split = functools.partial(attention_op.portable.Config, block_s=16)
     case = functools.partial(Case, world=world, b=1, t=1, k=1, h=16)
     few = world > 4  # ranks take most of the time
     return (
@@ -300,8 +316,9 @@ def _collective(world: int, dtype: np.dtype, shape: tuple, *, operation: str) ->
         "all_gather": lambda: [np.stack([part.reshape(outer, -1) for part in x], 1).reshape(-1)] * world,
         "psum_scatter": lambda: [total.reshape(outer, world, -1)[:, rank].reshape(-1) for rank in range(world)],
     }[operation]()
-    config = collective_ops.Config(**config)
-    keywords = collective_ops.launch(operation, size, outer, world=world, dtype=dtype, config=config)
+    (variant,) = collective_ops.VARIANTS[operation]
+    call = collective_ops.Call(size=size, outer=outer, world=world, dtype=dtype)
+    keywords = variant.launch(call, variant.Config(**config))
     del keywords["name"]
     return Call(arrays=(x,), keywords={"world": world, **keywords}, expected=expected)
 
@@ -309,9 +326,9 @@ def _collective(world: int, dtype: np.dtype, shape: tuple, *, operation: str) ->
 def _collective_shapes(world: int, *, operation: str) -> tuple[tuple[int, int, dict[str, Any]], ...]:
     """(elements, pieces of a rank's part, configuration)"""
     sizes = ((70 if world <= 4 else 20, 1), (3, 1) if operation == "psum" else (24, 3))
-    shots = (1, 2) if operation == "psum" else (1,)
+    shots = ({"shots": 1}, {"shots": 2}) if operation == "psum" else ({},)
     return tuple(
-        (size, outer, {"protocol": protocol, "shots": number, "block": 32 if size == 70 and number == 1 else 16})
+        (size, outer, {"protocol": protocol, "block": 16 if size < 70 or number == {"shots": 2} else 32, **number})
         for size, outer in sizes
         for protocol in ("messages", "words", "signals")
         for number in shots
@@ -417,7 +434,7 @@ KERNELS = (
         name="matmul_reduce_scatter_small",
         module=matmul_reduce_scatter_small,
         function="matmul_reduce_scatter_small_kernel",
-        call=functools.partial(_matmul_reduce_scatter, small=True, exact_wire=True),
+        call=functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
         # M, N, K
         shapes=lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
     ),

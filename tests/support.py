@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
-from jaxtaxfree.primitive import hashable
+from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
+from jaxtaxfree.target import target_of
 
 TRITON_CALL = "triton_kernel_call_ffi"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,7 +44,7 @@ class Kernel:
       function: what `triton.jit` made. The calls below must launch it and no other one.
       operation: of two operands, an axis name, and the keywords `implementation` and `config`.
       in_specs, out_specs: of the operands and the result on a mesh with the axis "tp".
-      default_config: (shape, world, dtype, compute capability) -> what the operation is to choose.
+      module: of the operation.
       benchmarks: the shapes that the benchmarks run, in global sizes.
       aligned: a shape whose sizes are multiples of all blocks.
       odd: a shape that nothing divides.
@@ -57,7 +59,7 @@ class Kernel:
     operation: Callable[..., jax.Array]
     in_specs: tuple[P, P]
     out_specs: P
-    default_config: Callable[..., Any]
+    module: ModuleType
     benchmarks: tuple[MatmulShape, ...]
     aligned: MatmulShape
     odd: MatmulShape
@@ -66,17 +68,60 @@ class Kernel:
     amd: dict[str, int]
     rhs_shape: Callable[[MatmulShape], tuple[int, int]] = lambda shape: (shape.k, shape.n)
 
-
-def _all_gather_matmul_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
-    return gather_ops.default_config(shape.m // world, shape.n // world, world, dtype, compute_capability)
-
-
-def _matmul_reduce_scatter_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
-    return scatter_ops.default_config(shape.m // world, shape.n, world, dtype, compute_capability)
+    def default_config(self, shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
+        """What the operation is to choose for this kernel, or for the other one that takes any GPU, by shape."""
+        k, n = (shape.k, shape.n // world) if self.module is gather_ops else (shape.k // world, shape.n)
+        on = {"world": world, "dtype": dtype, "compute_capability": compute_capability}
+        return portable_choice(self.module, product_call(self.module, shape.m, k, n, **on)).config
 
 
-def _matmul_all_reduce_config(shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
-    return reduce_ops.default_config(shape.m, shape.n, world, dtype, compute_capability)
+def product_call(
+    module: ModuleType,
+    rows: int,
+    k: int,
+    n: int,
+    *,
+    world: int,
+    dtype: Any = "bfloat16",
+    out_dtype: Any = None,
+    compute_capability: int = 90,
+    precision: str = "tf32",
+    **form: Any,
+) -> product.Call:
+    """A call of the operation of a module: `rows` of all ranks, or [rows, k], by a rank's rhs [k, n]."""
+    return product.Call(
+        operation=module.__name__.rpartition(".")[2],
+        rows=rows,
+        k=k,
+        n=n,
+        world=world,
+        dtype=np.dtype(dtype),
+        out_dtype=np.dtype(out_dtype or dtype),
+        target=target_of(compute_capability),
+        precision=precision,
+        **form,
+    )
+
+
+def portable_choice(module: ModuleType, call: product.Call) -> Choice:
+    """What is chosen where there is no kernel for the GPU at hand."""
+    others = [variant for variant in module.VARIANTS if variant.name in ("few", "portable")]
+    return choose(call.operation, others, call, {})
+
+
+def chosen(module: ModuleType, call: product.Call, **settings: Any) -> Choice:
+    """The kernel of a call, and its configuration."""
+    return choose(call.operation, module.VARIANTS, call, settings)
+
+
+def by_shape(module: ModuleType, kernel: str, call: product.Call, **asked: Any) -> Any:
+    """The configuration of a kernel for a call, whether or not it is taken."""
+    return named(call.operation, module.VARIANTS, kernel).by_shape(call, asked)
+
+
+def variant_of(module: ModuleType, config: Any) -> Variant:
+    """The kernel of a configuration."""
+    return next(variant for variant in module.VARIANTS if variant.Config is type(config))
 
 
 # A kernel that is added here gets every test of test_compiled.py.
@@ -84,13 +129,13 @@ _ALL_GATHER_MATMUL: dict[str, Any] = {
     "operation": all_gather_matmul,
     "in_specs": (P("tp"), P(None, "tp")),
     "out_specs": P(None, "tp"),
-    "default_config": _all_gather_matmul_config,
+    "module": gather_ops,
 }
 _MATMUL_REDUCE_SCATTER: dict[str, Any] = {
     "operation": matmul_reduce_scatter,
     "in_specs": (P(None, "tp"), P("tp")),
     "out_specs": P("tp"),
-    "default_config": _matmul_reduce_scatter_config,
+    "module": scatter_ops,
 }
 # `matmul_all_reduce_small`, which waits for words, has its own in test_compiled_all_reduce.py.
 KERNELS = (
@@ -144,7 +189,7 @@ KERNELS = (
         operation=matmul_all_reduce,
         in_specs=(P(None, "tp"), P("tp")),
         out_specs=P(),
-        default_config=_matmul_all_reduce_config,
+        module=reduce_ops,
         benchmarks=tuple(shape for shape in MATMUL_ALL_REDUCE if shape.m > 256),
         aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
         odd=MatmulShape(name="odd", m=309, k=4 * 129, n=37),
@@ -165,7 +210,7 @@ def transposed_kernels() -> list[Kernel]:
             gathers = kernel.operation is all_gather_matmul
             own = {"axis": 0} if gathers else {"scatter_dimension": 0}
             primitive = gather_ops.all_gather_matmul_p if gathers else scatter_ops.matmul_reduce_scatter_p
-            params["config"] = hashable(dataclasses.asdict(params["config"]))
+            params["config"] = settings_of("", kernel.module.VARIANTS, params["config"])
             params |= {"axes": (axis_name,), "rhs_transposed": True, "preferred_element_type": None, **own}
             return matmul.bind(primitive, lhs, rhs, **params)
 

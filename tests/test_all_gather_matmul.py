@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import ALL_GATHER_MATMUL, MatmulShape
 from jaxtaxfree import all_gather_matmul
-from jaxtaxfree.ops.all_gather_matmul import Config
+from jaxtaxfree.ops.all_gather_matmul import portable
 from tests.conftest import MeshFactory
 from tests.support import (
     DTYPES,
@@ -518,7 +518,7 @@ def test_xla_lowers_to_none(mesh: Mesh) -> None:
     assert_not_fused(lower_for_cuda(column_parallel(mesh, implementation="xla"), *shapes(mesh)))
 
 
-@pytest.mark.parametrize("config", (Config(), {"block_m": 32, "block_n": 64, "block_k": 32, "num_warps": 4}))
+@pytest.mark.parametrize("config", (portable.Config(), {"block_m": 32, "block_n": 64, "block_k": 32, "num_warps": 4}))
 def test_config_is_taken(mesh: Mesh, config: Any) -> None:
     assert_fused(lower_for_cuda(column_parallel(mesh, implementation="fused", config=config), *shapes(mesh)))
 

@@ -20,8 +20,9 @@ import jaxtaxfree as jtf
 from benchmarks.shapes import COLLECTIVE
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels.collectives import all_gather_kernel
-from jaxtaxfree.ops import collectives
-from jaxtaxfree.ops.collectives import DTYPES, Config, default_config
+from jaxtaxfree.ops.collectives import DTYPES, FASTER_UP_TO, VARIANTS, Call
+from jaxtaxfree.ops.collectives.portable import Config, PsumConfig
+from jaxtaxfree.ops.variant import choose
 from tests.conftest import MeshFactory
 from tests.support import TRITON_CALL, assert_fused, assert_not_fused, fails, lower_for_cuda, mesh_of, sharded
 
@@ -204,8 +205,8 @@ def test_gathers_are_copies_of_bits(mesh: Mesh, dtype: str, protocol: str) -> No
         patterns = np.arange(4 * 2 ** (8 * size - 2)).reshape(4, -1).astype({1: np.uint8, 2: np.uint16}[size])
     if size == 2:
         patterns[:2, :6] = [0xFFFF, 0xFFFF, 0xFFFF, 0x7FFF, 0, 0]
-    config = Config(protocol=protocol, block=1024)
-    launched = collectives.launch("all_gather", patterns.shape[1], 1, world=4, dtype=dtype, config=config)
+    call = Call(size=patterns.shape[1], world=4, dtype=np.dtype(jnp.dtype(dtype)))
+    launched = VARIANTS["all_gather"][0].launch(call, Config(protocol=protocol, block=1024))
     # Without XLA, which may change what is no number.
     outs, _ = simulator.run(all_gather_kernel, list(patterns.view(jnp.dtype(dtype))), world=4, **launched)
     for found in outs:
@@ -217,8 +218,8 @@ def test_gathers_of_words_in_doubt(world: int) -> None:
     """In some interleavings: of the two patterns that a word alone does not tell apart, and of few others."""
     for seed in range(3):
         x = np.random.default_rng(seed).choice(np.array([0, -1, 0x7FFFFFFF, 5], np.int32), (world, 50))
-        config = Config(protocol="words", block=16)
-        launched = collectives.launch("all_gather", 50, 1, world=world, dtype="int32", config=config)
+        call = Call(size=50, world=world, dtype=np.dtype(np.int32))
+        launched = VARIANTS["all_gather"][0].launch(call, Config(protocol="words", block=16))
         outs, _ = simulator.run(all_gather_kernel, list(x), world=world, seed=seed, calls=4, **launched)
         for found in outs:
             np.testing.assert_array_equal(found, x.reshape(-1))
@@ -486,7 +487,7 @@ def test_the_choice_by_size(
     ranks = 4 if name == "psum_scatter" else 1  # whose results an operand holds
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         for most, why in ((60, "XLA is faster for more than 60 bytes"), (0, "not been measured"), (64, "")):
-            monkeypatch.setitem(collectives.FASTER_UP_TO, name, most)
+            monkeypatch.setitem(FASTER_UP_TO, name, most)
             text = lower_for_cuda(program_of(mesh, name, **keywords), sharded(mesh, P("tp"), (64 * ranks,), "float32"))
             if why:
                 assert_not_fused(text, HLO[name])
@@ -511,7 +512,7 @@ def test_one_rank(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_the_kernels_do_not_take_goes_to_xla(
     mesh: Mesh, name: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(collectives.FASTER_UP_TO, name, 1 << 20)
+    monkeypatch.setitem(FASTER_UP_TO, name, 1 << 20)
     for dtype in ("complex64", "float64", "int64"):
         with jax.enable_x64(True), caplog.at_level(logging.DEBUG, "jaxtaxfree"):
             x = integers(dtype, 4, 4)
@@ -553,11 +554,11 @@ def test_configurations(mesh: Mesh) -> None:
         with fails(ValueError, part):
             on_mesh(mesh, ours("psum", config=config))(x)
     for name, given in (("all_gather", x.astype(np.int8)), ("psum", x.astype(np.int32))):
-        with fails(ValueError, "Words carry sums of floats", name):
+        with fails(NotImplementedError, "words carry sums of floats", name):
             on_mesh(mesh, ours(name, implementation="simulate", config={"protocol": "words"}))(given)
-    with fails(ValueError, "blocks of at most 1024 of float32 as messages"):
+    with fails(NotImplementedError, "blocks of at most 1024 of float32 as messages"):
         on_mesh(mesh, ours("psum", implementation="simulate", config={"protocol": "messages", "block": 2048}))(x)
-    program = program_of(mesh, "psum", implementation="fused", config=Config(shots=2, block=64, num_warps=1))
+    program = program_of(mesh, "psum", implementation="fused", config=PsumConfig(shots=2, block=64, num_warps=1))
     assert_fused(lower_for_cuda(program, sharded(mesh, P("tp"), (64,), "float32")))
 
 
@@ -567,7 +568,7 @@ def test_default_configurations_can_be_launched(name: str, world: int) -> None:
     for shape in COLLECTIVE:
         for dtype in DTYPES:
             size = max(1, shape.nbytes // jnp.dtype(dtype).itemsize)
-            config = default_config(name, size, world, dtype)
-            launched = collectives.launch(name, size, 1, world=world, dtype=dtype)
-            assert launched == collectives.launch(name, size, 1, world=world, dtype=dtype, config=config)
-            assert launched["grid"] <= 1024
+            call = Call(size=size, world=world, dtype=np.dtype(jnp.dtype(dtype)))
+            chosen = choose(name, VARIANTS[name], call, {})
+            assert choose(name, VARIANTS[name], call, chosen.settings) == chosen
+            assert chosen.keywords["grid"] <= 1024

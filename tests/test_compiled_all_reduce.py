@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.shapes import MATMUL_ALL_REDUCE
 from jaxtaxfree import matmul_all_reduce
 from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
-from jaxtaxfree.ops.matmul_all_reduce import default_config
-from tests.support import Compiled, compile_call, compile_for_amd, mesh_of, sharded
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from tests.support import Compiled, by_shape, compile_call, compile_for_amd, mesh_of, product_call, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
     copies_not_in_flight,
@@ -57,7 +57,7 @@ def compiled(name: str, compute_capability: int = 90, world: int = 4, amd: bool 
         names, in_specs, shapes = ("bias", "residual"), (*in_specs, P(), P()), (*shapes, (n,), (m, n))
 
     def call(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> jax.Array:
-        config = {**case, "hopper": False, **({"num_stages": 2} if amd else {})}
+        config = {**case, "kernel": "few", **({"num_stages": 2} if amd else {})}
         keywords = {"implementation": "fused", "config": config}
         keywords |= {**dict(zip(names, others)), "activation": "silu" if names else None}
         return matmul_all_reduce(lhs, rhs, "tp", **keywords)
@@ -142,7 +142,7 @@ def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
 
 def test_default_config_is_taken() -> None:
     call = compiled("rows-128")
-    config = dataclasses.asdict(default_config(128, N, 4, "bfloat16", 90))
+    config = dataclasses.asdict(by_shape(reduce_ops, "few", product_call(reduce_ops, 128, K // 4, N, world=4)))
     for name in ("block_m", "block_n", "block_k", "shots", "exact_wire", "apart", "linger", "add_rows"):
         assert call.constants[name.upper()] == config[name]
 

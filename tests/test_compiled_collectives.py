@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.kernels import collectives
-from jaxtaxfree.ops.collectives import GATHERED_AS_WORDS
+from jaxtaxfree.ops.collectives.portable import GATHERED_AS_WORDS
 from tests.support import Compiled, compile_call, compile_for_amd, mesh_of
 from tests.test_compiled import (
     bytes_of,

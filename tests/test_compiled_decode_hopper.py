@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops.matmul import MULTIPROCESSORS, slower_in_waves
-from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
+from jaxtaxfree.ops import product
+from jaxtaxfree.ops.blocks.hopper_few import MULTIPROCESSORS
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from tests.support import Compiled, by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
     Statement,
@@ -176,7 +178,8 @@ def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch:
 @pytest.mark.parametrize("gated", (False, True))
 def test_programs_of_its_configuration(rows: int, n: int, gated: bool) -> None:
     """Where there are fewer tiles than multiprocessors some share one, and all run at once, and those that send."""
-    config = gather_ops.decode_hopper_config(rows // 2, n, 2, gated=gated)
+    epilogue = Epilogue("silu", ("gate",)) if gated else NONE
+    config = by_shape(gather_ops, "hopper_few", product_call(gather_ops, rows, 1024, n, world=2, epilogue=epilogue))
     tiles = -(-n // config.block_n)
     assert config.splits == 1 or config.pushers + tiles * config.splits <= MULTIPROCESSORS
     more = 16 + 2 * tiles * config.splits
@@ -198,8 +201,7 @@ def test_programs_of_its_configuration(rows: int, n: int, gated: bool) -> None:
     ),
 )
 def test_xla_is_taken_for_waves_that_are_not_full(rows: int, n: int, world: int, slower: bool) -> None:
-    config = gather_ops.hopper_configs(rows // world, n, world)[0]
-    why = slower_in_waves(rows, n, config, world=world, others=config.pushers)
+    why = product.slower(gather_ops.VARIANTS, product_call(gather_ops, rows, 1024, n, world=world))
     assert bool(why) == slower
     assert not slower or f"of {rows} rows need several waves" in why
 
@@ -216,7 +218,8 @@ def test_xla_is_taken_for_waves_that_are_not_full(rows: int, n: int, world: int,
     ),
 )
 def test_the_kernel_whose_waves_take_less_time(rows: int, n: int, world: int, few: bool) -> None:
-    assert gather_ops.hopper_configs(rows // world, n, world)[0].small == few
+    found = chosen(gather_ops, product_call(gather_ops, rows, 1024, n, world=world))
+    assert found.variant.name == ("hopper_few" if few else "hopper")
 
 
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,8 +229,8 @@ def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_reasons_why_it_cannot_run() -> None:
     parts = ("float16 and bfloat16, not float32", "not return the gathered rows")
-    with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
-        config = {"hopper": True, "small": True, "block_m": 16, "block_n": 64, "num_warps": 4}
+    with fails(NotImplementedError, "all_gather_matmul ('hopper_few')", *parts):
+        config = {"kernel": "hopper_few", "block_m": 16, "block_n": 64, "num_warps": 4}
         lowered(m=64, k=1024, n=1024, dtype="float32", return_gathered=True, config=config)
 
 
@@ -237,9 +240,8 @@ def test_all_reasons_why_it_cannot_run() -> None:
 def test_every_pusher_has_something_to_send(world: int, k: int, n: int) -> None:
     """Behind its first load it finds out whether the region is there, without which it must not signal."""
     for m in range(1, 256 // world + 1):
-        config = gather_ops.decode_hopper_config(m, n, world)
-        call = {"world": world, "dtype": "bfloat16", "out_dtype": "bfloat16", "precision": "tf32", "config": config}
-        keywords = gather_ops.launch(m, k, n, **call)[1]
+        call = product_call(gather_ops, world * m, k, n, world=world)
+        keywords = chosen(gather_ops, call, kernel="hopper_few").keywords
         others = keywords["PUSHERS"] // keywords["GROUPS"] - 1
         assert keywords["PUSHERS"] % keywords["GROUPS"] == 0
         assert others * keywords["CHUNK"] < m * keywords["PART"], (m, keywords)

@@ -1,6 +1,5 @@
 """What the compiler makes of the kernels that are for Hopper alone, read from the PTX: no GPU needed."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -21,8 +20,8 @@ from jaxtaxfree.kernels import (
 )
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
-from jaxtaxfree.ops.all_gather_matmul import HOPPER, all_gather_matmul_p
-from jaxtaxfree.primitive import hashable
+from jaxtaxfree.ops.all_gather_matmul import VARIANTS, all_gather_matmul_p, hopper
+from jaxtaxfree.ops.variant import settings_of
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -120,7 +119,7 @@ def lowered(
 
     if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
-        own["config"] = hashable(dataclasses.asdict(keywords.pop("config")))
+        own["config"] = settings_of("all_gather_matmul", VARIANTS, keywords.pop("config"))
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)
         in_specs, shapes = (rows, rows), ((m, k), (n, k))
     if "return_gathered" in keywords:
@@ -130,7 +129,7 @@ def lowered(
     return lower_for_cuda(program, *arrays)
 
 
-CONFIGS = {all_gather_matmul: HOPPER, matmul_reduce_scatter: scatter_ops.Config(hopper=True)}
+CONFIGS = {all_gather_matmul: hopper.Config(), matmul_reduce_scatter: scatter_ops.hopper.Config()}
 
 
 @functools.cache
@@ -138,7 +137,7 @@ def compiled(name: str) -> tuple[Compiled, list[Statement]]:
     """The kernel of a case, and its statements."""
     call = {"world": 4, "m": 8192, "k": 8192, "n": 8192, "dtype": "bfloat16"}
     operation = OPERATIONS.get(name.split("-")[0], all_gather_matmul)
-    call |= {"operation": operation, "config": CONFIGS.get(operation, {"hopper": True})}
+    call |= {"operation": operation, "config": CONFIGS.get(operation, {"kernel": "hopper"})}
     kernel = launch_of(lowered(**call | ALL_CASES[name]))
     assert kernel[NAME].decode() == f"{operation.__name__}_hopper_kernel"
     assert kernel[WARPS] == 12
@@ -338,7 +337,7 @@ def test_products_that_do_not_overlap_are_reported() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "hopper"),
+    ("changed", "taken"),
     (
         ({}, True),
         ({"m": 520}, True),
@@ -361,15 +360,15 @@ def test_products_that_do_not_overlap_are_reported() -> None:
     ),
     ids=str,
 )
-def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_is_chosen_by_shape(changed: dict, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"world": 4, "m": 2048, "k": 512, "n": 4 * 2704, "dtype": "bfloat16", "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
-    assert (launch_of(lowered(**call))[NAME] == b"all_gather_matmul_hopper_kernel") == hopper
+    assert (launch_of(lowered(**call))[NAME] == b"all_gather_matmul_hopper_kernel") == taken
 
 
 def test_all_reasons_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
     parts = ("9.0, not 10.0", "float16 and bfloat16, not float32", "1028 and 257 elements", "adds no residual")
-    with fails(NotImplementedError, "all_gather_matmul with hopper=True", *parts):
+    with fails(NotImplementedError, "all_gather_matmul ('hopper')", *parts):
         call = {"world": 4, "m": 1024, "k": 1028, "n": 4 * 257, "dtype": "float32", "residual": True}
-        lowered(**call, config=HOPPER)
+        lowered(**call, config=hopper.Config())

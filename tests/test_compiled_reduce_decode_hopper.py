@@ -12,7 +12,7 @@ from benchmarks.shapes import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from jaxtaxfree import matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
-from tests.support import fails, lower_for_cuda, mesh_of, sharded
+from tests.support import chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 from tests.test_compiled import publishes_out_of_order, waits_that_do_not_wait
 from tests.test_compiled_attention import polling_loops, widths
 from tests.test_compiled_decode_hopper import before_the_partitions, check_code, requests
@@ -72,12 +72,8 @@ def lowered(**given: Any) -> str:
     case = {"world": 4, "m": 16, "k": 28672, "n": 8192, "dtype": "bfloat16", **given}
     world, m, k, n, dtype = (case[name] for name in ("world", "m", "k", "n", "dtype"))
     scattered, mesh = case.get("scattered"), mesh_of(world)
-    settings = {"hopper": True, "small": True, **case.get("settings", {})}
-    if scattered:
-        chosen = vars(scatter_ops.decode_hopper_config(m // world, n, world, dtype, case.get("result")))
-        operation, settings = matmul_reduce_scatter, {**chosen, **settings}
-    else:
-        operation = matmul_all_reduce
+    settings = {"kernel": "hopper_few", **case.get("settings", {})}
+    operation = matmul_reduce_scatter if scattered else matmul_all_reduce
     out_spec = P("tp") if scattered else P()
     in_specs, shapes, names = (P(None, "tp"), P("tp")), ((m, k), (k, n)), ()
     if case.get("epilogue"):
@@ -133,14 +129,13 @@ def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
 
 def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **given: Any) -> bool:
     """Whether such a call of 4 ranks is the kernel's, if nobody says what kernel it is for."""
-    on = {"world": 4, "dtype": "bfloat16", "compute_capability": 90, "settings": {}, **given}
-    config = scatter_ops.choose(m // 4, k, n, **on) if scattered else reduce_ops.choose(m, k, n, **on)
-    return config.hopper and config.small
+    module = scatter_ops if scattered else reduce_ops
+    return chosen(module, product_call(module, m, k, n, world=4, **given)).variant.name == "hopper_few"
 
 
 @pytest.mark.parametrize("scattered", (False, True))
 @pytest.mark.parametrize(
-    ("changed", "chosen"),
+    ("changed", "taken"),
     (
         ({}, True),
         ({"m": 128}, True),
@@ -157,15 +152,14 @@ def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **g
     ),
     ids=str,
 )
-def test_where_the_kernel_is_the_default(changed: dict, chosen: bool, scattered: bool) -> None:
-    assert is_chosen(scattered, **changed) == chosen
+def test_where_the_kernel_is_the_default(changed: dict, taken: bool, scattered: bool) -> None:
+    assert is_chosen(scattered, **changed) == taken
 
 
 def test_of_more_rows_a_scatter_has_another_kernel() -> None:
-    on = {"dtype": "bfloat16", "compute_capability": 90, "settings": {}}
-    found = [scatter_ops.choose(m, 1024, 8192, world=2, **on) for m in (64, 128, 192, 256, 257)]
-    assert [config.small for config in found] == [True, True, True, False, False]
-    assert all(config.hopper for config in found)
+    calls = [product_call(scatter_ops, 2 * m, 1024, 8192, world=2) for m in (64, 128, 192, 256, 257)]
+    found = [chosen(scatter_ops, call).variant.name for call in calls]
+    assert found == ["hopper_few", "hopper_few", "hopper_few", "hopper", "hopper"]
 
 
 @pytest.mark.parametrize("scattered", (False, True))
@@ -173,5 +167,5 @@ def test_all_reasons_why_it_cannot_run(scattered: bool) -> None:
     parts = ("float16 and bfloat16, not float32", "1028 elements")
     operation = "matmul_reduce_scatter" if scattered else "matmul_all_reduce"
     settings = {"block_m": 16, "block_n": 64, "num_warps": 4}
-    with fails(NotImplementedError, f"{operation} with hopper=True", *parts):
+    with fails(NotImplementedError, f"{operation} ('hopper_few')", *parts):
         lowered(scattered=scattered, m=64, k=4096, n=1028, dtype="float32", settings=settings)

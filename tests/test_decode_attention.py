@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import DECODE_ATTENTION, AttentionShape
 from jaxtaxfree import KVCache, append_kv, decode_attention, merge_attention
-from jaxtaxfree.ops.decode_attention import Config
+from jaxtaxfree.ops.decode_attention.portable import Config
 from tests import attention_cases
 from tests.attention_cases import (
     DTYPES,

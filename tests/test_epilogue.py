@@ -5,6 +5,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatt
 from jaxtaxfree.kernels import matmul as matmul_kernels
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests import test_compiled as compiled_code
 from tests.support import (
@@ -64,13 +66,13 @@ class Operation:
       function: of lhs, rhs and an axis name.
       specs: of all operands that it may have, and of the result ("out").
       tiles: settings of its two kernels for small operands.
-      config: what takes settings, and says what they leave open; a dict leaves it to the shape.
+      module: whose kernels' `Config` say what settings leave open; None leaves it to the shape.
     """
 
     function: Callable[..., Any]
     specs: dict[str, P]
     tiles: dict[str, dict[str, Any]]
-    config: Callable[..., Any]
+    module: ModuleType | None
 
     def on_mesh(self, mesh: Mesh, names: tuple[str, ...], **keywords: Any) -> Callable:
         """The operation on whole arrays: lhs, rhs, and those of these names."""
@@ -78,8 +80,9 @@ class Operation:
         def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
             return self.function(lhs, rhs, "tp", precision="highest", **dict(zip(names, others)), **keywords)
 
-        if keywords.get("config"):
-            keywords["config"] = self.config(**keywords["config"])
+        if keywords.get("config") and self.module:
+            settings = dict(keywords["config"])
+            keywords["config"] = named("", self.module.VARIANTS, settings.pop("kernel")).Config(**settings)
         specs = tuple(self.specs[name] for name in ("lhs", "rhs", *names))
         return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=self.specs["out"]))
 
@@ -108,22 +111,22 @@ GATHER = Operation(
         "out": P(None, "tp"),
     },
     tiles={
-        "large": {**TILE, "pushers": 2, "chunk": 64, "units": 2, "group_m": 2},
-        "small": {**TILE, "pushers": 2, "chunk": 64, "small": True},
+        "portable": {"kernel": "portable", **TILE, "pushers": 2, "chunk": 64, "units": 2, "group_m": 2},
+        "few": {"kernel": "few", **TILE, "pushers": 2, "chunk": 64},
     },
-    config=gather_ops.Config,
+    module=gather_ops,
 )
 SCATTER = Operation(
     function=matmul_reduce_scatter,
     specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P("tp"), "out": P("tp")},
-    tiles={"large": {**TILE, "group_m": 2}, "small": {**TILE, "small": True}},
-    config=scatter_ops.Config,
+    tiles={"portable": {"kernel": "portable", **TILE, "group_m": 2}, "few": {"kernel": "few", **TILE}},
+    module=scatter_ops,
 )
 REDUCE = Operation(
     function=matmul_all_reduce,
     specs={"lhs": P(None, "tp"), "rhs": P("tp"), "bias": P(), "residual": P(), "out": P()},
-    tiles={"large": {**TILE, "group_m": 2, "small": False}, "small": {**TILE, "small": True, "add_rows": 4}},
-    config=dict,
+    tiles={"portable": {"kernel": "portable", **TILE, "group_m": 2}, "few": {"kernel": "few", **TILE, "add_rows": 4}},
+    module=None,
 )
 OPERATIONS = (GATHER, SCATTER, REDUCE)
 EPILOGUES = [
@@ -208,7 +211,7 @@ def test_values(
 
 
 @each_epilogue
-@pytest.mark.parametrize("tiles", ("large", "small"))
+@pytest.mark.parametrize("tiles", ("portable", "few"))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_values_of_the_kernels(operation: Operation, given: dict[str, Any], tiles: str, dtype: str) -> None:
     arrays = operation.operands(2, 21, 37, 19, dtype)
@@ -218,7 +221,7 @@ def test_values_of_the_kernels(operation: Operation, given: dict[str, Any], tile
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("tiles", ("large", "small"))
+@pytest.mark.parametrize("tiles", ("portable", "few"))
 @each_fullest
 def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, world: int) -> None:
     arrays = operation.operands(world, 5, 21, 19)
@@ -242,15 +245,15 @@ def test_interleavings(operation: Operation, given: dict[str, Any], tiles: str, 
 def check_simulated(
     operation: Operation, given: dict[str, Any], arrays: dict[str, Any], seeds: range, **config: Any
 ) -> None:
-    """The kernel for Hopper of this configuration, on 2 ranks."""
-    dtype, keywords = arrays["lhs"].dtype.name, {"implementation": "simulate", "config": config | {"hopper": True}}
+    """The kernel of this configuration, on 2 ranks."""
+    dtype, keywords = arrays["lhs"].dtype.name, {"implementation": "simulate", "config": config}
     for seed in seeds:
         with simulator.simulating(seed=seed, policy=POLICIES[seed % len(POLICIES)], slots=(1, 2, None)[seed]):
             out = call(operation, mesh_of(2), given, arrays, **keywords)
         assert_close(out, expected(given, arrays), TOLERANCE[dtype])
 
 
-REDUCE_HOPPER = {**TILE, "block_m": 32, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
+REDUCE_HOPPER = {"kernel": "hopper", **TILE, "block_m": 32, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
@@ -259,7 +262,7 @@ def test_values_of_the_kernel_for_hopper_that_reduces(given: dict[str, Any], dty
     check_simulated(REDUCE, given, REDUCE.operands(2, 21, 40, 104, dtype), range(3), **REDUCE_HOPPER)
 
 
-DECODE_HOPPER = {**GATHER.tiles["small"], "block_n": 16, "part": 32, "num_stages": 2}
+DECODE_HOPPER = {**GATHER.tiles["few"], "kernel": "hopper_few", "block_n": 16, "part": 32, "num_stages": 2}
 
 
 @pytest.mark.parametrize("given", ELEMENTWISE + PAIRS, ids=name_of)
@@ -288,7 +291,7 @@ def test_values_of_a_tile_that_is_handled_in_pieces(given: dict[str, Any], split
 @pytest.mark.parametrize("shots", (0, 1, 2))
 def test_values_of_the_kernel_for_hopper_that_reduces_few_rows(given: dict[str, Any], dtype: str, shots: int) -> None:
     operation = REDUCE if shots else SCATTER
-    config = {**SCATTER.tiles["small"], "block_n": 16, "num_stages": 2, "exact_wire": True}
+    config = {**TILE, "kernel": "hopper_few", "block_n": 16, "num_stages": 2, "exact_wire": True}
     arrays = operation.operands(2, 7, 72, 24, dtype)
     if shots:
         config |= {"shots": shots, "add_rows": 4}
@@ -360,7 +363,7 @@ def test_another_dimension(operation: Operation, implementation: str) -> None:
 
 
 @pytest.mark.parametrize("implementation", (None, "xla", "simulate"))
-@pytest.mark.parametrize("tiles", ("large", "small"))
+@pytest.mark.parametrize("tiles", ("portable", "few"))
 def test_return_gathered(mesh: Mesh, implementation: str | None, tiles: str) -> None:
     arrays = GATHER.operands(4, 5, 33, 9)
 
@@ -402,7 +405,7 @@ def test_functions_of_jax(mesh: Mesh, function: Callable, name: str) -> None:
 
 
 @pytest.mark.parametrize("activation", ("silu", "gelu_tanh", "gelu_exact"))
-@pytest.mark.parametrize("tiles", ("large", "small"))
+@pytest.mark.parametrize("tiles", ("portable", "few"))
 def test_extreme_values(activation: str, tiles: str) -> None:
     """Neither overflows where the function does not, nor hides a NaN."""
     lhs = np.array([[x] for x in (-3e38, -1e20, -100, -20, -1e-30, 0, 1e-30, 20, 1e20, 3e38, np.inf, np.nan)])
@@ -638,7 +641,7 @@ def test_gradients_leave_the_configuration_of_two_products_alone(mesh: Mesh) -> 
         program = GATHER.on_mesh(mesh, ("gate",), implementation="fused", config=config)
         return lower_for_cuda(jax.grad(lambda *args: program(*args).sum()), *shapes(GATHER, mesh, ("gate",)))
 
-    assert text({"block_m": 64, "block_n": 64, "num_warps": 8}) == text(None)
+    assert text({"kernel": "portable", "block_m": 64, "block_n": 64, "num_warps": 8}) == text(None)
 
 
 def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

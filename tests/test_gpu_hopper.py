@@ -81,8 +81,8 @@ def mesh(request: pytest.FixtureRequest) -> jax.sharding.Mesh:
 
 def many_rows(operation: parity.Operation) -> Any:
     """Settings of its kernel for many rows, with wide tiles."""
-    wide = {parity.GATHER: gather_ops.Config(hopper=True), parity.SCATTER: scatter_ops.Config(hopper=True)}
-    return wide.get(operation, {"hopper": True})
+    wide = {parity.GATHER: gather_ops.hopper.Config(), parity.SCATTER: scatter_ops.hopper.Config()}
+    return wide.get(operation, {"kernel": "hopper"})
 
 
 def large_call(operation: parity.Operation, mesh: jax.sharding.Mesh) -> tuple[Callable, tuple[jax.Array, jax.Array]]:
@@ -139,7 +139,7 @@ def test_every_rank_has_the_same_sums(mesh: jax.sharding.Mesh) -> None:
             bias, residual = (jax.random.normal(jax.random.key(i), size) for i, size in enumerate(((2080,), (m, 2080))))
             call = functools.partial(jtf.matmul_all_reduce, lhs, rhs, "tp", bias=bias, activation="silu")
             call = functools.partial(call, residual=residual.astype(jnp.bfloat16))
-            config = {"hopper": True, "small": False, "block_n": block_n, "num_stages": 4, "groups": groups}
+            config = {"kernel": "hopper", "block_n": block_n, "num_stages": 4, "groups": groups}
             of_ranks = lax.all_gather(call(implementation="fused", config=config).astype(jnp.float32), "tp")
             wanted = call(implementation="xla", preferred_element_type=jnp.float32)
             error = parity.relative_error(of_ranks[lax.axis_index("tp")], wanted, "tp")
@@ -264,18 +264,18 @@ def test_a_rank_that_does_not_arrive_is_named(mesh: jax.sharding.Mesh, operation
         heap.reset()
 
 
-def few_rows(kind: str, world: int, m: int, n: int, **others: Any) -> tuple[parity.Operation, dict[str, Any]]:
-    """The operation and the settings of its kernel for few rows, m in all and n columns; `others` are settings, too.
+def few_rows(kind: str, **others: Any) -> tuple[parity.Operation, dict[str, Any]]:
+    """The operation and the settings of its kernel for few rows; `others` are settings, too.
 
     Args:
       kind: "gather", "scatter", or of an all-reduce "1" or "2" shots.
     """
-    rows = parity.up_to(m, world) // world
+    settings = {"kernel": "hopper_few", **others}
     if kind == "gather":
-        return parity.GATHER, {**vars(gather_ops.decode_hopper_config(rows, n // world, world)), **others}
+        return parity.GATHER, settings
     if kind == "scatter":
-        return parity.SCATTER, {**vars(scatter_ops.decode_hopper_config(rows, n, world, "bfloat16")), **others}
-    return parity.REDUCE, {"hopper": True, "small": True, "shots": int(kind), **others}
+        return parity.SCATTER, settings
+    return parity.REDUCE, {"shots": int(kind), **settings}
 
 
 each_kind = pytest.mark.parametrize("kind", ("gather", "scatter", "1", "2"))
@@ -292,7 +292,7 @@ def test_few_rows(mesh: jax.sharding.Mesh, kind: str) -> None:
         k, n = 8 * world * draw.randint(1, 300), 8 * world * draw.randint(1, 150)
         dtype = (jnp.bfloat16, jnp.float16)[i % 2]
         exact = {} if kind == "gather" else {"exact_wire": True}
-        operation, settings = few_rows(kind, world, m, n, splits=(1, 2, 3, 8, 4)[i % 5], whole=i % 4, **exact)
+        operation, settings = few_rows(kind, splits=(1, 2, 3, 8, 4)[i % 5], whole=i % 4, **exact)
 
         def local() -> jax.Array:
             lhs, rhs = parity.local_operands(operation, i, m, k, n, dtype)
@@ -319,7 +319,7 @@ def test_few_rows(mesh: jax.sharding.Mesh, kind: str) -> None:
 def test_few_rows_a_thousand_times(mesh: jax.sharding.Mesh, kind: str, m: int, columns: int) -> None:
     """What the calls give does not depend on when words arrive. Of many columns some tiles are whole ones."""
     n = columns * (mesh.devices.size if kind == "gather" and columns > 2048 else 1)
-    operation, settings = few_rows(kind, mesh.devices.size, m, n)
+    operation, settings = few_rows(kind)
 
     def local() -> jax.Array:
         call, lhs, rhs, first = parity.three_calls(operation, m, 4096, n, config=settings)
@@ -337,7 +337,7 @@ def test_few_rows_a_thousand_times(mesh: jax.sharding.Mesh, kind: str, m: int, c
 def test_few_rows_beside_another_kernel(mesh: jax.sharding.Mesh, kind: str) -> None:
     """Which leaves some programs no place at first; and more of them than a GPU runs at a time."""
     n = 12000 * (mesh.devices.size if kind == "gather" else 1)
-    operation, settings = few_rows(kind, mesh.devices.size, 16, n, block_n=64, num_warps=4, splits=2)
+    operation, settings = few_rows(kind, block_n=64, num_warps=4, splits=2)
     call = parity.on_mesh(operation, mesh, implementation="fused", config=settings)
     operands = parity.operands(16, 1024, n, jnp.bfloat16, mesh, operation=operation)
     want = jtf.block_until_ready(call(*operands))
@@ -350,7 +350,7 @@ def test_few_rows_beside_another_kernel(mesh: jax.sharding.Mesh, kind: str) -> N
 @pytest.mark.parametrize("m", (16, 256))
 def test_few_rows_of_a_rank_that_does_not_arrive(mesh: jax.sharding.Mesh, kind: str, m: int) -> None:
     missing = mesh.devices.size - 2
-    operation, settings = few_rows(kind, mesh.devices.size, m, 1024)
+    operation, settings = few_rows(kind)
     call = parity.on_mesh(operation, mesh, implementation="fused", config=settings)
     operands = parity.operands(m, 1024, 1024, jnp.bfloat16, mesh, operation=operation)
     heap.set_timeout(1.0)

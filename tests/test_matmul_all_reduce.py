@@ -18,7 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_ALL_REDUCE, MatmulShape
 from jaxtaxfree import matmul_all_reduce
-from jaxtaxfree.ops.matmul_all_reduce import Config, default_config, hopper_config
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops.matmul_all_reduce import few as few_kernel
+from jaxtaxfree.ops.product import Call
 from tests.conftest import MeshFactory
 from tests.support import (
     COLUMNS,
@@ -27,10 +29,13 @@ from tests.support import (
     TRITON_CALL,
     assert_fused,
     assert_not_fused,
+    by_shape,
     exact_product,
     fails,
     lower_for_cuda,
     mesh_of,
+    portable_choice,
+    product_call,
     row_parallel_operands,
     sharded,
     whole_numbers,
@@ -41,15 +46,15 @@ from tests.support import (
 from tests.test_gluon import NAME, launch_of
 
 M, K, N = 15, 33, 37  # of the result, but K is that of a rank
-SMALL = {"block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4, "small": True}
-LARGE = {**SMALL, "small": False}
-FEW_ON_HOPPER = {**SMALL, "hopper": True, "block_m": 32, "num_stages": 2, "add_rows": 4}
+SMALL = {"kernel": "few", "block_m": 16, "block_n": 16, "block_k": 16, "num_warps": 4}
+LARGE = {**SMALL, "kernel": "portable"}
+FEW_ON_HOPPER = {**SMALL, "kernel": "hopper_few", "block_m": 32, "num_stages": 2, "add_rows": 4}
 MANY_ON_HOPPER = {
+    "kernel": "hopper",
     "block_m": 32,
     "block_n": 64,
     "block_k": 16,
     "num_stages": 2,
-    "hopper": True,
     "programs": 3,
     "chunk": 512,
 }
@@ -591,23 +596,33 @@ def test_xla_lowers_to_none(mesh: Mesh) -> None:
 
 @pytest.mark.parametrize(
     "config",
-    (Config(), {"block_m": 32, "block_n": 32, "num_warps": 8}, {"shots": 1}, {"apart": True, "exact_wire": False}),
+    (
+        few_kernel.Config(),
+        {"block_m": 32, "block_n": 32, "num_warps": 8},
+        {"shots": 1},
+        {"kernel": "few", "apart": True, "exact_wire": False},
+    ),
 )
 def test_config_is_taken(mesh: Mesh, config: Any) -> None:
     assert_fused(lower_for_cuda(row_parallel(mesh, implementation="fused", config=config), *shapes(mesh)))
 
 
+def call_of(m: int, n: int = 8192, *, world: int = 4, **form: Any) -> Call:
+    return product_call(reduce_ops, m, 1024, n, world=world, **form)
+
+
 def test_default_config() -> None:
-    by_rows = {m: default_config(m, 8192, 4, "bfloat16", 90) for m in (1, 16, 17, 128, 256, 257)}
-    assert [config.small for config in by_rows.values()] == [True] * 5 + [False]
-    assert [config.shots for config in by_rows.values()] == [1, 1, 2, 2, 2, 2]
-    assert [config.exact_wire for config in by_rows.values()] == [True, False, False, False, False, True]
-    assert default_config(128, 8192, 4, "bfloat16", 90, out_dtype="float32").exact_wire
-    assert [default_config(m, 8192, 2, "bfloat16", 90).shots for m in (64, 65)] == [1, 2]
-    assert [default_config(16, n, 4, "bfloat16", 90).apart for n in (8192, 28672)] == [False, True]
+    by_rows = {m: portable_choice(reduce_ops, call_of(m)) for m in (1, 16, 17, 128, 256, 257)}
+    assert [choice.variant.name for choice in by_rows.values()] == ["few"] * 5 + ["portable"]
+    few = {m: choice.config for m, choice in by_rows.items() if m <= 256}
+    assert [config.shots for config in few.values()] == [1, 1, 2, 2, 2]
+    assert [choice.config.exact_wire for choice in by_rows.values()] == [True, False, False, False, False, True]
+    assert by_shape(reduce_ops, "few", call_of(128, out_dtype="float32")).exact_wire
+    assert [by_shape(reduce_ops, "few", call_of(m, world=2)).shots for m in (64, 65)] == [1, 2]
+    assert [by_shape(reduce_ops, "few", call_of(16, n)).apart for n in (8192, 28672)] == [False, True]
     for world in (2, 3, 4, 8):
         for m in range(1, 257):
-            config = default_config(m, 8192, world, "bfloat16", 90)
+            config = by_shape(reduce_ops, "few", call_of(m, world=world))
             assert config.add_rows * config.block_n * world <= 16384
 
 
@@ -619,7 +634,7 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
 
 @pytest.mark.parametrize("shape", MATMUL_ALL_REDUCE, ids=lambda shape: shape.name)
 def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
-    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"hopper": True})
+    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"kernel": "hopper"})
     assert name == "matmul_all_reduce_hopper_kernel"
 
 
@@ -630,9 +645,11 @@ def test_the_kernel_by_shape(mesh: Mesh) -> None:
     assert kernel_of(mesh, *shape) == kernel_of(mesh, "bfloat16", 516, 512, 512) == hopper
     for m, n in ((1, 512), (16, 9216), (256, 8192), (257, 8192), (512, 512)):
         assert kernel_of(mesh, "bfloat16", m, 512, n) == few
-    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"block_n": 32}) == "matmul_all_reduce_small_kernel"
+    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"kernel": "few"}) == "matmul_all_reduce_small_kernel"
+    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"splits": 2}) == few
     assert kernel_of(mesh, "bfloat16", 256, 512, 8192, config={"shots": 1}) == few
-    assert kernel_of(mesh, *shape, config={"shots": 1}) == "matmul_all_reduce_kernel"
+    with fails(ValueError, "'hopper' of matmul_all_reduce has no setting 'shots'", "'hopper_few', 'few' have it"):
+        kernel_of(mesh, *shape, config={"shots": 1})
     others = (
         ("float32", 512, 512, 8192, {}),
         ("bfloat16", 512, 500, 8192, {}),  # rows that TMA does not take
@@ -647,16 +664,16 @@ def test_the_kernel_by_shape(mesh: Mesh) -> None:
 def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "dtype, float32, not float16")
-    with fails(NotImplementedError, "matmul_all_reduce with hopper=True", *parts):
-        kernel_of(mesh, "float32", 2048, 500, 512, preferred_element_type="float16", config={"hopper": True})
+    with fails(NotImplementedError, "matmul_all_reduce ('hopper')", *parts):
+        kernel_of(mesh, "float32", 2048, 500, 512, preferred_element_type="float16", config={"kernel": "hopper"})
 
 
 def test_its_configuration_by_shape() -> None:
-    by_rows = {m: hopper_config(m, 8192, 4) for m in (256, 512, 2048, 8192, 65536)}
+    by_rows = {m: by_shape(reduce_ops, "hopper", call_of(m)) for m in (256, 512, 2048, 8192, 65536)}
     assert [config.block_n for config in by_rows.values()] == [128, 128, 256, 256, 256]
     assert [config.groups for config in by_rows.values()] == [1, 2, 4, 16, 16]
     assert [config.lag for config in by_rows.values()] == [1, 1, 1, 1, 0]
-    assert [hopper_config(2048, 8192, world).lag for world in (2, 8)] == [3, 1]
+    assert [by_shape(reduce_ops, "hopper", call_of(2048, world=world)).lag for world in (2, 8)] == [3, 1]
 
 
 def test_lowers_on_an_explicit_mesh() -> None:

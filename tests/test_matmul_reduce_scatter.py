@@ -18,7 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_REDUCE_SCATTER, MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
-from jaxtaxfree.ops.matmul_reduce_scatter import Config, default_config
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.matmul_reduce_scatter import few, hopper, hopper_few, portable
 from tests.conftest import MeshFactory
 from tests.support import (
     COLUMNS,
@@ -27,10 +28,13 @@ from tests.support import (
     TRITON_CALL,
     assert_fused,
     assert_not_fused,
+    by_shape,
     exact_product,
     fails,
     lower_for_cuda,
     mesh_of,
+    portable_choice,
+    product_call,
     row_parallel_operands,
     sharded,
     whole_numbers,
@@ -159,7 +163,7 @@ def test_simulated(mesh: Mesh, m: int, dtype: str) -> None:
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, result: str | None, block_m: int) -> None:
     """Tiles that are clipped at all ends, by few programs, and of which a step takes a half or a quarter."""
     lhs, rhs = operands(world, dtype, m=m, k=k, n=n)
-    config = Config(block_m=block_m, block_n=64, block_k=16, num_stages=2, hopper=True, programs=3, chunk=512)
+    config = hopper.Config(block_m=block_m, block_n=64, block_k=16, num_stages=2, programs=3, chunk=512)
     program = row_parallel(mesh_of(world), implementation="simulate", preferred_element_type=result, config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
@@ -176,7 +180,7 @@ def test_simulated_on_hopper_with_few_rows(
         mesh_of(world),
         implementation="simulate",
         preferred_element_type=result,
-        config=Config(**tile, hopper=True, small=True, exact_wire=exact_wire),
+        config=hopper_few.Config(**tile, exact_wire=exact_wire),
     )
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, result or dtype))
 
@@ -186,19 +190,20 @@ def test_simulated_on_hopper_with_few_rows(
 def test_simulated_with_a_lag(world: int, lag: int) -> None:
     """Of the three tiles of a rank all are carried, or some of them, or none."""
     lhs, rhs = operands(world=world, m=12 * world)
-    config = Config(block_m=16, block_n=16, block_k=16, num_warps=1, lag=lag)
+    config = portable.Config(block_m=16, block_n=16, block_k=16, num_warps=1, lag=lag)
     program = row_parallel(mesh_of(world), implementation="simulate", precision="highest", config=config)
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, "float32"))
 
 
 @pytest.mark.parametrize("m, lag", ((128, 132), (384, 132), (512, 128), (2048, 132)))
 def test_the_lag_follows_the_tiles(m: int, lag: int) -> None:
-    assert default_config(m, 8192, 4, "bfloat16", 90).lag == lag
+    assert by_shape(scatter_ops, "portable", product_call(scatter_ops, 4 * m, 1024, 8192, world=4)).lag == lag
 
 
 @pytest.mark.parametrize("m, dtype", ((64, "float32"), (65, "bfloat16"), (512, "bfloat16")))
 def test_few_rows_travel_as_f32(m: int, dtype: str) -> None:
-    assert default_config(m, 512, 4, "bfloat16", 90).exact_wire == (dtype == "float32")
+    call = product_call(scatter_ops, 4 * m, 1024, 512, world=4)
+    assert portable_choice(scatter_ops, call).config.exact_wire == (dtype == "float32")
 
 
 @pytest.mark.parametrize("m", (8, 272))
@@ -208,7 +213,8 @@ def test_sums_are_rounded_once(mesh: Mesh, m: int) -> None:
     rhs = np.ones((8, 5), jnp.bfloat16)
     wanted = {True: 4 * (1 + 2**-9), False: 4}
     for exact_wire, value in wanted.items():
-        config = Config(block_m=16, block_n=16, block_k=16, num_warps=4, small=m == 8, exact_wire=exact_wire)
+        kernel = few if m == 8 else portable
+        config = kernel.Config(block_m=16, block_n=16, block_k=16, num_warps=4, exact_wire=exact_wire)
         program = row_parallel(mesh, implementation="simulate", preferred_element_type="float32", config=config)
         found = np.asarray(jax.jit(program)(lhs, rhs))
         # Without the exact wire, what stays on the rank is not rounded.
@@ -565,7 +571,7 @@ def test_xla_lowers_to_none(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    "config", (Config(), {"block_m": 32, "block_n": 64, "block_k": 32, "num_warps": 4}, {"exact_wire": False})
+    "config", (portable.Config(), {"block_m": 32, "block_n": 64, "block_k": 32, "num_warps": 4}, {"exact_wire": False})
 )
 def test_config_is_taken(mesh: Mesh, config: Any) -> None:
     assert_fused(lower_for_cuda(row_parallel(mesh, implementation="fused", config=config), *shapes(mesh)))
@@ -627,15 +633,15 @@ def test_others_are_multiplied_by_the_portable_kernel(
 
 @pytest.mark.parametrize("shape", MATMUL_REDUCE_SCATTER, ids=lambda shape: shape.name)
 def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
-    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"hopper": True})
+    name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"kernel": "hopper"})
     assert name == "matmul_reduce_scatter_hopper_kernel"
 
 
 def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "a residual of float16 and")
-    with fails(NotImplementedError, "matmul_reduce_scatter with hopper=True", *parts):
-        kernel_of(mesh, "float32", 2048, 500, 512, residual=jnp.zeros((512, 512)), config={"hopper": True})
+    with fails(NotImplementedError, "matmul_reduce_scatter ('hopper')", *parts):
+        kernel_of(mesh, "float32", 2048, 500, 512, residual=jnp.zeros((512, 512)), config={"kernel": "hopper"})
 
 
 @pytest.mark.parametrize("body", (scanned, looped))

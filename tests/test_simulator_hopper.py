@@ -53,13 +53,13 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     gathered = np.concatenate(lhs)
     expected = [(gathered.astype(np.float32) @ w.astype(np.float32)).astype(dtype) for w in rhs]
-    config = gather_ops.Config(**TILES, block_m=block_m, unit=unit, hopper=True, programs=programs)
+    config = gather_ops.hopper.Config(**TILES, block_m=block_m, unit=unit, programs=programs)
     others = {"return_gathered": return_gathered, "rhs_transposed": rhs_transposed}
     if rhs_transposed:
         rhs = [np.ascontiguousarray(w.T) for w in rhs]
     return Call(
         arrays=(lhs, lhs, rhs, rhs),
-        keywords=launched(gather_ops, m, k, n, world, dtype, config, **others),
+        keywords=launched(gather_ops, world * m, k, n, world, dtype, config, **others),
         expected=[(out, gathered) for out in expected] if return_gathered else expected,
     )
 
@@ -77,10 +77,10 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
         others = [{"bias": jnp.asarray(b)} for b in bias]
         expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
     tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
-    config = gather_ops.Config(**tiles, block_m=8, unit=4, hopper=True, programs=programs)
+    config = gather_ops.hopper.Config(**tiles, block_m=8, unit=4, programs=programs)
     return Call(
         arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
-        keywords=launched(gather_ops, m, k, n, world, dtype, config, epilogue=epilogue),
+        keywords=launched(gather_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
         expected=expected,
         tolerance=TOLERANCE[dtype.name],
     )
@@ -99,11 +99,11 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     for name in names:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
     tiles = TILES_OF_SUMS | {"num_stages": stages}
-    config = scatter_ops.Config(**tiles, hopper=True, programs=programs)
+    config = scatter_ops.hopper.Config(**tiles, programs=programs)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
         arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
-        keywords=launched(scatter_ops, m, k, n, world, dtype, config, epilogue=epilogue),
+        keywords=launched(scatter_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
     )
 
@@ -116,9 +116,7 @@ def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
-    config = reduce_ops.Config(
-        **TILES_OF_SUMS, exact_wire=False, hopper=True, programs=programs, groups=groups, lag=lag
-    )
+    config = reduce_ops.hopper.Config(**TILES_OF_SUMS, programs=programs, groups=groups, lag=lag)
     return Call(
         arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
         keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
@@ -634,7 +632,7 @@ def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool, gat
         program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
         return jax.block_until_ready(jax.jit(program)(lhs, rhs, others))
 
-    config = gather_ops.Config(**TILES | {"block_n": 32 if gated else 16}, block_m=8, unit=4, hopper=True, programs=2)
+    config = gather_ops.hopper.Config(**TILES | {"block_n": 32 if gated else 16}, block_m=8, unit=4, programs=2)
     with simulator.simulating(seed=1):
         found = run(implementation="simulate", config=config)
     for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):

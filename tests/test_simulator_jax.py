@@ -17,14 +17,15 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import simulator
-from jaxtaxfree.ops.all_gather_matmul import Config
+from jaxtaxfree.ops.all_gather_matmul import few, portable
+from jaxtaxfree.settings import Settings
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import KERNELS, integers
 from tests.test_simulator import exchange_kernel
 
-CONFIG = Config(block_m=16, block_n=16, block_k=32, pushers=2, chunk=64, units=2, group_m=2)
-SMALL = dataclasses.replace(CONFIG, small=True)
+CONFIG = portable.Config(block_m=16, block_n=16, block_k=32, pushers=2, chunk=64, units=2, group_m=2)
+FEW = few.Config(block_m=16, block_n=16, block_k=32, pushers=2, chunk=64)
 gather_matmul = functools.partial(jtf.all_gather_matmul, axis_name="tp", implementation="simulate", precision="highest")
 
 
@@ -46,10 +47,10 @@ def product(lhs: jax.Array, rhs: jax.Array) -> np.ndarray:
     return np.asarray(lhs).astype(np.float32) @ np.asarray(rhs).astype(np.float32)
 
 
-@pytest.mark.parametrize("config", [CONFIG, SMALL], ids=["tiles", "small"])
+@pytest.mark.parametrize("config", [CONFIG, FEW], ids=["portable", "few"])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 3, 8])
-def test_all_gather_matmul(cpu_mesh: MeshFactory, world: int, dtype: Any, config: Config) -> None:
+def test_all_gather_matmul(cpu_mesh: MeshFactory, world: int, dtype: Any, config: Settings) -> None:
     mesh = cpu_mesh(world, "tp")
     lhs, rhs = operands(mesh, 5, 9, 21, dtype)
     out = program(mesh, functools.partial(gather_matmul, config=config))(lhs, rhs)

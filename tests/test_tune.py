@@ -1,6 +1,5 @@
 """The tuner: its candidates, that no wrong one wins, and what it writes."""
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -18,14 +17,13 @@ from benchmarks import operation, run, timing, tune
 from benchmarks.operation import AXIS, Operation
 from benchmarks.shapes import MatmulShape
 from jaxtaxfree import dispatch
+from jaxtaxfree.ops.all_gather_matmul.hopper_few import HopperFew
 
 ROOT = Path(__file__).resolve().parents[1]
 MATMUL = run.OPERATIONS["all_gather_matmul"]
 PROVENANCE = dict.fromkeys(tune.PROVENANCE, "0")
 SHAPE = MatmulShape(name="small", m=64, k=256, n=256)
-each_operation = pytest.mark.parametrize(
-    "op", [run.OPERATIONS[name] for name in tune.VARIATIONS], ids=lambda op: op.name
-)
+each_operation = pytest.mark.parametrize("op", [run.OPERATIONS[name] for name in tune.TUNED], ids=lambda op: op.name)
 
 
 @pytest.fixture
@@ -38,19 +36,20 @@ def test_candidates(op: Operation, mesh: jax.sharding.Mesh) -> None:
     team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=tuple(mesh.devices.flat))
     for shape in (*op.shapes, *op.tiny_shapes):
         case = tune.case_of(op, shape, team)
-        default = case.default(case.size)
-        found = tune.candidates(op.name, default)
+        default = case.default
+        found = tune.candidates(case)
         assert 4 <= len(found) <= tune.MOST_CANDIDATES
-        assert len(set(found.values())) == len(found) and found[tune.DEFAULT] == default
-        for name, config in found.items():
-            settings = dataclasses.asdict(config)
-            changed = {key: value for key, value in settings.items() if value != getattr(default, key)}
+        assert len({tuple(choice.settings.items()) for choice in found.values()}) == len(found)
+        assert found[tune.DEFAULT] == default
+        for name, choice in found.items():
             said = set(name.removeprefix("fused[").removesuffix("]").split(","))
-            assert said == ({f"{key}={value}" for key, value in changed.items()} or {tune.DEFAULT})
-            assert tune.ROUNDING not in changed
-            if settings.get("hopper") and settings["small"]:
-                assert not changed.keys() & {"group_m", "groups", "lag", "pace"}  # of many rows alone
-            assert case.take(settings)
+            if choice.variant is default.variant:
+                changed = {key: value for key, value in choice.settings.items() if value != default.settings[key]}
+                assert said == ({f"{key}={value}" for key, value in changed.items()} or {tune.DEFAULT})
+            else:
+                assert f"kernel={choice.variant.name}" in said
+            assert choice.settings.get(tune.ROUNDING) == default.settings.get(tune.ROUNDING)
+            assert case.choose(case.size, choice.settings) == choice
 
 
 @pytest.fixture
@@ -73,7 +72,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
     monkeypatch.setattr("jaxtaxfree.all_gather_matmul", all_gather_matmul)
     monkeypatch.setattr(timing.Run, "sample", sample)
-    monkeypatch.setitem(tune.VARIATIONS, "all_gather_matmul", lambda config: tune.each("pushers", 8, 12, 24, 32))
+    monkeypatch.setattr(HopperFew, "variations", lambda *_: [{"pushers": number} for number in (8, 12, 24, 32)])
     yield change
 
 
@@ -90,7 +89,7 @@ def test_the_fastest_is_written(mesh: jax.sharding.Mesh, kernel: Callable[..., N
     row = held.row(PROVENANCE)
     assert row is not None
     assert (row["m"], row["k"], row["n"], row["fused_us"], row["xla_us"]) == (16, 256, 64, 2.0, 2.5)
-    assert row["config"] == dataclasses.asdict(held.configs["fused[pushers=12]"])
+    assert row["config"] == held.configs["fused[pushers=12]"].settings
 
     assert len(list(held.lines())) == 1
     other = row | {"m": 128}
@@ -180,7 +179,7 @@ def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> No
         results(op, file, {"fused": fused, other: changed, tune.XLA: 3.0}, [settings])
         assert tune.main(["--from", str(file), "--write", str(tmp_path)]) == 0
         (row,) = json.loads(path.read_text())
-        assert row.items() >= case.row().items() and case.take(row["config"] or {}) is not None
+        assert row.items() >= case.row().items() and case.choose(case.size, row["config"] or {})
         assert (row["xla_us"], row["name"]) == (3.0, op.shapes[0].name)
         assert {key: row[key] for key in tune.PROVENANCE} == dict.fromkeys(tune.PROVENANCE, "0")
         return row
@@ -189,10 +188,7 @@ def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> No
     assert (row["config"], row["fused_us"]) == (None, 2.0)
     faster = taken(2.0, 1.9, [])
     assert faster["fused_us"] == 1.9 and faster["config"]["num_warps"] == 16
-    base = case.default(case.size)
-    if op.name in ("all_gather_matmul", "matmul_reduce_scatter"):
-        base = type(base)()
-    assert faster["config"] == dataclasses.asdict(dataclasses.replace(base, **settings))
+    assert faster["config"] == case.default.settings | settings
     # "fused" took the table's configuration then, and keeps it.
     assert taken(1.8, 2.5, [faster]) == faster | {"fused_us": 1.8}
 

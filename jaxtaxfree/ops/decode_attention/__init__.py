@@ -10,23 +10,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
-from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
-from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
-from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
+from jaxtaxfree.ops.decode_attention.portable import VARIANTS, Call
+from jaxtaxfree.ops.decode_attention.spec import Spec
+from jaxtaxfree.ops.decode_attention.vmap import batch
+from jaxtaxfree.ops.kv_cache import KVCache, cache_faults, cache_sizes, placement_of
+from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
     Unsupported,
     check_implementation,
     collective,
-    settings_of,
     symbolic,
     takes_reference,
 )
-from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.settings import Settings
 from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.target import target_of
 from jaxtaxfree.teams import Team, check_axes, varying
 
 OUTPUTS = ("replicated", "heads")
@@ -53,7 +54,7 @@ def decode_attention(
     return_residual: bool = False,
     preferred_element_type: Any = None,
     implementation: str | None = None,
-    config: "Config | Mapping[str, Any] | None" = None,
+    config: Settings | Mapping[str, Any] | None = None,
 ) -> Any:
     """Attention of one or a few new tokens over keys and values sharded along the sequence, as one kernel.
 
@@ -140,7 +141,7 @@ def decode_attention(
     world = lax.axis_size(axes)
     _check_operands(operands, spec, world, output)
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
-    settings = settings_of("decode_attention", Config, config)
+    settings = settings_of("decode_attention", VARIANTS, config)
     reasons = _unsupported(operands, spec)
     if takes_reference("decode_attention", [query, key, value], implementation, reasons):
         out, residual = reference(*operands.values(), **params)
@@ -184,33 +185,6 @@ def merge_attention(
     total = weight + other_weight
     merged = out.astype(jnp.float32) * weight[..., None] + other.astype(jnp.float32) * other_weight[..., None]
     return _normalised(merged, total).astype(out.dtype), base + jnp.log(total)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
-    """What a call means, apart from its operands.
-
-    Attributes:
-      placement: which positions a rank keeps.
-      page_size: None if the cache is not paged.
-      kv_heads: K.
-      head_major: the cache is BKSH.
-      scale: of the logits.
-      window: positions before a token that it attends to; None for all.
-      soft_cap: of the logits, or None.
-      by_heads: each rank gets the result of its own heads.
-      dtype: of the result.
-    """
-
-    placement: Placement
-    page_size: int | None
-    kv_heads: int
-    head_major: bool
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    by_heads: bool
-    dtype: np.dtype
 
 
 def reference(
@@ -302,10 +276,7 @@ def fused(
 ) -> list[jax.Array]:
     """The operation by one kernel."""
     given = dict(zip(names, operands))
-    reasons = _unsupported(given, spec)
-    if given["key"].dtype == jnp.float8_e4m3fn and compute_capability < 89:
-        reasons.append(f"GPUs of compute capability {compute_capability / 10} have no float8_e4m3fn")
-    if reasons:
+    if reasons := _unsupported(given, spec):
         raise Unsupported("decode_attention", reasons)
     query, key, value = given["query"], given["key"], given["value"]
     b = query.shape[0]
@@ -323,192 +294,26 @@ def fused(
         *(given[name].astype(jnp.float32) if name in given else nothing for name in ("key_scale", "value_scale")),
         given.get("sinks", nothing),
     ]
-    by_shape = _by_shape(query, key, value, spec, spec.placement.slots, compute_capability)
-    keywords = launch(
-        query_shape=query.shape,
-        value_head_size=value.shape[-1],
+    call = _call_of(given, spec, world, compute_capability)
+    chosen = choose("decode_attention", VARIANTS, call, dict(config))
+    kernel, keywords = chosen.variant.kernel, chosen.keywords
+    return list(shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords))
+
+
+def _call_of(given: Mapping[str, Any], spec: Spec, world: int, compute_capability: int) -> Call:
+    """The call with these operands (arrays or their types)."""
+    return Call(
+        query_shape=given["query"].shape,
+        value_head_size=given["value"].shape[-1],
         world=world,
         spec=spec,
+        dtype=np.dtype(given["query"].dtype),
+        cache_dtype=np.dtype(given["key"].dtype),
+        target=target_of(compute_capability),
         key_scale=_scale_kind(given.get("key_scale")),
         value_scale=_scale_kind(given.get("value_scale")),
         sinks="sinks" in given,
-        cache_itemsize=key.dtype.itemsize,
-        config=dataclasses.replace(by_shape, **dict(config)),
     )
-    return list(shmem_call(decode_attention_kernel, *arrays, axis_name=axes, implementation=implementation, **keywords))
-
-
-def launch(
-    *,
-    query_shape: tuple[int, ...],
-    value_head_size: int,
-    world: int,
-    spec: Spec,
-    key_scale: str,
-    value_scale: str,
-    sinks: bool,
-    cache_itemsize: int,
-    config: "Config",
-) -> dict[str, Any]:
-    """The keywords with which `shmem_call` launches the kernel for a query [B, T, N, H].
-
-    Args:
-      key_scale, value_scale: "none", "tensor", "head" or "token".
-      sinks: whether there are any.
-    """
-    b, t, n, h = query_shape
-    k, hv, slots = spec.kv_heads, value_head_size, spec.placement.slots
-    rows = t * n // k
-    n_out = n // world if spec.by_heads else n
-    attending = b * config.splits * math.ceil(rows / config.block_r) * k
-    others = world if world > 1 else 0
-    words = -(-hv // 4) * 4  # of a row of messages
-    # Several threads of a merging program share the splits of each 4 neighbours of the result.
-    groups = 32 * config.num_warps // (config.merge_rows * max(4, next_power_of_2(hv)) // 4)
-    groups = max(1, min(groups, next_power_of_2(config.splits)))
-    return {
-        "out_type": (
-            jax.ShapeDtypeStruct((b, t, n_out, hv), spec.dtype),
-            jax.ShapeDtypeStruct((b, t, n_out), jnp.float32),
-        ),
-        "grid": attending + b * k * math.ceil(rows / config.merge_rows),
-        "messages": {
-            "partials": (b, k, config.splits, rows, words),
-            "partial_sums": (b, k, config.splits, rows, 2),
-            "merged": (others, b, t, n_out, words),
-            "merged_sums": (others, b, t, n_out, 2),
-        },
-        "name": "decode_attention",
-        "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
-        "cost_estimate": {
-            "flops": 2 * b * t * n * slots * (h + hv),
-            "bytes_accessed": b * slots * k * (h + hv) * cache_itemsize,
-        },
-        "B": b,
-        "T": t,
-        "N": n,
-        "N_OUT": n_out,
-        "K": k,
-        "H": h,
-        "HV": hv,
-        "S": slots,
-        "PAGE": spec.page_size or slots,
-        "PAGED": spec.page_size is not None,
-        "HEAD_MAJOR": spec.head_major,
-        "STRETCH": spec.placement.stretch,
-        "WINDOW": -1 if spec.window is None else spec.window,
-        "SCALE": spec.scale,
-        "SOFT_CAP": spec.soft_cap or 0.0,
-        "KEY_SCALE": key_scale,
-        "VALUE_SCALE": value_scale,
-        "SINKS": sinks,
-        "SPLITS": config.splits,
-        "BLOCK_R": config.block_r,
-        "BLOCK_S": config.block_s,
-        "TEAMS": config.num_warps if config.alone and config.block_s >= 16 * config.num_warps else 1,
-        "MERGE_ROWS": config.merge_rows,
-        "MERGE_GROUPS": groups,
-    }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
-    """How the kernel splits its work.
-
-    Attributes:
-      splits: parts of a rank's keys that run side by side, for each sequence and key/value head.
-      block_s: keys of a tile, a power of 2, at least 16.
-      block_r: rows of a tile (new tokens times the query heads of a key/value head), a power of 2, at least 16.
-      merge_rows: rows that a merging program takes, a power of 2.
-      alone: each warp attends to a part of a tile of its own and waits for no other one, if that makes 16 keys or more.
-      num_warps, num_stages: warps of a program, and tiles of keys and values in flight.
-    """
-
-    splits: int = setting(1, least=1)
-    block_s: int = setting(64, least=16, most=512, power_of_2=True)
-    block_r: int = setting(16, least=16, most=256, power_of_2=True)
-    merge_rows: int = setting(8, least=1, most=256, power_of_2=True)
-    alone: bool = False
-    num_warps: int = setting(4, least=1, most=16, power_of_2=True)
-    num_stages: int = setting(3, least=1, most=32)
-
-
-def default_config(
-    *,
-    batch: int,
-    kv_heads: int,
-    rows: int,
-    head_sizes: tuple[int, int],
-    slots: int,
-    cache_dtype: Any,
-    dtype: Any,
-    paged: bool,
-    compute_capability: int,
-) -> Config:
-    """A configuration by shape, from what was measured on H200.
-
-    Args:
-      batch: sequences.
-      kv_heads: key/value heads.
-      rows: new tokens times query heads of a key/value head.
-      head_sizes: of query and key, and of value.
-      slots: keys of a sequence that a rank has room for.
-      cache_dtype, dtype: of the cache, and of the query.
-      paged: whether the cache is.
-      compute_capability: of the GPU, 90 for 9.0.
-    """
-    block_r = min(64, max(16, next_power_of_2(rows)))
-    width = sum(map(next_power_of_2, head_sizes))
-    # The tiles of a stage may take 32 KiB: then two programs share an SM and leave room for a merging one.
-    widest = max(np.dtype(cache_dtype).itemsize, np.dtype(dtype).itemsize)
-    little = has_little_shared_memory(compute_capability)
-    if little and width * widest > 1024:
-        block_r = min(block_r, 32)
-    block_s = max(16, min(64, next_power_of_2((16 if little else 32) * 1024 // (width * widest) + 1) // 2))
-    num_warps = 8 if width * widest >= 1024 else 4  # 4 have too few registers for rows of more
-    groups = batch * kv_heads * math.ceil(rows / block_r)
-    places = _MULTIPROCESSORS.get(compute_capability, 132)
-    # Where tensor cores multiply, and a warp's registers hold a result; pages take many.
-    alone = block_r == 16 and block_s >= 16 * num_warps and np.dtype(dtype).itemsize == 2 and not paged
-    # Of few sequences one program an SM, with more tiles in flight, leaves the fewest partial results to be added up.
-    single = alone and groups <= places // 8 and has_big_shared_memory(compute_capability)
-    # As many programs as run at a time, or a little less; but no split without a few tiles.
-    splits = max(1, min((places if single else 2 * places) // groups, math.ceil(slots / (2 * block_s)), 256))
-    splits -= splits % 8 if splits > 8 else 0  # merged without a remainder
-    # One program in two SMs merges, with 8 elements of the result a thread at most: of twice as many, those that find
-    # no room beside the programs that attend begin when these end.
-    merge_rows = min(next_power_of_2(rows), max(1, next_power_of_2(batch * kv_heads * rows // 64)))
-    merge_rows = max(1, min(merge_rows, 256 * num_warps // next_power_of_2(head_sizes[1])))
-    return Config(
-        splits=splits,
-        block_s=block_s,
-        block_r=block_r,
-        alone=alone,
-        merge_rows=merge_rows,
-        num_warps=num_warps,
-        # Pages are looked up stages before.
-        num_stages=6 if single else 2 if little and width * widest > 1024 else 5 if paged else 3,
-    )
-
-
-def _by_shape(query: Any, key: Any, value: Any, spec: Spec, slots: int, compute_capability: int) -> Config:
-    """The same for the operands of a call, with so many slots."""
-    b, t, n, h = query.shape
-    return default_config(
-        batch=b,
-        kv_heads=spec.kv_heads,
-        rows=t * n // spec.kv_heads,
-        head_sizes=(h, value.shape[-1]),
-        slots=slots,
-        cache_dtype=key.dtype,
-        dtype=query.dtype,
-        paged=spec.page_size is not None,
-        compute_capability=compute_capability,
-    )
-
-
-_MULTIPROCESSORS = {80: 108, 90: 132, 100: 148, 103: 148}
 
 
 def _scale_kind(scale: Any) -> str:
@@ -620,6 +425,13 @@ def case(
     unusual = spec.page_size, spec.head_major, spec.soft_cap, spec.by_heads, set(names) - _USUAL_OPERANDS
     if any(unusual) or spec.window is not None or spec.dtype != query.dtype:
         return None
+    call = _call_of({"query": query, "key": key, "value": value}, spec, team.world, team.compute_capability)
+
+    def chosen(slots: int, settings: Mapping[str, Any]) -> Choice:
+        placement = dataclasses.replace(spec.placement, slots=slots)
+        spec_of_slots = dataclasses.replace(spec, placement=placement)
+        return choose("decode_attention", VARIANTS, dataclasses.replace(call, spec=spec_of_slots), settings)
+
     b, t, n, h = query.shape
     sizes = {"b": b, "t": t, "n": n, "kv_heads": spec.kv_heads, "h": h, "value_h": value.shape[-1]}
     return Case(
@@ -628,72 +440,10 @@ def case(
         same={"world": team.world, "dtype": query.dtype.name, **sizes},
         along="s",
         size=spec.placement.slots,
-        default=lambda slots: _by_shape(query, key, value, spec, slots, team.compute_capability),
-        take=lambda settings: tuple(sorted(settings.items())),
+        choose=chosen,
     )
 
 
-def _batch(
-    call: Callable[..., Any],
-    operands: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    size: int,
-    *,
-    axes: tuple[str, ...],
-    names: tuple[str, ...],
-    spec: Spec,
-    **_: Any,
-) -> Any:
-    """A `jaxtaxfree.primitive.Batch`: examples are more sequences, or more query heads if they share all keys."""
-    given = dict(zip(names, operands, strict=True))
-    mapped = [name for name, dim in zip(names, dims, strict=True) if dim is not None]
-    # The scales of tokens are a part of the cache; others are the same for all sequences, as sinks are.
-    sizes = {name: x.ndim - (name in mapped) for name, x in given.items()}
-    cache = [name for name in ("key", "value", "key_scale", "value_scale") if sizes.get(name, 0) > 1]
-    stacked = {
-        name: jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
-        for name, x, dim in zip(names, operands, dims, strict=True)
-    }
-    if {"query", "sinks"}.issuperset(mapped) and not (spec.by_heads and spec.kv_heads % lax.axis_size(axes)):
-        return _as_heads(call, given, stacked, size, spec.kv_heads)
-    if alike := [name for name in mapped if name not in ("query", "lengths", "tables", *cache)]:
-        return f"jax.vmap maps over {', '.join(alike)}, and the kernel takes one for all sequences"
-    shared = [name for name in cache if name not in mapped]
-    if shared and (len(shared) < len(cache) or spec.page_size is None):
-        return f"jax.vmap does not map over {', '.join(shared)}, which the kernel's sequences share as pages alone"
-    if "tables" in given:  # one pool of all examples' pages
-        pages = 0 if shared else stacked["key"].shape[1]
-        stacked["tables"] = stacked["tables"].astype(jnp.int32) + pages * jnp.arange(size)[:, None, None]
-    for name in ("query", "lengths", "tables", *([] if shared else cache)):
-        if name in given:
-            given[name] = lax.collapse(stacked[name], 0, 2)
-    return [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in call(*given.values())]
-
-
-def _as_heads(
-    call: Callable[..., Any], given: dict[str, jax.Array], stacked: dict[str, jax.Array], size: int, kv_heads: int
-) -> list[jax.Array]:
-    """One call in which each key/value head has the query heads of all examples: [..., N, H] as [..., K, V, N/K, H]."""
-
-    def joined(x: jax.Array, axis: int) -> jax.Array:
-        """[V, ..., N, ...] -> [..., K * V * N/K, ...], for N along the axis of x."""
-        x = x.reshape(*x.shape[:axis], kv_heads, x.shape[axis] // kv_heads, *x.shape[axis + 1 :])
-        return lax.collapse(jnp.moveaxis(x, 0, axis), axis - 1, axis + 2)
-
-    heads = stacked["query"].shape[3]
-    given = given | {"query": joined(stacked["query"], 3)}
-    if "sinks" in given:
-        given["sinks"] = joined(stacked["sinks"], 1)
-
-    def parted(x: jax.Array) -> jax.Array:
-        """[B, T, heads of all examples, ...] -> [V, B, T, heads, ...]."""
-        group = heads // kv_heads
-        x = x.reshape(*x.shape[:2], x.shape[2] // (size * group), size, group, *x.shape[3:])
-        return lax.collapse(jnp.moveaxis(x, 3, 0), 3, 5)
-
-    return [parted(x) for x in call(*given.values())]
-
-
 decode_attention_p = collective(
-    "decode_attention", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
+    "decode_attention", reference=reference, fused=fused, slower=_slower, case=case, batch=batch
 )

@@ -1,0 +1,290 @@
+"""`all_gather_matmul`: the column-parallel half of a tensor-parallel layer."""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops.all_gather_matmul.few import Few
+from jaxtaxfree.ops.all_gather_matmul.hopper import Hopper
+from jaxtaxfree.ops.all_gather_matmul.hopper_few import HopperFew
+from jaxtaxfree.ops.all_gather_matmul.portable import Portable
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.variant import Variant, settings_of
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, check_whole, collective, takes_reference
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.teams import Team, check_axes
+
+# The kernels. Of those that do not refuse a call the cheapest one takes it.
+VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
+
+
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: Any = None,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    return_gathered: bool = False,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> Any:
+    """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
+
+    The ranks send their rows to each other while they multiply those that they have, so the gathered matrix makes no
+    trip through memory of its own and nobody waits for all. Call it inside `jax.shard_map`. The method is that of the
+    all-gather + GEMM of "Eliminating Multi-GPU Performance Taxes" (arXiv 2511.02168), with rows pushed by the
+    programs that a GPU starts first.
+
+    Args:
+      lhs: this rank's rows, [..., M, ..., K].
+      rhs: this rank's columns, [K, N]. The reference also takes what `jnp.matmul` takes.
+      axis_name: the mesh axis, or axes, over which `lhs` is sharded.
+      axis: the dimension of `lhs` that is sharded.
+      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+        says more.
+      preferred_element_type: dtype of the result. Sums are f32 in any case.
+      gate: [K, N], a second `rhs`, as of SwiGLU: the result is `activation(G @ gate) * (G @ rhs)`, for G the gathered
+        lhs. So the activation is that of the gate's product alone.
+      bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      residual: of the result's shape, added last.
+      return_gathered: return the gathered lhs as well. Its bytes are written once more, and the gradient of rhs then
+        needs no second gather.
+      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
+        be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
+        DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster. "simulate": the
+        kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
+      config: which kernel runs, and how it splits its work: a mapping such as `{"kernel": "hopper_few", "splits": 4}`,
+        or the `Config` of a kernel. What it does not say is chosen by shape. `VARIANTS` has the kernels; each has its
+        own settings.
+
+    Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
+      `return_gathered` a pair of it and [..., world * M, ..., K].
+
+    Gate, bias, activation and residual are applied to the product's f32 sums, in f32, and the result is rounded once.
+    In a program that is differentiated the product is an operation by itself, so that its gradients stay fused: it is
+    rounded to the dtype of the result before they are applied.
+
+    Raises:
+      ValueError: if the operands do not fit together, the dimension that is sharded is 0, or there is no such
+        implementation, activation or setting.
+      TypeError: if an axis or `config` is of another kind.
+      NameError: if `axis_name` is not bound.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    axes = check_axes(axis_name, "all_gather_matmul")
+    check_implementation(implementation)
+    params: dict[str, Any] = {
+        "axes": axes,
+        "axis": _check_operands(lhs, rhs, axis),
+        **matmul.check_precision(precision, preferred_element_type),
+    }
+    shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
+    if params["axis"] < lhs.ndim - 1:
+        shape[params["axis"]] *= lax.axis_size(axes)
+    epilogue, operands = epilogues.check(
+        "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
+    )
+    settings = settings_of("all_gather_matmul", VARIANTS, config)
+    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
+        return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
+    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
+    if epilogue:
+        result = matmul.bind(
+            with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
+        )
+        return tuple(result) if return_gathered else result[0]
+    primitive = gathered_too_p if return_gathered else all_gather_matmul_p
+    result = matmul.bind(primitive, lhs, rhs, **params)
+    return tuple(result) if return_gathered else result
+
+
+def reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    config: Any = None,
+) -> Any:
+    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
+    del config
+    rhs = rhs.T if rhs_transposed else rhs
+    gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
+    multiply = functools.partial(jnp.matmul, gathered, precision=precision)
+    if epilogue:
+        dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+        weights, others = epilogue.split(rhs, operands)
+        wide = epilogues.wide_type(dtype)
+        out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights], others, dtype)
+    else:
+        out = multiply(rhs, preferred_element_type=preferred_element_type)
+    return (out, gathered) if return_gathered else out
+
+
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    config: tuple[tuple[str, Any], ...] | None,
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+    implementation: str | None = None,
+) -> Any:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        axis=axis,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
+        raise Unsupported("all_gather_matmul", reasons)
+    world = lax.axis_size(axes)
+    rows, lengths = matmul.rows_first(lhs, axis)
+    call = product.call_of(
+        "all_gather_matmul",
+        rows,
+        rhs,
+        *operands,
+        rows=world * rows.shape[0],
+        world=world,
+        compute_capability=compute_capability,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+    )
+    others = epilogue.rows_first(operands, axis)
+    outs = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
+    """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
+    matmul.check_operands("all_gather_matmul", lhs, rhs)
+    axis = check_whole("all_gather_matmul", "axis", axis)
+    if not -lhs.ndim <= axis < lhs.ndim:
+        raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs, which has shape {lhs.shape}.")
+    axis %= lhs.ndim
+    if not lhs.shape[axis]:
+        raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs {list(lhs.shape)}, which is 0.")
+    if axis != lhs.ndim - 1:
+        matmul.check_contraction("all_gather_matmul", lhs, rhs)
+    return axis
+
+
+def _unsupported(
+    lhs: Any,
+    rhs: Any,
+    *operands: Any,
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
+) -> list[str]:
+    """All that keeps the kernel from taking these operands."""
+    del axes
+    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+    if axis == lhs.ndim - 1 and lhs.ndim > 1 and rhs.ndim == 2:
+        reasons.append("it gathers rows, not the contracted dimension of lhs")
+    return reasons + epilogues.unsupported(epilogue, operands)
+
+
+def _slower(
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    rhs_transposed: bool,
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    return_gathered: bool = False,
+    **_: Any,
+) -> str | None:
+    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
+    world = lax.axis_size(axes)
+    rows = world * math.prod(lhs.shape[:-1])
+    if world == 1:
+        return "there is one rank, so nothing to gather"
+    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
+        return why
+    call = product.call_of(
+        "all_gather_matmul",
+        lhs,
+        rhs,
+        *others,
+        rows=rows,
+        world=world,
+        compute_capability=compute_capability,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+        rhs_transposed=rhs_transposed,
+        return_gathered=return_gathered,
+    )
+    if why := product.slower(VARIANTS, call):
+        return why
+    # Of gradients, that of an MLP of 4096 rows was measured.
+    return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
+
+
+def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by."""
+    return product.case("all_gather_matmul", VARIANTS, lhs, rhs, rows=lambda m: team.world * m, team=team, **params)
+
+
+_batch = functools.partial(epilogues.batch, moved="axis")
+all_gather_matmul_p = bilinear(
+    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
+)
+# With the gathered lhs as a second result.
+gathered_too_p = collective(
+    "all_gather_matmul",
+    reference=functools.partial(reference, return_gathered=True),
+    fused=functools.partial(fused, return_gathered=True),
+    slower=_slower,
+    batch=_batch,
+)
+# With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
+with_epilogue_p = collective(
+    "all_gather_matmul",
+    reference=lambda *operands, **params: jax.tree.leaves(reference(*operands, **params)),
+    fused=lambda *operands, **params: jax.tree.leaves(fused(*operands, **params)),
+    slower=_slower,
+    batch=_batch,
+)

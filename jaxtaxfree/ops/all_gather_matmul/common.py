@@ -1,0 +1,26 @@
+"""What all kernels of `all_gather_matmul` are launched with."""
+
+from typing import Any
+
+import jax
+
+from jaxtaxfree.ops.product import Call
+
+
+def common(call: Call) -> dict[str, Any]:
+    return {
+        "scratch": {"gathered": jax.ShapeDtypeStruct((call.world, call.m, call.k), call.dtype)},
+        "name": "all_gather_matmul",
+        "cost_estimate": {
+            "flops": 2 * call.rows * call.columns * call.k,
+            "bytes_accessed": call.itemsize * (call.rows * (call.k + call.n) + call.k * call.columns),
+        },
+    }
+
+
+def results(call: Call, *rows: int) -> dict[str, Any]:
+    """The results of a kernel that can return the gathered rows, all of which have these dimensions."""
+    out = jax.ShapeDtypeStruct((*rows, call.n), call.out_dtype)
+    if not call.return_gathered:
+        return {"out_type": out, "gathered_ptr": None}
+    return {"out_type": (out, jax.ShapeDtypeStruct((*rows, call.k), call.dtype))}

@@ -1,0 +1,104 @@
+"""The kernel of `all_gather_matmul` for many rows on Hopper: persistent programs of warps with roles."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtaxfree.kernels.all_gather_matmul_hopper import CHUNK, all_gather_matmul_hopper_kernel
+from jaxtaxfree.ops.all_gather_matmul.common import common, results
+from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
+from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(hopper.Tile):
+    """How the kernel splits its work. The pushers are warps of all programs.
+
+    Attributes:
+      block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
+      part: columns that are sent together: a multiple of `block_k`.
+      unit: rows that are sent together: a divisor of `block_m`.
+      pace: the share of the time that others' rows are multiplied in which rows are sent; 0: as soon as they can be.
+    """
+
+    part: int = setting(512, least=8)
+    unit: int = setting(16, least=1)
+    pace: float = setting(0.95, most=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.part % self.block_k:
+            self.refuse("part", f"a multiple of block_k, {self.block_k}")
+        if self.block_m % self.unit:
+            self.refuse("unit", f"a divisor of block_m, {self.block_m}")
+
+
+class Hopper(Variant[Call]):
+    """Two warps of each program push, one loads, two groups of four multiply half of a tile's rows each."""
+
+    name, Config, kernel = "hopper", Config, all_gather_matmul_hopper_kernel
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        del config
+        return hopper.refuses(call) + (["it adds no residual"] if "residual" in call.epilogue.operands else [])
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        del asked
+        config = Config()
+        waves = call.world * portable.tiles(call.m, call.columns, config) / config.programs
+        # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
+        wide = waves >= 3 or call.epilogue.gated
+        return config if wide else dataclasses.replace(config, block_n=128, num_stages=6)
+
+    def cost(self, call: Call, config: Config) -> float:
+        if call.rows <= hopper_few.ROWS_OF_A_TILE:
+            return math.inf
+        return hopper.cost(call, call.world * math.ceil(call.m / config.block_m), config)
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        config = dataclasses.replace(config, block_n=config.block_n // call.products)
+        keywords = hopper.keywords(call, call.m, config)
+        blocks = keywords["descriptors"]
+        gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
+        if call.epilogue.gated:
+            keywords["descriptors"] = blocks | gate
+        else:
+            keywords |= dict.fromkeys(gate)
+        chunk = CHUNK.value * config.part * call.itemsize
+        return {
+            **common(call),
+            **keywords,
+            **call.epilogue.keywords("bias"),
+            **results(call, call.world, call.m),
+            "signals": {
+                "arrived": (call.world, math.ceil(call.m / config.block_m), math.ceil(call.k / config.part)),
+                "tickets": 1,
+            },
+            "PART": config.part,
+            "UNIT": config.unit,
+            "PACE": hopper.pace(config.pace, call.columns, call.itemsize, chunk, config.programs),
+        }
+
+    def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        """Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them."""
+        rows, rhs, *others = operands
+        weights, rest = call.epilogue.split(rhs, others)
+        return rows[None], rows[None], *(w for w in weights for _ in range(2)), *rest.values()
+
+    def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
+        other = {"kernel": "portable"}
+        return [
+            other,
+            other | {"pushers": 32, "units": 1},
+            other | {"block_n": 128, "num_warps": 4},
+            *portable.each("part", 256, 1024),
+            *portable.each("unit", 8, 32),
+            *portable.each("pace", 0.0, 0.7),
+            *portable.each("group_m", 8, 32),
+            *portable.each("num_stages", 3),
+        ]

@@ -1,0 +1,139 @@
+"""The kernels for many rows on Hopper: persistent programs of warps with roles."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtaxfree import gluon
+from jaxtaxfree.kernels.tiles import box_of
+from jaxtaxfree.ops.blocks import portable
+from jaxtaxfree.ops.product import Call
+from jaxtaxfree.settings import setting
+from jaxtaxfree.target import HOPPER
+
+# Of the warps that multiply. Each has a part of them, and of the rows of a tile.
+PARTITIONS = 2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tile(portable.Tile):
+    """The settings of a product by persistent programs.
+
+    Attributes:
+      block_m, block_n, block_k, num_warps: as in `portable.Tile`, for the warps that multiply.
+      num_stages: steps of the loop in flight, at least 2: a stage is released one step late.
+      group_m: row blocks whose tiles run together, for the L2 cache.
+      programs: as many as the GPU has multiprocessors.
+    """
+
+    num_stages: int = setting(4, least=2, most=32)
+    group_m: int = setting(16, least=1)
+    programs: int = setting(HOPPER.multiprocessors, least=1)
+
+
+def refuses(call: Call) -> list[str]:
+    """All that keeps every kernel for Hopper from taking a product."""
+    reasons = []
+    if call.target.compute_capability != HOPPER.compute_capability:
+        reasons.append(f"it is for GPUs of compute capability {HOPPER}, not {call.target}")
+    elif why := gluon.unsupported("it", call.target.compute_capability):
+        reasons.append(why)
+    if call.itemsize != 2:
+        reasons.append(f"it takes float16 and bfloat16, not {call.dtype}")
+    if call.k % 8 or call.n % 8:
+        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
+    return reasons
+
+
+def refuses_residual(call: Call) -> list[str]:
+    """What keeps the kernels that load the residual by TMA from taking it."""
+    if call.residual is None or call.residual.itemsize == 2:
+        return []
+    return [f"it takes a residual of float16 and bfloat16, not {call.residual}"]
+
+
+def refuses_transposed(call: Call) -> list[str]:
+    return ["it takes rhs as [K, N] alone"] if call.rhs_transposed else []
+
+
+def cost(call: Call, row_blocks: int, config: Tile) -> float:
+    """The time of all tiles, in elements of a tile: in whole waves of programs, which go on without a pause.
+
+    Args:
+      row_blocks: of the tiles.
+    """
+    waves = math.ceil(row_blocks * math.ceil(call.columns / config.block_n) / config.programs) + 0.25
+    return waves * config.block_m * config.block_n
+
+
+def keywords(call: Call, m: int, config: Tile, *, stored: int | None = None) -> dict[str, Any]:
+    """As `portable.keywords`, for these kernels.
+
+    Args:
+      m: what the kernel calls M.
+      stored: at most this many columns are stored at a time.
+    """
+    block_m, block_n, block_k = config.block_m, config.block_n, config.block_k
+    # 128 bytes, which is as much as TMA moves at a time.
+    columns = min(128 // call.out_dtype.itemsize, block_n // 2, stored or block_n)
+    return {
+        "grid": config.programs,
+        "num_warps": config.num_warps // PARTITIONS,
+        "descriptors": {
+            "lhs_desc": (1, box_of(m, block_m), block_k),
+            "rhs_desc": (block_n, block_k) if call.rhs_transposed else (block_k, block_n),
+            "half_desc": (block_n // 2, block_k) if call.rhs_transposed else (block_k, block_n // 2),
+            "out_desc": (1, block_m // PARTITIONS, columns),
+        },
+        "M": m,
+        "N": call.n,
+        "K": call.k,
+        "BLOCK_M": block_m,
+        "BLOCK_N": block_n,
+        "BLOCK_K": block_k,
+        "GROUP_M": config.group_m,
+        "STAGES": config.num_stages,
+    }
+
+
+def reduce_keywords(call: Call, m: int, config: Tile) -> dict[str, Any]:
+    """As `keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
+    # This many columns, all rows of them.
+    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
+    found = keywords(call, m, config, stored=arriving) | call.epilogue.keywords("bias")
+    if "residual" in call.epilogue.operands:
+        found["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
+        return found
+    return found | {"residual_desc": None}
+
+
+def reduce_arrays(rows: jax.Array, rhs: jax.Array, others: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    """The operands of a kernel that reduces: rhs in blocks and in halves of them, the residual as the result lies."""
+    return rows, rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others)
+
+
+def pace(share: float, length: int, itemsize: int, chunk: int, programs: int) -> int:
+    """Cycles from one chunk that a program sends to the next one; 0 for as fast as it can.
+
+    What goes to or comes from other ranks travels in a share of the time in which it is multiplied, so that it is there
+    in time, and evenly. But never faster than the wire takes it.
+
+    Args:
+      share: of the time at the tensor cores' full speed.
+      length: multiplications and additions for each element that travels.
+      itemsize: bytes of such an element.
+      chunk: bytes.
+      programs: that send at the same time.
+    """
+    assert HOPPER.multiply_adds and HOPPER.wire
+    product = length / itemsize / HOPPER.multiply_adds
+    return math.ceil(max(share * product, programs / HOPPER.wire) * chunk) if share else 0
+
+
+def outbox(config: Tile, places: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Scratch where tiles wait to be carried to their owners."""
+    return jax.ShapeDtypeStruct((config.programs, places, config.block_m, config.block_n), np.dtype(dtype))

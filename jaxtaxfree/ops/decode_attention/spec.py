@@ -1,0 +1,34 @@
+"""What a call of `decode_attention` means, apart from its operands."""
+
+import dataclasses
+
+import numpy as np
+
+from jaxtaxfree.ops.kv_cache import Placement
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Spec:
+    """What a call means, apart from its operands.
+
+    Attributes:
+      placement: which positions a rank keeps.
+      page_size: None if the cache is not paged.
+      kv_heads: K.
+      head_major: the cache is BKSH.
+      scale: of the logits.
+      window: positions before a token that it attends to; None for all.
+      soft_cap: of the logits, or None.
+      by_heads: each rank gets the result of its own heads.
+      dtype: of the result.
+    """
+
+    placement: Placement
+    page_size: int | None
+    kv_heads: int
+    head_major: bool
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    by_heads: bool
+    dtype: np.dtype

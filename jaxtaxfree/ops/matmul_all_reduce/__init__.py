@@ -1,0 +1,230 @@
+"""`matmul_all_reduce`: a row-parallel layer whose result every rank needs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.matmul_all_reduce.few import Few
+from jaxtaxfree.ops.matmul_all_reduce.hopper import Hopper
+from jaxtaxfree.ops.matmul_all_reduce.hopper_few import HopperFew
+from jaxtaxfree.ops.matmul_all_reduce.portable import Portable
+from jaxtaxfree.ops.variant import Variant, settings_of
+from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, takes_reference
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.teams import Team, check_axes, varying
+
+# The kernels. Of those that do not refuse a call the cheapest one takes it.
+VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
+
+
+def matmul_all_reduce(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: Any = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array:
+    """`lax.psum(lhs @ rhs, axis_name)`, as one kernel on GPUs.
+
+    For the few rows of a decode step, every tile of the product is sent as soon as it is done, in one shot to all ranks
+    or in two to its owner and from there to all (as one-shot and two-shot all-reduce of TensorRT-LLM, in words that say
+    by themselves whether they have arrived), while the weights of later tiles are still being read. For many rows it is
+    the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
+
+    Args:
+      lhs: this rank's part of the contracted dimension, [..., M, K] or [K]. The reference also takes what `jnp.matmul`
+        takes.
+      rhs: the same part, [K, N].
+      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
+      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+        says more.
+      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Each rank's
+        part is rounded to the operands' dtype on its way, as XLA does, unless the result is to be of more bits, the
+        operands of so few rows that it saves nothing, or `config` asks for `exact_wire`. (Of many rows, on other GPUs
+        than Hopper, parts travel as f32.)
+      bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      residual: of the result's shape, the same on every rank, added last.
+      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
+        slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
+        not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
+      config: which kernel runs, and how it splits its work: a mapping such as `{"kernel": "hopper_few", "splits": 4}`,
+        or the `Config` of a kernel. What it does not say is chosen by shape. `VARIANTS` has the kernels; each has its
+        own settings.
+
+    Returns: [..., M, N] or [N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in
+      every call and on every rank, which may be another one than XLA's.
+
+    Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
+    to what `lax.psum` gives. In a program that is differentiated they follow the product, rounded to the dtype of the
+    result. Where `shard_map` keeps account of what is the same on all ranks (`check_vma=True`), the kernel refuses a
+    bias or residual that is not; elsewhere it takes each rank's for a part of the result.
+
+    Raises:
+      ValueError: if the operands do not fit together, or there is no such implementation, activation or setting.
+      TypeError: if the axis or `config` is of another kind.
+      NameError: if `axis_name` is not bound.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+    """
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+    axes = check_axes(axis_name, "matmul_all_reduce")
+    check_implementation(implementation)
+    matmul.check_operands("matmul_all_reduce", lhs, rhs)
+    matmul.check_contraction("matmul_all_reduce", lhs, rhs)
+    params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
+    shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
+    one_row = lhs.ndim == 1 and rhs.ndim == 2
+    lhs = lhs[None] if one_row else lhs
+    epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
+    if one_row:
+        operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
+    settings = settings_of("matmul_all_reduce", VARIANTS, config)
+    differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
+    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
+    lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
+    if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
+        out = reference(lhs, rhs, *operands, epilogue=epilogue, **params)
+    else:
+        params |= {"implementation": implementation, "config": settings}
+        if epilogue:
+            (out,) = with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)
+        else:
+            out = matmul_all_reduce_p.bind(lhs, rhs, **params)
+    return out[0] if one_row else out
+
+
+def reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
+    config: Any = None,
+) -> jax.Array:
+    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
+    del config
+    total = lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
+    return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
+
+
+def fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    config: tuple[tuple[str, Any], ...],
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    implementation: str | None = None,
+) -> jax.Array:
+    """The operation by one kernel."""
+    if reasons := _unsupported(
+        lhs,
+        rhs,
+        *operands,
+        axes=axes,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    ):
+        raise Unsupported("matmul_all_reduce", reasons)
+    rows = lhs.reshape(-1, lhs.shape[-1])
+    call = product.call_of(
+        "matmul_all_reduce",
+        rows,
+        rhs,
+        *operands,
+        rows=rows.shape[0],
+        world=lax.axis_size(axes),
+        compute_capability=compute_capability,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    )
+    others = epilogue.rows_first(operands, 0)
+    out = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    return out.reshape(*lhs.shape[:-1], call.n)
+
+
+def _unsupported(
+    lhs: Any,
+    rhs: Any,
+    *operands: Any,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
+) -> list[str]:
+    """All that keeps the kernel from taking these operands."""
+    del axes
+    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+    return reasons + epilogues.unsupported(epilogue, operands)
+
+
+def _slower(
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    axes: tuple[str, ...],
+    precision: Any,
+    preferred_element_type: Any,
+    compute_capability: int,
+    epilogue: Epilogue = NONE,
+    **_: Any,
+) -> str | None:
+    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
+    rows, world = math.prod(lhs.shape[:-1]), lax.axis_size(axes)
+    if world == 1:
+        return "there is one rank, so nothing to add up"
+    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
+        return why
+    call = product.call_of(
+        "matmul_all_reduce",
+        lhs,
+        rhs,
+        *others,
+        rows=rows,
+        world=world,
+        compute_capability=compute_capability,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        epilogue=epilogue,
+    )
+    return product.slower(VARIANTS, call)
+
+
+def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by."""
+    return product.case("matmul_all_reduce", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
+
+
+matmul_all_reduce_p = bilinear(
+    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch=epilogues.batch
+)
+# With an epilogue.
+with_epilogue_p = collective(
+    "matmul_all_reduce",
+    reference=lambda *operands, **params: [reference(*operands, **params)],
+    fused=lambda *operands, **params: [fused(*operands, **params)],
+    slower=_slower,
+    batch=epilogues.batch,
+)

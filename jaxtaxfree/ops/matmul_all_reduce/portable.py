@@ -1,0 +1,70 @@
+"""The kernel of `matmul_all_reduce` for many rows on any GPU."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from jaxtaxfree.ops.blocks import portable
+from jaxtaxfree.ops.matmul_all_reduce.common import common, exchanged
+from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(portable.Tile):
+    """How the kernel splits its work.
+
+    Attributes:
+      block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
+      group_m: row blocks whose tiles run together, for the L2 cache.
+      exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
+        the bytes of bf16 and f16, and is what XLA does.
+    """
+
+    group_m: int = setting(8, least=1)
+    exact_wire: bool = True
+
+
+class Portable(Variant[Call]):
+    """Each rank owns a part of the tiles, adds them up and pushes the sums to all."""
+
+    name, Config, kernel = "portable", Config, matmul_all_reduce_kernel
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        del asked
+        return Config(**portable.large_tile(call))
+
+    def cost(self, call: Call, config: Config) -> float:
+        return portable.MANY
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        tiles, peers, block = exchanged(call, config)
+        wire = np.dtype(np.float32) if config.exact_wire else call.dtype
+        return {
+            **common(call),
+            **keywords(call, config),
+            "grid": (2 * call.world - 1) * tiles,
+            "scratch": {
+                "partials": jax.ShapeDtypeStruct((peers, tiles, *block), wire),
+                "sums": jax.ShapeDtypeStruct((call.world, tiles, *block), call.out_dtype),
+            },
+            "signals": {"arrived": (peers, tiles), "added": (call.world, tiles)},
+            "GROUP_M": config.group_m,
+        }
+
+    def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
+        return portable.variations_of_many(call, config)
+
+
+def keywords(call: Call, config: Any) -> dict[str, Any]:
+    """What both portable kernels are launched with."""
+    return {
+        **portable.keywords(call, call.rows, config),
+        **call.epilogue.keywords("bias", "residual"),
+        "EXACT_WIRE": config.exact_wire,
+    }

@@ -1,0 +1,89 @@
+"""The kernel of `matmul_reduce_scatter` for many rows on Hopper: persistent programs of warps with roles."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxtaxfree.kernels.matmul_reduce_scatter_hopper import PLACES, matmul_reduce_scatter_hopper_kernel
+from jaxtaxfree.ops.blocks import hopper, portable
+from jaxtaxfree.ops.matmul_reduce_scatter.common import common
+from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.settings import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(hopper.Tile):
+    """How the kernel splits its work.
+
+    Attributes:
+      block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
+      chunk: elements of a tile that are sent at a time: a power of 2.
+      pace: the share of the time that tiles for others are multiplied in which they are sent; 0: as soon as they can
+        be.
+      exact_wire: False. This kernel rounds partial sums to the operands' dtype on the way, and refuses to send f32.
+    """
+
+    chunk: int = setting(1024, least=16, most=1 << 16, power_of_2=True)
+    pace: float = setting(0.95, most=1)
+    exact_wire: bool = False
+
+
+class Hopper(Variant[Call]):
+    """One warp of a program claims tiles and loads them, two groups of four multiply, two carry tiles to others."""
+
+    name, Config, kernel = "hopper", Config, matmul_reduce_scatter_hopper_kernel
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        return refuses(call, config)
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        config = Config(exact_wire=asked.get("exact_wire", False))
+        if 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
+            return config
+        config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
+        if call.world * portable.tiles(call.m, call.n, config) <= config.programs:
+            # Nothing hides what is sent, so it is sent at once.
+            config = dataclasses.replace(config, pace=0.0)
+        return config
+
+    def cost(self, call: Call, config: Config) -> float:
+        return hopper.cost(call, call.world * math.ceil(call.m / config.block_m), config)
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        tiles, peers = portable.tiles(call.m, call.n, config), max(1, call.world - 1)  # no scratch is empty
+        partials = jax.ShapeDtypeStruct((peers, tiles, config.block_m, config.block_n), call.dtype)
+        chunk = config.chunk * call.itemsize
+        return {
+            **common(call, exact_wire=False),
+            **hopper.reduce_keywords(call, call.m, config),
+            "out_type": jax.ShapeDtypeStruct((1, call.m, call.n), call.out_dtype),
+            "scratch": {"partials": partials, "outbox": hopper.outbox(config, PLACES.value, call.dtype)},
+            "signals": {"arrived": (peers, tiles), "tickets": 1},
+            "CHUNK": config.chunk,
+            "PACE": hopper.pace(config.pace, call.k, call.itemsize, chunk, config.programs),
+        }
+
+    def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+        rows, rhs, *others = operands
+        return hopper.reduce_arrays(rows.reshape(call.world, call.m, call.k), rhs, others)
+
+    def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
+        other = {"kernel": "portable"}
+        return [
+            other,
+            *(other | {"lag": lag} for lag in (124, 128, 148)),
+            *portable.each("group_m", 8, 32),
+            *portable.each("chunk", 2048),
+            *portable.each("pace", 0.0, 0.7),
+            *portable.each("num_stages", 3),
+        ]
+
+
+def refuses(call: Call, config: Any) -> list[str]:
+    """What keeps the kernels for many rows that reduce from taking a call."""
+    reasons = hopper.refuses(call) + hopper.refuses_transposed(call) + hopper.refuses_residual(call)
+    return reasons + (["it rounds partial sums on their way"] if config.exact_wire else [])
