@@ -16,18 +16,16 @@ import numpy as np
 import triton
 
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels import (
-    all_gather_matmul,
-    all_gather_matmul_decode_hopper,
-    all_gather_matmul_small,
-    collectives,
-    decode_attention,
-    matmul_all_reduce,
-    matmul_all_reduce_small,
-    matmul_reduce_decode_hopper,
-    matmul_reduce_scatter,
-    matmul_reduce_scatter_small,
-)
+from jaxtaxfree.kernels.all_gather_matmul import few as all_gather_matmul_few
+from jaxtaxfree.kernels.all_gather_matmul import hopper_few as all_gather_matmul_hopper_few
+from jaxtaxfree.kernels.all_gather_matmul import portable as all_gather_matmul
+from jaxtaxfree.kernels.collectives import portable as collectives
+from jaxtaxfree.kernels.decode_attention import portable as decode_attention
+from jaxtaxfree.kernels.matmul_all_reduce import few as matmul_all_reduce_few
+from jaxtaxfree.kernels.matmul_all_reduce import hopper_few as matmul_reduce_hopper_few
+from jaxtaxfree.kernels.matmul_all_reduce import portable as matmul_all_reduce
+from jaxtaxfree.kernels.matmul_reduce_scatter import few as matmul_reduce_scatter_few
+from jaxtaxfree.kernels.matmul_reduce_scatter import portable as matmul_reduce_scatter
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import collectives as collective_ops
 from jaxtaxfree.ops import decode_attention as attention_op
@@ -160,12 +158,12 @@ def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, units=units, chunk=chunk)
 
 
-def _small(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+def _few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk = shape
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few")
 
 
-def _decode_hopper(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     m, n, k, pushers, chunk, part, stages, splits, *tile = shape
     config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
@@ -202,7 +200,7 @@ def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int],
     return Call(arrays=(lhs, rhs), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
-def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
+def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
     m, n, k, shots, exact_wire, apart, add_rows = shape
     config = {
         "shots": shots,
@@ -214,7 +212,7 @@ def _matmul_all_reduce_small(world: int, dtype: np.dtype, shape: tuple) -> Call:
     return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config)
 
 
-def _reduce_decode_hopper(world: int, dtype: np.dtype, shape: tuple) -> Call:
+def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
     m, n, k, shots, exact_wire, add_rows, stages, splits, *tile = shape
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
@@ -378,18 +376,18 @@ KERNELS = (
         ),
     ),
     Simulated(
-        name="all_gather_matmul_small",
-        module=all_gather_matmul_small,
-        function="all_gather_matmul_small_kernel",
-        call=_small,
+        name="all_gather_matmul_few",
+        module=all_gather_matmul_few,
+        function="all_gather_matmul_few_kernel",
+        call=_few,
         # M, N, K, PUSHERS, CHUNK
         shapes=lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
     ),
     Simulated(
-        name="all_gather_matmul_decode_hopper",
-        module=all_gather_matmul_decode_hopper,
-        function="all_gather_matmul_decode_hopper_kernel",
-        call=_decode_hopper,
+        name="all_gather_matmul_hopper_few",
+        module=all_gather_matmul_hopper_few,
+        function="all_gather_matmul_hopper_few_kernel",
+        call=_hopper_few,
         # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
         shapes=lambda world: (
             (
@@ -431,9 +429,9 @@ KERNELS = (
         ),
     ),
     Simulated(
-        name="matmul_reduce_scatter_small",
-        module=matmul_reduce_scatter_small,
-        function="matmul_reduce_scatter_small_kernel",
+        name="matmul_reduce_scatter_few",
+        module=matmul_reduce_scatter_few,
+        function="matmul_reduce_scatter_few_kernel",
         call=functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
         # M, N, K
         shapes=lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
@@ -447,10 +445,10 @@ KERNELS = (
         shapes=lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
     ),
     Simulated(
-        name="matmul_all_reduce_small",
-        module=matmul_all_reduce_small,
-        function="matmul_all_reduce_small_kernel",
-        call=_matmul_all_reduce_small,
+        name="matmul_all_reduce_few",
+        module=matmul_all_reduce_few,
+        function="matmul_all_reduce_few_kernel",
+        call=_matmul_all_reduce_few,
         # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS
         shapes=lambda world: (
             (3, 21, 19, 1, True, True, 2),
@@ -463,10 +461,10 @@ KERNELS = (
         ),
     ),
     Simulated(
-        name="matmul_reduce_decode_hopper",
-        module=matmul_reduce_decode_hopper,
-        function="matmul_reduce_decode_hopper_kernel",
-        call=_reduce_decode_hopper,
+        name="matmul_reduce_hopper_few",
+        module=matmul_reduce_hopper_few,
+        function="matmul_reduce_hopper_few_kernel",
+        call=_reduce_hopper_few,
         # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
         shapes=lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),

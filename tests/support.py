@@ -18,11 +18,11 @@ from triton.backends.compiler import GPUTarget
 
 from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
-from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
-from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
-from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
-from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
+from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
+from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.portable import matmul_all_reduce_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter.few import matmul_reduce_scatter_few_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
@@ -137,7 +137,7 @@ _MATMUL_REDUCE_SCATTER: dict[str, Any] = {
     "out_specs": P("tp"),
     "module": scatter_ops,
 }
-# `matmul_all_reduce_small`, which waits for words, has its own in test_compiled_all_reduce.py.
+# `matmul_all_reduce_few`, which waits for words, has its own in test_compiled_all_reduce.py.
 KERNELS = (
     Kernel(
         name="all_gather_matmul",
@@ -151,8 +151,8 @@ KERNELS = (
         amd={"block_n": 128, "block_k": 32, "num_stages": 2},
     ),
     Kernel(
-        name="all_gather_matmul_small",
-        function=all_gather_matmul_small_kernel,
+        name="all_gather_matmul_few",
+        function=all_gather_matmul_few_kernel,
         **_ALL_GATHER_MATMUL,
         benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m <= 256),
         aligned=MatmulShape(name="aligned", m=16, k=1024, n=16384),
@@ -173,8 +173,8 @@ KERNELS = (
         amd={"block_n": 128, "block_k": 32, "num_stages": 2},
     ),
     Kernel(
-        name="matmul_reduce_scatter_small",
-        function=matmul_reduce_scatter_small_kernel,
+        name="matmul_reduce_scatter_few",
+        function=matmul_reduce_scatter_few_kernel,
         **_MATMUL_REDUCE_SCATTER,
         benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m <= 256),
         aligned=MatmulShape(name="aligned", m=16, k=4096, n=4096),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from benchmarks.shapes import COLLECTIVE
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels.collectives import all_gather_kernel
+from jaxtaxfree.kernels.collectives.portable import all_gather_kernel
 from jaxtaxfree.ops.collectives import DTYPES, FASTER_UP_TO, VARIANTS, Call
 from jaxtaxfree.ops.collectives.portable import Config, PsumConfig
 from jaxtaxfree.ops.variant import choose

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.shapes import MatmulShape
-from jaxtaxfree.kernels import matmul, shmem
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import matmul
 from tests.support import KERNELS, Compiled, Kernel, compile_for_amd, compile_for_cuda, transposed_kernels
 
 KIB = 1024

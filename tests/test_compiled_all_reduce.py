@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import MATMUL_ALL_REDUCE
 from jaxtaxfree import matmul_all_reduce
-from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.few import matmul_all_reduce_few_kernel
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from tests.support import Compiled, by_shape, compile_call, compile_for_amd, mesh_of, product_call, sharded
 from tests.test_compiled import (
@@ -64,7 +64,7 @@ def compiled(name: str, compute_capability: int = 90, world: int = 4, amd: bool 
 
     arrays = [sharded(mesh, spec, shape, dtype) for spec, shape in zip(in_specs, shapes)]
     program = jax.shard_map(call, mesh=mesh, in_specs=in_specs, out_specs=P())
-    return compile_call(matmul_all_reduce_small_kernel, program, *arrays, compute_capability=compute_capability)
+    return compile_call(matmul_all_reduce_few_kernel, program, *arrays, compute_capability=compute_capability)
 
 
 def dot_of(call: Compiled) -> str:

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks.shapes import DECODE_ATTENTION
 from jaxtaxfree import decode_attention
-from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
+from jaxtaxfree.kernels.decode_attention.portable import decode_attention_kernel
 from tests.attention_cases import Case
 from tests.attention_parity import operands
 from tests.support import Compiled, compile_call, compile_for_amd, mesh_of

@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree.kernels import collectives
+from jaxtaxfree.kernels.collectives import portable as collectives
 from jaxtaxfree.ops.collectives.portable import GATHERED_AS_WORDS
 from tests.support import Compiled, compile_call, compile_for_amd, mesh_of
 from tests.test_compiled import (

@@ -11,13 +11,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from jaxtaxfree.kernels import (
-    all_gather_matmul_hopper,
-    matmul_all_reduce_hopper,
-    matmul_hopper,
-    matmul_reduce_scatter_hopper,
-    shmem,
-)
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.all_gather_matmul import hopper as all_gather_matmul_hopper
+from jaxtaxfree.kernels.blocks import hopper as matmul_hopper
+from jaxtaxfree.kernels.matmul_all_reduce import hopper as matmul_all_reduce_hopper
+from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as matmul_reduce_scatter_hopper
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.all_gather_matmul import VARIANTS, all_gather_matmul_p, hopper

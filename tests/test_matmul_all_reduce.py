@@ -640,12 +640,12 @@ def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: Matmu
 
 def test_the_kernel_by_shape(mesh: Mesh) -> None:
     hopper = "matmul_all_reduce_hopper_kernel"
-    few = "matmul_reduce_decode_hopper_kernel"
+    few = "matmul_reduce_hopper_few_kernel"
     shape = ("bfloat16", 512, 512, 8192)
     assert kernel_of(mesh, *shape) == kernel_of(mesh, "bfloat16", 516, 512, 512) == hopper
     for m, n in ((1, 512), (16, 9216), (256, 8192), (257, 8192), (512, 512)):
         assert kernel_of(mesh, "bfloat16", m, 512, n) == few
-    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"kernel": "few"}) == "matmul_all_reduce_small_kernel"
+    assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"kernel": "few"}) == "matmul_all_reduce_few_kernel"
     assert kernel_of(mesh, "bfloat16", 16, 512, 512, config={"splits": 2}) == few
     assert kernel_of(mesh, "bfloat16", 256, 512, 8192, config={"shots": 1}) == few
     with fails(ValueError, "'hopper' of matmul_all_reduce has no setting 'shots'", "'hopper_few', 'few' have it"):

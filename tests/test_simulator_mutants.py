@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from jaxtaxfree.kernels import decode_hopper, shmem
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import hopper_few
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -41,7 +42,7 @@ class Mutant:
       name: in the names of tests.
       kernel: in which kernel's calls it shows.
       api: the fault is in the device API, not in the kernel.
-      product: it is in `decode_hopper`, not in the kernel's own file.
+      product: it is in `hopper_few`, not in the kernel's own file.
       edits: (text, what to put in its place); each text occurs once, or as often as a third item says.
       errors: of which kind the finding must be.
       shape: of the call; None for all shapes of the kernel.
@@ -141,7 +142,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no barrier before the publish to all",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         api=True,
         edits=(("    tl.debug_barrier()\n    peers = tl.arange", "    peers = tl.arange"),),
         errors=(DataRaceError,),
@@ -174,7 +175,7 @@ MUTANTS = (
     ),
     Mutant(
         name="relaxed wait",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         api=True,
         edits=(('0, sem="acquire", scope="sys")', '0, sem="relaxed", scope="sys")', 2),),
         errors=(DataRaceError,),
@@ -206,7 +207,7 @@ MUTANTS = (
     ),
     Mutant(
         name="count of the previous epoch for all",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         edits=(("me.epoch * PUSHERS", "(me.epoch - 1) * PUSHERS"),),
         errors=TOO_EARLY,
     ),
@@ -226,7 +227,7 @@ MUTANTS = (
     ),
     Mutant(
         name="reset of a signal by a store",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         edits=(
             (
                 "        lhs = inbox + row.to(tl.int64) * K\n",
@@ -301,7 +302,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no mask",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         edits=(("mask=element < size)", "mask=element >= 0)"),),
         errors=(OutOfBoundsError,),
         shape=(3, 21, 19, 2, 32),
@@ -321,7 +322,7 @@ MUTANTS = (
     ),
     Mutant(
         name="no rows for this rank itself",
-        kernel="all_gather_matmul_small",
+        kernel="all_gather_matmul_few",
         edits=(("tl.static_range(1, WORLD + 1)", "tl.static_range(1, WORLD)"),),
         errors=(UninitializedReadError,),
     ),
@@ -436,31 +437,31 @@ MUTANTS = (
     ),
     Mutant(
         name="publish before the rows are stored",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         edits=((SMALL_STORES + SMALL_SIGNAL, SMALL_SIGNAL + SMALL_STORES),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="no wait for the ranks' rows",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         edits=(("shmem.wait_all(me, meeting, me.epoch)", "me.ready"),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="rows of the previous epoch",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         edits=(("shmem.wait_all(me, meeting, me.epoch)", "shmem.wait_all(me, meeting, me.epoch - 1)"),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="no rows for this rank's own sum",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         edits=(("tl.static_range(1, WORLD + 1)", "tl.static_range(1, WORLD)"),),
         errors=(UninitializedReadError,),
     ),
     Mutant(
         name="wait before the signal",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         edits=(
             ("    shmem.signal_all(me, meeting + me.rank, WORLD)\n", ""),
             (
@@ -473,7 +474,7 @@ MUTANTS = (
     ),
     Mutant(
         name="single buffering of rows",
-        kernel="matmul_reduce_scatter_small",
+        kernel="matmul_reduce_scatter_few",
         api=True,
         edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
         errors=(DataRaceError,),
@@ -681,128 +682,128 @@ MUTANTS = (
     ),
     Mutant(
         name="tile not sent to one peer",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=((TILE_SENT, "        if i > 1:\n    " + TILE_SENT),),
         shape=(3, 21, 19, 1, True, True, 2),
         errors=(DeadlockError,),
     ),
     Mutant(
         name="tile sent twice",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=((TILE_SENT, TILE_SENT + TILE_SENT),),
         errors=(MessageError,),
         shape=(7, 21, 33, 2, True, False, 1),
     ),
     Mutant(
         name="columns past the end not sent",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("& (n >= 0)\n    shmem", "& (column + n < COLUMNS - 1)\n    shmem"),),
         shape=(3, 21, 19, 1, True, True, 2),
         errors=(DeadlockError,),
     ),
     Mutant(
         name="parts of all ranks in one place",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("place = me.rank.to(tl.int64) * (", "place = me.rank.to(tl.int64) * (0 * "),),
         errors=(MessageError,),
         shape=(7, 21, 33, 2, True, False, 1),
     ),
     Mutant(
         name="adding programs first",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("tl.program_id(0)", "((tl.program_id(0) + multiplying) % tl.num_programs(0))", 4),),
         errors=(WaitOrderError,),
         shape=(5, 17, 9, 2, True, True, 4),
     ),
     Mutant(
         name="the first row block adds",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("row_block == row_blocks - 1", "row_block == 0"),),
         errors=(WaitOrderError,),
         shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(
         name="sums sent twice",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=((SUMS_SENT, SUMS_SENT + SUMS_SENT),),
         errors=(MessageError,),
         shape=(5, 9, 5, 2, True, True, 2),
     ),
     Mutant(
         name="rows of another rank sent as well",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("(m >= 0) & (m < OWNED)", "(m < OWNED)"),),
         errors=(MessageError, DataRaceError, OutOfBoundsError, WrongPeerError),
         shape=(18, 9, 17, 2, False, False, 2),
     ),
     Mutant(
         name="sums of all parts in one place",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         edits=(("        within = row + tl.arange(0, ADD_ROWS)\n", "        within = tl.arange(0, ADD_ROWS)\n"),),
         errors=(MessageError,),
         shape=(9, 33, 5, 2, False, True, 1),
     ),
     Mutant(
         name="single buffering of parts and sums",
-        kernel="matmul_all_reduce_small",
+        kernel="matmul_all_reduce_few",
         api=True,
         edits=(("(me.epoch & 1) * lines", "(me.epoch & 0) * lines"),),
         errors=(MessageError, DataRaceError),
     ),
     Mutant(
         name="no wait for the rows",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=((DECODE_WAIT, ""),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="wait for the first part alone",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=((DECODE_WAIT, "        if part == 0:\n    " + DECODE_WAIT),),
         errors=TOO_EARLY,
         shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
     Mutant(
         name="wait for one pusher of each rank",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=(("me.epoch * SIGNALS) & ready", "(me.epoch - 1) * SIGNALS + 1) & ready"),),
         errors=TOO_EARLY,
         shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
     Mutant(
         name="no proxy fence",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=((DECODE_FENCE, ""),),
         errors=(MissingFenceError,),
     ),
     Mutant(
         name="proxy fence before the wait",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=((DECODE_WAIT + DECODE_FENCE, DECODE_FENCE + DECODE_WAIT),),
         errors=(MissingFenceError,),
     ),
     Mutant(
         name="publish before the rows are stored",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=((DECODE_SIGNAL, ""), ("        for at in", DECODE_SIGNAL + "        for at in")),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="no wait for an empty buffer",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         product=True,
         edits=(("            mbarrier.wait(ring.empty.index(stage), phase)\n", ""),),
         errors=(DataRaceError, MbarrierError),
     ),
     Mutant(
         name="told before it is known",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=(("    mbarrier.wait(rows.told, 0)\n", ""),),
         errors=TOO_EARLY,
     ),
     Mutant(
         name="two copies of the rows in one place",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         edits=(
             (
                 "inbox = shmem.scratch(me, gathered, rhs_desc.dtype)",
@@ -813,20 +814,20 @@ MUTANTS = (
     ),
     Mutant(
         name="parts that are not cleared",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=((f"        clear(me, partials, WIRE, late, row, {CLEARED}", ""),),
         errors=(MessageError,),
     ),
     Mutant(
         name="sums that are not cleared",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=((f"            clear(me, sums, OUT, late, row, {CLEARED}", ""),),
         errors=(MessageError,),
         shape=IN_TWO_SHOTS,
     ),
     Mutant(
         name="parts of other rows cleared",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("clear(me, partials, WIRE, late, row,", "clear(me, partials, WIRE, late, 8 * adder,"),),
         errors=(MessageError,),
         shape=SEVERAL_ROUNDS,
@@ -851,28 +852,28 @@ MUTANTS = (
     ),
     Mutant(
         name="rows past the end not sent",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("(m < WORLD * OWNED)", "(m < WORLD * OWNED - 1)"),),
         errors=(DeadlockError,),
         shape=(5, 24, 136, 2, False, 1, 2, 3),
     ),
     Mutant(
         name="a tile sent to one rank twice",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("words, (me.rank + i) % WORLD, (m < OWNED) & (n >= 0))", "words, me.rank, (m < OWNED) & (n >= 0))"),),
         errors=(MessageError,),
         shape=(5, 40, 72, 1, False, 2, 2, 2),
     ),
     Mutant(
         name="sums of all parts in one place",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("    m = row + shmem.spread(word // ROW, ADDERS)\n", "    m = shmem.spread(word // ROW, ADDERS)\n"),),
         errors=(MessageError,),
         shape=(5, 24, 136, 2, False, 1, 2, 3),
     ),
     Mutant(
         name="words of the first tile",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(
             (
                 "source = shmem.messages(me, region) + column // A_WORD\n    words",
@@ -883,7 +884,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a stage released too early",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         product=True,
         edits=(
             (
@@ -895,7 +896,7 @@ MUTANTS = (
     ),
     Mutant(
         name="lhs of one stage alone",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         product=True,
         edits=(("ring.full.index(stage), ring.lhs.index(stage).", "ring.full.index(stage), ring.lhs.index(0)."),),
         errors=TOO_EARLY,
@@ -903,9 +904,9 @@ MUTANTS = (
     *(
         Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=TOO_EARLY, shape=shape)
         for kernel, shape in (
-            ("all_gather_matmul_decode_hopper", SHARED_GATHER),
-            ("matmul_reduce_decode_hopper", SHARED_SCATTER),
-            ("matmul_reduce_decode_hopper", (5, 24, 136, 2, False, 1, 2, 3)),
+            ("all_gather_matmul_hopper_few", SHARED_GATHER),
+            ("matmul_reduce_hopper_few", SHARED_SCATTER),
+            ("matmul_reduce_hopper_few", (5, 24, 136, 2, False, 1, 2, 3)),
         )
         for name, edits in (
             ("no wait for who shares a tile", ((SHARED_WAIT, "            came = me.ready\n"),)),
@@ -921,7 +922,7 @@ MUTANTS = (
     ),
     Mutant(
         name="an adder does not wait for the others",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         product=True,
         edits=(("return splits if adders > 1 else splits - 1", "return splits - 1"),),
         errors=(*TOO_EARLY, SignalCountError),
@@ -929,7 +930,7 @@ MUTANTS = (
     ),
     Mutant(
         name="what an adder keeps is what others leave",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         product=True,
         edits=(("if adder != i % ADDERS", "if adder == i % ADDERS"),),
         errors=TOO_EARLY,
@@ -937,7 +938,7 @@ MUTANTS = (
     ),
     Mutant(
         name="another adder's rows",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         product=True,
         edits=(("parts[i * ADDERS].first + adder,", "parts[i * ADDERS].first + (adder + 1) % ADDERS,"),),
         errors=(*TOO_EARLY, MessageError, DeadlockError),
@@ -946,8 +947,8 @@ MUTANTS = (
     *(
         Mutant(name=name, kernel=kernel, product=True, edits=edits, errors=errors, shape=shape)
         for kernel, shape in (
-            ("all_gather_matmul_decode_hopper", MORE_GATHER),
-            ("matmul_reduce_decode_hopper", MORE_SCATTER),
+            ("all_gather_matmul_hopper_few", MORE_GATHER),
+            ("matmul_reduce_hopper_few", MORE_SCATTER),
         )
         for name, edits, errors in (
             (
@@ -964,7 +965,7 @@ MUTANTS = (
     ),
     Mutant(
         name="other rows of one stage alone",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         product=True,
         edits=(("ring.full.index(stage), ring.rest.index(stage).", "ring.full.index(stage), ring.rest.index(0)."),),
         errors=TOO_EARLY,
@@ -972,7 +973,7 @@ MUTANTS = (
     ),
     Mutant(
         name="a stage released before its other rows are multiplied",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         product=True,
         edits=(("num_outstanding=2, deps=(tile, rest)", "num_outstanding=3, deps=(tile, rest)"),),
         errors=(DataRaceError,),
@@ -980,7 +981,7 @@ MUTANTS = (
     ),
     Mutant(
         name="other rows not announced",
-        kernel="all_gather_matmul_decode_hopper",
+        kernel="all_gather_matmul_hopper_few",
         product=True,
         edits=((".nbytes_per_cta + REST + dest", ".nbytes_per_cta + dest"),),
         errors=(MbarrierError, *TOO_EARLY),
@@ -988,14 +989,14 @@ MUTANTS = (
     ),
     Mutant(
         name="all blocks of rows have the same adders",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("        adder += place.block * ADDERS\n", ""),),
         errors=(MessageError, DeadlockError, WaitOrderError, DataRaceError),
         shape=(19, 40, 72, 0, False, None, 2, 1, 16),
     ),
     Mutant(
         name="every adder has all rows",
-        kernel="matmul_reduce_decode_hopper",
+        kernel="matmul_reduce_hopper_few",
         edits=(("for row in range(8 * adder, OWNED, ADD_ROWS * ADDERS)", "for row in range(0, OWNED, ADD_ROWS)", 2),),
         errors=(MessageError, DeadlockError, WaitOrderError, DataRaceError),
         shape=(29, 24, 136, 2, False, 2, 2, 4),
@@ -1021,8 +1022,8 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         api = load(edit(shmem, mutant.edits, folder), shmem.__name__)
         module = load(Path(source.__file__ or ""), source.__name__, shmem=api)
     elif mutant.product:
-        product = load(edit(decode_hopper, mutant.edits, folder), decode_hopper.__name__)
-        module = load(Path(source.__file__ or ""), source.__name__, decode_hopper=product)
+        product = load(edit(hopper_few, mutant.edits, folder), hopper_few.__name__)
+        module = load(Path(source.__file__ or ""), source.__name__, hopper_few=product)
     else:
         module = load(edit(source, mutant.edits, folder), source.__name__)
     return getattr(module, kernel.function)

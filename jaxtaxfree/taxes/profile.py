@@ -209,7 +209,7 @@ def _kind(name: str, fused: Sequence[str]) -> Kind:
 
 @functools.cache
 def _own_kernel_names() -> tuple[str, ...]:
-    modules = pathlib.Path(own_kernels.__path__[0]).glob("*.py")
+    modules = pathlib.Path(own_kernels.__path__[0]).rglob("*.py")
     return tuple(name for module in modules for name in re.findall(r"^def (\w+_kernel)\(", module.read_text(), re.M))
 
 

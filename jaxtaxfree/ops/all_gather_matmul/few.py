@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.all_gather_matmul_small import all_gather_matmul_small_kernel
+from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
 from jaxtaxfree.ops.all_gather_matmul.portable import keywords, slower
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call
@@ -30,7 +30,7 @@ class Config(portable.Tile):
 class Few(Variant[Call]):
     """A tile has rows of all ranks, all of them if they are no more than `block_m`, so that rhs is read once."""
 
-    name, Config, kernel = "few", Config, all_gather_matmul_small_kernel
+    name, Config, kernel = "few", Config, all_gather_matmul_few_kernel
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

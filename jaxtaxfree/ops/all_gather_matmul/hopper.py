@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtaxfree.kernels.all_gather_matmul_hopper import CHUNK, all_gather_matmul_hopper_kernel
+from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
 from jaxtaxfree.ops.product import Call

@@ -7,7 +7,7 @@ from typing import Any
 
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.all_gather_matmul_decode_hopper import all_gather_matmul_decode_hopper_kernel
+from jaxtaxfree.kernels.all_gather_matmul.hopper_few import all_gather_matmul_hopper_few_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, results
 from jaxtaxfree.ops.blocks import hopper_few, portable
 from jaxtaxfree.ops.product import Call
@@ -34,7 +34,7 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The product is turned round, and the weights are on their way before the first row is there."""
 
-    name, Config, kernel = "hopper_few", Config, all_gather_matmul_decode_hopper_kernel
+    name, Config, kernel = "hopper_few", Config, all_gather_matmul_hopper_few_kernel
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config

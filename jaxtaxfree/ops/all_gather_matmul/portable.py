@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.all_gather_matmul import all_gather_matmul_kernel
+from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, results
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call

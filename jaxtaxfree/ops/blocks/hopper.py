@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxtaxfree import gluon
-from jaxtaxfree.kernels.tiles import box_of
+from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.settings import setting

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.decode_hopper import PIECE
-from jaxtaxfree.kernels.tiles import box_of
+from jaxtaxfree.kernels.blocks.hopper_few import PIECE
+from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import hopper, portable
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.settings import setting

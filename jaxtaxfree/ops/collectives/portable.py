@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
+from jaxtaxfree.kernels.collectives.portable import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import Settings, setting

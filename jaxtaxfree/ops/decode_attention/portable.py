@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
+from jaxtaxfree.kernels.decode_attention.portable import decode_attention_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_attention.spec import Spec
 from jaxtaxfree.ops.variant import Variant

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtaxfree.kernels.matmul_all_reduce_small import matmul_all_reduce_small_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.few import matmul_all_reduce_few_kernel
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul_all_reduce.common import common, exchange_of_few, rows_sent, variations_of_adding
 from jaxtaxfree.ops.matmul_all_reduce.portable import keywords
@@ -41,7 +41,7 @@ class Config(portable.Tile):
 class Few(Variant[Call]):
     """Every program sends its tile as words, to all ranks or to those who own its rows."""
 
-    name, Config, kernel = "few", Config, matmul_all_reduce_small_kernel
+    name, Config, kernel = "few", Config, matmul_all_reduce_few_kernel
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(**portable.small_tile(call), **exchange_of_few(call, asked))

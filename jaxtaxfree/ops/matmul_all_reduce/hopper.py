@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtaxfree.kernels.matmul_all_reduce_hopper import PLACES, matmul_all_reduce_hopper_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.hopper import PLACES, matmul_all_reduce_hopper_kernel
 from jaxtaxfree.ops.blocks import hopper, portable
 from jaxtaxfree.ops.matmul_all_reduce.common import common, exchanged
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper import refuses

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.hopper_few import matmul_reduce_hopper_few_kernel
 from jaxtaxfree.ops.blocks import hopper_few, portable
 from jaxtaxfree.ops.matmul_all_reduce.common import common, exchange_of_few, rows_sent, variations_of_adding
 from jaxtaxfree.ops.product import Call
@@ -33,7 +33,7 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The kernel of `matmul_reduce_scatter` for few rows; in two shots the sums are gathered as well."""
 
-    name, Config, kernel = "hopper_few", Config, matmul_reduce_decode_hopper_kernel
+    name, Config, kernel = "hopper_few", Config, matmul_reduce_hopper_few_kernel
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config

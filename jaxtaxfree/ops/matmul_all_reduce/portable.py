@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtaxfree.kernels.matmul_all_reduce import matmul_all_reduce_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.portable import matmul_all_reduce_kernel
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul_all_reduce.common import common, exchanged
 from jaxtaxfree.ops.product import Call

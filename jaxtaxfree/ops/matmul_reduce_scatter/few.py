@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtaxfree.kernels.matmul_reduce_scatter_small import matmul_reduce_scatter_small_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter.few import matmul_reduce_scatter_few_kernel
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common, wire_of
 from jaxtaxfree.ops.matmul_reduce_scatter.portable import keywords
@@ -30,7 +30,7 @@ class Config(portable.Tile):
 class Few(Variant[Call]):
     """A tile has rows for all ranks, all of them if they are no more than `block_m`, so that rhs is read once."""
 
-    name, Config, kernel = "few", Config, matmul_reduce_scatter_small_kernel
+    name, Config, kernel = "few", Config, matmul_reduce_scatter_few_kernel
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtaxfree.kernels.matmul_reduce_scatter_hopper import PLACES, matmul_reduce_scatter_hopper_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter.hopper import PLACES, matmul_reduce_scatter_hopper_kernel
 from jaxtaxfree.ops.blocks import hopper, portable
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.product import Call

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_hopper_kernel
+from jaxtaxfree.kernels.matmul_all_reduce.hopper_few import matmul_reduce_hopper_few_kernel
 from jaxtaxfree.ops.blocks import hopper_few
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.product import Call
@@ -30,7 +30,7 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The weights are on their way before anything else; sums travel as words that say whether they have arrived."""
 
-    name, Config, kernel = "hopper_few", Config, matmul_reduce_decode_hopper_kernel
+    name, Config, kernel = "hopper_few", Config, matmul_reduce_hopper_few_kernel
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config

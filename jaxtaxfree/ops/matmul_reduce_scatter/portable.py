@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.matmul_reduce_scatter import matmul_reduce_scatter_kernel
+from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common, wire_of
 from jaxtaxfree.ops.product import Call

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, Fracti
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels import tiles
+from jaxtaxfree.kernels.blocks import tiles
 
 # Weights are read once. They are not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))

@@ -25,9 +25,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels import tiles
+from jaxtaxfree.kernels.blocks import hopper as matmul
+from jaxtaxfree.kernels.blocks import tiles
 
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 

@@ -29,9 +29,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxtaxfree.kernels import matmul_hopper as matmul
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels import tiles
+from jaxtaxfree.kernels.blocks import hopper as matmul
+from jaxtaxfree.kernels.blocks import tiles
 
 PLACES = gl.constexpr(4)  # of an outbox
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import matmul
+from jaxtaxfree.kernels.blocks import matmul
 
 
 @triton.jit

@@ -11,11 +11,12 @@ run.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 
 @triton.jit
-def all_gather_matmul_small_kernel(
+def all_gather_matmul_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
     rhs_ptr,  # [K, N], or [N, K]
     gate_ptr,  # [K, N], or None

@@ -1,8 +1,8 @@
 """All-gather and matrix product in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `decode_hopper`, of all rows of all ranks. A program has its first blocks of `rhs` on their way
-before it knows who it is, and waits for the peers' rows only then: as long as they come before these blocks do, nobody
-notices that they come from elsewhere.
+The product is that of `blocks.hopper_few`, of all rows of all ranks. A program has its first blocks of `rhs` on their
+way before it knows who it is, and waits for the peers' rows only then: as long as they come before these blocks do,
+nobody notices that they come from elsewhere.
 
 The first `PUSHERS` programs write this rank's rows into everybody's scratch, its own included; each later program
 waits for all ranks and computes one tile, or a part of K of it. Many rows are sent and awaited in parts of K: while the
@@ -18,12 +18,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from jaxtaxfree.kernels import decode_hopper, epilogue, tiles
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue, hopper_few, tiles
 
 
 @gluon.jit
-def all_gather_matmul_decode_hopper_kernel(
+def all_gather_matmul_hopper_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     gate_desc,  # the same of the gate, or None
@@ -56,11 +56,11 @@ def all_gather_matmul_decode_hopper_kernel(
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
-        number, split, first, end = decode_hopper.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
-        place = decode_hopper.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
-        ring = decode_hopper.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
+        number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
+        place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
+        ring = hopper_few.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
         rows = allocate_answer()
-        decode_hopper.begin(ring, rhs_desc, gate_desc, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+        hopper_few.begin(ring, rhs_desc, gate_desc, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
@@ -166,8 +166,8 @@ def load(
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
-    for stage in range(min(STAGES, STEPS, decode_hopper.AHEAD), min(STAGES, STEPS)):
-        decode_hopper.fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
+    for stage in range(min(STAGES, STEPS, hopper_few.AHEAD), min(STAGES, STEPS)):
+        hopper_few.fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
     inbox = shmem.scratch(me, gathered, rhs_desc.dtype)
     lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
     ready = me.ready
@@ -178,7 +178,7 @@ def load(
         begin = gl.maximum(part * STEPS_A_PART, first)
         until = gl.minimum((part + 1) * STEPS_A_PART, end)
         fetched = first + min(STAGES, STEPS)
-        position = decode_hopper.load(
+        position = hopper_few.load(
             ring, lhs_desc, rhs_desc, gate_desc, place, WORLD * M, position, begin, until, fetched
         )
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
@@ -192,23 +192,23 @@ def multiply(
     WHOLE: gl.constexpr, ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
-    tile = decode_hopper.multiply(ring, steps)
+    tile = hopper_few.multiply(ring, steps)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:
         tile = nan_unless(ready, tile)
-    parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
-    if decode_hopper.adder_of(split, SPLITS, ADDERS) >= 0:
-        ready = decode_hopper.wait(me, left, place.number, SPLITS, WHOLE, ADDERS) & ready
+    parts = hopper_few.pieces(tile, ADDERS)
+    hopper_few.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
+    if hopper_few.adder_of(split, SPLITS, ADDERS) >= 0:
+        ready = hopper_few.wait(me, left, place.number, SPLITS, WHOLE, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
-            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
+            piece = hopper_few.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
             store_piece(piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
 
 
 @gluon.jit
 def nan_unless(ready, tile):
-    """A tile of `decode_hopper.multiply`, of which others are told by NaN that rows have not come."""
+    """A tile of `hopper_few.multiply`, of which others are told by NaN that rows have not come."""
     found = ()
     for part in gl.static_range(len(tile)):
         found = found + (gl.where(ready, tile[part], float("nan")),)
@@ -223,18 +223,18 @@ def store_piece(
     """Applies the epilogue to a piece of the tile at this place, and stores it."""
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
-    SUMS: gl.constexpr = decode_hopper.layout_of_sums(piece.sums.shape[1], gl.num_warps())
+    SUMS: gl.constexpr = hopper_few.layout_of_sums(piece.sums.shape[1], gl.num_warps())
     GATED: gl.constexpr = piece.sums.shape[0] > BLOCK_N
     LAYOUT: gl.constexpr = STORED if GATED else SUMS
     sums, gate = piece.sums, None
     if GATED:
-        sums, gate = decode_hopper.product_and_gate(sums, LAYOUT)
+        sums, gate = hopper_few.product_and_gate(sums, LAYOUT)
     if bias_ptr is not None:
         n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
         sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
     sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
     n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
-    m = place.row + decode_hopper.rows_of(piece, gl.SliceLayout(0, STORED))[None, :]
+    m = place.row + hopper_few.rows_of(piece, gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
     if residual_ptr is not None:
         residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)

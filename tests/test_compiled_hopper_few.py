@@ -29,7 +29,7 @@ from tests.test_compiled_hopper import products_that_do_not_overlap, stages_rele
 from tests.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.test_gluon import SHARED_MEMORY as SHARED
 
-KERNEL = b"all_gather_matmul_decode_hopper_kernel"
+KERNEL = b"all_gather_matmul_hopper_few_kernel"
 # Sizes and keywords of the operation; of gate, bias and residual whether there is one.
 CASES: dict[str, dict[str, Any]] = {
     "16-rows": {},
@@ -224,7 +224,7 @@ def test_the_kernel_whose_waves_take_less_time(rows: int, n: int, world: int, fe
 
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.10.0")
-    assert launch_of(lowered(k=1024, n=1024))[NAME] == b"all_gather_matmul_small_kernel"
+    assert launch_of(lowered(k=1024, n=1024))[NAME] == b"all_gather_matmul_few_kernel"
 
 
 def test_all_reasons_why_it_cannot_run() -> None:

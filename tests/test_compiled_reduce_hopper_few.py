@@ -15,10 +15,10 @@ from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from tests.support import chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 from tests.test_compiled import publishes_out_of_order, waits_that_do_not_wait
 from tests.test_compiled_attention import polling_loops, widths
-from tests.test_compiled_decode_hopper import before_the_partitions, check_code, requests
+from tests.test_compiled_hopper_few import before_the_partitions, check_code, requests
 from tests.test_gluon import PTX, launch_of
 
-KERNEL = b"matmul_reduce_decode_hopper_kernel"
+KERNEL = b"matmul_reduce_hopper_few_kernel"
 # Rows in all, sizes and dtypes of the operation, of the reduce-scatter if `scattered`; `settings` of its kernel.
 CASES: dict[str, dict[str, Any]] = {
     "scattered-16-rows": {"scattered": True},

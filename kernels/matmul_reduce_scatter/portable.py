@@ -17,7 +17,8 @@ are.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 
 @triton.jit

@@ -11,11 +11,12 @@ its own place to run.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 
 @triton.jit
-def matmul_reduce_scatter_small_kernel(
+def matmul_reduce_scatter_few_kernel(
     lhs_ptr,  # [WORLD * M, K]
     rhs_ptr,  # [K, N], or [N, K]
     bias_ptr,  # [N], or None

@@ -1,7 +1,7 @@
 """Matrix product and reduce-scatter or all-reduce in one kernel, for the few rows of a decode step, on Hopper GPUs.
 
-The product is that of `decode_hopper`: a program computes a tile, or some rows of it if it shares the tile with others.
-It sends it as words, which say by themselves that they have arrived, to those who add it up; waits for what is sent for
+The product is that of `blocks.hopper_few`: a program computes a tile, or some rows of it if it shares the tile. It
+sends it as words, which say by themselves that they have arrived, to those who add it up; waits for what is sent for
 its own rows; adds that up in the order of the ranks, and applies the epilogue.
 
 With `SCATTERED` each rank adds up the rows that it owns alone: that is a reduce-scatter, or the first shot of an
@@ -16,12 +16,12 @@ needs more than its own place to run, and theirs.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from jaxtaxfree.kernels import decode_hopper, epilogue
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue, hopper_few
 
 
 @gluon.jit
-def matmul_reduce_decode_hopper_kernel(
+def matmul_reduce_hopper_few_kernel(
     lhs_desc,  # [all rows, K], in boxes [rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     bias_ptr,  # [N], or None
@@ -51,11 +51,11 @@ def matmul_reduce_decode_hopper_kernel(
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    number, split, first, end = decode_hopper.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
+    number, split, first, end = hopper_few.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
-    place = decode_hopper.place_of(number, ROWS, BLOCK_M, BLOCK_N)
-    ring = decode_hopper.allocate(rhs_desc, None, BLOCK_M, STAGES)
-    fetched = decode_hopper.begin(ring, rhs_desc, None, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+    place = hopper_few.place_of(number, ROWS, BLOCK_M, BLOCK_N)
+    ring = hopper_few.allocate(rhs_desc, None, BLOCK_M, STAGES)
+    fetched = hopper_few.begin(ring, rhs_desc, None, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
     wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
     gl.warp_specialize(
@@ -79,7 +79,7 @@ def matmul_reduce_decode_hopper_kernel(
 @gluon.jit
 def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetched):
     """Fetches what is multiplied, which nobody has to wait for."""
-    decode_hopper.load(ring, lhs_desc, rhs_desc, None, place, ROWS, (0, 1), first, end, fetched)
+    hopper_few.load(ring, lhs_desc, rhs_desc, None, place, ROWS, (0, 1), first, end, fetched)
 
 
 @gluon.jit
@@ -92,18 +92,18 @@ def multiply(
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    tile = decode_hopper.multiply(ring, steps)
-    parts = decode_hopper.pieces(tile, ADDERS)
-    decode_hopper.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
-    adder = decode_hopper.adder_of(split, SPLITS, ADDERS)
+    tile = hopper_few.multiply(ring, steps)
+    parts = hopper_few.pieces(tile, ADDERS)
+    hopper_few.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
+    adder = hopper_few.adder_of(split, SPLITS, ADDERS)
     if adder >= 0:
-        came = decode_hopper.wait(me, left, place.number, SPLITS, WHOLE, ADDERS)
+        came = hopper_few.wait(me, left, place.number, SPLITS, WHOLE, ADDERS)
         for i in gl.static_range(len(parts) // ADDERS):
-            piece = decode_hopper.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
+            piece = hopper_few.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
             total = piece.sums
             if SPLITS > 1:
                 total = gl.where(came, total, float("nan"))
-            rows = decode_hopper.Piece(total.to(WIRE), piece.first, piece.apart)
+            rows = hopper_few.Piece(total.to(WIRE), piece.first, piece.apart)
             send_piece(me, rows, partials, place, WORLD, OWNED, PITCH, SCATTERED)
         adder += place.block * ADDERS
         reduce(
@@ -177,7 +177,7 @@ def send_piece(
     WORDS: gl.constexpr = gl.BlockedLayout([DOWN, 4], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
     words = shmem.words_of(gl.convert_layout(gl.permute(piece.sums, (1, 0)), SENT))
     words = gl.convert_layout(words, WORDS)
-    m = place.row + decode_hopper.rows_of(piece, gl.SliceLayout(1, WORDS))[:, None]
+    m = place.row + hopper_few.rows_of(piece, gl.SliceLayout(1, WORDS))[:, None]
     n = gl.arange(0, BLOCK_N // A_WORD, gl.SliceLayout(0, WORDS))[None, :]
     dest = shmem.messages(me, partials) + (me.rank * (OWNED * PITCH // A_WORD) + place.column // A_WORD)
     if SCATTERED:

@@ -39,9 +39,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from jaxtaxfree.kernels import matmul_hopper as matmul
-from jaxtaxfree.kernels import matmul_reduce_scatter_hopper as scatter
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import hopper as matmul
+from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as scatter
 
 PLACES = scatter.PLACES
 

@@ -35,8 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from jaxtaxfree.kernels import epilogue, tiles
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue, tiles
 
 
 class Ring(NamedTuple):

@@ -14,8 +14,9 @@ does a copy.
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
-from jaxtaxfree.kernels.matmul_reduce_scatter import add_received
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.matmul_reduce_scatter.portable import add_received
 
 
 @triton.jit

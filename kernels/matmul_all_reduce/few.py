@@ -14,11 +14,12 @@ Who adds waits for programs of lower ids, and for its twin on every other rank, 
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels import epilogue, matmul, shmem, tiles
+from jaxtaxfree.kernels import shmem
+from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 
 @triton.jit
-def matmul_all_reduce_small_kernel(
+def matmul_all_reduce_few_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]
     bias_ptr,  # [N], or None

@@ -1,0 +1,1 @@
+"""The kernels of `all_gather_matmul`."""

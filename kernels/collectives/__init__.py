@@ -1,0 +1,1 @@
+"""The kernels of `psum`, `all_gather` and `psum_scatter`."""

@@ -1,0 +1,1 @@
+"""The kernels of `matmul_all_reduce`."""
