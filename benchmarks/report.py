@@ -1,13 +1,13 @@
-"""Measures every operation on this machine and writes a folder about it: rows, plots, and a page with the tables.
+"""Measures every operation on this machine and writes a folder about it: rows, a page with the tables, and plots.
 
     python benchmarks/report.py                                     # benchmarks/results/DATE-NxGPU/
     python benchmarks/report.py --operations decode_attention --seconds-per-shape 5
-    python benchmarks/report.py --from benchmarks/results/2026-11-20-4xh200     # only the plots and the page
+    python benchmarks/report.py --from benchmarks/results/2026-11-20-4xh200     # only the page and the plots
 
 Each operation runs in a process of its own; arguments that are not known here go to `run.py`. A day's second report of
 the same machine replaces the files of the operations that it measures.
 
-Exits with 1 if a run failed. What was measured is in the folder all the same.
+Git ignores the plots, which can be drawn again. Exits with 1 if a run failed. What was measured is in the folder all the same.
 """
 
 import argparse
@@ -54,34 +54,47 @@ def measure(folder: Path, operations: Sequence[str], arguments: Sequence[str]) -
 
 
 def section(path: Path) -> str:
-    """A file's heading, table, plots and what is to be said of it. Draws the plots beside the file."""
+    """A file's heading, table and what is to be said of it."""
     rows = read(path)
     operation = run.OPERATIONS[rows[0]["op"]]
     parts = [f"## {path.stem}", table(path, path.resolve().parent)]
-    if any(row["median_us"] for row in rows):
-        for what, draw in (("times", plots.draw_times), ("speed-up", plots.draw_speedups)):
-            picture = path.with_name(f"{path.stem}-{what}.png")
-            draw(operation, rows, picture)
-            parts.append(f"![{what} of {path.stem}]({picture.name})")
     _, notes = run.summarize(operation, rows)
     if remarks := [*notes, *operation.remarks(rows)]:
         parts.append("\n".join(f"* {remark}" for remark in remarks))
     return "\n\n".join(parts)
 
 
-def render(folder: Path) -> Path:
-    """Draws the plots and writes the page of a folder of result files."""
+def results_of(folder: Path) -> list[Path]:
+    """The files of a folder that have results."""
     files = sorted(path for path in folder.glob("*.json") if read(path))
     if not files:
         raise SystemExit(f"{folder} has no results.")
+    return files
+
+
+def render(folder: Path) -> Path:
+    """Writes the page of a folder of result files."""
+    files = results_of(folder)
     machines = dict.fromkeys(f"{row['world']} x {row['gpu']}, {row['date']}" for path in files for row in read(path))
     introduction = (
         "Medians of one call. `benchmarks/run.py` says how it measures; `benchmarks/report.py` made this page. A time "
-        "with ~ is of samples that lay more than 3 % apart. In the plots each peer stands by its fastest variant."
+        "with ~ is of samples that lay more than 3 % apart. With `--from FOLDER` the latter draws plots of a folder."
     )
     page = folder / PAGE
     page.write_text("\n\n".join([f"# {'; '.join(machines)}", introduction, *map(section, files)]) + "\n")
     return page
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draws two plots beside each result file, in which each peer stands by its fastest variant. Returns their paths."""
+    pictures = []
+    for path in results_of(folder):
+        rows = read(path)
+        if any(row["median_us"] for row in rows):
+            for what, plot in (("times", plots.draw_times), ("speed-up", plots.draw_speedups)):
+                pictures.append(path.with_name(f"{path.stem}-{what}.png"))
+                plot(run.OPERATIONS[rows[0]["op"]], rows, pictures[-1])
+    return pictures
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -101,6 +114,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif others:
         parser.error(f"unknown with --from: {' '.join(others)}")
     print(render(folder))
+    for picture in draw(folder):
+        print(picture)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
