@@ -16,6 +16,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.collectives import all_gather_kernel, psum_kernel, psum_scatter_kernel
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.primitive import (
+    Lasting,
     Unsupported,
     check_implementation,
     check_whole,
@@ -375,9 +376,14 @@ def _unsupported(operation: str, x: Any, world: int) -> list[str]:
     if reasons := symbolic(x):
         return reasons
     if x.dtype.name not in DTYPES:
-        reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
+        reasons.append(Lasting(f"it takes {', '.join(DTYPES)}, not {x.dtype}: cast it"))
     if unreduced := sorted(jax.typeof(x).mat.unreduced):
-        reasons.append(f"it takes values of a rank, not terms of a sum that is unreduced along {unreduced}")
+        reasons.append(
+            Lasting(
+                f"it takes values of a rank, not terms of a sum that is unreduced along {unreduced}: leave out what "
+                "makes them unreduced"
+            )
+        )
     if x.size == 0:
         reasons.append(f"the operand is empty: {list(x.shape)}")
     if (elements := world * _elements(operation, x, world)) > MOST_ELEMENTS:

@@ -18,6 +18,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_size
 from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
 from jaxtaxfree.primitive import (
     DTYPES,
+    Lasting,
     Unsupported,
     check_implementation,
     collective,
@@ -304,7 +305,11 @@ def fused(
     given = dict(zip(names, operands))
     reasons = _unsupported(given, spec)
     if given["key"].dtype == jnp.float8_e4m3fn and compute_capability < 89:
-        reasons.append(f"GPUs of compute capability {compute_capability / 10} have no float8_e4m3fn")
+        reasons.append(
+            Lasting(
+                f"GPUs of compute capability {compute_capability / 10} have no float8_e4m3fn: take float8_e5m2 or int8"
+            )
+        )
     if reasons:
         raise Unsupported("decode_attention", reasons)
     query, key, value = given["query"], given["key"], given["value"]
@@ -588,13 +593,16 @@ def _unsupported(operands: Mapping[str, Any], spec: Spec) -> list[str]:
     query, key, value = operands["query"], operands["key"], operands["value"]
     reasons = symbolic(*operands.values())
     if query.dtype.name not in DTYPES:
-        reasons.append(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}")
+        reasons.append(Lasting(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}: cast it"))
     elif key.dtype != query.dtype and key.dtype.name not in _QUANTISED:
         reasons.append(
-            f"it takes a cache of the query's dtype, {', '.join(_QUANTISED)}, not {key.dtype} with {query.dtype}"
+            Lasting(
+                f"it takes a cache of the query's dtype, {', '.join(_QUANTISED)}, not {key.dtype} with {query.dtype}: "
+                "cast the query"
+            )
         )
     if spec.dtype.name not in DTYPES:
-        reasons.append(f"it gives {', '.join(DTYPES)}, not {spec.dtype}")
+        reasons.append(Lasting(f"it gives {', '.join(DTYPES)}, not {spec.dtype}: cast the result"))
     if max(query.shape[-1], value.shape[-1]) > 256:
         reasons.append(f"it takes heads of at most 256, not {query.shape[-1]} and {value.shape[-1]}")
     if 0 in query.shape or 0 in key.shape or 0 in value.shape:

@@ -15,7 +15,7 @@ from jaxtaxfree import gluon
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_hopper import PIECE
 from jaxtaxfree.kernels.tiles import box_of
-from jaxtaxfree.primitive import DTYPES, Unsupported, hashable, symbolic
+from jaxtaxfree.primitive import DTYPES, Lasting, Unsupported, hashable, symbolic
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.shmem import SHARED_MEMORY
 from jaxtaxfree.teams import Team, vary, varying
@@ -93,17 +93,22 @@ def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: A
     """All that keeps every kernel from taking these operands."""
     reasons = symbolic(lhs, rhs)
     if lhs.dtype != rhs.dtype:
-        reasons.append(f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}")
+        reasons.append(
+            Lasting(
+                f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}: cast one of them, and in gradients "
+                "leave out preferred_element_type"
+            )
+        )
     elif lhs.dtype.name not in DTYPES:
-        reasons.append(f"it takes {', '.join(DTYPES)}, not {lhs.dtype}")
+        reasons.append(Lasting(f"it takes {', '.join(DTYPES)}, not {lhs.dtype}: cast the operands"))
     if preferred_element_type is not None and preferred_element_type.name not in DTYPES:
-        reasons.append(f"it gives {', '.join(DTYPES)}, not {preferred_element_type}")
+        reasons.append(Lasting(f"it gives {', '.join(DTYPES)}, not {preferred_element_type}: cast the result"))
     if rhs.ndim != 2 or lhs.ndim < 2:
         reasons.append(f"it takes lhs of two or more dimensions and rhs of two, not {lhs.ndim} and {rhs.ndim}")
     if 0 in lhs.shape or 0 in rhs.shape:
         reasons.append(f"an operand is empty: {list(lhs.shape)}, {list(rhs.shape)}")
     if triton_precision(precision) is None:
-        reasons.append(f"it has no precision {precision}")
+        reasons.append(Lasting(f"it has no precision {precision}: take 'default', 'high' or 'highest'"))
     return reasons
 
 
@@ -112,7 +117,7 @@ def slower(lhs: Any, rhs: Any, rows: int, *, precision: Any, preferred_element_t
     XLA's product of f32 is known to be faster. Measured on H200.
     """
     if reasons := unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type):
-        return "; ".join(reasons)
+        return Lasting("; ".join(reasons))  # shapes were right when the call was traced
     if lhs.dtype == np.float32:
         if triton_precision(precision) != "tf32" and 2 * rows * math.prod(rhs.shape) > 1e8:
             # Triton multiplies such operands without tensor cores: 6 TFLOP/s.
@@ -241,13 +246,15 @@ def unsupported_on_hopper(
     k: int, n: int, *, dtype: Any, compute_capability: int, rhs_transposed: bool = False
 ) -> list[str]:
     """All that keeps a kernel for Hopper from multiplying a rank's lhs [m, k] and rhs [k, n]."""
-    reasons = []
+    reasons: list[str] = []
     if compute_capability != 90:
-        reasons.append(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}")
+        reasons.append(
+            Lasting(f"it is for GPUs of compute capability 9.0, not {compute_capability / 10}: leave hopper=True out")
+        )
     elif why := gluon.unsupported("it", compute_capability):
         reasons.append(why)
     if np.dtype(dtype).itemsize != 2:
-        reasons.append(f"it takes float16 and bfloat16, not {dtype}")
+        reasons.append(Lasting(f"it takes float16 and bfloat16, not {dtype}: leave hopper=True out, or cast"))
     if k % 8 or n % 8:
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {k} and {n} elements")
     if rhs_transposed:

@@ -19,7 +19,15 @@ from jaxtaxfree.kernels.matmul_reduce_decode_hopper import matmul_reduce_decode_
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, matmul_reduce_scatter
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, settings_of, takes_reference
+from jaxtaxfree.primitive import (
+    Lasting,
+    Unsupported,
+    bilinear,
+    check_implementation,
+    collective,
+    settings_of,
+    takes_reference,
+)
 from jaxtaxfree.settings import setting
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, varying
@@ -94,7 +102,10 @@ def matmul_all_reduce(
     settings = settings_of("matmul_all_reduce", Config, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
-    reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
+    reasons += [
+        Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")
+        for name in differing
+    ]
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
     if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
         out = reference(lhs, rhs, *operands, epilogue=epilogue, **params)
