@@ -161,8 +161,9 @@ def bilinear(
 ) -> Any:
     """Defines a primitive of two operands that is linear in each and communicates along mesh axes.
 
-    Its operands must vary along the same axes, and it needs the parameters `axes` (tuple of axis names) and
-    `implementation`; others are the operation's own. Its derivatives are defined in `jaxtaxfree.ops.gradients`.
+    Its operands must vary along the same axes. It needs the parameters `axes` (tuple of axis names), `implementation`,
+    and `config`, which is false if the caller leaves it to us; others are the operation's own. Its derivatives are
+    defined in `jaxtaxfree.ops.gradients`.
 
     Args:
       name: of the operation.
@@ -171,8 +172,7 @@ def bilinear(
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
       slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is taken, which is known to
         be faster, or None; asked where the tables say nothing.
-      case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
-        parameter `config` then, which is false if the caller leaves it to us.
+      case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by.
       batch: for `jax.vmap`, which maps the reference where there is none, or along `axes`.
 
     Returns: the primitive.
@@ -343,7 +343,7 @@ def _communicating(
 
     @_refusing(name)
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if case and not params["config"]:
+        if not params["config"]:
             params["config"] = dispatch.config(case_of(ctx, params)) or params["config"]
         target = team_of(ctx, params["axes"]).compute_capability
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
@@ -352,12 +352,11 @@ def _communicating(
     def why_reference(ctx: Any, params: dict[str, Any]) -> list[str]:
         if reasons := symbolic(*ctx.avals_in):  # which jax.vmap may have made them
             return reasons
-        is_slower = dispatch.is_slower(case_of(ctx, params))
-        if is_slower is None:
-            target = team_of(ctx, params["axes"]).compute_capability
-            why = slower(*ctx.avals_in, compute_capability=target, **params)
-        else:
-            why = dispatch.SLOWER if is_slower else None
+        if (is_slower := dispatch.is_slower(case_of(ctx, params))) is not None:
+            return [dispatch.SLOWER] if is_slower else []
+        target = team_of(ctx, params["axes"]).compute_capability
+        why = None if params["config"] else dispatch.unmeasured(target)
+        why = why or slower(*ctx.avals_in, compute_capability=target, **params)
         return [why] if why else []
 
     def lower_fused(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree import heap, primitive, shmem
+from jaxtaxfree import dispatch, heap, primitive, shmem
 from jaxtaxfree.primitive import Lasting, Unsupported
 from jaxtaxfree.teams import ArrangementError, Team
 from tests.conftest import MeshFactory
@@ -364,3 +364,108 @@ def test_what_is_computed_is_the_same(log: Log) -> None:
     found = jax.shard_map(call, mesh=mesh, in_specs=P(None, "tp"), out_specs=P())(x)
     np.testing.assert_array_equal(found, x @ x.T)
     log.warned("matmul_all_reduce[")
+
+
+@each_operation
+@pytest.mark.parametrize("capability", ("80", "100"))
+def test_gpus_on_which_nothing_was_timed(name: str, capability: str, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", capability)
+    assert TRITON_CALL not in text_of(mesh_of(4), name)
+    ((level, message),) = log.take()
+    assert level == "DEBUG"
+    for part in (name, f"compute capability {int(capability) / 10}", "JAXTAXFREE_UNMEASURED=fused"):
+        assert part in message
+    assert_fused(text_of(mesh_of(4), name, "fused"))
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "fused")
+    assert_fused(text_of(mesh_of(4), name))
+    assert log.take() == []
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "xla")
+    assert TRITON_CALL not in text_of(mesh_of(4), name)
+
+
+@each_operation
+def test_gpus_on_which_something_was_timed(name: str, monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    for unmeasured in ("xla", "fused"):
+        monkeypatch.setenv("JAXTAXFREE_UNMEASURED", unmeasured)
+        assert_fused(text_of(mesh_of(4), name))
+    assert log.take() == []
+
+
+# That of no epilogue, of an epilogue, and of the gathered lhs have primitives of their own.
+FORMS: dict[str, Callable[..., Any]] = {
+    **OPERATIONS,
+    "all_gather_matmul with an activation": functools.partial(OPERATIONS["all_gather_matmul"], activation="silu"),
+    "all_gather_matmul and the gathered lhs": lambda x, axis_name, **keywords: jtf.all_gather_matmul(
+        x, x.T, axis_name, return_gathered=True, **keywords
+    )[0],
+    "matmul_reduce_scatter with an activation": functools.partial(
+        OPERATIONS["matmul_reduce_scatter"], activation="silu"
+    ),
+    "matmul_all_reduce with an activation": functools.partial(OPERATIONS["matmul_all_reduce"], activation="silu"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_configuration_is_taken_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+
+    def text(**keywords: Any) -> str:
+        call = functools.partial(FORMS[name], axis_name="tp", **keywords)
+        on_mesh = jax.shard_map(call, mesh=mesh_of(4), in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+        return lower_for_cuda(on_mesh, sharded(mesh_of(4), P("tp"), (32, 16), "bfloat16"))
+
+    assert_fused(text(config={"num_warps": 8}))
+    assert TRITON_CALL not in text(config={})
+    assert TRITON_CALL not in text()
+
+
+def test_a_configuration_is_not_that_of_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose kernel is another one."""
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+
+    def text(implementation: str | None) -> str:
+        def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            call = functools.partial(jtf.matmul_reduce_scatter, axis_name="tp", config={"num_warps": 8})
+            return jnp.sin(call(lhs, rhs, implementation=implementation)).sum()
+
+        on_mesh = jax.shard_map(jax.grad(loss), mesh=mesh_of(4), in_specs=P(), out_specs=P(), check_vma=False)
+        shapes = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 64), (64, 64)))
+        return lower_for_cuda(on_mesh, *shapes)
+
+    assert text(None).count(TRITON_CALL) == 1
+    assert text("fused").count(TRITON_CALL) == 2
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "fused")
+    assert text(None).count(TRITON_CALL) == 2
+
+
+def test_an_entry_of_the_tables_is_taken_there(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+    monkeypatch.setattr(Team, "device_kind", "NVIDIA B200")
+    row = {"world": 4, "dtype": "bfloat16", "size": 128, "config": None, "fused_us": 1.0, "xla_us": 2.0}
+    rows = [row, row | {"size": 1 << 20}]
+    monkeypatch.setattr(dispatch, "table", lambda kind, name: rows if (kind, name) == ("NVIDIA B200", "psum") else [])
+    assert_fused(text_of(mesh_of(4), "psum"))
+    assert TRITON_CALL not in text_of(mesh_of(4), "all_gather")  # of which there is none
+    row["xla_us"] = 0.5
+    assert TRITON_CALL not in text_of(mesh_of(4), "psum")
+    row["size"] = 1 << 18  # too far away to say something
+    assert TRITON_CALL not in text_of(mesh_of(4), "psum")
+    said = [message for _, message in log.take()]
+    assert ["no kernel was ever timed" in message for message in said] == [True, False, True]
+    assert dispatch.SLOWER in said[1]
+
+
+def test_kernels_of_users_are_taken_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing stands in for them."""
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+    call = jax.shard_map(rotate, mesh=mesh_of(4), in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+    assert_fused(lower_for_cuda(call, sharded(mesh_of(4), P("tp"), (4 * 128,), "float32")))
+
+
+@pytest.mark.parametrize("wrong", ("", "FUSED", "1", "xla,fused"))
+def test_what_the_variable_cannot_be(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", wrong)
+    assert_fused(text_of(mesh_of(4), "psum"))  # which does not ask
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
+    with fails(ValueError, f"JAXTAXFREE_UNMEASURED is 'xla' or 'fused', not {wrong!r}."):
+        text_of(mesh_of(4), "psum")

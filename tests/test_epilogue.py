@@ -651,6 +651,7 @@ def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypat
     wide = shapes(GATHER, mesh, ("gate",), 2048, 2048)
     assert_fused(lower_for_cuda(gated, *wide))
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "fused")
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         assert_not_fused(lower_for_cuda(GATHER.on_mesh(mesh, ("gate",)), *wide))
     assert "with a gate XLA was faster" in caplog.text
