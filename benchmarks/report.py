@@ -7,7 +7,8 @@
 Each operation runs in a process of its own; arguments that are not known here go to `run.py`. A day's second report of
 the same machine replaces the files of the operations that it measures.
 
-Git ignores the plots, which can be drawn again. Exits with 1 if a run failed. What was measured is in the folder all the same.
+Git ignores the plots, which can be drawn again. Exits with 1 if a run failed. What was measured is in the folder all
+the same.
 """
 
 import argparse
@@ -86,7 +87,7 @@ def render(folder: Path) -> Path:
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws two plots beside each result file, in which each peer stands by its fastest variant. Returns their paths."""
+    """Draws two plots beside each result file, in which each peer stands by its fastest variant, and returns them."""
     pictures = []
     for path in results_of(folder):
         rows = read(path)

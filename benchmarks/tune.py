@@ -115,9 +115,13 @@ def candidates(case: dispatch.Case) -> dict[str, Choice]:
     default = case.default
     found = {DEFAULT: default}
     for change in default.variant.variations(default.call, default.config):
-        new = {name: value for name, value in change.items() if value != default.settings.get(name)}
+        if KERNEL in change:
+            new, settings = change, change
+        else:
+            new = {name: value for name, value in change.items() if value != default.settings[name]}
+            settings = default.settings | new
         try:
-            choice = case.choose(case.size, new if KERNEL in new else default.settings | new)
+            choice = case.choose(case.size, settings)
         except (ValueError, NotImplementedError):
             continue
         if choice not in found.values() and _fits(choice):

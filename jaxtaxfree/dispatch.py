@@ -4,8 +4,9 @@
 to be equal for the row to say something of a call, the fastest kernel and configuration (null if that was the choice by
 shape), the microseconds of a call with it and by XLA, and with what and when that was measured.
 
-Everything here is a function of the shapes, the dtype, the number of ranks, the kind of GPU and these tables, so every
-rank decides alike. Programs that are built for GPUs which are not there have no kind, and no tables.
+Everything here is a function of the shapes, the dtype, the number of ranks, the kind of GPU, these tables and
+JAXTAXFREE_UNMEASURED, so every rank decides alike. Programs that are built for GPUs which are not there have no kind,
+and no tables.
 """
 
 import dataclasses
@@ -16,7 +17,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtaxfree import environment
+
 TUNED = Path(__file__).with_name("tuned")
+# Compute capabilities of GPUs on which kernels were timed, 90 for 9.0. A GPU of another one needs an entry here, or in
+# the tables, before implementation=None takes a kernel there.
+MEASURED = (90,)
 # Between two measured sizes further apart than by this factor, nothing is concluded about which is faster.
 FARTHEST = 4
 SLOWER = "XLA was faster when this shape, or those next to it, were measured"
@@ -57,6 +63,19 @@ class Case:
         """The rows that say something of the call."""
         known = table(self.device_kind, self.operation)
         return [row for row in known if all(row[name] == value for name, value in self.same.items())]
+
+
+def unmeasured(compute_capability: int) -> str | None:
+    """Why XLA is taken on GPUs for which no kernel was ever timed; None on others, or if the environment takes kernels.
+
+    Raises ValueError if JAXTAXFREE_UNMEASURED is neither "xla" nor "fused".
+    """
+    if compute_capability in MEASURED or environment.unmeasured() == "fused":
+        return None
+    return (
+        f"no kernel was ever timed on GPUs of compute capability {compute_capability / 10}. implementation='fused', a "
+        "config or JAXTAXFREE_UNMEASURED=fused takes it"
+    )
 
 
 def path_of(device_kind: str, operation: str) -> Path:

@@ -314,6 +314,27 @@ def check_devices() -> list[Finding]:
     return findings
 
 
+@check("kernels timed on such GPUs", "Set JAXTAXFREE_UNMEASURED to xla or fused, or unset it.")
+def check_measured() -> Finding:
+    from jaxtaxfree import dispatch
+
+    name = "kernels timed on such GPUs"
+    if gpu_count() == 0:
+        return Finding(name, "note", NO_CUDA_DEVICE)
+    found = sorted({compute_capability(ordinal) for ordinal in range(gpu_count())})
+    others = [(major, minor) for major, minor in found if 10 * major + minor not in dispatch.MEASURED]
+    if not others:
+        return Finding(name, "OK", "yes")
+    listed = f"none of compute capability {' and '.join(f'{major}.{minor}' for major, minor in others)}"
+    if all(dispatch.unmeasured(10 * major + minor) is None for major, minor in others):
+        return Finding(name, "note", f"{listed}; JAXTAXFREE_UNMEASURED=fused takes kernels all the same")
+    mend = (
+        "There implementation=None takes XLA. Time your program with implementation='fused', and set "
+        "JAXTAXFREE_UNMEASURED=fused if that is faster."
+    )
+    return Finding(name, "note", listed, mend)
+
+
 @check("memory for the heap", INSTALL_CUDA)
 def check_heap_memory() -> Finding:
     name = "memory for the heap"

@@ -42,6 +42,17 @@ def compute_capability() -> int:
     return int(text)
 
 
+def unmeasured() -> str:
+    """JAXTAXFREE_UNMEASURED: what implementation=None takes on GPUs for which no kernel was timed, "xla" or "fused".
+
+    Raises ValueError if it is neither.
+    """
+    text = os.environ.get("JAXTAXFREE_UNMEASURED", "xla")
+    if text not in ("xla", "fused"):
+        raise ValueError(f"JAXTAXFREE_UNMEASURED is 'xla' or 'fused', not {text!r}.")
+    return text
+
+
 def concurrent_calls() -> str | None:
     """XLA_FLAGS: why XLA may run calls at once that do not depend on each other, which it does not by default; or None.
 
@@ -68,6 +79,7 @@ VARIABLES = {
     "JAXTAXFREE_MEETING_TIMEOUT": meeting_timeout,
     "JAXTAXFREE_HEAP_BASE": heap_base,
     "JAXTAXFREE_COMPUTE_CAPABILITY": compute_capability,
+    "JAXTAXFREE_UNMEASURED": unmeasured,
 }
 
 

@@ -4,9 +4,11 @@ Other kernels go through jax-triton, which compiles a Gluon kernel as if it were
 of its first partition. This file stands beside it, on the same bindings of jaxlib.
 """
 
+import atexit
 import io
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,6 +25,19 @@ from jaxtaxfree.kernels import shmem_gluon
 
 OLDEST_COMPUTE_CAPABILITY = 90
 CUSTOM_CALL_TARGET = "triton_kernel_call_ffi"  # of jaxlib, as jax-triton uses it
+
+
+@atexit.register
+def _let_go_of_triton() -> None:
+    """Lets Python take Triton's Gluon apart when the process ends, of which nanobind reports each remaining piece.
+
+    Triton's C++ keeps the classes of layouts for ever once it has compiled a Gluon kernel, and through the globals of
+    their methods all else that Gluon is made of. Python empties the globals of a module at the end only if the module
+    is still there: so each holds itself.
+    """
+    for name, module in list(sys.modules.items()):
+        if f"{name}.".startswith(f"{gl.__name__}."):
+            vars(module)["_itself"] = module
 
 
 def unsupported(name: str, compute_capability: int) -> str | None:

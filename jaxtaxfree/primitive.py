@@ -6,10 +6,12 @@ reference from the beginning. Transformations go through the reference, unless t
 `batch` here, derivatives in `jaxtaxfree.ops.gradients`.
 """
 
+import contextlib
 import functools
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 
 from jaxtaxfree import dispatch
-from jaxtaxfree.teams import team_of
+from jaxtaxfree.teams import ArrangementError, team_of
 
 _log = logging.getLogger("jaxtaxfree")
 
@@ -32,6 +34,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 # (call, operands, their batch dimensions or None, size of the batch, **params) -> the results for all examples, these
 # along the first dimension, by one `call(*operands, **parameters that change)`; or why there is none such.
 Batch = Callable[..., Any]
+
+
+class Lasting(str):
+    """A reason to take XLA that no other shape takes away: dtypes, the mesh, the platform. It says what does."""
 
 
 class Unsupported(NotImplementedError):
@@ -70,13 +76,46 @@ def takes_reference(operation: str, operands: Sequence[Any], implementation: str
     if reasons and implementation in ("fused", "simulate"):
         raise Unsupported(operation, reasons)
     if reasons and implementation is None:
-        log_reference(operation, operands, "; ".join(reasons))
+        log_reference(operation, operands, reasons)
     return bool(reasons) or implementation == "xla"
 
 
-def log_reference(operation: str, operands: Sequence[Any], why: str) -> None:
-    """Says at DEBUG level that XLA takes a call that was left to us."""
-    _log.debug("%s%s uses XLA: %s", operation, [f"{x.dtype}{list(x.shape)}" for x in operands], why)
+_warnings_lock = threading.Lock()
+_warned: set[tuple[str, str]] = set()  # of which operation, and of what
+
+
+def log_reference(operation: str, operands: Sequence[Any], reasons: Sequence[str]) -> None:
+    """Says that XLA takes a call that was left to us.
+
+    At WARNING level, once in a process, for each operation and each `Lasting` reason; otherwise at DEBUG level.
+    """
+    lasting = {(operation, reason) for reason in reasons if isinstance(reason, Lasting)}
+    with _warnings_lock:
+        new = lasting - _warned
+        _warned.update(new)
+    level, more = logging.DEBUG, ""
+    if new:
+        level, more = logging.WARNING, ". implementation='xla' asks for that. Later calls say so at DEBUG level."
+    described = [f"{x.dtype}{list(x.shape)}" for x in operands]
+    _log.log(level, "%s%s uses XLA: %s%s", operation, described, "; ".join(reasons), more)
+
+
+def forget_warnings() -> None:
+    """Makes `log_reference` warn again of what it has warned of: for tests."""
+    with _warnings_lock:
+        _warned.clear()
+
+
+@contextlib.contextmanager
+def _refusing(operation: str) -> Iterator[None]:
+    """Makes an `Unsupported` of this operation of what says that a kernel cannot run."""
+    try:
+        yield
+    except Unsupported:
+        raise
+    except NotImplementedError as error:
+        reason = str(error)
+        raise Unsupported(operation, [Lasting(reason) if isinstance(error, ArrangementError) else reason]) from error
 
 
 def check_whole(operation: str, name: str, number: Any) -> int:
@@ -103,8 +142,9 @@ def bilinear(
 ) -> Any:
     """Defines a primitive of two operands that is linear in each and communicates along mesh axes.
 
-    Its operands must vary along the same axes, and it needs the parameters `axes` (tuple of axis names) and
-    `implementation`; others are the operation's own. Its derivatives are defined in `jaxtaxfree.ops.gradients`.
+    Its operands must vary along the same axes. It needs the parameters `axes` (tuple of axis names), `implementation`,
+    and `config`, which is false if the caller leaves it to us; others are the operation's own. Its derivatives are
+    defined in `jaxtaxfree.ops.gradients`.
 
     Args:
       name: of the operation.
@@ -113,8 +153,7 @@ def bilinear(
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
       slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is taken, which is known to
         be faster, or None; asked where the tables say nothing.
-      case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by. The primitive needs the
-        parameter `config` then, which is false if the caller leaves it to us.
+      case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by.
       batch: for `jax.vmap`, which maps the reference where there is none, or along `axes`.
 
     Returns: the primitive.
@@ -272,42 +311,45 @@ def _communicating(
     def lower_reference(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation == "simulate":
             return lower_kernel(ctx, *operands, implementation=implementation, **params)
+        platforms = ctx.platforms or ctx.module_context.platforms
+        why = Lasting(f"it is for NVIDIA GPUs, and the program is lowered for {', '.join(platforms)}")
         if implementation == "fused":
-            platforms = ", ".join(ctx.module_context.platforms)
-            raise Unsupported(name, [f"it is for NVIDIA GPUs, and the program is lowered for {platforms}"])
+            raise Unsupported(name, [why])
+        if not {"cpu", "cuda"}.issuperset(platforms):  # on a CPU nobody expects a kernel
+            log_reference(name, ctx.avals_in, [why])
         return lower(reference, ctx, *operands, **params)
 
     def case_of(ctx: Any, params: dict[str, Any]) -> dispatch.Case | None:
         return case(*ctx.avals_in, team=team_of(ctx, params["axes"]), **params) if case else None
 
+    @_refusing(name)
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if case and not params["config"] and (measured := dispatch.config(case_of(ctx, params))):
+        if not params["config"] and (measured := dispatch.config(case_of(ctx, params))):
             params["config"] = hashable(measured)
         target = team_of(ctx, params["axes"]).compute_capability
         return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
 
-    def why_reference(ctx: Any, params: dict[str, Any]) -> str | None:
+    @_refusing(name)
+    def why_reference(ctx: Any, params: dict[str, Any]) -> list[str]:
         if reasons := symbolic(*ctx.avals_in):  # which jax.vmap may have made them
-            return "; ".join(reasons)
-        is_slower = dispatch.is_slower(case_of(ctx, params))
-        if is_slower is None:
-            target = team_of(ctx, params["axes"]).compute_capability
-            return slower(*ctx.avals_in, compute_capability=target, **params)
-        return dispatch.SLOWER if is_slower else None
+            return reasons
+        if (is_slower := dispatch.is_slower(case_of(ctx, params))) is not None:
+            return [dispatch.SLOWER] if is_slower else []
+        target = team_of(ctx, params["axes"]).compute_capability
+        why = None if params["config"] else dispatch.unmeasured(target)
+        why = why or slower(*ctx.avals_in, compute_capability=target, **params)
+        return [why] if why else []
 
     def lower_fused(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
         try:
-            why = why_reference(ctx, params) if implementation is None else None
-            if why is None:
+            reasons = why_reference(ctx, params) if implementation is None else []
+            if not reasons:
                 return lower_kernel(ctx, *operands, implementation=implementation, **params)
-        except NotImplementedError as error:
-            if implementation is None:
-                why = "; ".join(error.reasons) if isinstance(error, Unsupported) else str(error)
-            elif isinstance(error, Unsupported):
+        except Unsupported as error:
+            if implementation is not None:
                 raise
-            else:
-                raise Unsupported(name, [str(error)]) from error
-        log_reference(name, ctx.avals_in, why)
+            reasons = error.reasons
+        log_reference(name, ctx.avals_in, reasons)
         return lower(reference, ctx, *operands, **params)
 
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
@@ -319,7 +361,10 @@ def _communicating(
             return "jax.vmap maps over no examples"
         specs = [(jax.typeof(x).sharding.spec, dim) for x, dim in zip(operands, dims) if dim is not None]
         if along := [spec[dim] for spec, dim in specs if spec[dim] is not None]:
-            return f"jax.vmap maps over a dimension that is sharded along {along[0]!r}"
+            return Lasting(
+                f"jax.vmap maps over a dimension that is sharded along {along[0]!r}: make that an axis of "
+                "jax.shard_map, and map inside of it"
+            )
         return None
 
     def map_all(
@@ -328,18 +373,20 @@ def _communicating(
         operands = [jnp.asarray(x) for x in operands]  # literals of a jaxpr are none
         call = functools.partial(primitive.bind, implementation=implementation, **params)
         if axis_data.name in params["axes"]:
-            found = f"jax.vmap maps over the axis {axis_data.name!r} itself"
+            found = Lasting(f"jax.vmap maps over the axis {axis_data.name!r} itself: take jax.shard_map for that")
         elif all(dim is None for dim in dims):
             return call(*operands), None
         else:
             found = unmappable(operands, dims, axis_data.size)
             if found is None:
                 found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
+                if isinstance(found, str):
+                    found = Lasting(f"{found}: jax.lax.map, over the same examples, keeps it")
         if not isinstance(found, str):
             return found, 0
         if implementation in ("fused", "simulate"):
             raise Unsupported(name, [found])
-        log_reference(name, operands, found)
+        log_reference(name, operands, [found])
         call = functools.partial(reference, **params)
         return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
 

@@ -22,7 +22,7 @@ from triton.compiler.errors import CompilationError
 from jaxtaxfree import environment, gluon, heap, language
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import target_of
-from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
+from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
 
 
 class CompileError(RuntimeError):
@@ -318,22 +318,29 @@ def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: 
     )
 
 
+def _team_of(ctx: Any, params: dict[str, Any]) -> Team:
+    try:
+        return team_of(ctx, params["axes"])
+    except ArrangementError as error:
+        raise ArrangementError(f"{params['name']} cannot run here: {error}.") from error
+
+
 def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     from jaxtaxfree.simulator import callback  # not for those who do not simulate
 
     identity = _digest(params)
     for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
-    call = functools.partial(callback.simulate, team=team_of(ctx, params["axes"]), identity=identity, **params)
+    call = functools.partial(callback.simulate, team=_team_of(ctx, params), identity=identity, **params)
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
 
 def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **params: Any) -> Any:
     if simulate:
         return _lower_simulated(ctx, *args, together=together, **params)
-    team = team_of(ctx, params["axes"])
+    team = _team_of(ctx, params)
     if team.on_gpus and (why := environment.concurrent_calls()):
-        raise NotImplementedError(why)
+        raise ArrangementError(why)
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)
     if together > 1 and together > (team.multiprocessors or together):
@@ -362,7 +369,7 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     except heap.HeapUnavailableError as error:
         if jax.process_count() > 1:
             raise  # this process alone must not decide for another implementation
-        raise NotImplementedError(str(error)) from error
+        raise ArrangementError(str(error)) from error
     operands = tuple((np.dtype(aval.dtype), len(aval.shape)) for aval in ctx.avals_in)
     _load_modules(team, region, operands, tuple(params.items()))
     return region

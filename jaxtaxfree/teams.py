@@ -16,6 +16,13 @@ from jax.sharding import Mesh
 from jaxtaxfree import environment
 
 
+class ArrangementError(NotImplementedError):
+    """The mesh, or the processes, let no kernel run, of whatever shape.
+
+    The message says what to do. It is logged once for each text, so it does not name a call, or its shapes.
+    """
+
+
 @dataclasses.dataclass(frozen=True)
 class Team:
     """The teams that an axis splits a mesh into: one for each index along the other axes.
@@ -104,18 +111,18 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     """The team of these axes where a program is lowered.
 
     Raises:
-      NotImplementedError: if the mesh does not say which devices the program will run on, or not all of its axes are
+      ArrangementError: if the mesh does not say which devices the program will run on, or not all of its axes are
       manual.
     """
     context = ctx.module_context.axis_context
     mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
     if not isinstance(mesh, Mesh):
-        raise NotImplementedError(
+        raise ArrangementError(
             "the mesh is abstract: set a concrete one with jax.set_mesh, or pass it to jax.shard_map (not if nested)"
         )
     automatic = [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
     if automatic:
-        raise NotImplementedError(
+        raise ArrangementError(
             f"jax.shard_map leaves the mesh axes {automatic} to the compiler, and a kernel cannot be split by it: "
             "make all axes manual"
         )

@@ -19,6 +19,7 @@ from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as matmul_reduce_sca
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.all_gather_matmul import VARIANTS, all_gather_matmul_p, hopper
+from jaxtaxfree.ops.blocks.hopper import pace as pace_of
 from jaxtaxfree.ops.variant import settings_of
 from tests.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 from tests.test_compiled import (
@@ -279,7 +280,7 @@ def test_what_is_sent_keeps_a_pace(name: str) -> None:
 
 
 def test_cycles_from_one_chunk_to_the_next() -> None:
-    pace = functools.partial(matmul.pace, itemsize=2, chunk=4096, programs=132)
+    pace = functools.partial(pace_of, itemsize=2, chunk=4096, programs=132)
     assert pace(0, 8192) == 0
     assert pace(1, 8192) == 2 * pace(0.5, 8192) == 8192 / 2 / 2048 * 4096
     # As fast as the wire at least: 393 GB/s are 132 chunks in 2207 cycles of 1.6 GHz.

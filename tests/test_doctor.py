@@ -25,7 +25,7 @@ def test_healthy_cpu_machine() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Nothing to mend." in done.stdout
     names = ["Python", "jax", "jaxlib", "jax-triton", "triton", "environment variables"]
-    names += ["CUDA plugin", "cuda-bindings", "driver", "devices"]
+    names += ["CUDA plugin", "cuda-bindings", "driver", "devices", "kernels timed on such GPUs"]
     names += ["memory for the heap", "peer access", "virtual memory management", "memory handles as file descriptors"]
     names += ["heap addresses", "Triton compile", "reference on two CPU devices", "fused kernel on two GPUs"]
     rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
@@ -209,6 +209,21 @@ def test_environment_variables(machine: Callable[..., None], monkeypatch: pytest
     (finding,) = [finding for finding in doctor.run_checks() if finding.name == "environment variables"]
     assert "No kernel of this library runs: with --xla_gpu_command_buffer_scheduling_mode=CONCURRENT" in finding.found
     assert "JAXTAXFREE_HEAP_BASE" in findings["heap addresses"].mend
+
+
+def test_gpus_on_which_nothing_was_timed(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(compute_capability=lambda ordinal: ((9, 0), (10, 0))[ordinal])
+    finding = doctor.check_measured()[0]
+    assert (finding.status, finding.found) == ("note", "none of compute capability 10.0")
+    assert "implementation=None takes XLA" in finding.mend and "JAXTAXFREE_UNMEASURED=fused" in finding.mend
+    assert doctor.main() == 0
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "fused")
+    finding = doctor.check_measured()[0]
+    assert finding.status == "note" and "takes kernels all the same" in finding.found and not finding.mend
+    monkeypatch.setenv("JAXTAXFREE_UNMEASURED", "yes")
+    failed = {finding.name: finding for finding in doctor.run_checks() if finding.status == "FAIL"}
+    assert "JAXTAXFREE_UNMEASURED is 'xla' or 'fused', not 'yes'." in failed["environment variables"].found
+    assert "xla or fused" in failed["kernels timed on such GPUs"].mend
 
 
 def test_triton_compiles_here() -> None:

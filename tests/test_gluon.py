@@ -1,7 +1,10 @@
 """Gluon kernels in `shmem_call`: what they lower to and what is refused, without a GPU, and that they run, with two."""
 
 import functools
+import os
 import re
+import subprocess
+import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -253,6 +256,45 @@ def test_older_nvidia_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     with fails(NotImplementedError, "exchange_kernel is a Gluon kernel", "9.0 and higher", "lowered for 8.0"):
         lower()
+
+
+LOWERED = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+
+mesh = jax.make_mesh((2,), ("tp",))
+
+
+def local(x, w):
+    return {call}
+
+
+call = jax.shard_map(local, mesh=mesh, in_specs=(P(), P()), out_specs=P(), check_vma=False)
+x, w = jnp.ones((512, 512), "{dtype}"), jnp.ones((512, 512), "{dtype}")
+print(jax.jit(call).trace(x, w).lower(lowering_platforms=("cuda",)).as_text().count("triton_kernel_call_ffi"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    (
+        ('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "float32"),
+        ('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "bfloat16"),
+        ('jtf.matmul_all_reduce(x[:16], w, "tp", implementation="fused")', "bfloat16"),
+        ('jtf.psum(jtf.matmul_reduce_scatter(x, w, "tp", implementation="fused"), "tp")', "bfloat16"),
+    ),
+    ids=("triton", "gluon", "gluon of few rows", "both"),
+)
+def test_a_process_that_lowered_a_kernel_ends_without_a_word(call: str, dtype: str) -> None:
+    """nanobind reports what is left of Triton at the end of a process."""
+    # What is found in Triton's cache leaves nothing behind.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2", "TRITON_ALWAYS_COMPILE": "1"}
+    command = [sys.executable, "-c", LOWERED.format(call=call, dtype=dtype)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, int(done.stdout)) == (0, "", call.count("jtf."))
 
 
 @pytest.mark.parametrize("platform", ("cpu", "rocm"))

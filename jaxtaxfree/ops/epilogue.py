@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree.ops import matmul
-from jaxtaxfree.primitive import DTYPES
+from jaxtaxfree.primitive import DTYPES, Lasting
 
 # JAX 0.12.0 cannot differentiate its own in `shard_map`.
 _erf = jax.custom_jvp(lax.erf)
@@ -161,7 +161,7 @@ def batch(
 def unsupported(epilogue: Epilogue, operands: Sequence[Any]) -> list[str]:
     """All that keeps every kernel from taking these operands of the epilogue; the gate is as rhs."""
     return [
-        f"it takes a {name} of {', '.join(DTYPES)}, not {x.dtype}"
+        Lasting(f"it takes a {name} of {', '.join(DTYPES)}, not {x.dtype}: cast it")
         for name, x in zip(epilogue.operands, operands, strict=True)
         if name != "gate" and x.dtype.name not in DTYPES
     ]

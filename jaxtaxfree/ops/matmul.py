@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxtaxfree.primitive import DTYPES, symbolic
+from jaxtaxfree.primitive import DTYPES, Lasting, symbolic
 from jaxtaxfree.teams import vary, varying
 
 # Why XLA is taken where nobody has measured which is faster.
@@ -54,17 +54,22 @@ def unsupported(lhs: Any, rhs: Any, *, precision: Any, preferred_element_type: A
     """All that keeps every kernel from taking these operands."""
     reasons = symbolic(lhs, rhs)
     if lhs.dtype != rhs.dtype:
-        reasons.append(f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}")
+        reasons.append(
+            Lasting(
+                f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}: cast one of them, and in gradients "
+                "leave out preferred_element_type"
+            )
+        )
     elif lhs.dtype.name not in DTYPES:
-        reasons.append(f"it takes {', '.join(DTYPES)}, not {lhs.dtype}")
+        reasons.append(Lasting(f"it takes {', '.join(DTYPES)}, not {lhs.dtype}: cast the operands"))
     if preferred_element_type is not None and preferred_element_type.name not in DTYPES:
-        reasons.append(f"it gives {', '.join(DTYPES)}, not {preferred_element_type}")
+        reasons.append(Lasting(f"it gives {', '.join(DTYPES)}, not {preferred_element_type}: cast the result"))
     if rhs.ndim != 2 or lhs.ndim < 2:
         reasons.append(f"it takes lhs of two or more dimensions and rhs of two, not {lhs.ndim} and {rhs.ndim}")
     if 0 in lhs.shape or 0 in rhs.shape:
         reasons.append(f"an operand is empty: {list(lhs.shape)}, {list(rhs.shape)}")
     if triton_precision(precision) is None:
-        reasons.append(f"it has no precision {precision}")
+        reasons.append(Lasting(f"it has no precision {precision}: take 'default', 'high' or 'highest'"))
     return reasons
 
 
@@ -73,7 +78,7 @@ def slower(lhs: Any, rhs: Any, rows: int, *, precision: Any, preferred_element_t
     XLA's product of f32 is known to be faster. Measured on H200.
     """
     if reasons := unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type):
-        return "; ".join(reasons)
+        return Lasting("; ".join(reasons))  # shapes were right when the call was traced
     if lhs.dtype == np.float32:
         if triton_precision(precision) != "tf32" and 2 * rows * math.prod(rhs.shape) > 1e8:
             # Triton multiplies such operands without tensor cores: 6 TFLOP/s.

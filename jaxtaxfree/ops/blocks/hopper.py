@@ -12,6 +12,7 @@ from jaxtaxfree import gluon
 from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call
+from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import setting
 from jaxtaxfree.target import HOPPER
 
@@ -37,13 +38,15 @@ class Tile(portable.Tile):
 
 def refuses(call: Call) -> list[str]:
     """All that keeps every kernel for Hopper from taking a product."""
-    reasons = []
+    reasons: list[str] = []
     if call.target.compute_capability != HOPPER.compute_capability:
-        reasons.append(f"it is for GPUs of compute capability {HOPPER}, not {call.target}")
+        reasons.append(
+            Lasting(f"it is for GPUs of compute capability {HOPPER}, not {call.target}: name no kernel in config")
+        )
     elif why := gluon.unsupported("it", call.target.compute_capability):
         reasons.append(why)
     if call.itemsize != 2:
-        reasons.append(f"it takes float16 and bfloat16, not {call.dtype}")
+        reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
     if call.k % 8 or call.n % 8:
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
     return reasons

@@ -14,7 +14,15 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.collectives.portable import VARIANTS, Call
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.variant import choose, settings_of
-from jaxtaxfree.primitive import Unsupported, check_implementation, check_whole, linear, symbolic, takes_reference
+from jaxtaxfree.primitive import (
+    Lasting,
+    Unsupported,
+    check_implementation,
+    check_whole,
+    linear,
+    symbolic,
+    takes_reference,
+)
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.teams import Team, check_axes, vary
@@ -228,9 +236,14 @@ def _unsupported(operation: str, x: Any, world: int) -> list[str]:
     if reasons := symbolic(x):
         return reasons
     if x.dtype.name not in DTYPES:
-        reasons.append(f"it takes {', '.join(DTYPES)}, not {x.dtype}")
+        reasons.append(Lasting(f"it takes {', '.join(DTYPES)}, not {x.dtype}: cast it"))
     if unreduced := sorted(jax.typeof(x).mat.unreduced):
-        reasons.append(f"it takes values of a rank, not terms of a sum that is unreduced along {unreduced}")
+        reasons.append(
+            Lasting(
+                f"it takes values of a rank, not terms of a sum that is unreduced along {unreduced}: leave out what "
+                "makes them unreduced"
+            )
+        )
     if x.size == 0:
         reasons.append(f"the operand is empty: {list(x.shape)}")
     if (elements := world * _elements(operation, x, world)) > MOST_ELEMENTS:

@@ -19,6 +19,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, cache_faults, cache_sizes, placemen
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
+    Lasting,
     Unsupported,
     check_implementation,
     collective,
@@ -393,13 +394,16 @@ def _unsupported(operands: Mapping[str, Any], spec: Spec) -> list[str]:
     query, key, value = operands["query"], operands["key"], operands["value"]
     reasons = symbolic(*operands.values())
     if query.dtype.name not in DTYPES:
-        reasons.append(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}")
+        reasons.append(Lasting(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}: cast it"))
     elif key.dtype != query.dtype and key.dtype.name not in _QUANTISED:
         reasons.append(
-            f"it takes a cache of the query's dtype, {', '.join(_QUANTISED)}, not {key.dtype} with {query.dtype}"
+            Lasting(
+                f"it takes a cache of the query's dtype, {', '.join(_QUANTISED)}, not {key.dtype} with {query.dtype}: "
+                "cast the query"
+            )
         )
     if spec.dtype.name not in DTYPES:
-        reasons.append(f"it gives {', '.join(DTYPES)}, not {spec.dtype}")
+        reasons.append(Lasting(f"it gives {', '.join(DTYPES)}, not {spec.dtype}: cast the result"))
     if max(query.shape[-1], value.shape[-1]) > 256:
         reasons.append(f"it takes heads of at most 256, not {query.shape[-1]} and {value.shape[-1]}")
     if 0 in query.shape or 0 in key.shape or 0 in value.shape:

@@ -14,6 +14,7 @@ from jaxtaxfree.kernels.decode_attention.portable import decode_attention_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_attention.spec import Spec
 from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
@@ -80,7 +81,8 @@ class Portable(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
         if call.cache_dtype == jnp.float8_e4m3fn and call.target.compute_capability < 89:
-            return [f"GPUs of compute capability {call.target} have no float8_e4m3fn"]
+            wanted = "take float8_e5m2 or int8"
+            return [Lasting(f"GPUs of compute capability {call.target} have no float8_e4m3fn: {wanted}")]
         return []
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:

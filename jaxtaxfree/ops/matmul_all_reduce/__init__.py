@@ -17,7 +17,7 @@ from jaxtaxfree.ops.matmul_all_reduce.hopper import Hopper
 from jaxtaxfree.ops.matmul_all_reduce.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_all_reduce.portable import Portable
 from jaxtaxfree.ops.variant import Variant, settings_of
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, collective, takes_reference
+from jaxtaxfree.primitive import Lasting, Unsupported, bilinear, check_implementation, collective, takes_reference
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import Team, check_axes, varying
 
@@ -95,7 +95,10 @@ def matmul_all_reduce(
     settings = settings_of("matmul_all_reduce", VARIANTS, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
-    reasons += [f"it takes a {name} that is the same on all ranks along {axes}" for name in differing]
+    reasons += [
+        Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")
+        for name in differing
+    ]
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
     if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
         out = reference(lhs, rhs, *operands, epilogue=epilogue, **params)

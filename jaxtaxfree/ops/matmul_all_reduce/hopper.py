@@ -100,7 +100,7 @@ class Hopper(Variant[Call]):
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         return [
-            {"kernel": "portable"},
+            {"kernel": "portable", "exact_wire": False},
             *portable.each("groups", config.groups // 2, config.groups * 2),
             *portable.each("lag", config.lag + 1),
             *portable.each("chunk", 1024, 2048),
