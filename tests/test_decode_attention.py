@@ -280,6 +280,112 @@ def test_gradient_of_a_sequence_without_keys_is_none() -> None:
     assert not np.any(found["query"][0])
 
 
+# Of each of three sets of keys 8 sequences have so many, or none, in every combination.
+SET_LENGTHS = np.stack([np.where(np.arange(8) >> i & 1, np.arange(8) % 6 + 1, 0) for i in range(3)])
+
+
+def set_operands() -> dict[str, Any]:
+    """A query, keys and values of all ranks by set, and a sink for each head."""
+    rng = np.random.default_rng(3)
+    sizes = {"query": (8, 4, 4), "keys": (3, 8, 6, 2, 4), "values": (3, 8, 6, 2, 4)}
+    arrays = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
+    return arrays | {"sinks": jnp.array([-jnp.inf, 0.5, -jnp.inf, -0.5])}
+
+
+def merged_sets(given: dict[str, Any], *, output: str) -> tuple[jax.Array, jax.Array]:
+    """The attention over each set, in one call, merged one after the other."""
+    query = jnp.concatenate([given["query"]] * 3)
+    keys, values = (lax.collapse(given[name], 0, 2) for name in ("keys", "values"))
+
+    def local(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        keywords = {"key_value_seq_lengths": SET_LENGTHS.ravel(), "sinks": sinks, "output": output}
+        out, residual = decode_attention(query, keys, values, "tp", return_residual=True, **keywords)
+        first, *others = zip(jnp.split(out, 3), jnp.split(residual, 3))
+        return functools.reduce(lambda one, other: merge_attention(*one, *other), others, first)
+
+    heads = P(None, "tp") if output == "heads" else P()
+    specs = (P(), P(None, "tp"), P(None, "tp"), P())
+    call = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=(heads, heads))
+    return call(query, keys, values, given.get("sinks"))
+
+
+def softmax_over_sets(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """The same by `jax.nn`, with large numbers in place of infinite ones."""
+    keys, values = (jnp.repeat(jnp.concatenate(given[name], axis=1), 2, axis=2) for name in ("keys", "values"))
+    seen = np.concatenate(np.arange(6) < SET_LENGTHS[..., None], axis=1)[:, None]
+    logits = jnp.einsum("bnh,bsnh->bns", given["query"], keys, precision="highest") / 2
+    sinks = given.get("sinks", jnp.full(4, -jnp.inf))
+    sinks = jnp.where(jnp.isinf(sinks), -1e30, sinks) + np.log(3)  # once for each set
+    logits = jnp.concatenate(
+        [jnp.where(seen, logits, -1e30), jnp.broadcast_to(sinks[None, :, None], (8, 4, 1))], axis=-1
+    )
+    weights = jnp.where(seen, jax.nn.softmax(logits)[..., :-1], 0)
+    out = jnp.einsum("bns,bsnh->bnh", weights, values, precision="highest")
+    return out, jnp.where(seen.any(-1) | (sinks > -1e29), jax.nn.logsumexp(logits, axis=-1), -jnp.inf)
+
+
+def directions(given: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), given)
+
+
+def by_query(of: Callable, call: Callable, given: dict[str, Any]) -> Any:
+    return of(lambda query: call(given | {"query": query}))(given["query"])
+
+
+def gradient(call: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    out, back = jax.vjp(call, given)
+    return back(directions(out, 5))[0]
+
+
+DERIVATIVES: dict[str, Callable] = {
+    "jvp": lambda call, given: jax.jvp(call, (given,), (directions(given, 4),)),
+    "jvp-of-zeros": lambda call, given: jax.jvp(call, (given,), (jax.tree.map(jnp.zeros_like, given),))[1],
+    "linearize": lambda call, given: jax.linearize(call, given)[1](directions(given, 4)),
+    "grad": gradient,
+    "jacfwd": functools.partial(by_query, jax.jacfwd),
+    "jacrev": functools.partial(by_query, jax.jacrev),
+    "jvp-of-grad": lambda call, given: jax.jvp(
+        functools.partial(gradient, call), (given,), (directions(given, 4),)
+    )[1],
+    "vmap-of-jvp": lambda call, given: jax.vmap(
+        lambda factor: jax.jvp(call, (given,), (jax.tree.map(lambda x: factor * x, directions(given, 4)),))[1]
+    )(jnp.array([1.0, -2.0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("with_sinks", "output"), ((False, "replicated"), (True, "heads")))
+def test_derivatives_where_sets_are_empty(with_sinks: bool, output: str) -> None:
+    given = set_operands()
+    if not with_sinks:
+        del given["sinks"]
+
+    @functools.partial(jax.jit, static_argnums=0)  # one program, because compiling takes longest
+    def results(call: Callable, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: derivative(call, given) for name, derivative in DERIVATIVES.items()}
+
+    found = results(functools.partial(merged_sets, output=output), given)
+    for name, wanted in results(softmax_over_sets, given).items():
+        for mine, other in zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted), strict=True):
+            assert np.any(other) or name == "jvp-of-zeros"
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, equal_nan=False, err_msg=name)
+
+
+@pytest.mark.parametrize(("residual", "other"), ((-np.inf, -np.inf), (-np.inf, 1.0), (1.0, -np.inf), (1.0, 2.0)))
+def test_merge_takes_any_direction_of_what_is_empty(residual: float, other: float) -> None:
+    """Also one in which a log-sum-exp of -inf would change."""
+    out, other_out = (np.full((1, 2), 3.0 * (x > -np.inf), np.float32) for x in (residual, other))
+    given = out, np.array([residual], np.float32), other_out, np.array([other], np.float32)
+    total = np.exp(residual) + np.exp(other)
+    weights = np.array([np.exp(residual), np.exp(other)]) / (total or 1)
+    tangents = jax.jvp(merge_attention, given, tuple(map(jnp.ones_like, given)))[1]
+    np.testing.assert_allclose(tangents[0], np.full((1, 2), weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(tangents[1], [weights.sum()], rtol=1e-5)
+    back = jax.grad(lambda *given: sum(x.sum() for x in merge_attention(*given)), argnums=(0, 1, 2, 3))(*given)
+    for found, wanted in zip(back, (weights[0], weights[0], weights[1], weights[1])):
+        np.testing.assert_allclose(found, np.full_like(found, wanted), rtol=1e-5)
+
+
 def test_scales_that_are_numbers() -> None:
     """They are literals in the program of a jitted call."""
     cache = np.random.default_rng(0).integers(-9, 9, (2, 1, 16, 2, 8)).astype(np.int8)
@@ -599,6 +705,26 @@ def test_append_scales_tokens_of_wide_floats(dtype: str) -> None:
     for numbers, scales in ((grown.key, grown.key_scale), (grown.value, grown.value_scale)):
         found = np.asarray(numbers, np.float32) * np.asarray(scales)[..., None]
         np.testing.assert_allclose(found[[0, 1], [0, 2]], token, rtol=1e-2)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float8_e4m3fn", "int8"))
+def test_derivatives_of_a_quantised_token_of_zeros(dtype: str) -> None:
+    """Its scale is 0, by which nothing can be divided."""
+    tokens = jnp.array([[[0.0, 0, 0, 0]], [[3, 1, -4, 0]]])  # [B, K, H]
+    cache = KVCache(*(jnp.zeros((2, 3, 1, 4), dtype),) * 2, *(jnp.zeros((2, 3, 1)),) * 2)
+
+    def total(tokens: jax.Array) -> jax.Array:
+        local = lambda tokens: append_kv(cache, tokens, tokens, jnp.array([0, 2]), "tp")  # noqa: E731
+        grown = jax.shard_map(local, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)(tokens)
+        return (grown.key.astype(jnp.float32) * grown.key_scale[..., None]).sum()
+
+    found, (_, tangent) = jax.jit(
+        lambda tokens: (jax.grad(total)(tokens), jax.jvp(total, (tokens,), (jnp.ones_like(tokens),)))
+    )(tokens)
+    np.testing.assert_array_equal(found[0], 0)
+    # Integers have no derivatives; other numbers have those of what they stand for, rounded to their dtype.
+    np.testing.assert_allclose(found[1], np.full((1, 4), 0 if dtype == "int8" else 1), rtol=0.2)
+    np.testing.assert_allclose(tangent, found.sum(), rtol=0.1, atol=1e-6)
 
 
 @pytest.mark.parametrize("parts", (2, 4))

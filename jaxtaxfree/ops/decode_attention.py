@@ -96,8 +96,9 @@ def decode_attention(
 
     Returns: [B, N, Hv] or [B, T, N, Hv] (N / world with output="heads"), or with `return_residual` a pair of that and
     the f32 natural logarithm of the softmax's denominator, sinks included: [B, N] or [B, T, N]. A token that attends to
-    nothing gets zeros, and -inf. Results are the same bits every time, and on every rank. It is differentiated through
-    the reference. `jax.vmap` makes one call of several sequences, or of several queries over the same keys.
+    nothing gets zeros, and -inf, and the derivatives of both are 0. Results are the same bits every time, and on every
+    rank. It is differentiated through the reference. `jax.vmap` makes one call of several sequences, or of several
+    queries over the same keys.
 
     Raises:
       ValueError: if the arguments do not fit together.
@@ -158,6 +159,10 @@ def merge_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The attention over two sets of keys, from the attention over each.
 
+    It is plain `jax.numpy`, differentiable in all operands, forward and backward and as often as you like. What a set
+    without keys has, a result of zeros and a log-sum-exp of -inf, changes neither results nor derivatives; where no set
+    has a key, the derivatives are 0.
+
     Args:
       out, other: [..., N, H], results of attention of the same queries over different keys.
       residual, other_residual: f32 [..., N], their log-sum-exp (natural logarithm), -inf where there was no key.
@@ -178,12 +183,11 @@ def merge_attention(
         raise ValueError(
             f"merge_attention gives a result of out's dtype, which must be floating-point, not {out.dtype}."
         )
-    top = jnp.maximum(residual, other_residual)
-    base = _finite(top)
+    base = _finite(jnp.maximum(residual, other_residual))
     weight, other_weight = jnp.exp(residual - base), jnp.exp(other_residual - base)
     total = weight + other_weight
     merged = out.astype(jnp.float32) * weight[..., None] + other.astype(jnp.float32) * other_weight[..., None]
-    return _normalised(merged, total).astype(out.dtype), base + jnp.log(total)
+    return _normalised(merged, total).astype(out.dtype), base + _log(total)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,7 +261,8 @@ def reference(
         seen &= positions >= of_token - spec.window
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
-    top = jnp.max(logits, axis=-1, initial=-jnp.inf)  # [B, K, G, T]
+    # The results are the same whatever is subtracted, so their derivatives take it for a constant.
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))  # [B, K, G, T]
     weights = jnp.exp(logits - _finite(top)[..., None])
     total = jnp.sum(weights, axis=-1)
     # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
@@ -283,12 +288,12 @@ def reference(
     sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[None, :, None]
     if spec.by_heads:
         sinks = lax.dynamic_slice_in_dim(sinks, rank * (n // world), n // world, axis=1)
-    top = jnp.maximum(jnp.max(tops, axis=0), sinks)
-    parts = jnp.exp(tops - _finite(top)[None])
-    total = jnp.sum(parts * exchange(total), axis=0) + jnp.exp(sinks - _finite(top))
+    base = _finite(jnp.maximum(jnp.max(tops, axis=0), sinks))
+    parts = jnp.exp(tops - base[None])
+    total = jnp.sum(parts * exchange(total), axis=0) + jnp.exp(sinks - base)
     acc = jnp.sum(parts[..., None] * exchange(acc), axis=0)
     out = _normalised(acc, total)
-    return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(_finite(top) + jnp.log(total), 1, 2)]
+    return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(base + _log(total), 1, 2)]
 
 
 def fused(
@@ -518,8 +523,13 @@ def _scale_kind(scale: Any) -> str:
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """x with 0 in place of -inf, to be subtracted from -inf."""
-    return jnp.where(jnp.isneginf(x), 0.0, x)
+    """x with 0 in place of -inf, to be subtracted from -inf; a constant for derivatives."""
+    return lax.stop_gradient(jnp.where(jnp.isneginf(x), 0.0, x))
+
+
+def _log(x: jax.Array) -> jax.Array:
+    """The logarithm of x, which is not negative; of 0 it is -inf, with a derivative of 0 in place of 0 / 0."""
+    return jnp.where(x == 0, -jnp.inf, jnp.log(jnp.where(x == 0, 1.0, x)))
 
 
 def _normalised(acc: jax.Array, total: jax.Array) -> jax.Array:

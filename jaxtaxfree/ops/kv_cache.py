@@ -237,7 +237,8 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
         by = scale[..., None]
     else:
         by = scale if scale.ndim == 0 else scale[None, None, :, None]
-    x = jnp.clip(jnp.where(by > 0, x / by, 0.0), -largest, largest)
+    # Where a scale is 0 nothing is divided by it, not even in derivatives, where 0 * NaN would be NaN.
+    x = jnp.clip(jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0), -largest, largest)
     return (jnp.round(x) if integers else x), scale
 
 
