@@ -405,13 +405,15 @@ def test_scales_that_are_numbers() -> None:
 
 
 def test_gradient_by_a_scale_of_zero() -> None:
-    query, key, value = jnp.ones((1, 2, 8)), jnp.zeros((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8))
+    query, key, value = jnp.ones((1, 2, 8)), jnp.zeros((1, 8, 1, 8)), jnp.ones((1, 8, 1, 8))
 
     def total(scale: jax.Array) -> jax.Array:
-        call = lambda scale: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
-        return jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P())(scale).sum()
+        call = lambda scale, key, value: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
+        specs = (P(), P(None, "tp"), P(None, "tp"))
+        return jax.shard_map(call, mesh=mesh_of(2), in_specs=specs, out_specs=P())(scale, key, value).sum()
 
-    np.testing.assert_allclose([jax.grad(total)(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
+    gradient = jax.jit(jax.grad(total))
+    np.testing.assert_allclose([gradient(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
 
 
 def examples(case: Case, kind: str) -> tuple[Callable, Callable]:
@@ -906,6 +908,94 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     with fails(ValueError, "decode_attention" if "implementation" not in arguments else "implementation", *parts):
         traced(**arguments)
+
+
+SAME = (
+    "takes a cache that is sharded along the sequence over axis_name={}, but its {} is the same on every rank along {},"
+)
+
+
+def of_cache(operation: str, key: Any, value: Any, axes: Any, **keywords: Any) -> jax.Array:
+    """Either operation on a cache [2, S, 1, 4] of which each position counts."""
+    if operation == "append_kv":
+        new = jnp.ones((2, 1, 4))
+        return append_kv((key, value), new, new, jnp.array([0, 1]), axes, **keywords)[1]
+    return decode_attention(jnp.ones((2, 2, 4)), key, value, axes, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("axes", "specs", "wrong"),
+    (
+        ("tp", (P(), P()), ("key", ("tp",))),
+        ("tp", (P(None, "dp"), P(None, "dp")), ("key", ("tp",))),
+        ("tp", (P(None, "tp"), P()), ("value", ("tp",))),
+        (("dp", "tp"), (P(None, "tp"), P(None, "tp")), ("key", ("dp",))),
+        (("one", "tp"), (P(None, "one"), P(None, "one")), ("key", ("tp",))),
+        (("tp", "dp"), (P(), P()), ("key", ("tp", "dp"))),
+        ("one", (P(), P()), None),
+        (("one", "tp"), (P(None, "tp"), P(None, "tp")), None),
+        (("dp", "tp"), (P(None, ("dp", "tp")), P(None, ("dp", "tp"))), None),
+    ),
+)
+@pytest.mark.parametrize(
+    ("operation", "keywords"),
+    (
+        ("append_kv", {}),
+        *(("decode_attention", {"implementation": each}) for each in (None, "xla", "fused", "simulate")),
+    ),
+)
+def test_caches_that_are_the_same_on_every_rank(
+    cpu_mesh: MeshFactory, operation: str, keywords: dict[str, Any], axes: Any, specs: tuple, wrong: Any
+) -> None:
+    """Of a mesh with an axis of one rank."""
+    mesh = cpu_mesh((1, 2, 2), ("one", "dp", "tp"))
+    shapes = [jax.ShapeDtypeStruct((2, 4 if spec == P() else 8, 1, 4), "float32") for spec in specs]
+
+    def traced(check_vma: bool) -> None:
+        local = functools.partial(of_cache, operation, axes=axes, **keywords)
+        out_specs = P(("one", "dp", "tp"))
+        jax.eval_shape(
+            jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma), *shapes
+        )
+
+    traced(check_vma=False)  # where nobody knows
+    if wrong is None:
+        traced(check_vma=True)
+        return
+    name, along = wrong
+    axes = (axes,) if isinstance(axes, str) else axes
+    with fails(ValueError, operation, SAME.format(axes, name, along), f"jax.lax.pcast({name}, {along}, to='varying')"):
+        traced(check_vma=True)
+
+
+@pytest.mark.parametrize("operation", ("decode_attention", "append_kv"))
+def test_pages_of_one_pool(operation: str) -> None:
+    """Which every rank has, are positions of its own if its table says so."""
+    pool, tables = shape_of(4, 2, 1, 4), i32(4, 2)
+
+    def traced(of_tables: P) -> None:
+        local = lambda pool, tables: of_cache(operation, pool, pool, "tp", block_tables=tables[:2])  # noqa: E731
+        call = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), of_tables), out_specs=P("tp"))
+        jax.eval_shape(call, pool, tables)
+
+    traced(P("tp"))
+    with fails(ValueError, operation, SAME.format(("tp",), "key", ("tp",))):
+        traced(P())
+
+
+def test_copies_that_are_meant_as_other_positions() -> None:
+    """Of an empty cache; the new tokens are those of `lengths`, dealt out to two ranks."""
+    rng = np.random.default_rng(0)
+    query, tokens = rng.normal(size=(1, 2, 4)).astype(np.float32), rng.normal(size=(2, 1, 6, 1, 4)).astype(np.float32)
+
+    def local(query: jax.Array, tokens: jax.Array) -> jax.Array:
+        empty = lax.pcast(jnp.zeros((1, 4, 1, 4)), "tp", to="varying")
+        keys, values = append_kv((empty, empty), *tokens, jnp.array([0]), "tp", placement="round_robin", block_size=1)
+        placed = {"placement": "round_robin", "block_size": 1}
+        return decode_attention(query, keys, values, "tp", key_value_seq_lengths=jnp.array([6]), **placed)
+
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=P(), out_specs=P()))(query, tokens)
+    np.testing.assert_allclose(found, attention(query[:, None], *tokens, np.array([6])).out[:, 0], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("given", (4.0, "4", np.array([4])))

@@ -19,7 +19,16 @@ from jaxtaxfree import dispatch, primitive
 from jaxtaxfree.ops import collectives, matmul_all_reduce
 from jaxtaxfree.teams import Team
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
+from tests.support import (
+    TRITON_CALL,
+    assert_fused,
+    exact_product,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    sharded,
+    whole_numbers,
+)
 
 # Each takes x, [8, 16] on every rank.
 CALLS: dict[str, Callable] = {
@@ -262,6 +271,26 @@ def test_a_symbolic_number_of_examples(
     assert TRITON_CALL not in text and "all_reduce" in text
 
 
+@pytest.mark.parametrize("implementation", (None, "simulate"))
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "decode_attention"])
+def test_operands_that_are_the_same_on_every_rank(name: str, implementation: str | None) -> None:
+    """They are what they are for `lax`: sums of equals, and copies next to each other."""
+    x = whole_numbers(0, 8, 16)
+    product = exact_product(x, x.T, "float32")
+    wanted = {
+        "psum": 2 * x,
+        "all_gather": np.stack([x, x]),
+        "psum_scatter": 2 * x[:4],
+        "all_gather_matmul": np.concatenate([product, product]),
+        "matmul_reduce_scatter": 2 * product[:4],
+        "matmul_all_reduce": 2 * product,
+    }[name]
+    local = lambda x: OPERATIONS[name](x, "tp", implementation=implementation)[None]  # noqa: E731
+    out_spec = P() if name in ("psum", "matmul_all_reduce") else P("tp")
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=P(), out_specs=out_spec))(x)
+    np.testing.assert_array_equal(found[0], wanted)
+
+
 def test_gradients_with_an_algorithm() -> None:
     mesh = mesh_of(4)
     precision = jax.lax.DotAlgorithmPreset.F32_F32_F32
@@ -364,7 +393,11 @@ LINEAR: dict[str, tuple[tuple[P, P], Callable]] = {  # in w, which the ranks hav
     "decode_attention": (
         (P(), P(None, "tp")),
         lambda x, w, **keywords: jtf.decode_attention(
-            x.reshape(1, 4, 32), 2 * x.reshape(1, 4, 1, 32), w.reshape(1, 8, 1, 32)[:, ::2], "tp", **keywords
+            x.reshape(1, 4, 32),
+            jax.lax.pcast(2 * x.reshape(1, 4, 1, 32), "tp", to="varying"),
+            w.reshape(1, 8, 1, 32)[:, ::2],
+            "tp",
+            **keywords,
         ),
     ),
 }

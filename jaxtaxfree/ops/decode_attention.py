@@ -14,7 +14,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.kernels.decode_attention import decode_attention_kernel
-from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, placement_of
+from jaxtaxfree.ops.kv_cache import KVCache, Placement, cache_faults, cache_sizes, check_sharded, placement_of
 from jaxtaxfree.ops.matmul import has_big_shared_memory, has_little_shared_memory
 from jaxtaxfree.primitive import (
     DTYPES,
@@ -101,7 +101,8 @@ def decode_attention(
     queries over the same keys.
 
     Raises:
-      ValueError: if the arguments do not fit together.
+      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
+        the same cache, which would count as other positions on each.
       TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
@@ -140,6 +141,7 @@ def decode_attention(
     operands = {name: jnp.asarray(x) for name, x in operands.items() if x is not None}
     world = lax.axis_size(axes)
     _check_operands(operands, spec, world, output)
+    check_sharded("decode_attention", key, value, block_tables, axes)
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
     settings = settings_of("decode_attention", Config, config)
     reasons = _unsupported(operands, spec)

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxtaxfree.primitive import check_whole
-from jaxtaxfree.teams import check_axes, vary, varying
+from jaxtaxfree.teams import check_axes, replicated, vary, varying
 
 PLACEMENTS = ("contiguous", "round_robin")
 KV_LAYOUTS = ("BSKH", "BKSH")
@@ -141,6 +141,22 @@ def cache_faults(cache: KVCache, heads: int) -> list[str]:
     return wrong
 
 
+def check_sharded(operation: str, key: jax.Array, value: jax.Array, block_tables: Any, axes: tuple[str, ...]) -> None:
+    """Raises ValueError if a cache is known to be the same on several ranks, each of which would count it again."""
+    for name, x in (("key", key), ("value", value)):
+        same = replicated(x, axes)
+        if block_tables is not None:  # by which ranks may have pages of their own in one pool
+            same = [axis for axis in same if axis in replicated(block_tables, axes)]
+        if same:
+            along = tuple(same)
+            raise ValueError(
+                f"{operation} takes a cache that is sharded along the sequence over axis_name={axes}, but its {name} "
+                f"is the same on every rank along {along}, and each copy would count as other positions: shard it, "
+                "leave out the axes along which it is whole, or, if the copies are meant as other positions (those of "
+                f"an empty cache, say), pass jax.lax.pcast({name}, {along}, to='varying')."
+            )
+
+
 def append_kv(
     cache: KVCache | tuple,
     key: jax.Array,
@@ -173,7 +189,8 @@ def append_kv(
       beginning, are dropped, and so are those of pages that are -1: a sequence that takes no token has the length -T.
 
     Raises:
-      ValueError: if the arguments do not fit together.
+      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
+        the same cache; of an empty one that is made inside say `jax.lax.pcast(cache, axis_name, to="varying")`.
       TypeError: if `block_size` is no whole number.
       NameError: if `axis_name` is not bound.
     """
@@ -189,6 +206,7 @@ def append_kv(
     slots, page_size, heads = cache_sizes(parts.key, kv_layout, block_tables, "append_kv")
     if wrong := cache_faults(parts, heads):
         raise ValueError(f"append_kv cannot take this cache: {'; '.join(wrong)}.")
+    check_sharded("append_kv", parts.key, parts.value, block_tables, axes)
     _check_new_tokens(parts, key, value, lengths, heads, block_tables)
     place = placement_of(placement, block_size, slots, page_size, "append_kv")
     world = lax.axis_size(axes)
