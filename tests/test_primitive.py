@@ -212,6 +212,71 @@ def test_what_no_kernel_takes_is_left_to_xla(operation: str, rows: int, columns:
     assert "triton" not in lower_for_cuda(call, sharded(mesh, P("tp"), (4 * rows, 16), dtype))
 
 
+each_product = pytest.mark.parametrize("name", [name for name in OPERATIONS if "matmul" in name])
+
+
+@each_product
+@pytest.mark.parametrize("implementation", (None, "xla", "fused", "simulate"))
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "matrices"),
+    (
+        ((4, 8, 1, 16), (8, 16, 6), ("[128, 6]", "[8, 96]")),  # which jnp.matmul takes for a batch
+        ((4, 8, 16), (8, 16, 6), ("[128, 6]", "[8, 96]")),
+        ((4, 1, 16), (16, 2, 8), ("[32, 8]", "[16, 16]")),
+        ((4, 8), (2, 2, 8, 6), ("[32, 6]", "[2, 96]")),
+        ((16,), (1, 16, 6), ("[16, 6]", "[1, 96]")),
+    ),
+)
+def test_what_is_no_matrix(
+    mesh: Mesh, name: str, implementation: str | None, lhs: Any, rhs: Any, matrices: tuple[str, str]
+) -> None:
+    call = functools.partial(getattr(jtf, name), axis_name="tp", implementation=implementation)
+    program = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in (lhs, rhs)]
+    with fails(ValueError, f"{name} takes rhs as a matrix [K, N], not {list(rhs)}: ", *matrices, "jax.vmap"):
+        jax.eval_shape(program, *shapes)
+
+
+# Of parts of lhs and rhs on one rank of several, over which "c" is sharded, and of which the result is a sum.
+CONTRACTIONS: dict[str, tuple[str, Callable, tuple[int, ...], tuple[int, ...]]] = {
+    "over-two-dimensions": (
+        "tch,chd->td",
+        lambda x, w, product: product(x.reshape(3, -1), w.reshape(-1, 4)),
+        (3, 4, 5),
+        (4, 5, 4),
+    ),
+    "into-two-dimensions": (
+        "tc,cnh->tnh",
+        lambda x, w, product: product(x, w.reshape(-1, 6)).reshape(3, 2, 3),
+        (3, 4),
+        (4, 2, 3),
+    ),
+    "in-a-batch": ("etc,ecd->etd", lambda x, w, product: jax.vmap(product)(x, w), (2, 3, 4), (2, 4, 5)),
+    "vector": ("tc,c->t", lambda x, w, product: product(x, w), (3, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS)
+def test_what_is_a_matrix(contraction: str) -> None:
+    """The remedies that the error names."""
+    formula, call, *sizes = CONTRACTIONS[contraction]
+    operands = [whole_numbers(i, *size) for i, size in enumerate(sizes)]
+    specs = [P(*["tp" if letter == "c" else None for letter in part]) for part in formula.split("->")[0].split(",")]
+    local = lambda x, w: call(x, w, functools.partial(jtf.matmul_all_reduce, axis_name="tp"))  # noqa: E731
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=tuple(specs), out_specs=P()))(*operands)
+    np.testing.assert_array_equal(found, np.einsum(formula, *operands))
+
+
+@each_product
+def test_sizes_that_do_not_fit(mesh: Mesh, name: str) -> None:
+    """Also where the contracted dimension is what is gathered."""
+    call = functools.partial(getattr(jtf, name), axis_name="tp")
+    program = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+    wrong = "32 (8 from each of 4 ranks) is not 12" if name == "all_gather_matmul" else "8 is not 12"
+    with fails(ValueError, f"{name} contracts the last dimension of lhs with the first of rhs", wrong):
+        jax.eval_shape(program, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((8,), (12, 6))))
+
+
 def test_errors_survive_a_pipe() -> None:
     error = primitive.Unsupported("all_gather_matmul", ["it is too small", "it is too big"])
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
