@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -825,7 +826,7 @@ def test_decoding_loop(settings: dict[str, Any], simulated: bool) -> None:
         np.testing.assert_allclose(found[i], wanted.out[:, 0], rtol=1e-4, atol=1e-5, err_msg=f"step {i}")
 
 
-def fails(error: type[Exception], *parts: str) -> Any:
+def fails(error: Any, *parts: str) -> Any:
     """Expects an error whose message has these parts."""
     return pytest.raises(error, check=lambda e: all(part in str(e) for part in parts) or pytest.fail(f"says: {e}"))
 
@@ -996,6 +997,122 @@ def test_copies_that_are_meant_as_other_positions() -> None:
 
     found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=P(), out_specs=P()))(query, tokens)
     np.testing.assert_allclose(found, attention(query[:, None], *tokens, np.array([6])).out[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def symbolic_shapes(symbols: dict[int, str], arrays: Any) -> Any:
+    """The shapes of arrays on a mesh, with some sizes as symbols."""
+    scope = jax.export.SymbolicScope()
+
+    def shape_with(x: jax.Array) -> jax.ShapeDtypeStruct:
+        sizes = jax.export.symbolic_shape(", ".join(symbols.get(size, str(size)) for size in x.shape), scope=scope)
+        return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(shape_with, arrays)
+
+
+# Each size is there once: 2 ranks, 3 sequences, 4 heads of keys, 5 tokens, 8 pages of a sequence, 12 heads of queries,
+# pages of 16 positions, heads of 24, 27 pages, 128 positions of a rank.
+SYMBOLIC = Case(world=2, b=3, t=5, n=12, k=4, h=24, s=128, lengths=(256, 7, 130))
+DEALT = {"placement": "round_robin"}
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes"),
+    (
+        ({3: "b"}, {}),
+        ({3: "b", 5: "t"}, {"output": "heads"}),
+        ({12: "4*n"}, {"output": "heads", "sinks": True}),
+        ({4: "2*k", 12: "6*k"}, {"cache": "int8", "scales": "head"}),
+        ({24: "h"}, {"scale": 0.2}),
+        ({40: "v"}, {"hv": 40, "output": "heads"}),
+        ({128: "s"}, {"window": 9}),
+        ({128: "64*s"}, DEALT),
+        ({3: "b", 128: "s"}, {"kv_layout": "BKSH", "cache": "float8_e5m2"}),
+        ({8: "r", 27: "p"}, {"page_size": 16}),
+        ({16: "g"}, {"page_size": 16, **DEALT}),
+        ({16: "8*g", 27: "p"}, {"page_size": 16, "block_size": 8, "kv_layout": "BKSH", "cache": "int8", **DEALT}),
+    ),
+    ids=lambda given: "-".join(map(str, given.values())),
+)
+def test_symbolic_shapes(symbols: dict[int, str], changes: dict[str, Any]) -> None:
+    """They are exported. JAX cannot run what it exports of symbolic shapes in `shard_map`, whatever that does."""
+    case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
+    shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
+
+    def exported(implementation: str | None, case: Case = case) -> str:
+        call = jax.jit(program(case, mesh, implementation=implementation))
+        return jax.export.export(call, platforms=("cuda",))(shapes).mlir_module()
+
+    text = exported(None)
+    assert TRITON_CALL not in text
+    assert ("stablehlo.all_to_all" if case.output == "heads" else "stablehlo.all_gather") in text
+    if changes == DEALT:
+        assert re.sub("loc.*", "", text) == re.sub(
+            "loc.*", "", exported(None, dataclasses.replace(case, block_size=64))
+        )
+    with fails(NotImplementedError, "decode_attention", "compiled for known shapes, not [", *symbols.values()):
+        exported("fused")
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes", "part"),
+    (
+        ({24: "h"}, {}, "takes scale as a number here"),
+        ({128: "s"}, DEALT, "takes block_size as a number here"),
+        ({128: "32*s"}, DEALT, "takes block_size as a number here"),
+        ({128: "s"}, {"block_size": 64, **DEALT}, "block_size=64 positions, which does not divide the s positions"),
+        ({12: "n"}, {}, "query has n heads, which is no multiple of the 4 heads of key"),
+        ({4: "k", 12: "3*k"}, {"output": "heads"}, "deals out 3*k heads to 2 ranks"),
+        ({16: "g"}, {"page_size": 16, "block_size": 16, **DEALT}, "block_size=16 positions, which does not divide"),
+    ),
+)
+@pytest.mark.parametrize("implementation", (None, "xla", "fused"))
+def test_what_must_be_a_number(
+    symbols: dict[int, str], changes: dict[str, Any], part: str, implementation: str | None
+) -> None:
+    case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
+    shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
+    with fails((TypeError, ValueError), "decode_attention", part):
+        jax.eval_shape(program(case, mesh, implementation=implementation), shapes)
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes", "part"),
+    (
+        ({3: "b", 5: "t"}, {"kv_layout": "BKSH"}, None),
+        ({4: "k", 24: "h"}, {"cache": "int8"}, None),
+        ({128: "s"}, {}, None),
+        ({128: "64*s"}, DEALT, None),
+        ({128: "s"}, DEALT, "append_kv takes block_size as a number here"),
+        ({16: "g", 27: "p"}, {"page_size": 16, **DEALT}, None),
+    ),
+    ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else "",
+)
+def test_appending_to_a_cache_of_symbolic_shape(
+    symbols: dict[int, str], changes: dict[str, Any], part: str | None
+) -> None:
+    mesh = mesh_of(2)
+    growth = Growth.of(dataclasses.replace(SYMBOLIC, **changes))
+    new = [x[:, :5] for x in growth.tokens]
+    specs = growth.specs, None if growth.tables is None else P("tp"), [P(), P()], P()
+    operands = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        (growth.cache, growth.tables, new, np.array([0, 125, 250])),
+        specs,
+    )
+
+    def local(cache: KVCache, tables: Any, new: Any, lengths: jax.Array) -> KVCache:
+        tables = None if tables is None else tables[0]
+        return all_parts(append_kv(own_part(cache), *new, lengths, "tp", block_tables=tables, **growth.keywords))
+
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=growth.specs))
+    shapes = symbolic_shapes(symbols, operands)
+    if part:
+        with fails(TypeError, part):
+            jax.export.export(call)(*shapes)
+        return
+    text = jax.export.export(call)(*shapes).mlir_module()
+    assert text.count('"stablehlo.scatter"') == len(jax.tree.leaves(growth.cache))
 
 
 @pytest.mark.parametrize("given", (4.0, "4", np.array([4])))

@@ -293,6 +293,7 @@ def test_an_axis_named_twice() -> None:
     ("name", "in_spec", "shape"),
     (
         ("psum", P("tp"), "4*b, 16"),
+        ("all_gather", P("tp"), "4*b, 16"),
         ("psum_scatter", P(), "4*b, 16"),
         ("all_gather_matmul-silu", P("tp"), "4*b, 16"),
         ("matmul_reduce_scatter", P(None, "tp"), "4*b, 16"),
@@ -312,6 +313,26 @@ def test_symbolic_shapes_take_no_kernel(mesh: Mesh, name: str, in_spec: P, shape
     assert ours == theirs  # but for the lines of this file
     with fails(NotImplementedError, "it is compiled for known shapes, not ["):
         exported("fused")
+
+
+@pytest.mark.parametrize(
+    ("call", "symbols", "part"),
+    (
+        (functools.partial(jtf.all_gather, axis=1), "a, 2*b", "all_gather"),
+        (jtf.psum_scatter, "2, a", "reduce_scatter"),
+        (functools.partial(jtf.psum_scatter, scatter_dimension=1), "a, 2, b", "reduce_scatter"),
+    ),
+)
+@pytest.mark.parametrize("implementation", (None, "xla"))
+def test_symbolic_shapes_of_a_dimension_for_the_ranks(
+    call: Callable, symbols: str, part: str, implementation: str | None
+) -> None:
+    """`lax`'s own gather and scatter with `tiled=False` do not lower them."""
+    mesh = mesh_of(2)
+    local = functools.partial(call, axis_name="tp", implementation=implementation)
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("tp")))
+    shape = sharded(mesh, P(), jax.export.symbolic_shape(symbols), "float32")
+    assert f"stablehlo.{part}" in jax.export.export(program)(shape).mlir_module()
 
 
 @pytest.mark.parametrize("name", ("psum", "matmul_all_reduce", "matmul_all_reduce-silu"))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -103,7 +104,8 @@ def decode_attention(
     Raises:
       ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
         the same cache, which would count as other positions on each.
-      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number.
+      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number, or is
+        None where its default depends on a symbolic shape.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -122,7 +124,7 @@ def decode_attention(
         page_size=page_size,
         kv_heads=kv_heads,
         head_major=kv_layout == "BKSH",
-        scale=query.shape[-1] ** -0.5 if scale is None else _static("scale", scale, "a number", float),
+        scale=_scale(query.shape[-1]) if scale is None else _static("scale", scale, "a number", float),
         window=_window(local_window_size),
         soft_cap=None if logits_soft_cap is None else _static("logits_soft_cap", logits_soft_cap, "a number", float),
         by_heads=output == "heads",
@@ -283,8 +285,9 @@ def reference(
         if spec.by_heads:
             x = jnp.moveaxis(x.reshape(b, world, n // world, *x.shape[2:]), 1, 0)
             return lax.all_to_all(x, axes, 0, 0, tiled=True)
-        # With check_vma=False, shard_map counts on the derivative of the other kind.
-        return lax.all_gather(x, axes, to="invarying" if varying(x) else "varying")
+        # With check_vma=False, shard_map counts on the derivative of the other kind. lax does not lower a gather of
+        # symbolic shapes along a new dimension.
+        return lax.all_gather(x[None], axes, tiled=True, to="invarying" if varying(x) else "varying")
 
     tops = exchange(top)
     sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[None, :, None]
@@ -547,6 +550,16 @@ def _static[T](name: str, x: Any, kind: str, convert: Callable[[Any], T]) -> T:
         raise TypeError(f"decode_attention takes {kind} for {name}, known when it is traced, not {x!r}.") from error
 
 
+def _scale(head_size: int) -> float:
+    """The usual scale of the logits."""
+    if jax.export.is_symbolic_dim(head_size):
+        raise TypeError(
+            f"decode_attention takes scale as a number here, because its default, 1 / sqrt(H), is compiled into the "
+            f"program, and the head size of query is symbolic, {head_size}."
+        )
+    return head_size**-0.5
+
+
 def _window(size: int | tuple[int, int] | None) -> int | None:
     """Positions before a token that it attends to; None for all."""
     if size is None:
@@ -598,7 +611,8 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
 def _unsupported(operands: Mapping[str, Any], spec: Spec) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     query, key, value = operands["query"], operands["key"], operands["value"]
-    reasons = symbolic(*operands.values())
+    if reasons := symbolic(*operands.values()):
+        return reasons
     if query.dtype.name not in DTYPES:
         reasons.append(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}")
     elif key.dtype != query.dtype and key.dtype.name not in _QUANTISED:

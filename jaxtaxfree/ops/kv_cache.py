@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -76,7 +77,7 @@ def placement_of(
 
     Raises:
       ValueError: if there is no such placement.
-      TypeError: if `block_size` is no whole number.
+      TypeError: if `block_size` is no whole number, or None where symbolic shapes leave it open.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"{operation} has no placement {placement!r}: choose one of {_listed(PLACEMENTS)}.")
@@ -88,14 +89,28 @@ def placement_of(
             )
         return Placement(stretch=slots, slots=slots)
     if block_size is None:
-        block_size = page_size or math.gcd(slots, DEFAULT_BLOCK_SIZE)
-    block_size = check_whole(operation, "block_size", block_size)
+        block_size = page_size or _default_block_size(operation, slots)
+    else:
+        block_size = check_whole(operation, "block_size", block_size)
     if block_size < 1 or slots % block_size:
         raise ValueError(
             f"{operation} deals out blocks of block_size={block_size} positions, which does not divide the {slots} "
             "positions that this rank has room for."
         )
     return Placement(stretch=block_size, slots=slots)
+
+
+def _default_block_size(operation: str, slots: int) -> int:
+    """The largest power of 2 up to DEFAULT_BLOCK_SIZE that divides `slots`."""
+    if not jax.export.is_symbolic_dim(slots):
+        return math.gcd(slots, DEFAULT_BLOCK_SIZE)
+    if slots % DEFAULT_BLOCK_SIZE:  # also where it cannot be known
+        raise TypeError(
+            f"{operation} takes block_size as a number here, because its default depends on whether "
+            f"{DEFAULT_BLOCK_SIZE} divides the positions that this rank has room for, and they are symbolic, {slots}: "
+            f"pass one that divides them, or make them a multiple, such as {DEFAULT_BLOCK_SIZE}*s."
+        )
+    return DEFAULT_BLOCK_SIZE
 
 
 def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> tuple[int, int | None, int]:
@@ -191,7 +206,7 @@ def append_kv(
     Raises:
       ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
         the same cache; of an empty one that is made inside say `jax.lax.pcast(cache, axis_name, to="varying")`.
-      TypeError: if `block_size` is no whole number.
+      TypeError: if `block_size` is no whole number, or None where a symbolic shape leaves it open.
       NameError: if `axis_name` is not bound.
     """
     axes = check_axes(axis_name, "append_kv")
