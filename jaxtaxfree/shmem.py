@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import jax_triton
 import numpy as np
@@ -240,6 +241,10 @@ def _check_names(name: str, buffers: Sequence[str], params: Mapping[str, Any]) -
             raise TypeError(
                 f"{name} takes constants that can be hashed, such as a tuple in place of a list, not {key}={value!r}."
             ) from None
+        if jax.export.is_symbolic_dim(value):
+            raise TypeError(
+                f"{name} takes constants that are known when it is traced, not the symbolic size {key}={value}."
+            )
 
 
 def _is_count(value: Any, least: int = 0) -> bool:

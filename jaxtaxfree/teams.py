@@ -107,6 +107,12 @@ def varying(x: jax.Array) -> frozenset[str]:
     return jax.typeof(x).mat.varying
 
 
+def replicated(x: jax.Array, axes: Iterable[str]) -> list[str]:
+    """The axes of several ranks along which `x` is known to be the same on each; none with `check_vma=False`."""
+    same = [axis for axis in axes if axis not in varying(x)]
+    return [axis for axis in same if axis in varying(lax.axis_index(axis)) and lax.axis_size(axis) > 1]
+
+
 def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     """The team of these axes where a program is lowered.
 

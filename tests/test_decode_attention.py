@@ -11,6 +11,7 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -280,6 +281,112 @@ def test_gradient_of_a_sequence_without_keys_is_none() -> None:
     assert not np.any(found["query"][0])
 
 
+# Of each of three sets of keys 8 sequences have so many, or none, in every combination.
+SET_LENGTHS = np.stack([np.where(np.arange(8) >> i & 1, np.arange(8) % 6 + 1, 0) for i in range(3)])
+
+
+def set_operands() -> dict[str, Any]:
+    """A query, keys and values of all ranks by set, and a sink for each head."""
+    rng = np.random.default_rng(3)
+    sizes = {"query": (8, 4, 4), "keys": (3, 8, 6, 2, 4), "values": (3, 8, 6, 2, 4)}
+    arrays = {name: jnp.asarray(rng.normal(size=size), jnp.float32) for name, size in sizes.items()}
+    return arrays | {"sinks": jnp.array([-jnp.inf, 0.5, -jnp.inf, -0.5])}
+
+
+def merged_sets(given: dict[str, Any], *, output: str) -> tuple[jax.Array, jax.Array]:
+    """The attention over each set, in one call, merged one after the other."""
+    query = jnp.concatenate([given["query"]] * 3)
+    keys, values = (lax.collapse(given[name], 0, 2) for name in ("keys", "values"))
+
+    def local(query: jax.Array, keys: jax.Array, values: jax.Array, sinks: Any) -> tuple[jax.Array, jax.Array]:
+        keywords = {"key_value_seq_lengths": SET_LENGTHS.ravel(), "sinks": sinks, "output": output}
+        out, residual = decode_attention(query, keys, values, "tp", return_residual=True, **keywords)
+        first, *others = zip(jnp.split(out, 3), jnp.split(residual, 3))
+        return functools.reduce(lambda one, other: merge_attention(*one, *other), others, first)
+
+    heads = P(None, "tp") if output == "heads" else P()
+    specs = (P(), P(None, "tp"), P(None, "tp"), P())
+    call = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=(heads, heads))
+    return call(query, keys, values, given.get("sinks"))
+
+
+def softmax_over_sets(given: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+    """The same by `jax.nn`, with large numbers in place of infinite ones."""
+    keys, values = (jnp.repeat(jnp.concatenate(given[name], axis=1), 2, axis=2) for name in ("keys", "values"))
+    seen = np.concatenate(np.arange(6) < SET_LENGTHS[..., None], axis=1)[:, None]
+    logits = jnp.einsum("bnh,bsnh->bns", given["query"], keys, precision="highest") / 2
+    sinks = given.get("sinks", jnp.full(4, -jnp.inf))
+    sinks = jnp.where(jnp.isinf(sinks), -1e30, sinks) + np.log(3)  # once for each set
+    logits = jnp.concatenate(
+        [jnp.where(seen, logits, -1e30), jnp.broadcast_to(sinks[None, :, None], (8, 4, 1))], axis=-1
+    )
+    weights = jnp.where(seen, jax.nn.softmax(logits)[..., :-1], 0)
+    out = jnp.einsum("bns,bsnh->bnh", weights, values, precision="highest")
+    return out, jnp.where(seen.any(-1) | (sinks > -1e29), jax.nn.logsumexp(logits, axis=-1), -jnp.inf)
+
+
+def directions(given: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), given)
+
+
+def by_query(of: Callable, call: Callable, given: dict[str, Any]) -> Any:
+    return of(lambda query: call(given | {"query": query}))(given["query"])
+
+
+def gradient(call: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    out, back = jax.vjp(call, given)
+    return back(directions(out, 5))[0]
+
+
+DERIVATIVES: dict[str, Callable] = {
+    "jvp": lambda call, given: jax.jvp(call, (given,), (directions(given, 4),)),
+    "jvp-of-zeros": lambda call, given: jax.jvp(call, (given,), (jax.tree.map(jnp.zeros_like, given),))[1],
+    "linearize": lambda call, given: jax.linearize(call, given)[1](directions(given, 4)),
+    "grad": gradient,
+    "jacfwd": functools.partial(by_query, jax.jacfwd),
+    "jacrev": functools.partial(by_query, jax.jacrev),
+    "jvp-of-grad": lambda call, given: jax.jvp(
+        functools.partial(gradient, call), (given,), (directions(given, 4),)
+    )[1],
+    "vmap-of-jvp": lambda call, given: jax.vmap(
+        lambda factor: jax.jvp(call, (given,), (jax.tree.map(lambda x: factor * x, directions(given, 4)),))[1]
+    )(jnp.array([1.0, -2.0])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("with_sinks", "output"), ((False, "replicated"), (True, "heads")))
+def test_derivatives_where_sets_are_empty(with_sinks: bool, output: str) -> None:
+    given = set_operands()
+    if not with_sinks:
+        del given["sinks"]
+
+    @functools.partial(jax.jit, static_argnums=0)  # one program, because compiling takes longest
+    def results(call: Callable, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: derivative(call, given) for name, derivative in DERIVATIVES.items()}
+
+    found = results(functools.partial(merged_sets, output=output), given)
+    for name, wanted in results(softmax_over_sets, given).items():
+        for mine, other in zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted), strict=True):
+            assert np.any(other) or name == "jvp-of-zeros"
+            np.testing.assert_allclose(mine, other, rtol=1e-4, atol=1e-5, equal_nan=False, err_msg=name)
+
+
+@pytest.mark.parametrize(("residual", "other"), ((-np.inf, -np.inf), (-np.inf, 1.0), (1.0, -np.inf), (1.0, 2.0)))
+def test_merge_takes_any_direction_of_what_is_empty(residual: float, other: float) -> None:
+    """Also one in which a log-sum-exp of -inf would change."""
+    out, other_out = (np.full((1, 2), 3.0 * (x > -np.inf), np.float32) for x in (residual, other))
+    given = out, np.array([residual], np.float32), other_out, np.array([other], np.float32)
+    total = np.exp(residual) + np.exp(other)
+    weights = np.array([np.exp(residual), np.exp(other)]) / (total or 1)
+    tangents = jax.jvp(merge_attention, given, tuple(map(jnp.ones_like, given)))[1]
+    np.testing.assert_allclose(tangents[0], np.full((1, 2), weights.sum()), rtol=1e-5)
+    np.testing.assert_allclose(tangents[1], [weights.sum()], rtol=1e-5)
+    back = jax.grad(lambda *given: sum(x.sum() for x in merge_attention(*given)), argnums=(0, 1, 2, 3))(*given)
+    for found, wanted in zip(back, (weights[0], weights[0], weights[1], weights[1])):
+        np.testing.assert_allclose(found, np.full_like(found, wanted), rtol=1e-5)
+
+
 def test_scales_that_are_numbers() -> None:
     """They are literals in the program of a jitted call."""
     cache = np.random.default_rng(0).integers(-9, 9, (2, 1, 16, 2, 8)).astype(np.int8)
@@ -299,13 +406,15 @@ def test_scales_that_are_numbers() -> None:
 
 
 def test_gradient_by_a_scale_of_zero() -> None:
-    query, key, value = jnp.ones((1, 2, 8)), jnp.zeros((1, 4, 1, 8)), jnp.ones((1, 4, 1, 8))
+    query, key, value = jnp.ones((1, 2, 8)), jnp.zeros((1, 8, 1, 8)), jnp.ones((1, 8, 1, 8))
 
     def total(scale: jax.Array) -> jax.Array:
-        call = lambda scale: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
-        return jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P())(scale).sum()
+        call = lambda scale, key, value: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
+        specs = (P(), P(None, "tp"), P(None, "tp"))
+        return jax.shard_map(call, mesh=mesh_of(2), in_specs=specs, out_specs=P())(scale, key, value).sum()
 
-    np.testing.assert_allclose([jax.grad(total)(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
+    gradient = jax.jit(jax.grad(total))
+    np.testing.assert_allclose([gradient(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
 
 
 def examples(case: Case, kind: str) -> tuple[Callable, Callable]:
@@ -601,6 +710,26 @@ def test_append_scales_tokens_of_wide_floats(dtype: str) -> None:
         np.testing.assert_allclose(found[[0, 1], [0, 2]], token, rtol=1e-2)
 
 
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float8_e4m3fn", "int8"))
+def test_derivatives_of_a_quantised_token_of_zeros(dtype: str) -> None:
+    """Its scale is 0, by which nothing can be divided."""
+    tokens = jnp.array([[[0.0, 0, 0, 0]], [[3, 1, -4, 0]]])  # [B, K, H]
+    cache = KVCache(*(jnp.zeros((2, 3, 1, 4), dtype),) * 2, *(jnp.zeros((2, 3, 1)),) * 2)
+
+    def total(tokens: jax.Array) -> jax.Array:
+        local = lambda tokens: append_kv(cache, tokens, tokens, jnp.array([0, 2]), "tp")  # noqa: E731
+        grown = jax.shard_map(local, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)(tokens)
+        return (grown.key.astype(jnp.float32) * grown.key_scale[..., None]).sum()
+
+    found, (_, tangent) = jax.jit(
+        lambda tokens: (jax.grad(total)(tokens), jax.jvp(total, (tokens,), (jnp.ones_like(tokens),)))
+    )(tokens)
+    np.testing.assert_array_equal(found[0], 0)
+    # Integers have no derivatives; other numbers have those of what they stand for, rounded to their dtype.
+    np.testing.assert_allclose(found[1], np.full((1, 4), 0 if dtype == "int8" else 1), rtol=0.2)
+    np.testing.assert_allclose(tangent, found.sum(), rtol=0.1, atol=1e-6)
+
+
 @pytest.mark.parametrize("parts", (2, 4))
 def test_append_takes_and_returns_tuples(parts: int) -> None:
     growth = Growth.of(Case(world=2, b=2, k=1, n=1, h=4, s=8, cache=None if parts == 2 else "int8"))
@@ -697,7 +826,7 @@ def test_decoding_loop(settings: dict[str, Any], simulated: bool) -> None:
         np.testing.assert_allclose(found[i], wanted.out[:, 0], rtol=1e-4, atol=1e-5, err_msg=f"step {i}")
 
 
-def fails(error: type[Exception], *parts: str) -> Any:
+def fails(error: Any, *parts: str) -> Any:
     """Expects an error whose message has these parts."""
     return pytest.raises(error, check=lambda e: all(part in str(e) for part in parts) or pytest.fail(f"says: {e}"))
 
@@ -780,6 +909,210 @@ def i32(*shape: int) -> jax.ShapeDtypeStruct:
 def test_arguments_that_do_not_fit(arguments: dict[str, Any], parts: tuple[str, ...]) -> None:
     with fails(ValueError, "decode_attention" if "implementation" not in arguments else "implementation", *parts):
         traced(**arguments)
+
+
+SAME = (
+    "takes a cache that is sharded along the sequence over axis_name={}, but its {} is the same on every rank along {},"
+)
+
+
+def of_cache(operation: str, key: Any, value: Any, axes: Any, **keywords: Any) -> jax.Array:
+    """Either operation on a cache [2, S, 1, 4] of which each position counts."""
+    if operation == "append_kv":
+        new = jnp.ones((2, 1, 4))
+        return append_kv((key, value), new, new, jnp.array([0, 1]), axes, **keywords)[1]
+    return decode_attention(jnp.ones((2, 2, 4)), key, value, axes, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("axes", "specs", "wrong"),
+    (
+        ("tp", (P(), P()), ("key", ("tp",))),
+        ("tp", (P(None, "dp"), P(None, "dp")), ("key", ("tp",))),
+        ("tp", (P(None, "tp"), P()), ("value", ("tp",))),
+        (("dp", "tp"), (P(None, "tp"), P(None, "tp")), ("key", ("dp",))),
+        (("one", "tp"), (P(None, "one"), P(None, "one")), ("key", ("tp",))),
+        (("tp", "dp"), (P(), P()), ("key", ("tp", "dp"))),
+        ("one", (P(), P()), None),
+        (("one", "tp"), (P(None, "tp"), P(None, "tp")), None),
+        (("dp", "tp"), (P(None, ("dp", "tp")), P(None, ("dp", "tp"))), None),
+    ),
+)
+@pytest.mark.parametrize(
+    ("operation", "keywords"),
+    (
+        ("append_kv", {}),
+        *(("decode_attention", {"implementation": each}) for each in (None, "xla", "fused", "simulate")),
+    ),
+)
+def test_caches_that_are_the_same_on_every_rank(
+    cpu_mesh: MeshFactory, operation: str, keywords: dict[str, Any], axes: Any, specs: tuple, wrong: Any
+) -> None:
+    """Of a mesh with an axis of one rank."""
+    mesh = cpu_mesh((1, 2, 2), ("one", "dp", "tp"))
+    shapes = [jax.ShapeDtypeStruct((2, 4 if spec == P() else 8, 1, 4), "float32") for spec in specs]
+
+    def traced(check_vma: bool) -> None:
+        local = functools.partial(of_cache, operation, axes=axes, **keywords)
+        out_specs = P(("one", "dp", "tp"))
+        jax.eval_shape(
+            jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=check_vma), *shapes
+        )
+
+    traced(check_vma=False)  # where nobody knows
+    if wrong is None:
+        traced(check_vma=True)
+        return
+    name, along = wrong
+    axes = (axes,) if isinstance(axes, str) else axes
+    with fails(ValueError, operation, SAME.format(axes, name, along), f"jax.lax.pcast({name}, {along}, to='varying')"):
+        traced(check_vma=True)
+
+
+@pytest.mark.parametrize("operation", ("decode_attention", "append_kv"))
+def test_pages_of_one_pool(operation: str) -> None:
+    """Which every rank has, are positions of its own if its table says so."""
+    pool, tables = shape_of(4, 2, 1, 4), i32(4, 2)
+
+    def traced(of_tables: P) -> None:
+        local = lambda pool, tables: of_cache(operation, pool, pool, "tp", block_tables=tables[:2])  # noqa: E731
+        call = jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), of_tables), out_specs=P("tp"))
+        jax.eval_shape(call, pool, tables)
+
+    traced(P("tp"))
+    with fails(ValueError, operation, SAME.format(("tp",), "key", ("tp",))):
+        traced(P())
+
+
+def test_copies_that_are_meant_as_other_positions() -> None:
+    """Of an empty cache; the new tokens are those of `lengths`, dealt out to two ranks."""
+    rng = np.random.default_rng(0)
+    query, tokens = rng.normal(size=(1, 2, 4)).astype(np.float32), rng.normal(size=(2, 1, 6, 1, 4)).astype(np.float32)
+
+    def local(query: jax.Array, tokens: jax.Array) -> jax.Array:
+        empty = lax.pcast(jnp.zeros((1, 4, 1, 4)), "tp", to="varying")
+        keys, values = append_kv((empty, empty), *tokens, jnp.array([0]), "tp", placement="round_robin", block_size=1)
+        placed = {"placement": "round_robin", "block_size": 1}
+        return decode_attention(query, keys, values, "tp", key_value_seq_lengths=jnp.array([6]), **placed)
+
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=P(), out_specs=P()))(query, tokens)
+    np.testing.assert_allclose(found, attention(query[:, None], *tokens, np.array([6])).out[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def symbolic_shapes(symbols: dict[int, str], arrays: Any) -> Any:
+    """The shapes of arrays on a mesh, with some sizes as symbols."""
+    scope = jax.export.SymbolicScope()
+
+    def shape_with(x: jax.Array) -> jax.ShapeDtypeStruct:
+        sizes = jax.export.symbolic_shape(", ".join(symbols.get(size, str(size)) for size in x.shape), scope=scope)
+        return jax.ShapeDtypeStruct(sizes, x.dtype, sharding=x.sharding)
+
+    return jax.tree.map(shape_with, arrays)
+
+
+# Each size is there once: 2 ranks, 3 sequences, 4 heads of keys, 5 tokens, 8 pages of a sequence, 12 heads of queries,
+# pages of 16 positions, heads of 24, 27 pages, 128 positions of a rank.
+SYMBOLIC = Case(world=2, b=3, t=5, n=12, k=4, h=24, s=128, lengths=(256, 7, 130))
+DEALT = {"placement": "round_robin"}
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes"),
+    (
+        ({3: "b"}, {}),
+        ({3: "b", 5: "t"}, {"output": "heads"}),
+        ({12: "4*n"}, {"output": "heads", "sinks": True}),
+        ({4: "2*k", 12: "6*k"}, {"cache": "int8", "scales": "head"}),
+        ({24: "h"}, {"scale": 0.2}),
+        ({40: "v"}, {"hv": 40, "output": "heads"}),
+        ({128: "s"}, {"window": 9}),
+        ({128: "64*s"}, DEALT),
+        ({3: "b", 128: "s"}, {"kv_layout": "BKSH", "cache": "float8_e5m2"}),
+        ({8: "r", 27: "p"}, {"page_size": 16}),
+        ({16: "g"}, {"page_size": 16, **DEALT}),
+        ({16: "8*g", 27: "p"}, {"page_size": 16, "block_size": 8, "kv_layout": "BKSH", "cache": "int8", **DEALT}),
+    ),
+    ids=lambda given: "-".join(map(str, given.values())),
+)
+def test_symbolic_shapes(symbols: dict[int, str], changes: dict[str, Any]) -> None:
+    """They are exported. JAX cannot run what it exports of symbolic shapes in `shard_map`, whatever that does."""
+    case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
+    shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
+
+    def exported(implementation: str | None, case: Case = case) -> str:
+        call = jax.jit(program(case, mesh, implementation=implementation))
+        return jax.export.export(call, platforms=("cuda",))(shapes).mlir_module()
+
+    text = exported(None)
+    assert TRITON_CALL not in text
+    assert ("stablehlo.all_to_all" if case.output == "heads" else "stablehlo.all_gather") in text
+    if changes == DEALT:
+        assert re.sub("loc.*", "", text) == re.sub(
+            "loc.*", "", exported(None, dataclasses.replace(case, block_size=64))
+        )
+    with fails(NotImplementedError, "decode_attention", "compiled for known shapes, not [", *symbols.values()):
+        exported("fused")
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes", "part"),
+    (
+        ({24: "h"}, {}, "takes scale as a number here"),
+        ({128: "s"}, DEALT, "takes block_size as a number here"),
+        ({128: "32*s"}, DEALT, "takes block_size as a number here"),
+        ({128: "s"}, {"block_size": 64, **DEALT}, "block_size=64 positions, which does not divide the s positions"),
+        ({12: "n"}, {}, "query has n heads, which is no multiple of the 4 heads of key"),
+        ({4: "k", 12: "3*k"}, {"output": "heads"}, "deals out 3*k heads to 2 ranks"),
+        ({16: "g"}, {"page_size": 16, "block_size": 16, **DEALT}, "block_size=16 positions, which does not divide"),
+    ),
+)
+@pytest.mark.parametrize("implementation", (None, "xla", "fused"))
+def test_what_must_be_a_number(
+    symbols: dict[int, str], changes: dict[str, Any], part: str, implementation: str | None
+) -> None:
+    case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
+    shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
+    with fails((TypeError, ValueError), "decode_attention", part):
+        jax.eval_shape(program(case, mesh, implementation=implementation), shapes)
+
+
+@pytest.mark.parametrize(
+    ("symbols", "changes", "part"),
+    (
+        ({3: "b", 5: "t"}, {"kv_layout": "BKSH"}, None),
+        ({4: "k", 24: "h"}, {"cache": "int8"}, None),
+        ({128: "s"}, {}, None),
+        ({128: "64*s"}, DEALT, None),
+        ({128: "s"}, DEALT, "append_kv takes block_size as a number here"),
+        ({16: "g", 27: "p"}, {"page_size": 16, **DEALT}, None),
+    ),
+    ids=lambda given: "-".join(map(str, given.values())) if isinstance(given, dict) else "",
+)
+def test_appending_to_a_cache_of_symbolic_shape(
+    symbols: dict[int, str], changes: dict[str, Any], part: str | None
+) -> None:
+    mesh = mesh_of(2)
+    growth = Growth.of(dataclasses.replace(SYMBOLIC, **changes))
+    new = [x[:, :5] for x in growth.tokens]
+    specs = growth.specs, None if growth.tables is None else P("tp"), [P(), P()], P()
+    operands = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        (growth.cache, growth.tables, new, np.array([0, 125, 250])),
+        specs,
+    )
+
+    def local(cache: KVCache, tables: Any, new: Any, lengths: jax.Array) -> KVCache:
+        tables = None if tables is None else tables[0]
+        return all_parts(append_kv(own_part(cache), *new, lengths, "tp", block_tables=tables, **growth.keywords))
+
+    call = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=growth.specs))
+    shapes = symbolic_shapes(symbols, operands)
+    if part:
+        with fails(TypeError, part):
+            jax.export.export(call)(*shapes)
+        return
+    text = jax.export.export(call)(*shapes).mlir_module()
+    assert text.count('"stablehlo.scatter"') == len(jax.tree.leaves(growth.cache))
 
 
 @pytest.mark.parametrize("given", (4.0, "4", np.array([4])))

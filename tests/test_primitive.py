@@ -20,7 +20,16 @@ from jaxtaxfree.ops.collectives import portable
 from jaxtaxfree.ops.matmul_all_reduce import few
 from jaxtaxfree.teams import Team
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
+from tests.support import (
+    TRITON_CALL,
+    assert_fused,
+    exact_product,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    sharded,
+    whole_numbers,
+)
 
 # Each takes x, [8, 16] on every rank.
 CALLS: dict[str, Callable] = {
@@ -204,6 +213,71 @@ def test_what_no_kernel_takes_is_left_to_xla(operation: str, rows: int, columns:
     assert "triton" not in lower_for_cuda(call, sharded(mesh, P("tp"), (4 * rows, 16), dtype))
 
 
+each_product = pytest.mark.parametrize("name", [name for name in OPERATIONS if "matmul" in name])
+
+
+@each_product
+@pytest.mark.parametrize("implementation", (None, "xla", "fused", "simulate"))
+@pytest.mark.parametrize(
+    ("lhs", "rhs", "matrices"),
+    (
+        ((4, 8, 1, 16), (8, 16, 6), ("[128, 6]", "[8, 96]")),  # which jnp.matmul takes for a batch
+        ((4, 8, 16), (8, 16, 6), ("[128, 6]", "[8, 96]")),
+        ((4, 1, 16), (16, 2, 8), ("[32, 8]", "[16, 16]")),
+        ((4, 8), (2, 2, 8, 6), ("[32, 6]", "[2, 96]")),
+        ((16,), (1, 16, 6), ("[16, 6]", "[1, 96]")),
+    ),
+)
+def test_what_is_no_matrix(
+    mesh: Mesh, name: str, implementation: str | None, lhs: Any, rhs: Any, matrices: tuple[str, str]
+) -> None:
+    call = functools.partial(getattr(jtf, name), axis_name="tp", implementation=implementation)
+    program = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in (lhs, rhs)]
+    with fails(ValueError, f"{name} takes rhs as a matrix [K, N], not {list(rhs)}: ", *matrices, "jax.vmap"):
+        jax.eval_shape(program, *shapes)
+
+
+# Of parts of lhs and rhs on one rank of several, over which "c" is sharded, and of which the result is a sum.
+CONTRACTIONS: dict[str, tuple[str, Callable, tuple[int, ...], tuple[int, ...]]] = {
+    "over-two-dimensions": (
+        "tch,chd->td",
+        lambda x, w, product: product(x.reshape(3, -1), w.reshape(-1, 4)),
+        (3, 4, 5),
+        (4, 5, 4),
+    ),
+    "into-two-dimensions": (
+        "tc,cnh->tnh",
+        lambda x, w, product: product(x, w.reshape(-1, 6)).reshape(3, 2, 3),
+        (3, 4),
+        (4, 2, 3),
+    ),
+    "in-a-batch": ("etc,ecd->etd", lambda x, w, product: jax.vmap(product)(x, w), (2, 3, 4), (2, 4, 5)),
+    "vector": ("tc,c->t", lambda x, w, product: product(x, w), (3, 4), (4,)),
+}
+
+
+@pytest.mark.parametrize("contraction", CONTRACTIONS)
+def test_what_is_a_matrix(contraction: str) -> None:
+    """The remedies that the error names."""
+    formula, call, *sizes = CONTRACTIONS[contraction]
+    operands = [whole_numbers(i, *size) for i, size in enumerate(sizes)]
+    specs = [P(*["tp" if letter == "c" else None for letter in part]) for part in formula.split("->")[0].split(",")]
+    local = lambda x, w: call(x, w, functools.partial(jtf.matmul_all_reduce, axis_name="tp"))  # noqa: E731
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=tuple(specs), out_specs=P()))(*operands)
+    np.testing.assert_array_equal(found, np.einsum(formula, *operands))
+
+
+@each_product
+def test_sizes_that_do_not_fit(mesh: Mesh, name: str) -> None:
+    """Also where the contracted dimension is what is gathered."""
+    call = functools.partial(getattr(jtf, name), axis_name="tp")
+    program = jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P("tp"), check_vma=False)
+    wrong = "32 (8 from each of 4 ranks) is not 12" if name == "all_gather_matmul" else "8 is not 12"
+    with fails(ValueError, f"{name} contracts the last dimension of lhs with the first of rhs", wrong):
+        jax.eval_shape(program, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((8,), (12, 6))))
+
+
 def test_errors_survive_a_pipe() -> None:
     error = primitive.Unsupported("all_gather_matmul", ["it is too small", "it is too big"])
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
@@ -220,6 +294,7 @@ def test_an_axis_named_twice() -> None:
     ("name", "in_spec", "shape"),
     (
         ("psum", P("tp"), "4*b, 16"),
+        ("all_gather", P("tp"), "4*b, 16"),
         ("psum_scatter", P(), "4*b, 16"),
         ("all_gather_matmul-silu", P("tp"), "4*b, 16"),
         ("matmul_reduce_scatter", P(None, "tp"), "4*b, 16"),
@@ -239,6 +314,26 @@ def test_symbolic_shapes_take_no_kernel(mesh: Mesh, name: str, in_spec: P, shape
     assert ours == theirs  # but for the lines of this file
     with fails(NotImplementedError, "it is compiled for known shapes, not ["):
         exported("fused")
+
+
+@pytest.mark.parametrize(
+    ("call", "symbols", "part"),
+    (
+        (functools.partial(jtf.all_gather, axis=1), "a, 2*b", "all_gather"),
+        (jtf.psum_scatter, "2, a", "reduce_scatter"),
+        (functools.partial(jtf.psum_scatter, scatter_dimension=1), "a, 2, b", "reduce_scatter"),
+    ),
+)
+@pytest.mark.parametrize("implementation", (None, "xla"))
+def test_symbolic_shapes_of_a_dimension_for_the_ranks(
+    call: Callable, symbols: str, part: str, implementation: str | None
+) -> None:
+    """`lax`'s own gather and scatter with `tiled=False` do not lower them."""
+    mesh = mesh_of(2)
+    local = functools.partial(call, axis_name="tp", implementation=implementation)
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("tp")))
+    shape = sharded(mesh, P(), jax.export.symbolic_shape(symbols), "float32")
+    assert f"stablehlo.{part}" in jax.export.export(program)(shape).mlir_module()
 
 
 @pytest.mark.parametrize("name", ("psum", "matmul_all_reduce", "matmul_all_reduce-silu"))
@@ -261,6 +356,26 @@ def test_a_symbolic_number_of_examples(
     )
     text = jax.export.export(jax.jit(program), platforms=("cuda",))(x, w).mlir_module()
     assert TRITON_CALL not in text and "all_reduce" in text
+
+
+@pytest.mark.parametrize("implementation", (None, "simulate"))
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "decode_attention"])
+def test_operands_that_are_the_same_on_every_rank(name: str, implementation: str | None) -> None:
+    """They are what they are for `lax`: sums of equals, and copies next to each other."""
+    x = whole_numbers(0, 8, 16)
+    product = exact_product(x, x.T, "float32")
+    wanted = {
+        "psum": 2 * x,
+        "all_gather": np.stack([x, x]),
+        "psum_scatter": 2 * x[:4],
+        "all_gather_matmul": np.concatenate([product, product]),
+        "matmul_reduce_scatter": 2 * product[:4],
+        "matmul_all_reduce": 2 * product,
+    }[name]
+    local = lambda x: OPERATIONS[name](x, "tp", implementation=implementation)[None]  # noqa: E731
+    out_spec = P() if name in ("psum", "matmul_all_reduce") else P("tp")
+    found = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=P(), out_specs=out_spec))(x)
+    np.testing.assert_array_equal(found[0], wanted)
 
 
 def test_gradients_with_an_algorithm() -> None:
@@ -365,7 +480,11 @@ LINEAR: dict[str, tuple[tuple[P, P], Callable]] = {  # in w, which the ranks hav
     "decode_attention": (
         (P(), P(None, "tp")),
         lambda x, w, **keywords: jtf.decode_attention(
-            x.reshape(1, 4, 32), 2 * x.reshape(1, 4, 1, 32), w.reshape(1, 8, 1, 32)[:, ::2], "tp", **keywords
+            x.reshape(1, 4, 32),
+            jax.lax.pcast(2 * x.reshape(1, 4, 1, 32), "tp", to="varying"),
+            w.reshape(1, 8, 1, 32)[:, ::2],
+            "tp",
+            **keywords,
         ),
     ),
 }

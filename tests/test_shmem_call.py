@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -235,6 +236,12 @@ SCRATCH = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
         (TypeError, {"SIZE": [64]}, ("can be hashed", "not SIZE=[64]")),
         (TypeError, {"SIZE": (64, [64])}, ("can be hashed",)),
         (TypeError, {"SIZE": np.ones(2)}, ("can be hashed", "not SIZE=array(")),
+        (
+            TypeError,
+            {"SIZE": jax.export.symbolic_shape("a")[0]},
+            ("known when it is traced, not the symbolic size SIZE=a",),
+        ),
+        (ValueError, {"grid": jax.export.symbolic_shape("a")[0]}, ("one to three positive whole numbers, not a",)),
         (ValueError, {"num_warps": 64}, ("num_warps of 1, 2, 4, 8, 16 or 32, not 64",)),
         (ValueError, {"num_warps": 0}, ("not 0",)),
         (ValueError, {"num_warps": 3}, ("not 3",)),

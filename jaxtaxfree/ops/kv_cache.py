@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from jaxtaxfree.primitive import check_whole
-from jaxtaxfree.teams import check_axes, vary, varying
+from jaxtaxfree.teams import check_axes, replicated, vary, varying
 
 PLACEMENTS = ("contiguous", "round_robin")
 KV_LAYOUTS = ("BSKH", "BKSH")
@@ -76,7 +77,7 @@ def placement_of(
 
     Raises:
       ValueError: if there is no such placement.
-      TypeError: if `block_size` is no whole number.
+      TypeError: if `block_size` is no whole number, or None where symbolic shapes leave it open.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"{operation} has no placement {placement!r}: choose one of {_listed(PLACEMENTS)}.")
@@ -88,14 +89,28 @@ def placement_of(
             )
         return Placement(stretch=slots, slots=slots)
     if block_size is None:
-        block_size = page_size or math.gcd(slots, DEFAULT_BLOCK_SIZE)
-    block_size = check_whole(operation, "block_size", block_size)
+        block_size = page_size or _default_block_size(operation, slots)
+    else:
+        block_size = check_whole(operation, "block_size", block_size)
     if block_size < 1 or slots % block_size:
         raise ValueError(
             f"{operation} deals out blocks of block_size={block_size} positions, which does not divide the {slots} "
             "positions that this rank has room for."
         )
     return Placement(stretch=block_size, slots=slots)
+
+
+def _default_block_size(operation: str, slots: int) -> int:
+    """The largest power of 2 up to DEFAULT_BLOCK_SIZE that divides `slots`."""
+    if not jax.export.is_symbolic_dim(slots):
+        return math.gcd(slots, DEFAULT_BLOCK_SIZE)
+    if slots % DEFAULT_BLOCK_SIZE:  # also where it cannot be known
+        raise TypeError(
+            f"{operation} takes block_size as a number here, because its default depends on whether "
+            f"{DEFAULT_BLOCK_SIZE} divides the positions that this rank has room for, and they are symbolic, {slots}: "
+            f"pass one that divides them, or make them a multiple, such as {DEFAULT_BLOCK_SIZE}*s."
+        )
+    return DEFAULT_BLOCK_SIZE
 
 
 def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> tuple[int, int | None, int]:
@@ -141,6 +156,22 @@ def cache_faults(cache: KVCache, heads: int) -> list[str]:
     return wrong
 
 
+def check_sharded(operation: str, key: jax.Array, value: jax.Array, block_tables: Any, axes: tuple[str, ...]) -> None:
+    """Raises ValueError if a cache is known to be the same on several ranks, each of which would count it again."""
+    for name, x in (("key", key), ("value", value)):
+        same = replicated(x, axes)
+        if block_tables is not None:  # by which ranks may have pages of their own in one pool
+            same = [axis for axis in same if axis in replicated(block_tables, axes)]
+        if same:
+            along = tuple(same)
+            raise ValueError(
+                f"{operation} takes a cache that is sharded along the sequence over axis_name={axes}, but its {name} "
+                f"is the same on every rank along {along}, and each copy would count as other positions: shard it, "
+                "leave out the axes along which it is whole, or, if the copies are meant as other positions (those of "
+                f"an empty cache, say), pass jax.lax.pcast({name}, {along}, to='varying')."
+            )
+
+
 def append_kv(
     cache: KVCache | tuple,
     key: jax.Array,
@@ -173,8 +204,9 @@ def append_kv(
       beginning, are dropped, and so are those of pages that are -1: a sequence that takes no token has the length -T.
 
     Raises:
-      ValueError: if the arguments do not fit together.
-      TypeError: if `block_size` is no whole number.
+      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
+        the same cache; of an empty one that is made inside say `jax.lax.pcast(cache, axis_name, to="varying")`.
+      TypeError: if `block_size` is no whole number, or None where a symbolic shape leaves it open.
       NameError: if `axis_name` is not bound.
     """
     axes = check_axes(axis_name, "append_kv")
@@ -189,6 +221,7 @@ def append_kv(
     slots, page_size, heads = cache_sizes(parts.key, kv_layout, block_tables, "append_kv")
     if wrong := cache_faults(parts, heads):
         raise ValueError(f"append_kv cannot take this cache: {'; '.join(wrong)}.")
+    check_sharded("append_kv", parts.key, parts.value, block_tables, axes)
     _check_new_tokens(parts, key, value, lengths, heads, block_tables)
     place = placement_of(placement, block_size, slots, page_size, "append_kv")
     world = lax.axis_size(axes)
@@ -237,7 +270,8 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
         by = scale[..., None]
     else:
         by = scale if scale.ndim == 0 else scale[None, None, :, None]
-    x = jnp.clip(jnp.where(by > 0, x / by, 0.0), -largest, largest)
+    # Where a scale is 0 nothing is divided by it, not even in derivatives, where 0 * NaN would be NaN.
+    x = jnp.clip(jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0), -largest, largest)
     return (jnp.round(x) if integers else x), scale
 
 

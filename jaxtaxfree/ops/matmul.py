@@ -16,18 +16,31 @@ UNMEASURED = "the kernel has not been measured against XLA yet"
 
 
 def check_operands(operation: str, lhs: jax.Array, rhs: jax.Array) -> None:
-    """Raises ValueError if an operand is a scalar."""
+    """Raises ValueError if an operand is a scalar, or rhs has more than two dimensions.
+
+    `jnp.matmul` takes three dimensions for a batch of matrices. Weights [N, H, D] of attention heads are meant as one
+    matrix, and where the sizes happen to fit, a batch of products would come out without an error.
+    """
     if lhs.ndim == 0 or rhs.ndim == 0:
         raise ValueError(f"{operation} takes no scalars: lhs has shape {lhs.shape}, rhs {rhs.shape}.")
+    if rhs.ndim > 2:
+        first, last = rhs.shape[0], rhs.shape[-1]
+        raise ValueError(
+            f"{operation} takes rhs as a matrix [K, N], not {list(rhs.shape)}: reshape it to "
+            f"[{math.prod(rhs.shape[:-1])}, {last}] where all dimensions but the last are contracted (as in einsum's "
+            f"'...nh,nhd->...d'; lhs then ends in one such dimension, too) or to [{first}, {math.prod(rhs.shape[1:])}] "
+            "where the first one is ('...d,dnh->...nh'), and use jax.vmap for a batch of matrices."
+        )
 
 
-def check_contraction(operation: str, lhs: jax.Array, rhs: jax.Array) -> None:
-    """Raises ValueError if `lhs @ rhs` is no product."""
-    contracted = rhs.shape[max(rhs.ndim - 2, 0)]
-    if lhs.shape[-1] != contracted:
+def check_contraction(operation: str, lhs: jax.Array, rhs: jax.Array, parts: int = 1) -> None:
+    """Raises ValueError if `lhs @ rhs` is no product, where the last dimension of lhs is gathered of so many parts."""
+    size = parts * lhs.shape[-1]
+    if size != rhs.shape[0]:
+        gathered = f" ({lhs.shape[-1]} from each of {parts} ranks)" if parts > 1 else ""
         raise ValueError(
             f"{operation} contracts the last dimension of lhs with the first of rhs, but lhs is "
-            f"{list(lhs.shape)} and rhs is {list(rhs.shape)}: {lhs.shape[-1]} is not {contracted}."
+            f"{list(lhs.shape)} and rhs is {list(rhs.shape)}: {size}{gathered} is not {rhs.shape[0]}."
         )
 
 

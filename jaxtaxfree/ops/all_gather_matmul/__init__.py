@@ -51,7 +51,7 @@ def all_gather_matmul(
 
     Args:
       lhs: this rank's rows, [..., M, ..., K].
-      rhs: this rank's columns, [K, N]. The reference also takes what `jnp.matmul` takes.
+      rhs: this rank's columns, [K, N]; by the reference also a vector [K].
       axis_name: the mesh axis, or axes, over which `lhs` is sharded.
       axis: the dimension of `lhs` that is sharded.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
@@ -91,7 +91,7 @@ def all_gather_matmul(
     check_implementation(implementation)
     params: dict[str, Any] = {
         "axes": axes,
-        "axis": _check_operands(lhs, rhs, axis),
+        "axis": _check_operands(lhs, rhs, axis, axes),
         **matmul.check_precision(precision, preferred_element_type),
     }
     shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
@@ -191,7 +191,7 @@ def fused(
     return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
+def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...]) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
     axis = check_whole("all_gather_matmul", "axis", axis)
@@ -200,8 +200,8 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int) -> int:
     axis %= lhs.ndim
     if not lhs.shape[axis]:
         raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs {list(lhs.shape)}, which is 0.")
-    if axis != lhs.ndim - 1:
-        matmul.check_contraction("all_gather_matmul", lhs, rhs)
+    parts = lax.axis_size(axes) if axis == lhs.ndim - 1 else 1
+    matmul.check_contraction("all_gather_matmul", lhs, rhs, parts)
     return axis
 
 

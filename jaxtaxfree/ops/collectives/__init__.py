@@ -151,12 +151,15 @@ def _psum(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> jax.Arr
 
 def _all_gather(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Any = None) -> jax.Array:
     del config
-    return lax.all_gather(x, axes, axis=dimension, tiled=tiled)
+    # lax does not lower a gather of symbolic shapes along a new dimension, nor a scatter that removes one.
+    x = x if tiled else lax.expand_dims(x, [dimension])
+    return lax.all_gather(x, axes, axis=dimension, tiled=True)
 
 
 def _psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled: bool, config: Any = None) -> jax.Array:
     del config
-    return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=tiled)
+    out = lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return out if tiled else lax.squeeze(out, [dimension])
 
 
 def _fused_psum(x: jax.Array, **how: Any) -> jax.Array:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,7 +16,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_attention.portable import VARIANTS, Call
 from jaxtaxfree.ops.decode_attention.spec import Spec
 from jaxtaxfree.ops.decode_attention.vmap import batch
-from jaxtaxfree.ops.kv_cache import KVCache, cache_faults, cache_sizes, placement_of
+from jaxtaxfree.ops.kv_cache import KVCache, cache_faults, cache_sizes, check_sharded, placement_of
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
@@ -98,12 +99,15 @@ def decode_attention(
 
     Returns: [B, N, Hv] or [B, T, N, Hv] (N / world with output="heads"), or with `return_residual` a pair of that and
     the f32 natural logarithm of the softmax's denominator, sinks included: [B, N] or [B, T, N]. A token that attends to
-    nothing gets zeros, and -inf. Results are the same bits every time, and on every rank. It is differentiated through
-    the reference. `jax.vmap` makes one call of several sequences, or of several queries over the same keys.
+    nothing gets zeros, and -inf, and the derivatives of both are 0. Results are the same bits every time, and on every
+    rank. It is differentiated through the reference. `jax.vmap` makes one call of several sequences, or of several
+    queries over the same keys.
 
     Raises:
-      ValueError: if the arguments do not fit together.
-      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number.
+      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
+        the same cache, which would count as other positions on each.
+      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number, or is
+        None where its default depends on a symbolic shape.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
     """
@@ -122,7 +126,7 @@ def decode_attention(
         page_size=page_size,
         kv_heads=kv_heads,
         head_major=kv_layout == "BKSH",
-        scale=query.shape[-1] ** -0.5 if scale is None else _static("scale", scale, "a number", float),
+        scale=_scale(query.shape[-1]) if scale is None else _static("scale", scale, "a number", float),
         window=_window(local_window_size),
         soft_cap=None if logits_soft_cap is None else _static("logits_soft_cap", logits_soft_cap, "a number", float),
         by_heads=output == "heads",
@@ -141,6 +145,7 @@ def decode_attention(
     operands = {name: jnp.asarray(x) for name, x in operands.items() if x is not None}
     world = lax.axis_size(axes)
     _check_operands(operands, spec, world, output)
+    check_sharded("decode_attention", key, value, block_tables, axes)
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
     settings = settings_of("decode_attention", VARIANTS, config)
     reasons = _unsupported(operands, spec)
@@ -159,6 +164,10 @@ def merge_attention(
     out: jax.Array, residual: jax.Array, other: jax.Array, other_residual: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The attention over two sets of keys, from the attention over each.
+
+    It is plain `jax.numpy`, differentiable in all operands, forward and backward and as often as you like. What a set
+    without keys has, a result of zeros and a log-sum-exp of -inf, changes neither results nor derivatives; where no set
+    has a key, the derivatives are 0.
 
     Args:
       out, other: [..., N, H], results of attention of the same queries over different keys.
@@ -180,12 +189,11 @@ def merge_attention(
         raise ValueError(
             f"merge_attention gives a result of out's dtype, which must be floating-point, not {out.dtype}."
         )
-    top = jnp.maximum(residual, other_residual)
-    base = _finite(top)
+    base = _finite(jnp.maximum(residual, other_residual))
     weight, other_weight = jnp.exp(residual - base), jnp.exp(other_residual - base)
     total = weight + other_weight
     merged = out.astype(jnp.float32) * weight[..., None] + other.astype(jnp.float32) * other_weight[..., None]
-    return _normalised(merged, total).astype(out.dtype), base + jnp.log(total)
+    return _normalised(merged, total).astype(out.dtype), base + _log(total)
 
 
 def reference(
@@ -232,7 +240,8 @@ def reference(
         seen &= positions >= of_token - spec.window
     logits = jnp.where(seen[:, None, None], logits, -jnp.inf)
 
-    top = jnp.max(logits, axis=-1, initial=-jnp.inf)  # [B, K, G, T]
+    # The results are the same whatever is subtracted, so their derivatives take it for a constant.
+    top = lax.stop_gradient(jnp.max(logits, axis=-1, initial=-jnp.inf))  # [B, K, G, T]
     weights = jnp.exp(logits - _finite(top)[..., None])
     total = jnp.sum(weights, axis=-1)
     # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
@@ -251,19 +260,20 @@ def reference(
         if spec.by_heads:
             x = jnp.moveaxis(x.reshape(b, world, n // world, *x.shape[2:]), 1, 0)
             return lax.all_to_all(x, axes, 0, 0, tiled=True)
-        # With check_vma=False, shard_map counts on the derivative of the other kind.
-        return lax.all_gather(x, axes, to="invarying" if varying(x) else "varying")
+        # With check_vma=False, shard_map counts on the derivative of the other kind. lax does not lower a gather of
+        # symbolic shapes along a new dimension.
+        return lax.all_gather(x[None], axes, tiled=True, to="invarying" if varying(x) else "varying")
 
     tops = exchange(top)
     sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[None, :, None]
     if spec.by_heads:
         sinks = lax.dynamic_slice_in_dim(sinks, rank * (n // world), n // world, axis=1)
-    top = jnp.maximum(jnp.max(tops, axis=0), sinks)
-    parts = jnp.exp(tops - _finite(top)[None])
-    total = jnp.sum(parts * exchange(total), axis=0) + jnp.exp(sinks - _finite(top))
+    base = _finite(jnp.maximum(jnp.max(tops, axis=0), sinks))
+    parts = jnp.exp(tops - base[None])
+    total = jnp.sum(parts * exchange(total), axis=0) + jnp.exp(sinks - base)
     acc = jnp.sum(parts[..., None] * exchange(acc), axis=0)
     out = _normalised(acc, total)
-    return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(_finite(top) + jnp.log(total), 1, 2)]
+    return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(base + _log(total), 1, 2)]
 
 
 def fused(
@@ -324,8 +334,13 @@ def _scale_kind(scale: Any) -> str:
 
 
 def _finite(x: jax.Array) -> jax.Array:
-    """x with 0 in place of -inf, to be subtracted from -inf."""
-    return jnp.where(jnp.isneginf(x), 0.0, x)
+    """x with 0 in place of -inf, to be subtracted from -inf; a constant for derivatives."""
+    return lax.stop_gradient(jnp.where(jnp.isneginf(x), 0.0, x))
+
+
+def _log(x: jax.Array) -> jax.Array:
+    """The logarithm of x, which is not negative; of 0 it is -inf, with a derivative of 0 in place of 0 / 0."""
+    return jnp.where(x == 0, -jnp.inf, jnp.log(jnp.where(x == 0, 1.0, x)))
 
 
 def _normalised(acc: jax.Array, total: jax.Array) -> jax.Array:
@@ -339,6 +354,16 @@ def _static[T](name: str, x: Any, kind: str, convert: Callable[[Any], T]) -> T:
         return convert(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"decode_attention takes {kind} for {name}, known when it is traced, not {x!r}.") from error
+
+
+def _scale(head_size: int) -> float:
+    """The usual scale of the logits."""
+    if jax.export.is_symbolic_dim(head_size):
+        raise TypeError(
+            f"decode_attention takes scale as a number here, because its default, 1 / sqrt(H), is compiled into the "
+            f"program, and the head size of query is symbolic, {head_size}."
+        )
+    return head_size**-0.5
 
 
 def _window(size: int | tuple[int, int] | None) -> int | None:
@@ -392,7 +417,8 @@ def _check_operands(operands: Mapping[str, jax.Array], spec: Spec, world: int, o
 def _unsupported(operands: Mapping[str, Any], spec: Spec) -> list[str]:
     """All that keeps the kernel from taking these operands."""
     query, key, value = operands["query"], operands["key"], operands["value"]
-    reasons = symbolic(*operands.values())
+    if reasons := symbolic(*operands.values()):
+        return reasons
     if query.dtype.name not in DTYPES:
         reasons.append(Lasting(f"it takes a query of {', '.join(DTYPES)}, not {query.dtype}: cast it"))
     elif key.dtype != query.dtype and key.dtype.name not in _QUANTISED:

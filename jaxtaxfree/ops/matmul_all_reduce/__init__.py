@@ -46,9 +46,8 @@ def matmul_all_reduce(
     the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
 
     Args:
-      lhs: this rank's part of the contracted dimension, [..., M, K] or [K]. The reference also takes what `jnp.matmul`
-        takes.
-      rhs: the same part, [K, N].
+      lhs: this rank's part of the contracted dimension, [..., M, K] or [K].
+      rhs: the same part, [K, N]; by the reference also a vector [K].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
         says more.

@@ -47,7 +47,7 @@ def matmul_reduce_scatter(
 
     Args:
       lhs: this rank's part of the contracted dimension, for the rows of all ranks, [..., world * M, ..., K].
-      rhs: the same part, [K, N]. The reference also takes what `jnp.matmul` takes.
+      rhs: the same part, [K, N]; by the reference also a vector [K].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded and the result will be.
       scatter_dimension: the dimension of the result that is scattered.
       precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
