@@ -18,7 +18,8 @@ from jaxtaxfree.simulator.errors import (
     WaitTimeoutError,
     WrongPeerError,
 )
-from jaxtaxfree.simulator.session import Settings, run, run_calls
+from jaxtaxfree.simulator.scheduler import Settings
+from jaxtaxfree.simulator.session import run, run_calls
 from jaxtaxfree.simulator.trace import Span, Trace
 
 __all__ = [

@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,8 @@ from jaxtaxfree.simulator.errors import (
 )
 from jaxtaxfree.simulator.events import DEVICE_API, GLUON_API, Event, Stack, stack, where, who
 from jaxtaxfree.simulator.memory import Heap, Messages, Part, Space
-from jaxtaxfree.simulator.scheduler import Program, Scheduler
+from jaxtaxfree.simulator.scheduler import Program, Scheduler, Settings
 from jaxtaxfree.simulator.trace import Span, Trace
-
-if TYPE_CHECKING:
-    from jaxtaxfree.simulator.session import Settings
 
 _WAITS_SHOWN = 24  # in a report
 _PARTED = 0.25  # how often an atomic store of a block arrives in two portions
@@ -140,7 +137,7 @@ class Machine:
         heap: Heap,
         clocks: Clocks,
         grid: tuple[int, int, int],
-        settings: "Settings",
+        settings: Settings,
         trace: Trace,
     ):
         self.grid = grid
@@ -163,8 +160,8 @@ class Machine:
 
     @staticmethod
     def describe(address: int, array: np.ndarray, block: tuple[int, ...]) -> Any:
-        """A kernel's argument that is a TMA descriptor of an array."""
-        raise TypeError("TMA descriptors of operands and results are for Gluon kernels.")
+        """A kernel's argument that is a TMA descriptor of an array. Only Gluon kernels take them."""
+        raise NotImplementedError
 
     @property
     def _program(self) -> Program:

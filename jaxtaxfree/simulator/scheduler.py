@@ -10,6 +10,32 @@ from greenlet import GreenletExit, getcurrent, greenlet
 POLICIES = ("round-robin", "random", "ahead", "straggler")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a simulation chooses among the interleavings.
+
+    Attributes:
+      seed: of all choices.
+      policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
+      slots: programs of a rank that run at a time, or as many as the kernel needs `together`; None for all.
+      patience: steps after which a wait has lasted too long.
+      tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
+        a higher id.
+    """
+
+    seed: int = 0
+    policy: str = "random"
+    slots: int | None = None
+    patience: int = 1_000_000
+    tickets: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"There is no policy {self.policy!r}: choose one of {', '.join(map(repr, POLICIES))}.")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"A rank needs at least one slot, not {self.slots}.")
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Program:
     """One program of one rank in one call, or a part of one that runs beside it.
