@@ -16,9 +16,8 @@ from jax._src.core import NamedAxisEffect, ShapedArray
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
-from triton.compiler.errors import CompilationError
 
-from jaxtaxfree import environment, gluon, heap, language
+from jaxtaxfree import diagnosis, environment, gluon, heap, language
 from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
@@ -195,7 +194,8 @@ def _lower_elsewhere(ctx: Any, *args: Any, name: str, simulate: bool, **params: 
         return _lower_simulated(ctx, *args, name=name, **params)
     raise NotImplementedError(
         f"{name} is a Triton kernel for NVIDIA GPUs, and this program is lowered for "
-        f"{', '.join(ctx.module_context.platforms)}."
+        f'{", ".join(ctx.module_context.platforms)}: implementation="simulate" runs it on the CPU, and '
+        "lax.platform_dependent(..., cuda=..., default=...) takes a reference on other platforms."
     )
 
 
@@ -269,7 +269,8 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
     except NotImplementedError:
         raise
     except Exception as error:  # the compiler raises its own kinds, AssertionError and ValueError
-        raise CompileError(f"{kernel} does not compile: {_reason(error)}.") from error
+        why = diagnosis.why(error, launch["kernel"], launch["layout"])
+        raise CompileError(f"{kernel} does not compile: {why}.") from error
     shared, most = _shared_memory(outs), SHARED_MEMORY.get(capability)
     if most is not None and shared > most:
         raise CompileError(
@@ -277,18 +278,6 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
             "stages."
         )
     return outs
-
-
-def _reason(error: Exception) -> str:
-    """The last line of what the compiler says, of the innermost of its errors, which knows the most."""
-    chain: list[BaseException] = [error]
-    while (cause := chain[-1].__cause__) is not None:
-        chain.append(cause)
-    texts = [found.error_message or "" for found in chain if isinstance(found, CompilationError)]
-    if not any(texts):  # of JAX are reports of where a program was traced
-        texts = [str(found) for found in chain if not type(found).__module__.startswith("jax.")]
-    lines = [line.strip() for text in texts for line in text.splitlines() if not line.startswith("Repro command")]
-    return next((line.rstrip(".") for line in reversed(lines) if line), type(error).__name__)
 
 
 def _shared_memory(outs: Sequence[Any]) -> int:

@@ -763,6 +763,31 @@ def test_a_call_and_a_simulation_say_the_same_of_what_was_forgotten(wrong: dict[
     assert str(simulated.value) == str(called.value)
 
 
+@triton.jit
+def careless_kernel(x_ptr, team, inbox, box, out_ptr, MESSAGES: tl.constexpr):
+    me = shmem.start(team)
+    if MESSAGES:
+        shmem.receive(me, box + tl.arange(0, 8), 0)
+    shmem.put(me, inbox, x_ptr, 0)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize(
+    ("of_messages", "pointer"), ((False, "shmem.scratch(me, inbox, dtype)"), (True, "shmem.messages(me, box)"))
+)
+def test_scratch_and_messages_that_are_taken_for_pointers(of_messages: bool, pointer: str) -> None:
+    call = {"world": 2, "grid": 1, "out_type": shape_of(8), "scratch": {"inbox": shape_of(8)}, "messages": {"box": 8}}
+    with fails(AttributeError, "'tuple' object has no attribute") as found:
+        simulator.run(careless_kernel, [np.zeros(8, F32)] * 2, **call, MESSAGES=of_messages)
+    [note] = found.value.__notes__
+    name = "box" if of_messages else "inbox"
+    assert re.fullmatch(
+        rf"in rank \d, program 0 in call 1 of careless_kernel; the parameter {name} is a tuple, and the pointer is "
+        rf"{re.escape(pointer)}",
+        note,
+    )
+
+
 def test_grids_of_numpy_numbers() -> None:
     x = [np.zeros(8, F32)] * 2
     launch = {"scratch": {"inbox": shape_of(8)}, "signals": {"arrived": 1}, "BLOCK": np.int64(8), "FAULT": ""}

@@ -1,8 +1,10 @@
 """Who did what where: what one access to memory leaves behind for a later report."""
 
 import dataclasses
+import linecache
 import os
 import sys
+import traceback
 from types import CodeType
 
 import numpy as np
@@ -26,6 +28,15 @@ def stack() -> Stack:
             lines.append((frame.f_code, frame.f_lineno, module))
         frame = frame.f_back
     return tuple(lines)
+
+
+def kernel_lines(error: Exception) -> list[str]:
+    """The source of the kernel's lines that an error has come through."""
+    return [
+        linecache.getline(frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if MARKER in frame.f_globals
+    ]
 
 
 def where(lines: Stack) -> str:

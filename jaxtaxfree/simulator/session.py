@@ -10,11 +10,12 @@ from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
 from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
+from jaxtaxfree.diagnosis import about_tuples
 from jaxtaxfree.heap.layout import Layout, header
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
-from jaxtaxfree.simulator.events import who
+from jaxtaxfree.simulator.events import kernel_lines, who
 from jaxtaxfree.simulator.machine import Machine
 from jaxtaxfree.simulator.memory import POISON, Heap, Part, Space
 from jaxtaxfree.simulator.scheduler import Program, Scheduler, Settings
@@ -129,7 +130,8 @@ class Session:
             except SimulationError:
                 raise
             except Exception as error:
-                error.add_note(f"in {who(program.rank, program.program, program.call)} of {launch.name}")
+                of = f"{who(program.rank, program.program, program.call)} of {launch.name}"
+                error.add_note(f"in {of}{about_tuples(str(error), kernel_lines(error), launch.layout)}")
                 raise
             machine.end(program)
 
