@@ -16,6 +16,7 @@ from jaxtaxfree.simulator.errors import (
     UninitializedReadError,
     WaitOrderError,
     WaitTimeoutError,
+    WastedTrafficWarning,
     WrongPeerError,
 )
 from jaxtaxfree.simulator.scheduler import Settings
@@ -41,6 +42,7 @@ __all__ = [
     "UninitializedReadError",
     "WaitOrderError",
     "WaitTimeoutError",
+    "WastedTrafficWarning",
     "WrongPeerError",
     "reset",
     "run",

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from jaxtaxfree.simulator.events import Event
+
 POLICIES = ("round-robin", "random", "ahead", "straggler")
 
 
@@ -48,6 +50,8 @@ class Program:
       seen: counters that it has looked at since it last did anything else, and their versions.
       parked: addresses of the counters it waits for.
       part: 0 for the program itself.
+      portions: of the atomic store that it is at, how many are to come.
+      whole: the first of them.
     """
 
     rank: int
@@ -59,6 +63,8 @@ class Program:
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     parked: tuple[int, ...] = ()
     part: int = 0
+    portions: int = 0
+    whole: Event | None = None
     run: greenlet = dataclasses.field(init=False)
 
 

@@ -77,6 +77,7 @@ class Session:
         self.layout = dataclasses.replace(launch.layout, sparse=True)
         self.heap = Heap(self.space, launch.world, self.layout, header(_MAGIC, 0, _NO_TIMEOUT))
         self.broken: SimulationError | None = None
+        self._warned: set[str] = set()
 
     def run(
         self, operands: Sequence[Sequence[Sequence[np.ndarray]]], settings: Settings
@@ -163,6 +164,7 @@ class Session:
             trace.steps = machine.scheduler.step
         self.calls += len(operands)
         self.clocks.forget(self.heap.parts)
+        machine.waste.warn(launch.name, self._warned)
         return results, trace
 
     def _bind(self, rank: int, operands: Sequence[np.ndarray]) -> tuple[list[Part], list[np.ndarray], dict[str, Any]]:
