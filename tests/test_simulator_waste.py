@@ -21,7 +21,6 @@ from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.conftest import MeshFactory
-from tests.simulator_kernels import ROOT
 from tests.test_simulator import BLOCKS
 
 SIZE = 8
@@ -236,8 +235,3 @@ def test_what_is_used_in_other_ways(policy: str) -> None:
 
     for seed in range(8):
         assert not waste_of(lambda seed=seed: run(seed=seed, calls=1 + seed % 2))
-
-
-def test_the_documentation_names_the_class() -> None:
-    text = (ROOT / "docs" / "simulator.md").read_text()
-    assert f"simulator.{simulator.WastedTrafficWarning.__name__}" in text
