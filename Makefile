@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml scripts/setup.sh
 
 setup: $(STAMP) ## make the virtual environment (the other targets do it as needed)
 
-demo: $(STAMP) ## run the decode loop example
+demo: $(STAMP) ## run the decode loop example (DEMO_ARGS)
 	$(PY) examples/decode_loop.py $(DEMO_ARGS)
 
 test: $(STAMP) ## run every test; tests that need more GPUs than there are skip themselves
@@ -60,5 +60,5 @@ doctor: $(STAMP) ## say what works on this machine
 	$(PY) -m jaxtaxfree doctor
 
 clean: ## remove environments, caches and build output
-	rm -rf .venv .venv-jax* build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-jax* build dist *.egg-info *.png .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

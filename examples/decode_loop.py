@@ -8,7 +8,8 @@ it, and every reduce-scatter into the product before it (`jaxtaxfree.matmul_redu
 addition after it. Attention over the keys of all devices is one kernel (`jaxtaxfree.decode_attention`), and what is
 gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated twice, by plain XLA and by the
 chosen implementation of all four, and every token must agree. It takes four GPUs where there are four, and four
-virtual CPU devices where there is none. The model is in transformer.py; train.py made its weights.
+virtual CPU devices where there is none; there the first tokens are decoded once more, by the kernels of all four ranks
+in the simulator, which draws what they did. The model is in transformer.py; train.py made its weights.
 """
 
 from __future__ import annotations
@@ -34,10 +35,18 @@ from rich.text import Text
 from transformer import Config
 
 import jaxtaxfree as jtf
+from jaxtaxfree import simulator
 
 WEIGHTS = Path(__file__).parent / "weights" / "pydoc.safetensors"
 WORLDS = (4, 2, 1)
 TIMED_RUNS = 3
+SIMULATED_TOKENS = 4
+SLOTS = 4  # programs of a simulated rank that run at a time: rows of the picture
+PICTURE = Path("decode_attention.png")
+# Operations in the text of a program. Each product and each collective is a launch.
+KERNEL = r'custom_call @"?triton_kernel_call'
+PRODUCT = r"stablehlo\.dot_general"
+COLLECTIVE = r"stablehlo\.(?:all_gather|all_reduce|all_to_all|reduce_scatter|collective_permute)\b"
 PROMPTS = (
     'A "return" statement ',
     "A function definition ",
@@ -59,7 +68,7 @@ class Result:
     tokens: np.ndarray  # [runs, B, n_tokens]
     prefill_s: float
     decode_s: float
-    kernel_calls: int
+    step: str  # the text of the program that decodes: its loop, which is all there is in it, takes one step
 
 
 def parse_args() -> argparse.Namespace:
@@ -83,6 +92,9 @@ def parse_args() -> argparse.Namespace:
         help="of weights and activations; in bfloat16 rounding may flip tokens, so agreement is reported, not required",
     )
     parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a file written by train.py")
+    parser.add_argument(
+        "--picture", type=Path, default=PICTURE, help="of the simulated kernels, on a CPU (default: %(default)s)"
+    )
     return parser.parse_args()
 
 
@@ -115,59 +127,99 @@ def encode_prompts(prompts: list[str], batch: int, n_tokens: int, cfg: Config) -
     return padded, lengths
 
 
-def count_calls(lowered: str, target: str) -> int:
-    """How often the program calls custom-call targets that begin with `target`; a shared function counts per call."""
+def count(lowered: str, operation: str) -> int:
+    """How often the program has an operation, by a pattern of its text; a shared function counts per call."""
     name = r'@("[^"]+"|[\w.$-]+)'  # MLIR quotes a name with unusual characters.
     functions = dict(re.findall(rf"func\.func (?:\w+ )?{name}(.*?\n  }})", lowered, re.DOTALL))
 
-    def count(function: str) -> int:
-        if function.strip('"').startswith(target):
-            return 1
-        return sum(count(callee) for callee in re.findall(rf"call {name}", functions.get(function, "")))
+    def count_in(function: str) -> int:
+        body = functions.get(function, "")
+        return len(re.findall(operation, body)) + sum(map(count_in, re.findall(rf"\bcall {name}", body)))
 
-    return count("main")
+    return count_in("main")
 
 
-def generate(
-    params: Any,
-    prompts: np.ndarray,
-    lengths: np.ndarray,
-    n_tokens: int,
-    cfg: Config,
-    mesh: Mesh,
-    implementation: str | None,
-) -> Result:
-    params_specs, cache_specs = transformer.param_specs(cfg), transformer.cache_specs(cfg)
-    length = transformer.cache_length(prompts.shape[1] + n_tokens, mesh.size)
+class Generator:
+    """Two programs, one that reads prompts and one that decodes, with their operands on a mesh.
 
-    def prefill(params, prompts, lengths):
-        return transformer.prefill(params, prompts, lengths, length, cfg, implementation=implementation)
+    Args:
+      prompts, lengths: as `encode_prompts` gives them.
+      n_tokens: to generate for each prompt.
+      implementation: of the fused operations.
+    """
 
-    def decode(params, cache, first, lengths):
-        return transformer.decode(params, cache, first, lengths, n_tokens, cfg, implementation=implementation)
+    def __init__(
+        self,
+        params: Any,
+        prompts: np.ndarray,
+        lengths: np.ndarray,
+        n_tokens: int,
+        cfg: Config,
+        mesh: Mesh,
+        implementation: str | None,
+    ):
+        params_specs, cache_specs = transformer.param_specs(cfg), transformer.cache_specs(cfg)
+        length = transformer.cache_length(prompts.shape[1] + n_tokens, mesh.size)
 
-    def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Any:
-        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+        def prefill(params, prompts, lengths):
+            return transformer.prefill(params, prompts, lengths, length, cfg, implementation=implementation)
 
-    run_prefill = on_mesh(prefill, (params_specs, P("tp"), P()), (P("tp"), cache_specs))
-    run_decode = on_mesh(decode, (params_specs, cache_specs, P("tp"), P()), P("tp"))
+        def decode(params, cache, first, lengths):
+            return transformer.decode(params, cache, first, lengths, n_tokens, cfg, implementation=implementation)
 
-    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
-    params = jax.tree.map(put, params, params_specs)
-    prompts, lengths = put(prompts, P("tp")), put(lengths, P())
+        def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Any:
+            return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
 
+        self._prefill = on_mesh(prefill, (params_specs, P("tp"), P()), (P("tp"), cache_specs))
+        self._decode = on_mesh(decode, (params_specs, cache_specs, P("tp"), P()), P("tp"))
+
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        self._params = jax.tree.map(put, params, params_specs)
+        self._prompts, self._lengths = put(prompts, P("tp")), put(lengths, P())
+
+    def read(self) -> tuple[jax.Array, Any]:
+        """Reads the prompts: the first token of each of them, and the cache."""
+        return jtf.block_until_ready(self._prefill(self._params, self._prompts, self._lengths))
+
+    def decode(self, first: jax.Array, cache: Any) -> np.ndarray:
+        """All tokens, [B, n_tokens], from what `read` gave."""
+        return np.asarray(jtf.block_until_ready(self._decode(self._params, cache, first, self._lengths)))
+
+    def step(self, first: jax.Array, cache: Any) -> str:
+        """The text of the program that decodes. The body of its loop is one step, and the loop is all there is."""
+        return self._decode.lower(self._params, cache, first, self._lengths).as_text()
+
+
+def generate(*args: Any) -> Result:
+    """Generates the tokens several times, as a `Generator` of these arguments does."""
+    generator = Generator(*args)
     runs, prefill_s, decode_s = [], [], []
     for _ in range(1 + TIMED_RUNS):  # The first compiles and warms up.
         start = time.perf_counter()
-        first, cache = jtf.block_until_ready(run_prefill(params, prompts, lengths))
+        first, cache = generator.read()
         middle = time.perf_counter()
-        tokens = jtf.block_until_ready(run_decode(params, cache, first, lengths))
+        runs.append(generator.decode(first, cache))
         prefill_s.append(middle - start)
         decode_s.append(time.perf_counter() - middle)
-        runs.append(np.asarray(tokens))
-    # The body of the decode loop is one step, and the loop is all there is in this program.
-    kernel_calls = count_calls(run_decode.lower(params, cache, first, lengths).as_text(), "triton_kernel_call")
-    return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), kernel_calls)
+    return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), generator.step(first, cache))
+
+
+def simulate(generator: Generator, n_tokens: int, picture: Path) -> tuple[np.ndarray, int]:
+    """Generates the tokens by the kernels of all ranks in the simulator, and draws an attention.
+
+    Args:
+      generator: of "simulate", for `n_tokens` of each prompt, two or more.
+
+    Returns: the tokens, and how many kernels a step launched.
+    """
+    with simulator.simulating(slots=SLOTS) as recording:
+        first, cache = generator.read()
+        before = len(recording.traces)
+        tokens = generator.decode(first, cache)
+    recording.traces[max(i for i, trace in enumerate(recording.traces) if trace.name == "decode_attention")].save_png(
+        picture
+    )
+    return tokens, (len(recording.traces) - before) // (n_tokens - 1)
 
 
 def describe_difference(a: np.ndarray, b: np.ndarray, names: tuple[str, str]) -> str:
@@ -178,6 +230,48 @@ def describe_difference(a: np.ndarray, b: np.ndarray, names: tuple[str, str]) ->
         f"token {position} of prompt {prompt} is {bytes([x])!r} with {names[0]} and {bytes([y])!r} with {names[1]} "
         f"in run {run} (all count from 0)"
     )
+
+
+def compare(a: np.ndarray, b: np.ndarray, names: tuple[str, str], exact: bool, console: Console) -> bool:
+    """Says whether tokens [runs, B, n] agree; returns whether that is as it should be."""
+    if np.array_equal(a, b):
+        runs = f", in each of {len(a)} runs" if len(a) > 1 else ""
+        console.print(f"All {a[0].size} tokens of {names[1]} agree with those of {names[0]}{runs}.")
+        return True
+    difference = describe_difference(a, b, names)
+    if not exact:
+        console.print(f"{100 * np.mean(a == b):.1f} % of the tokens agree; the first that does not: {difference}.")
+        return True
+    print(f"error: the tokens differ: {difference}", file=sys.stderr)
+    return False
+
+
+def show_kernels(
+    generator: Generator, step: str, expected: np.ndarray, exact: bool, picture: Path, console: Console
+) -> bool:
+    """Decodes some tokens in the simulator, and says what its kernels are worth; returns whether the tokens are right.
+
+    Args:
+      generator: of "simulate".
+      step: the text of the program of plain XLA that decodes.
+      expected: its tokens, [B, n].
+    """
+    batch, n = expected.shape
+    console.print(
+        f"\nThe kernels that GPUs would run, of all ranks, in the simulator: {n} tokens of {batch} prompts, which "
+        "takes half a minute ..."
+    )
+    tokens, launches = simulate(generator, n, picture)
+    if not compare(expected[None], tokens[None], ("xla", "the simulated kernels"), exact, console):
+        return False
+    products, collectives = count(step, PRODUCT), count(step, COLLECTIVE)
+    console.print(
+        f"A decode step took {launches} launches instead of {products + collectives}: the fused kernels do what plain "
+        f"XLA does by {products} matrix products and {collectives} collectives. (Norms and the like are XLA's in both.)"
+    )
+    console.print("What every rank did in one launch, of decode_attention, step by step:")
+    console.print(str(picture.resolve()), soft_wrap=True)
+    return True
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -204,7 +298,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     result = generate(params, padded, lengths, args.tokens, cfg, mesh, implementation)
     chosen = args.implementation
     if implementation is None:
-        chosen = "auto: fused" if result.kernel_calls else "auto: xla"
+        chosen = "auto: fused" if count(result.step, KERNEL) else "auto: xla"
 
     for prompt, tokens in zip(prompts, result.tokens[0, : len(prompts)], strict=True):
         text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
@@ -218,22 +312,19 @@ def run(args: argparse.Namespace, console: Console) -> int:
             f"{1e3 * timed.prefill_s:.1f} ms",
             f"{1e3 * per_step:.2f} ms/step",
             f"{batch / per_step:.0f}",
-            str(timed.kernel_calls),
+            str(count(timed.step, KERNEL)),
         )
     console.print(table)
 
     # All runs count, the warm-up too: a kernel that races with its neighbours need not fail every time.
     a, b = np.broadcast_arrays(reference.tokens[:1], result.tokens)
-    if np.array_equal(a, b):
-        same = " Both runs used plain XLA." if chosen.endswith("xla") else ""
-        console.print(f"All {a[0].size} tokens agree, in each of {len(a)} runs.{same}")
-        return 0
-    difference = describe_difference(a, b, ("xla", chosen))
-    if args.dtype == "bfloat16":
-        console.print(f"{100 * np.mean(a == b):.1f} % of the tokens agree; the first that does not: {difference}.")
-        return 0
-    print(f"error: the tokens differ: {difference}", file=sys.stderr)
-    return 1
+    exact = args.dtype == "float32"
+    right = compare(a, b, ("xla", chosen), exact, console)
+    if right and platform == "cpu" and implementation is None and min(world, args.tokens) > 1:
+        n = min(SIMULATED_TOKENS, args.tokens)
+        generator = Generator(params, padded[:world], lengths[:world], n, cfg, mesh, "simulate")
+        right = show_kernels(generator, reference.step, a[0, :world, :n], exact, args.picture, console)
+    return 0 if right else 1
 
 
 def main(args: argparse.Namespace, run: Callable[[argparse.Namespace, Console], int]) -> int:

@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -107,10 +108,12 @@ class Simulated:
         return self.call(world, dtype, shapes[seed % len(shapes)]), {"seed": seed, "slots": slots, "policy": policy}
 
     def run(self, seeds: Iterable[int], world: int) -> None:
-        """Runs the calls of these seeds, which have to be right, and without an alarm."""
-        for seed in seeds:
-            call, settings = self.case(seed, world)
-            call.run(self.kernel, **settings)
+        """Runs the calls of these seeds, which have to be right, without an alarm, and without wasted traffic."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", simulator.WastedTrafficWarning)
+            for seed in seeds:
+                call, settings = self.case(seed, world)
+                call.run(self.kernel, **settings)
 
 
 def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

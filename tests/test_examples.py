@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 pytest.importorskip("safetensors")
+pytest.importorskip("matplotlib")
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
@@ -205,7 +206,7 @@ def test_weights_of_the_repository_are_small_and_good():
     assert bits < HELD_OUT_BOUND, f"{bits:.3f} bits/byte, after training {metadata['held_out_bits_per_byte']}"
 
 
-def test_count_calls_counts_a_shared_function_once_per_call():
+def test_an_operation_of_a_shared_function_counts_once_per_call():
     def kernel(x):
         return jax.ffi.ffi_call("triton_kernel_call_ffi", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
@@ -216,14 +217,18 @@ def test_count_calls_counts_a_shared_function_once_per_call():
         return jax.ffi.ffi_call("other", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
     lowered = jax.jit(loop).lower(jnp.zeros(4)).as_text()
-    assert decode_loop.count_calls(lowered, "triton_kernel_call") == 5
+    assert decode_loop.count(lowered, decode_loop.KERNEL) == 5
 
 
-@pytest.mark.parametrize("implementation, calls", [("fused", 6 * 4 + 3), (None, 6 * 4 + 3), ("xla", 0)])
-def test_kernels_of_a_decode_step(implementation, calls):
+@pytest.mark.parametrize(
+    "implementation, kernels, products, collectives",
+    [("fused", 6 * 4 + 3, 0, 0), (None, 6 * 4 + 3, 0, 0), ("xla", 0, 7 * 4 + 1, 8 * 4 + 3)],
+)
+def test_launches_of_a_decode_step(implementation, kernels, products, collectives):
     """A layer: queries, keys and values; their gather; attention; its projection; gate and up; down.
 
-    And the vocabulary, and two gathers for the likeliest token. Lowered for GPUs, run nowhere.
+    And the vocabulary, and two gathers for the likeliest token. XLA's products are one more for gate and up, and two
+    for attention, which gathers its three partial results. Lowered for GPUs, run nowhere.
     """
     params, cfg, _ = transformer.load(decode_loop.WEIGHTS)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("tp",))
@@ -239,7 +244,8 @@ def test_kernels_of_a_decode_step(implementation, calls):
     tokens = jax.ShapeDtypeStruct((8,), jnp.int32)
     traced = step.trace(params, [(part, part)] * cfg.n_layers, tokens, tokens)
     lowered = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert decode_loop.count_calls(lowered, "triton_kernel_call") == calls
+    operations = (decode_loop.KERNEL, decode_loop.PRODUCT, decode_loop.COLLECTIVE)
+    assert [decode_loop.count(lowered, each) for each in operations] == [kernels, products, collectives]
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -259,15 +265,24 @@ def run_demo(*args: str) -> subprocess.CompletedProcess:
     # Without the flag by which pytest may have got its devices: the demo has to see to its own.
     env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     command = [sys.executable, str(EXAMPLES / "decode_loop.py"), *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
 
 
-def test_demo_runs():
-    done = run_demo("--tokens", "12", "--prompt", 'A "return" statement ', "--prompt", "A [bold]", "--prompt", "x")
+def test_demo_runs(tmp_path):
+    """Three prompts make four sequences, one per device; the simulated kernels take one step."""
+    picture = tmp_path / ("a long name " * 10) / "picture.png"
+    picture.parent.mkdir()
+    prompts = ("--prompt", 'A "return" statement ', "--prompt", "A [bold]", "--prompt", "x")
+    done = run_demo("--tokens", "2", *prompts, "--picture", str(picture))
     assert done.returncode == 0, done.stderr
     assert "4 virtual CPU devices" in done.stdout
     assert 'A "return" statement ' in done.stdout and "A [bold]" in done.stdout
-    assert "All 48 tokens agree" in done.stdout  # three prompts make four sequences, one per device
+    said = " ".join(done.stdout.split())
+    assert "All 8 tokens of auto: xla agree with those of xla, in each of 4 runs." in said
+    assert "All 8 tokens of the simulated kernels agree with those of xla." in said
+    assert "A decode step took 27 launches instead of 64: " in said
+    assert f"\n{picture}\n" in done.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_demo_rejects_a_world_that_does_not_divide_the_heads():
@@ -285,6 +300,7 @@ def demo_args(**changes) -> Namespace:
         "batch": None,
         "dtype": "float32",
         "weights": decode_loop.WEIGHTS,
+        "picture": Path("never.png"),
     }
     return Namespace(**(defaults | changes))
 
@@ -310,7 +326,7 @@ def test_demo_reports_tokens_that_differ(monkeypatch, capsys, dtype, status):
         tokens = np.full((2, len(prompts), n_tokens), ord("a"))
         if implementation == "simulate":
             tokens[1, 1, 2] = tokens[:, 0, 3] = ord("b")
-        return decode_loop.Result(tokens, 1.0, 1.0, 0)
+        return decode_loop.Result(tokens, 1.0, 1.0, "")
 
     monkeypatch.setattr(decode_loop, "generate", generate)
     args = demo_args(dtype=dtype, implementation="simulate", world=2)
@@ -320,3 +336,44 @@ def test_demo_reports_tokens_that_differ(monkeypatch, capsys, dtype, status):
         out if dtype == "bfloat16" else err
     )
     assert ("81.2 % of the tokens agree" in out) == (dtype == "bfloat16")
+
+
+@pytest.mark.parametrize("dtype, status", [("float32", 1), ("bfloat16", 0)])
+def test_demo_reports_simulated_tokens_that_differ(monkeypatch, capsys, dtype, status):
+    def generate(params, prompts, lengths, n_tokens, cfg, mesh, implementation):
+        return decode_loop.Result(np.full((2, len(prompts), n_tokens), ord("a")), 1.0, 1.0, "")
+
+    def simulate(generator, n_tokens, picture):
+        tokens = np.full((2, n_tokens), ord("a"))
+        tokens[1, 3] = ord("b")
+        return tokens, 27
+
+    monkeypatch.setattr(decode_loop, "generate", generate)
+    monkeypatch.setattr(decode_loop, "simulate", simulate)
+    assert decode_loop.run(demo_args(dtype=dtype, tokens=9, world=2), decode_loop.Console(width=200)) == status
+    out, err = capsys.readouterr()
+    assert "token 3 of prompt 1 is b'a' with xla and b'b' with the simulated kernels in run 0" in (
+        out if dtype == "bfloat16" else err
+    )
+    assert ("A decode step took 27 launches" in out) == (dtype == "bfloat16")
+
+
+def test_custom_kernel_runs_on_a_cpu(tmp_path):
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, str(EXAMPLES / "custom_kernel.py")]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Fewer than two GPUs here, so the kernels of 4 ranks run in the simulator" in done.stdout
+    assert "All ranks have what lax.all_gather gives: True" in done.stdout
+    picture = tmp_path / "custom_kernel.png"
+    assert done.stdout.endswith(f"\n{picture}\n")
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.gpu(2)
+def test_custom_kernel_runs_on_gpus(tmp_path):
+    command = [sys.executable, str(EXAMPLES / "custom_kernel.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "All ranks have what lax.all_gather gives: True\n"
+    assert not list(tmp_path.iterdir())

@@ -211,7 +211,14 @@ def wrong_kernel(x_ptr, team, out_ptr, SIZE: gl.constexpr, WRONG: gl.constexpr):
 @pytest.mark.parametrize(
     ("wrong", "parts"),
     (
-        ("name", ("does not compile: NameError('no_such_name is not defined').",)),
+        (
+            "name",
+            (
+                "does not compile: tests/test_gluon.py:",
+                " in wrong_kernel, `gl.store(out_ptr + element, no_such_name)  # noqa: F821`: ",
+                "`: NameError('no_such_name is not defined').",
+            ),
+        ),
         ("warps", ("does not compile: ",)),
         ("memory", (f"needs {4 * 64 * 1024} bytes of shared memory, of which there are 232448: take smaller blocks",)),
     ),

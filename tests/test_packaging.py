@@ -92,13 +92,16 @@ def mentions(tree: ast.AST, word: str) -> bool:
     )
 
 
-WATCHED = ("triton", "typing", "__future__", "jax_triton", "cuda.bindings", "jaxtaxfree.heap", "jaxtaxfree.kernels")
+WATCHED = ("triton", "typing", "__future__", "jax_triton", "cuda.bindings") + tuple(
+    f"jaxtaxfree.{name}" for name in ("heap", "kernels", "shmem")
+)
 
 
 def violations(path: pathlib.Path, source: str) -> list[str]:
-    """Imports run one way: ops, then shmem, then kernels; the heap beside them, reached through shmem."""
+    """Imports run one way: ops, then shmem, then kernels; the heap and the simulator beside them, reached by shmem."""
     tree, found = ast.parse(source), []
     in_kernels, in_heap, in_ops = map(path.is_relative_to, ("kernels", "jaxtaxfree/heap", "jaxtaxfree/ops"))
+    in_simulator = path.is_relative_to("jaxtaxfree/simulator")
     for name in imports(path, tree):
         module = next((module for module in WATCHED if f"{name}.".startswith(f"{module}.")), None)
         # typing: Triton takes a group of arguments as a NamedTuple.
@@ -110,6 +113,10 @@ def violations(path: pathlib.Path, source: str) -> list[str]:
             found.append(f"{path} imports {name}: only jaxtaxfree/heap/ and the doctor may")
         elif module == "jaxtaxfree.heap" and in_ops:
             found.append(f"{path} imports {name}: ops reach the heap through jaxtaxfree.shmem")
+        elif module == "jaxtaxfree.shmem" and in_simulator:
+            found.append(
+                f"{path} imports {name}: jaxtaxfree.shmem imports the simulator, and jaxtaxfree.call is for both"
+            )
     # The simulator says what assembly means, and holds none.
     may_mention = (pathlib.Path("kernels/shmem.py"), pathlib.Path("jaxtaxfree/simulator/gluon.py"))
     if mentions(tree, "inline_asm") and path not in may_mention:
@@ -134,6 +141,7 @@ def test_imports_run_one_way(path: pathlib.Path) -> None:
         ("jaxtaxfree/ops/all_gather_matmul.py", "from ..heap import symmetric"),
         ("jaxtaxfree/ops/all_gather_matmul.py", "def f():\n    from cuda.bindings import driver"),
         ("jaxtaxfree/shmem.py", "from cuda import bindings"),
+        ("jaxtaxfree/simulator/session.py", "from jaxtaxfree.shmem import check_call"),
     ],
 )
 def test_wrong_imports_are_found(path: str, source: str) -> None:

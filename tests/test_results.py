@@ -40,19 +40,31 @@ def test_no_table_without_a_file():
     assert shown == {operation_of(path).name for path in results()}
 
 
+def shown_in(document):
+    return re.findall(r"```python\n(.*?)\n```", (table.ROOT / document).read_text(), re.DOTALL)
+
+
+def run_code(code, **variables):
+    """Runs a program on CPU devices, without the flag by which pytest may have got its own."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=env | variables, capture_output=True, text=True, timeout=120)
+
+
 def test_the_examples_of_the_readme_run():
-    blocks = re.findall(r"```python\n(.*?)\n```", (table.ROOT / "README.md").read_text(), re.DOTALL)
+    blocks = shown_in("README.md")
     code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", *blocks[:3]])  # not that of taxes
     assert len(blocks) == 4 and "attend(q, k, v" in code
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=120)
+    done = run_code(code)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_the_kernel_of_the_documentation_is_the_example():
+def test_the_kernel_of_the_documentation_is_the_example_and_its_program_runs():
     example = (table.ROOT / "examples" / "custom_kernel.py").read_text()
-    shown = re.findall(r"```python\n(.*?)\n```", (table.ROOT / "docs" / "kernels.md").read_text(), re.DOTALL)
-    assert len(shown) == 2 and all(f"\n{code}\n" in example for code in shown)
+    kernel, call, program = shown_in("docs/kernels.md")
+    assert f"\n{kernel}\n" in example and f"\n{call}\n" in example
+    done = run_code(program, PYTHONPATH=str(table.ROOT / "examples"))
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_links_lead_to_files_and_headings():

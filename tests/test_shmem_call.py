@@ -63,7 +63,7 @@ def twice_kernel(x_ptr, team, out_ptr, other_ptr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def wrong_kernel(x_ptr, team, out_ptr, WRONG: tl.constexpr):
+def wrong_kernel(x_ptr, team, inbox, box, out_ptr, WRONG: tl.constexpr):
     """Several that cannot be compiled."""
     me = shmem.start(team)
     element = tl.arange(0, 64)
@@ -75,6 +75,22 @@ def wrong_kernel(x_ptr, team, out_ptr, WRONG: tl.constexpr):
         tl.static_assert(False, "as it is called")
     elif WRONG == "inner":
         wrong_part(out_ptr)
+    elif WRONG == "scratch":
+        tl.store(inbox + element, 1)
+    elif WRONG == "scratch of the API":
+        shmem.put(me, inbox, x_ptr, 0)
+    elif WRONG == "messages":
+        shmem.receive(me, box + element, 0)
+    elif WRONG == "another name":
+        mine = inbox
+        tl.store(mine + element, 1)
+    elif WRONG == "team":
+        tl.store(out_ptr + team, 1)
+    elif WRONG == "break":
+        for _ in range(2):
+            break
+    elif WRONG == "no reason":
+        tl.store(out_ptr, team[element])
     else:
         tl.store(out_ptr + element, tl.load(x_ptr + element))
     shmem.finish(me)
@@ -398,7 +414,12 @@ def test_compute_capability_that_is_none(mesh: Mesh, monkeypatch: pytest.MonkeyP
 
 
 def test_on_cpus(mesh: Mesh) -> None:
-    with fails(NotImplementedError, "rotate_kernel is a Triton kernel for NVIDIA GPUs", "lowered for cpu"):
+    with fails(
+        NotImplementedError,
+        "rotate_kernel is a Triton kernel for NVIDIA GPUs, and this program is lowered for cpu: ",
+        'implementation="simulate" runs it on the CPU',
+        "lax.platform_dependent(..., cuda=..., default=...)",
+    ):
         jax.jit(on_mesh(mesh, rotate))(np.zeros(4 * SIZE, np.float32))
 
 
@@ -442,22 +463,64 @@ def test_nothing_is_logged(mesh: Mesh, caplog: pytest.LogCaptureFixture) -> None
 
 
 def wrong(x: jax.Array, **changed: Any) -> jax.Array:
-    return shmem_call(wrong_kernel, x, **{"axis_name": "tp", "out_type": x, "grid": 1, "name": "doubtful"} | changed)
+    call = {"axis_name": "tp", "out_type": x, "grid": 1, "name": "doubtful"}
+    return shmem_call(wrong_kernel, x, scratch={"inbox": x}, messages={"box": 64}, **call | changed)
+
+
+def place_of(source: str, function: str) -> str:
+    """How an error names the line of this file that has this source."""
+    [line] = [i + 1 for i, line in enumerate(Path(__file__).read_text().splitlines()) if line.strip() == source]
+    return f"tests/test_shmem_call.py:{line} in {function}"
+
+
+def line_of(source: str, function: str = "wrong_kernel") -> str:
+    return f"{place_of(source, function)}, `{source}`"
+
+
+TUPLE = "'tuple' object has no attribute dtype"
+A_TUPLE = "the parameter inbox is a tuple, and the pointer is shmem.scratch(me, inbox, dtype)."
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("what", "parts"),
     (
-        ("name", "NameError('no_such_name is not defined')"),
-        ("range", "arange's range must be a power of 2"),
-        ("assertion", "as it is called"),
-        ("inner", "no_such_attribute"),
+        (
+            "name",
+            (line_of("tl.store(out_ptr + element, no_such_name)  # noqa: F821"), ": NameError('no_such_name is not"),
+        ),
+        ("range", (line_of("tl.store(out_ptr + tl.arange(0, 63), 1)"), ": arange's range must be a power of 2.")),
+        ("assertion", (line_of('tl.static_assert(False, "as it is called")'), ": as it is called.")),
+        (
+            "inner",
+            (
+                line_of("tl.store(out_ptr, out_ptr.no_such_attribute)", "wrong_part"),
+                f", called from {place_of('wrong_part(out_ptr)', 'wrong_kernel')}: ",
+                "no_such_attribute",
+            ),
+        ),
+        ("scratch", (line_of("tl.store(inbox + element, 1)"), f": {TUPLE}; {A_TUPLE}")),
+        (
+            "scratch of the API",
+            (line_of("shmem.put(me, inbox, x_ptr, 0)"), " (kernels/shmem.py:", " in remote): ", TUPLE, f"; {A_TUPLE}"),
+        ),
+        ("messages", (TUPLE, "; the parameter box is a tuple, and the pointer is shmem.messages(me, box).")),
+        (
+            "another name",
+            (
+                line_of("tl.store(mine + element, 1)"),
+                f": {TUPLE}; a parameter for scratch or messages is a tuple, and the pointer is "
+                "shmem.scratch(me, inbox, dtype) or shmem.messages(me, box).",
+            ),
+        ),
+        ("team", (line_of("tl.store(out_ptr + team, 1)"),)),
+        ("break", (line_of("break"), ": unsupported AST node type: Break.")),
+        ("no reason", (line_of("tl.store(out_ptr, team[element])"), ": AssertionError.")),
     ),
 )
-def test_kernel_that_does_not_compile(mesh: Mesh, what: str, reason: str) -> None:
+def test_kernel_that_does_not_compile(mesh: Mesh, what: str, parts: tuple[str, ...]) -> None:
     settings = f"compute capability 9.0 with num_warps=2, num_stages=3, WRONG={what!r}"
     with fails(
-        jtf.CompileError, "The kernel wrong_kernel of doubtful", settings, "does not compile: ", reason
+        jtf.CompileError, "The kernel wrong_kernel of doubtful", settings, "does not compile: ", *parts
     ) as found:
         lower_for_cuda(on_mesh(mesh, lambda x: wrong(x, WRONG=what, num_warps=2)), operand(mesh))
     assert "\n" not in str(found.value) and str(found.value).endswith(".")

@@ -12,14 +12,16 @@ import numpy as np
 import pytest
 import triton
 import triton.language as tl
+from jax.sharding import PartitionSpec as P
 from triton.language.extra import libdevice
 from triton.language.extra.libdevice import atan2
 
+import jaxtaxfree as jtf
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.simulator_kernels import KERNELS, ROOT
-from tests.support import fails
+from tests.support import fails, mesh_of
 
 F32 = np.dtype(np.float32)
 BF16 = jax.numpy.bfloat16.dtype
@@ -393,7 +395,7 @@ def test_an_epoch_of_its_own() -> None:
 
 
 @triton.jit
-def mixed_kernel(x_ptr, out_ptr, team, BLOCK: tl.constexpr):
+def mixed_kernel(x_ptr, team, out_ptr, BLOCK: tl.constexpr):
     """Much of the language: reductions, casts, three dimensions of a grid."""
     me = shmem.start(team)
     row = tl.program_id(0) + tl.num_programs(0) * tl.program_id(1)
@@ -690,10 +692,19 @@ def test_wrong_settings(settings: dict[str, Any], message: str) -> None:
         exchange(**settings)
 
 
+FORGOTTEN = "1 operands and 1 results make 2 pointers, but it has 3 parameters for them"
+
+
+@triton.jit
+def talkative_kernel(x_ptr, team, inbox, arrived, box, out_ptr, SIZE: tl.constexpr):
+    """Has a parameter of each kind, and uses none."""
+    shmem.finish(shmem.start(team))
+
+
 def test_wrong_operands() -> None:
     with pytest.raises(ValueError, match="one for each rank"):
         simulator.run(exchange_kernel, [np.zeros(8, F32)], world=2, grid=1, out_type=shape_of(8))
-    with pytest.raises(TypeError, match="1 operands and 2 results"):
+    with fails(TypeError, "The kernel of mixed_kernel does not fit its call: 1 operands and 2 results make 3 pointers"):
         simulator.run(mixed_kernel, [np.zeros(8, F32)] * 2, world=2, grid=1, out_type=[shape_of(8)] * 2, BLOCK=8)
 
 
@@ -723,6 +734,58 @@ def test_wrong_kinds() -> None:
         simulator.run(exchange_kernel, [np.zeros(8, F32), np.zeros(4, F32)], **call)
     with pytest.raises(TypeError, match=r"simulator\.run takes a kernel that is decorated"):
         simulator.run(exchange, **call)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    (
+        (
+            {"messages": {}},
+            f"{FORGOTTEN} (x_ptr, box, out_ptr): is one of these a constant, or a scratch, signals or messages, that "
+            "the call does not name?",
+        ),
+        ({"messages": {"boxes": 4}}, "it has no parameter 'boxes'; 1 operands and 1 results make 2 pointers, but"),
+        ({"scratch": {}}, f"{FORGOTTEN} (x_ptr, inbox, out_ptr)"),
+        ({"signals": {}}, f"{FORGOTTEN} (x_ptr, arrived, out_ptr)"),
+        ({"SIZES": 4}, "it has no parameter 'SIZES'"),
+        ({"descriptors": {"x_ptr": (8,)}}, "descriptors are for Gluon kernels"),
+    ),
+)
+def test_a_call_and_a_simulation_say_the_same_of_what_was_forgotten(wrong: dict[str, Any], message: str) -> None:
+    buffers = {"scratch": {"inbox": shape_of(8)}, "signals": {"arrived": 1}, "messages": {"box": 8}}
+    keywords = buffers | {"grid": 1, "out_type": shape_of(8), "SIZE": 8} | wrong
+    message = f"The kernel of talkative_kernel does not fit its call: {message}"
+    with fails(TypeError, message) as simulated:
+        simulator.run(talkative_kernel, [np.zeros(8, F32)] * 2, world=2, **keywords)
+    call = lambda x: jtf.shmem_call(talkative_kernel, x, axis_name="tp", **keywords)  # noqa: E731
+    with fails(TypeError, message) as called:
+        jax.eval_shape(jax.shard_map(call, mesh=mesh_of(2), in_specs=P("tp"), out_specs=P("tp")), np.zeros(16, F32))
+    assert str(simulated.value) == str(called.value)
+
+
+@triton.jit
+def careless_kernel(x_ptr, team, inbox, box, out_ptr, MESSAGES: tl.constexpr):
+    me = shmem.start(team)
+    if MESSAGES:
+        shmem.receive(me, box + tl.arange(0, 8), 0)
+    shmem.put(me, inbox, x_ptr, 0)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize(
+    ("of_messages", "pointer"), ((False, "shmem.scratch(me, inbox, dtype)"), (True, "shmem.messages(me, box)"))
+)
+def test_scratch_and_messages_that_are_taken_for_pointers(of_messages: bool, pointer: str) -> None:
+    call = {"world": 2, "grid": 1, "out_type": shape_of(8), "scratch": {"inbox": shape_of(8)}, "messages": {"box": 8}}
+    with fails(AttributeError, "'tuple' object has no attribute") as found:
+        simulator.run(careless_kernel, [np.zeros(8, F32)] * 2, **call, MESSAGES=of_messages)
+    [note] = found.value.__notes__
+    name = "box" if of_messages else "inbox"
+    assert re.fullmatch(
+        rf"in rank \d, program 0 in call 1 of careless_kernel; the parameter {name} is a tuple, and the pointer is "
+        rf"{re.escape(pointer)}",
+        note,
+    )
 
 
 def test_grids_of_numpy_numbers() -> None:

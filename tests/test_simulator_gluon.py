@@ -707,7 +707,7 @@ def loose_kernel(team, out_ptr, FAULT: gl.constexpr):
 
 
 def test_descriptors_do_not_fit() -> None:
-    with pytest.raises(TypeError, match="has no pointer 'y_desc' to be a descriptor"):
+    with pytest.raises(TypeError, match="it has no pointer 'y_desc' to be a descriptor"):
         simulator.run(loose_kernel, world=1, grid=1, out_type=shape_of(1), FAULT="", descriptors={"y_desc": (16,)})
     with pytest.raises(TypeError, match="are for Gluon kernels"):
         x = [np.zeros(8, F32)] * 2

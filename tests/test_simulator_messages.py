@@ -26,6 +26,7 @@ from jaxtaxfree.kernels import shmem
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.conftest import MeshFactory
 from tests.simulator_kernels import load
+from tests.support import fails
 from tests.test_simulator_mutants import edit
 
 HERE = r"tests/test_simulator_messages\.py:\d+ in \w+"
@@ -269,6 +270,11 @@ def pair(case: str, **settings: Any) -> list[np.ndarray]:
     return outs
 
 
+# Word 2 is nobody's.
+wasteful = pytest.mark.filterwarnings("ignore::jaxtaxfree.simulator.WastedTrafficWarning")
+
+
+@wasteful
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_message_publishes_nothing_but_itself(policy: str) -> None:
     assert pair("scratch and signal", policy=policy) == [42, 42]
@@ -276,6 +282,7 @@ def test_a_message_publishes_nothing_but_itself(policy: str) -> None:
         pair("scratch", policy=policy)
 
 
+@wasteful
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_word_that_is_left_out(policy: str) -> None:
     pair("left out", policy=policy, calls=2)
@@ -291,6 +298,55 @@ def test_senders_may_take_turns_if_their_words_are_read(policy: str) -> None:
     assert pair("in turn", policy=policy, calls=8) == [42, 42]
     with pytest.raises(simulator.DataRaceError, match=f"send of .* at {HERE}.* sends again what the send .* at {HERE}"):
         pair("in turn, unread", policy=policy, calls=8)
+
+
+@triton.jit
+def sum_kernel(
+    x_ptr,
+    team,
+    sums,
+    out_ptr,
+    WORLD: tl.constexpr,
+    STRIDE: tl.constexpr,  # words from a rank's to the next one's
+    STEP: tl.constexpr,  # from one of its words to the next one
+    FIRST: tl.constexpr,  # of those to send to: 0 for the rank itself
+):
+    """The sum of two values over the ranks. Each rank takes its own ones from where they lie."""
+    me = shmem.start(team)
+    two = tl.arange(0, 2)
+    value = tl.load(x_ptr + two)
+    words = shmem.messages(me, sums) + two * STEP
+    for i in range(FIRST, WORLD):
+        shmem.send(me, words + me.rank * STRIDE, value, (me.rank + i) % WORLD)
+    total = shmem.sendable(value)
+    for i in range(1, WORLD):
+        source = (me.rank + i) % WORLD
+        got, ready = shmem.receive(me, words + source * STRIDE, source)
+        total += tl.where(ready, got, float("nan"))
+    tl.store(out_ptr + two, total)
+    shmem.finish(me)
+
+
+@pytest.mark.parametrize("shape", ((3, 2), (2, 3), (6,)), ids=str)
+def test_each_message_is_sent_to_oneself_too(shape: tuple[int, ...]) -> None:
+    x = [np.array([2.0, 10.0], np.float32) * 4**rank for rank in range(3)]
+    stride, step = (1, 3) if shape == (2, 3) else (2, 1)
+
+    def run(**keywords: Any) -> list[np.ndarray]:
+        out_type = jax.ShapeDtypeStruct((2,), np.float32)
+        call = {"world": 3, "grid": 1, "out_type": out_type, "messages": {"sums": shape}, "STEP": step}
+        return simulator.run(sum_kernel, x, **call, **keywords)[0]
+
+    own = "What is missing is exactly what rank 0 would send to itself, of the parts of 3 ranks: send it"
+    np.testing.assert_array_equal(run(STRIDE=stride, FIRST=0), np.broadcast_to(sum(x), (3, 2)))
+    with fails(simulator.MessageError, "Nobody has sent sums[0", "of rank 0 in call 1", own):
+        run(STRIDE=stride, FIRST=1)
+
+
+def test_other_messages_that_are_left_out_are_not_one_s_own() -> None:
+    with pytest.raises(simulator.MessageError, match="Nobody has sent") as found:
+        pair("left out", calls=3)
+    assert "send to itself" not in str(found.value)
 
 
 def test_a_wait_that_lasts_too_long() -> None:

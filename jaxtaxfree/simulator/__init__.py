@@ -16,9 +16,11 @@ from jaxtaxfree.simulator.errors import (
     UninitializedReadError,
     WaitOrderError,
     WaitTimeoutError,
+    WastedTrafficWarning,
     WrongPeerError,
 )
-from jaxtaxfree.simulator.session import Settings, run, run_calls
+from jaxtaxfree.simulator.scheduler import Settings
+from jaxtaxfree.simulator.session import run, run_calls
 from jaxtaxfree.simulator.trace import Span, Trace
 
 __all__ = [
@@ -40,6 +42,7 @@ __all__ = [
     "UninitializedReadError",
     "WaitOrderError",
     "WaitTimeoutError",
+    "WastedTrafficWarning",
     "WrongPeerError",
     "reset",
     "run",

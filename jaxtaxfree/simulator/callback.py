@@ -19,7 +19,8 @@ from jax.experimental import io_callback
 
 from jaxtaxfree.heap.layout import Layout
 from jaxtaxfree.simulator.errors import SimulationError
-from jaxtaxfree.simulator.session import Launch, Session, Settings
+from jaxtaxfree.simulator.scheduler import Settings
+from jaxtaxfree.simulator.session import Launch, Session
 from jaxtaxfree.simulator.trace import Trace
 from jaxtaxfree.teams import Team
 

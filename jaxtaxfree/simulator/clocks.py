@@ -62,7 +62,7 @@ class Clocks:
 
     def __init__(self, world: int, programs: int):
         threads = world * programs
-        self._world, self._programs = world, programs
+        self.world, self._programs = world, programs
         # Of each thread that runs: up to which time it knows each other one, [rows, threads].
         self.known: dict[int, np.ndarray] = {}
         self._own = [0] * threads  # its own time of each thread
@@ -159,13 +159,23 @@ class Clocks:
         writers = part.writers[units]
         self.check_writers(part, units, writers, event, "overwrites", size)
         self.check_readers(part, units, event, ORDERED, size)
+        if event.verb == "atomic" and part.kind == "scratch":  # what was there is in the sum
+            self._use(writers)
         part.writers[units] = len(self.events)
         self.events.append(event)
 
     def observe(self, part: Part, addresses: np.ndarray, size: int, event: Event) -> None:
         """Checks an atomic that only looks."""
         units = part.units(addresses, size)
-        self.check_writers(part, units, part.writers[units], event, "reads", size)
+        writers = part.writers[units]
+        self.check_writers(part, units, writers, event, "reads", size)
+        if part.kind == "scratch":
+            self._use(writers)
+
+    def _use(self, writers: np.ndarray) -> None:
+        for index in np.unique(writers).tolist():
+            if (writer := self.events[index]) is not None:
+                writer.use()
 
     def check_writers(
         self, part: Part, units: np.ndarray, writers: np.ndarray, event: Event, does: str, size: int
@@ -214,6 +224,7 @@ class Clocks:
         for index in (first,) if (writers == first).all() else np.unique(writers).tolist():
             writer = self.events[index]
             if writer is not None and (part.kind == "output" or writer.call == event.call):
+                writer.use()
                 continue
             element = self._element(part, int(units[np.argmax(writers == index)]), size)
             if writer is not None and writer.call > event.call:
@@ -264,7 +275,7 @@ class Clocks:
         return part.element(part.start + (unit << part.unit), size)
 
     def name(self, thread: int, call: int) -> str:
-        return who(thread // self._programs % self._world, thread % self._programs, call)
+        return who(thread // self._programs % self.world, thread % self._programs, call)
 
 
 class AgentClocks(Clocks):
@@ -288,13 +299,13 @@ class AgentClocks(Clocks):
 
     def lane(self, thread: int, index: int) -> int:
         """A thread of a program besides its own, from 1 on."""
-        lane = thread + index * self._world * self._programs
+        lane = thread + index * self.world * self._programs
         while lane >= len(self._own):
             self._grow()
         return lane
 
     def _grow(self) -> None:
-        more = 8 * self._world * self._programs
+        more = 8 * self.world * self._programs
 
         def wider(vectors: np.ndarray) -> np.ndarray:
             return np.pad(vectors, [(0, 0)] * (vectors.ndim - 1) + [(0, more)])
@@ -325,7 +336,7 @@ class AgentClocks(Clocks):
         np.maximum(known, self.known.pop(lane), out=known)
 
     def end(self, rank: int, thread: int) -> None:
-        for lane in range(thread, len(self._own), self._world * self._programs):
+        for lane in range(thread, len(self._own), self.world * self._programs):
             self.known[thread][self._direct, lane] = self._own[lane]
             if lane != thread:
                 self.known.pop(lane, None)

@@ -1,9 +1,13 @@
-"""What the simulator finds."""
+"""What the simulator finds, and what it warns of."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jaxtaxfree.simulator.trace import Trace
+
+
+class WastedTrafficWarning(UserWarning):
+    """A kernel has sent to a peer what nobody used: a store that was not read, a signal or message not awaited."""
 
 
 class SimulationError(RuntimeError):

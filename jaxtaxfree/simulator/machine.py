@@ -4,7 +4,7 @@ import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +24,9 @@ from jaxtaxfree.simulator.errors import (
 )
 from jaxtaxfree.simulator.events import DEVICE_API, GLUON_API, Event, Stack, stack, where, who
 from jaxtaxfree.simulator.memory import Heap, Messages, Part, Space
-from jaxtaxfree.simulator.scheduler import Program, Scheduler
+from jaxtaxfree.simulator.scheduler import Program, Scheduler, Settings
 from jaxtaxfree.simulator.trace import Span, Trace
-
-if TYPE_CHECKING:
-    from jaxtaxfree.simulator.session import Settings
+from jaxtaxfree.simulator.waste import Waste
 
 _WAITS_SHOWN = 24  # in a report
 _PARTED = 0.25  # how often an atomic store of a block arrives in two portions
@@ -124,6 +122,7 @@ class Machine:
     Attributes:
       running: the machine of the simulation that runs, for the hooks in the device API.
       scheduler: to be set before it runs.
+      waste: what was sent to peers that nobody used, as far as that is known.
       num_warps: of a program.
       together: programs that may wait for each other.
     """
@@ -140,7 +139,7 @@ class Machine:
         heap: Heap,
         clocks: Clocks,
         grid: tuple[int, int, int],
-        settings: "Settings",
+        settings: Settings,
         trace: Trace,
     ):
         self.grid = grid
@@ -157,14 +156,16 @@ class Machine:
         self._heard: dict[tuple[int, int], int] = {}  # by (program among all, call): when its first wait ended
         self._draws: dict[int, tuple[int, Stack]] = {}  # by the address of tickets: how many in a call, and who says so
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
+        self._signalled: dict[int, Event] = {}  # by the address of a peer's signal: who has raised it first
+        self.waste = Waste()
         self._pokes = 0
         self._deadlock: str | None = None  # seen, and got round by a slot more than there are
         self._look_out = settings.patience // 4
 
     @staticmethod
     def describe(address: int, array: np.ndarray, block: tuple[int, ...]) -> Any:
-        """A kernel's argument that is a TMA descriptor of an array."""
-        raise TypeError("TMA descriptors of operands and results are for Gluon kernels.")
+        """A kernel's argument that is a TMA descriptor of an array. Only Gluon kernels take them."""
+        raise NotImplementedError
 
     @property
     def _program(self) -> Program:
@@ -203,6 +204,7 @@ class Machine:
             for part in self._heap.parts:
                 if isinstance(part, Messages):
                     self._check(messages.check_complete, part, call, self._clocks)
+            self.waste.end_call(call)
         self._check_draws(rank, call)
         # Waits are counted anew in the next call.
         world = self._world
@@ -226,6 +228,10 @@ class Machine:
         if self._deadlock is not None:
             raise self._error(DeadlockError, self._deadlock)
         calls = {state.call for state in self.scheduler.ranks}
+        if min(calls) > 1:  # who waits for signals of the call before need not do so in the first one
+            for address, event in self._signalled.items():
+                if address not in self._polled:
+                    self.waste.add(event, f"waited for signal {self._signal(address)}, which {event} has raised")
         for address, counter in self._clocks.counters.items():
             if counter.a_call is None:
                 continue
@@ -277,6 +283,8 @@ class Machine:
                 "is told from the next one's by its size.",
             )
         self._check(self._clocks.write, part, addresses, size, event)
+        if part.kind == "scratch":
+            self.waste.stored(part, int(addresses[0]), size, event)
 
     def _written(self, addresses: np.ndarray) -> None:
         for address in self._polled.intersection(addresses.tolist()) if self._polled else ():
@@ -325,6 +333,7 @@ class Machine:
         program, clocks = self._program, self._clocks
         event = self._event("atomic")
         event.scope = scope
+        self._join_portions(event)
         before = {address: ctypes.string_at(address, size) for address in addresses.tolist()}
         for part, _ in parts:
             if part.kind == "operand":
@@ -338,11 +347,15 @@ class Machine:
                     clocks.acquire(counter, program.rank, program.thread, scope)
                 check = clocks.write if changed else clocks.observe
                 self._check(check, part, np.array([address], np.uint64), size, event)
+                if changed and part.kind == "scratch":
+                    self.waste.stored(part, address, size, event)
                 if semantics in ("release", "acq_rel"):
                     clocks.release(counter, program.rank, program.thread, scope)
                 if changed:
                     self._changed(address)
                     if part.kind == "signals":
+                        if semantics == "release" and part.rank != program.rank:
+                            self._signalled.setdefault(address, event)
                         self._raised(part, address, counter, before[address], event)
         return result
 
@@ -355,7 +368,16 @@ class Machine:
         order = np.cumsum(lanes).reshape(lanes.shape)
         first = order <= 1 + int(draw() * (count - 1))
         portions = lanes & first, lanes & ~first
+        program = self._program
+        program.portions, program.whole = 2, None
         return portions if draw() < 0.5 else portions[::-1]
+
+    def _join_portions(self, event: Event) -> None:
+        """The current program is at an atomic, which may be a portion of one."""
+        program = self._program
+        if program.portions:
+            program.portions -= 1
+            event.whole, program.whole = program.whole, program.whole or event
 
     def barrier(self) -> None:
         self._clocks.barrier(self._program.thread)
@@ -459,9 +481,11 @@ class Machine:
         program.seen.clear()
         self._pokes = 0
         event = self._event("send")
+        self._join_portions(event)
         result, index = act(), self._clocks.send(event)
         for part, units in parts:
             self._check(messages.send, self._clocks, part, units, index)
+            self.waste.sent(part, units, event)
             for other, wait in self._waits.items():
                 if isinstance(wait, _Reception) and wait.misses(part, units):
                     wait.news += 1

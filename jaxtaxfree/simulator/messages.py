@@ -148,6 +148,8 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
             f"{_others(int(wrong.sum()))}"
         )
     sends = [send for send in by.values() if send is not None]
+    for send in sends:
+        send.use()
     clocks.hear(event.thread, sends)
     if not part.cleared:
         part.received[units] = writers
@@ -182,8 +184,24 @@ def check_complete(part: Messages, call: int, clocks: Clocks) -> None:
     raise MessageError(
         f"Nobody has sent {part.title_of(units)} in call {call}; {last}. Each word is sent once in each call: its "
         "lowest bit tells a call from the one two calls before it only, so a later call would take a word that is left "
-        "out for its own."
+        f"out for its own.{_to_itself(part, unsent, clocks.world)}"
     )
+
+
+def _to_itself(part: Messages, unsent: np.ndarray, world: int) -> str:
+    """What to say where the words that were not sent are exactly those that the rank would have sent to itself."""
+    if world == 1 or unsent.size % world:
+        return ""
+    for shape in (part.shape, (world, unsent.size // world)):
+        for axis, size in enumerate(shape):
+            own = np.zeros(shape, bool)
+            np.moveaxis(own, axis, 0)[part.rank : part.rank + 1] = True
+            if size == world and (unsent == own.ravel()).all():
+                return (
+                    f" What is missing is exactly what rank {part.rank} would send to itself, of the parts of "
+                    f"{world} ranks: send it, also where the rank takes its own value from elsewhere."
+                )
+    return ""
 
 
 def _bit(call: int) -> int:

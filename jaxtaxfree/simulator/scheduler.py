@@ -7,7 +7,35 @@ from collections.abc import Callable, Sequence
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
+from jaxtaxfree.simulator.events import Event
+
 POLICIES = ("round-robin", "random", "ahead", "straggler")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a simulation chooses among the interleavings.
+
+    Attributes:
+      seed: of all choices.
+      policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
+      slots: programs of a rank that run at a time, or as many as the kernel needs `together`; None for all.
+      patience: steps after which a wait has lasted too long.
+      tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
+        a higher id.
+    """
+
+    seed: int = 0
+    policy: str = "random"
+    slots: int | None = None
+    patience: int = 1_000_000
+    tickets: bool = False
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"There is no policy {self.policy!r}: choose one of {', '.join(map(repr, POLICIES))}.")
+        if self.slots is not None and self.slots < 1:
+            raise ValueError(f"A rank needs at least one slot, not {self.slots}.")
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -22,6 +50,8 @@ class Program:
       seen: counters that it has looked at since it last did anything else, and their versions.
       parked: addresses of the counters it waits for.
       part: 0 for the program itself.
+      portions: of the atomic store that it is at, how many are to come.
+      whole: the first of them.
     """
 
     rank: int
@@ -33,6 +63,8 @@ class Program:
     seen: dict[int, int] = dataclasses.field(default_factory=dict)
     parked: tuple[int, ...] = ()
     part: int = 0
+    portions: int = 0
+    whole: Event | None = None
     run: greenlet = dataclasses.field(init=False)
 
 

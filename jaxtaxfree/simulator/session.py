@@ -9,45 +9,20 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
+from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
+from jaxtaxfree.diagnosis import about_tuples
 from jaxtaxfree.heap.layout import Layout, header
-from jaxtaxfree.shmem import check_call, check_kernel, constants_of, sizes_of
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
-from jaxtaxfree.simulator.events import who
+from jaxtaxfree.simulator.events import kernel_lines, who
 from jaxtaxfree.simulator.machine import Machine
 from jaxtaxfree.simulator.memory import POISON, Heap, Part, Space
-from jaxtaxfree.simulator.scheduler import POLICIES, Program, Scheduler
+from jaxtaxfree.simulator.scheduler import Program, Scheduler, Settings
 from jaxtaxfree.simulator.trace import Trace
 
 _MAGIC = 0x51D1A
 _NO_TIMEOUT = 1e9  # seconds: a wait ends by its signal, or the simulation does
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """How a simulation chooses among the interleavings.
-
-    Attributes:
-      seed: of all choices.
-      policy: "round-robin", "random", "ahead" or "straggler"; see `Scheduler`.
-      slots: programs of a rank that run at a time, or as many as the kernel needs `together`; None for all.
-      patience: steps after which a wait has lasted too long.
-      tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
-        a higher id.
-    """
-
-    seed: int = 0
-    policy: str = "random"
-    slots: int | None = None
-    patience: int = 1_000_000
-    tickets: bool = False
-
-    def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"There is no policy {self.policy!r}: choose one of {', '.join(map(repr, POLICIES))}.")
-        if self.slots is not None and self.slots < 1:
-            raise ValueError(f"A rank needs at least one slot, not {self.slots}.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,6 +77,7 @@ class Session:
         self.layout = dataclasses.replace(launch.layout, sparse=True)
         self.heap = Heap(self.space, launch.world, self.layout, header(_MAGIC, 0, _NO_TIMEOUT))
         self.broken: SimulationError | None = None
+        self._warned: set[str] = set()
 
     def run(
         self, operands: Sequence[Sequence[Sequence[np.ndarray]]], settings: Settings
@@ -155,7 +131,8 @@ class Session:
             except SimulationError:
                 raise
             except Exception as error:
-                error.add_note(f"in {who(program.rank, program.program, program.call)} of {launch.name}")
+                of = f"{who(program.rank, program.program, program.call)} of {launch.name}"
+                error.add_note(f"in {of}{about_tuples(str(error), kernel_lines(error), launch.layout)}")
                 raise
             machine.end(program)
 
@@ -187,6 +164,7 @@ class Session:
             trace.steps = machine.scheduler.step
         self.calls += len(operands)
         self.clocks.forget(self.heap.parts)
+        machine.waste.warn(launch.name, self._warned)
         return results, trace
 
     def _bind(self, rank: int, operands: Sequence[np.ndarray]) -> tuple[list[Part], list[np.ndarray], dict[str, Any]]:
@@ -215,15 +193,6 @@ class Session:
         for out in launch.out_types:
             poison = np.full(math.prod(out.shape) * np.dtype(out.dtype).itemsize, POISON, np.uint8)
             values.append(("output", poison.view(out.dtype).reshape(out.shape)))
-        if len(pointers) != len(values):
-            raise TypeError(
-                f"The kernel of {launch.name} has {len(pointers)} parameters for arrays ({', '.join(pointers)}), and "
-                f"the call has {len(operands)} operands and {len(launch.out_types)} results."
-            )
-        if unknown := sorted(launch.descriptors.keys() - set(pointers)):
-            raise TypeError(
-                f"The kernel of {launch.name} has no pointer {', '.join(map(repr, unknown))} to be a descriptor."
-            )
         for name, (kind, value) in zip(pointers, values):
             part, copy = self.space.array(name, kind, rank, value)
             parts.append(part)
@@ -324,10 +293,20 @@ def run_calls(
     params = constants_of(kernel, params, world)
     num_warps = num_warps or 4
     buffers = {"scratch": scratch or {}, "signals": signals or {}, "messages": messages or {}}
+    descriptors = descriptors or {}
     check_call(
-        name, out_types, grid, params, descriptors=descriptors or {}, num_warps=num_warps, num_stages=num_stages or 3,
-        together=together, **buffers,
-    )  # fmt: skip
+        kernel,
+        name,
+        [np.asarray(operand[0]) for operand in calls[0]],
+        out_types,
+        grid,
+        params,
+        num_warps=num_warps,
+        num_stages=num_stages or 3,
+        together=together,
+        descriptors=descriptors,
+        **buffers,
+    )
     grid = sizes_of(grid)
     launch = Launch(
         kernel=kernel,
@@ -337,7 +316,7 @@ def run_calls(
         out_types=out_types,
         layout=Layout.of(grid, **buffers),
         params=params,
-        descriptors=dict(descriptors or {}),
+        descriptors=dict(descriptors),
         num_warps=num_warps,
         together=together,
     )

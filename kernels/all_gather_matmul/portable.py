@@ -113,7 +113,7 @@ def push(
         if step > 1:
             # In step with the peers, each link carries one stream at a time; out of step it reaches little over half
             # its speed.
-            count = (me.epoch - 1) * (WORLD - 1) + step - 1
+            count = (me.epoch - 1) * (WORLD - 2) + step - 1
             shmem.wait(me, turn + pusher, count, (me.rank + step - 1) % WORLD)
         for unit in range(pusher, row_blocks * UNITS, PUSHERS):
             row_block = unit // UNITS
@@ -128,4 +128,5 @@ def push(
                 element = at + tl.arange(0, CHUNK)
                 shmem.put(me, dest + element, source + element, peer, element < size)
             shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)
-        shmem.signal(me, turn + pusher, peer)
+        if step < WORLD - 1:  # after the last step nobody waits
+            shmem.signal(me, turn + pusher, peer)
