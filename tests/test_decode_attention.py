@@ -41,7 +41,7 @@ from tests.attention_cases import (
     shuffled_tables,
 )
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
+from tests.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, sharded
 
 # Small enough for the simulator: a few programs of each kind, tiles that nothing fills.
 SPLIT = {"splits": 3, "block_s": 16, "block_r": 16, "merge_rows": 2}
@@ -346,13 +346,8 @@ DERIVATIVES: dict[str, Callable] = {
     "grad": gradient,
     "jacfwd": functools.partial(by_query, jax.jacfwd),
     "jacrev": functools.partial(by_query, jax.jacrev),
-    "jvp-of-grad": lambda call, given: jax.jvp(
-        functools.partial(gradient, call), (given,), (directions(given, 4),)
-    )[1],
-    "vmap-of-jvp": lambda call, given: jax.vmap(
-        lambda factor: jax.jvp(call, (given,), (jax.tree.map(lambda x: factor * x, directions(given, 4)),))[1]
-    )(jnp.array([1.0, -2.0])),
-}  # fmt: skip
+    "jvp-of-grad": lambda call, given: jax.jvp(functools.partial(gradient, call), (given,), (directions(given, 4),))[1],
+}
 
 
 @pytest.mark.parametrize(("with_sinks", "output"), ((False, "replicated"), (True, "heads")))
@@ -361,7 +356,8 @@ def test_derivatives_where_sets_are_empty(with_sinks: bool, output: str) -> None
     if not with_sinks:
         del given["sinks"]
 
-    @functools.partial(jax.jit, static_argnums=0)  # one program, because compiling takes longest
+    # One program that nobody optimises, because compiling takes longest.
+    @functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
     def results(call: Callable, given: dict[str, Any]) -> dict[str, Any]:
         return {name: derivative(call, given) for name, derivative in DERIVATIVES.items()}
 
@@ -826,11 +822,6 @@ def test_decoding_loop(settings: dict[str, Any], simulated: bool) -> None:
         np.testing.assert_allclose(found[i], wanted.out[:, 0], rtol=1e-4, atol=1e-5, err_msg=f"step {i}")
 
 
-def fails(error: Any, *parts: str) -> Any:
-    """Expects an error whose message has these parts."""
-    return pytest.raises(error, check=lambda e: all(part in str(e) for part in parts) or pytest.fail(f"says: {e}"))
-
-
 def shape_of(*shape: int, dtype: Any = "float32") -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -1035,7 +1026,7 @@ DEALT = {"placement": "round_robin"}
     ids=lambda given: "-".join(map(str, given.values())),
 )
 def test_symbolic_shapes(symbols: dict[int, str], changes: dict[str, Any]) -> None:
-    """They are exported. JAX cannot run what it exports of symbolic shapes in `shard_map`, whatever that does."""
+    """They are exported. JAX 0.12.0 cannot call the result, nor that of any other `shard_map` of such shapes."""
     case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
     shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
 
@@ -1055,24 +1046,38 @@ def test_symbolic_shapes(symbols: dict[int, str], changes: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("symbols", "changes", "part"),
+    ("error", "symbols", "changes", "part"),
     (
-        ({24: "h"}, {}, "takes scale as a number here"),
-        ({128: "s"}, DEALT, "takes block_size as a number here"),
-        ({128: "32*s"}, DEALT, "takes block_size as a number here"),
-        ({128: "s"}, {"block_size": 64, **DEALT}, "block_size=64 positions, which does not divide the s positions"),
-        ({12: "n"}, {}, "query has n heads, which is no multiple of the 4 heads of key"),
-        ({4: "k", 12: "3*k"}, {"output": "heads"}, "deals out 3*k heads to 2 ranks"),
-        ({16: "g"}, {"page_size": 16, "block_size": 16, **DEALT}, "block_size=16 positions, which does not divide"),
+        (TypeError, {24: "h"}, {}, "takes scale as a number here"),
+        (TypeError, {128: "s"}, DEALT, "takes block_size as a number here"),
+        (TypeError, {128: "32*s"}, DEALT, "takes block_size as a number here"),
+        (
+            ValueError,
+            {128: "s"},
+            {"block_size": 64, **DEALT},
+            "block_size=64 positions, which does not divide the s positions",
+        ),
+        (ValueError, {12: "n"}, {}, "query has n heads, which is no multiple of the 4 heads of key"),
+        (ValueError, {4: "k", 12: "3*k"}, {"output": "heads"}, "deals out 3*k heads to 2 ranks"),
+        (
+            ValueError,
+            {16: "g"},
+            {"page_size": 16, "block_size": 16, **DEALT},
+            "block_size=16 positions, which does not divide",
+        ),
     ),
 )
 @pytest.mark.parametrize("implementation", (None, "xla", "fused"))
 def test_what_must_be_a_number(
-    symbols: dict[int, str], changes: dict[str, Any], part: str, implementation: str | None
+    error: type[Exception],
+    symbols: dict[int, str],
+    changes: dict[str, Any],
+    part: str,
+    implementation: str | None,
 ) -> None:
     case, mesh = dataclasses.replace(SYMBOLIC, **changes), mesh_of(2)
     shapes = symbolic_shapes(symbols, jax.device_put(make(case)[0], NamedSharding(mesh, P())))
-    with fails((TypeError, ValueError), "decode_attention", part):
+    with fails(error, "decode_attention", part):
         jax.eval_shape(program(case, mesh, implementation=implementation), shapes)
 
 
