@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import jax
 
 from jaxtaxfree import environment
-from jaxtaxfree.heap import exchange
+from jaxtaxfree.heap import door, exchange
 from jaxtaxfree.heap.cuda import CudaHeap, Device
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
@@ -185,7 +185,7 @@ def _open() -> "Heap":
         if jax.process_count() == 1:
             meeting = exchange.Alone()
         else:
-            meeting = exchange.Processes(jax.process_index(), _generation, patience)
+            meeting = exchange.Processes(jax.process_index(), _generation, patience, door.announce())
         try:
             _heap = CudaHeap(driver, meeting, timeout, _resets)
         except BaseException:

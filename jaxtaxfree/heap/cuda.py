@@ -11,24 +11,23 @@ import ctypes
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
-from jaxtaxfree.heap.exchange import Alone
+from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
-_RANGES = "its ranges"  # under which a process tells those that it has
 _RESETS = "its resets"  # under which it tells how many it has been through
-_STEPS = ("taken", "joined")  # in which processes make a region
-_LEFT = "left"  # under which a process tells that it has waited for another one in vain
+_STEPS = ("placed", "taken", "joined")  # in which processes make a region
+_LEFT = "left"  # under which a process tells that it has waited for another one at a reset in vain
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
 )
@@ -97,15 +96,9 @@ class CudaHeap:
         self._parts: dict[tuple, list[_Part]] = {}
         self._attempts: dict[tuple, int] = {}
         self._resets = resets
-        self._refused: list[str] = []
+        self._refused: list[Meeting] = []
         self._failed = False
         self._bases = self._reserve()
-        try:
-            exchange.tell(_RANGES, " ".join(map(hex, self._bases)))
-        except BaseException:
-            for base in self._bases:
-                driver.unreserve(base, RANGE_BYTES)
-            raise
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -140,8 +133,8 @@ class CudaHeap:
         key = (name, tuple(device.id for device in devices), world)
         with self._lock:
             if key not in self._regions:
-                self._refused.append(self._next_meeting(key))
-                self._give_up(self._refused[-1], ("window", *_STEPS), HeapError(why))
+                self._refused.append(self._next_meeting(key, devices))
+                self._refused[-1].fail(HeapError(why), _STEPS)
 
     def records(self) -> list[tuple[Region, Device, float, Record]]:
         """What ranks of this process have left behind when they gave up, and after how many seconds they did."""
@@ -181,11 +174,15 @@ class CudaHeap:
                                 ctypes.memset(part.record_address, 0, RECORD_BYTES)
                                 self._clear(part, self._regions[key])
             except BaseException as error:
-                self._give_up(meeting, ("idle", "done"), error)
+                steps = ("idle", "done", _LEFT) if isinstance(error, HeapError) and error.missing else ("idle", "done")
+                why = str(error) or f"process {self._exchange.process} stopped with {type(error).__name__}"
+                with contextlib.suppress(HeapError):  # then the others find out by waiting
+                    for step in steps:
+                        self._exchange.tell(f"{meeting}/{step}", why)
                 raise
             self._exchange.tell(_RESETS, str(self._resets))
             while self._refused:
-                self._exchange.tell(f"{self._refused[-1]}/{_LEFT}", "")
+                self._refused[-1].pass_over(_STEPS[0])
                 self._refused.pop()
             self._failed = False
 
@@ -236,13 +233,20 @@ class CudaHeap:
             )
         return bases
 
-    def _common_base(self, processes: Sequence[int]) -> int:
-        """The first range that all these processes have."""
-        of_processes = self._exchange.told(_RANGES, processes)
-        for base in of_processes[0].split():
-            if all(base in bases.split() for bases in of_processes):
+    def _check_hosts(self, of_processes: Mapping[int, str]) -> None:
+        first = min(of_processes)
+        if elsewhere := sorted(p for p, host in of_processes.items() if host != of_processes[first]):
+            raise HeapUnavailableError(
+                f"The mesh spans hosts: process {first} is on another host than {processes(elsewhere)}. Put only "
+                "devices of one host on the axis of a fused operation, or use implementation='xla'."
+            )
+
+    def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
+        """The first range that all processes have."""
+        for base in next(iter(of_processes.values())):
+            if all(base in bases for bases in of_processes.values()):
                 return int(base, 0)
-        found = "; ".join(f"process {process}: {bases}" for process, bases in zip(processes, of_processes))
+        found = "; ".join(f"process {process}: {' '.join(bases)}" for process, bases in sorted(of_processes.items()))
         raise HeapUnavailableError(
             f"The heap needs {RANGE_BYTES >> 30} GiB of addresses that are free in every process, and there are none "
             f"({found}). {_OTHER_BASE}"
@@ -253,93 +257,83 @@ class CudaHeap:
     ) -> tuple[Region, list[_Part]]:
         # All processes of the mesh meet, even if their teams have nothing to do with each other: so a failure of one is
         # that of all, and all of them come, or none, when the region is asked for again.
-        processes = sorted({device.process for device in devices})
+        while True:
+            try:
+                return self._make_at(self._next_meeting(key, devices), key, name, devices, world, layout_)
+            except Late:
+                continue  # with the meeting at which the others will be if they try again
+
+    def _make_at(
+        self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
+    ) -> tuple[Region, list[_Part]]:
         teams = [range(first, first + world) for first in range(0, len(devices), world)]
         teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
         placed = [[(i, devices[i]) for i in team] for team in teams]
         parts: list[_Part] = []
-        meeting = self._next_meeting(key)
-        while self._exchange.heard(f"{meeting}/{_LEFT}", processes):
-            meeting = self._next_meeting(key)  # at which those who have left will be if they try again
         try:
-            region = self._place(meeting, key, name, devices, world, layout_, processes)
-            with self._together(f"{meeting}/taken", processes):
-                for team in placed:
-                    self._check_access([device for _, device in team])
-                    self._take(region, team, meeting, parts)
-            with self._together(f"{meeting}/joined", processes):
-                for team in placed:
-                    self._join(region, team, meeting, parts)
+            region = self._place(meeting, key, name, devices, world, layout_)
+            for team in placed:
+                self._check_access([device for _, device in team])
+                self._take(region, team, meeting, parts)
+            meeting.settle("taken")
+            for team in placed:
+                self._join(region, team, meeting, parts)
+            meeting.settle("joined")
         except BaseException as error:
-            self._give_up(meeting, _STEPS, error)
             with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
                 for part in parts:
                     undo.callback(part.close)
+                if not isinstance(error, Late):
+                    meeting.fail(error, _STEPS)
+            if isinstance(error, DriverError):
+                raise HeapError(str(error)) from error
             raise
         finally:
-            self._exchange.withdraw(meeting)
+            meeting.end()
         return region, parts
 
-    def _next_meeting(self, key: tuple) -> str:
-        """What the next attempt at a region is called; processes that ask equally often call it the same."""
+    def _next_meeting(self, key: tuple, devices: Sequence[Device]) -> Meeting:
+        """The next attempt at a region; processes that try equally often meet at the same."""
         attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        return f"{layout.magic(*key):x}/{attempt}"
+        members = sorted({device.process for device in devices})
+        return self._exchange.meeting(f"{layout.magic(*key):x}/{attempt}", key[0], members)
 
     def _place(
-        self,
-        meeting: str,
-        key: tuple,
-        name: str,
-        devices: Sequence[Device],
-        world: int,
-        layout_: Layout,
-        processes: Sequence[int],
+        self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
     ) -> Region:
-        """Finds addresses for a region, the same in all these processes."""
+        """Finds addresses for a region, the same in all processes of the mesh."""
         size = layout_.nbytes
         granules = size // GRANULE
-        start = self._exchange.next_window(meeting, granules * len(devices), processes)
-        self._exchange.check_host(processes)
-        base = self._common_base(processes)
-        if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
-            raise HeapError(
-                f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
-                f"of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
-            )
+
+        def origin(said: Mapping[int, str]) -> str:
+            self._check_hosts({process: words.split()[0] for process, words in said.items()})
+            base = self._common_base({process: words.split()[1:] for process, words in said.items()})
+            start = self._exchange.next_window(granules * len(devices), meeting.members, RANGE_BYTES // GRANULE)
+            if start is None:
+                raise HeapError(
+                    f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
+                    f"each of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
+                )
+            return str(base // GRANULE + start)
+
         return Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=base // GRANULE + start,
+            origin=int(meeting.settle("placed", " ".join((self._exchange.host, *map(hex, self._bases))), origin)),
             stride=granules,
             magic=layout.magic(*key),
         )
 
-    def _give_up(self, meeting: str, steps: Sequence[str], error: BaseException) -> None:
-        """Tells whoever waits for this process in a meeting, or comes there later, that it has left."""
-        why = str(error) or f"process {self._exchange.process} stopped with {type(error).__name__}"
-        if isinstance(error, HeapError) and error.waited_in_vain:
-            steps = (*steps, _LEFT)
-        with contextlib.suppress(HeapError):  # then the others find out by waiting
-            for step in steps:
-                self._exchange.tell(f"{meeting}/{step}", why)
-
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
-        """Runs a step in all processes; if it fails in one, all raise."""
-        error: Exception | None = None
+        """Runs a step of a reset in all processes; if it fails in one, all raise."""
         try:
             yield
-        except DriverError as failure:
-            error = HeapError(str(failure))
-            error.__cause__ = failure
-        except Exception as failure:
-            error = failure
-        try:
-            self._exchange.meet(step, members, None if error is None else str(error) or type(error).__name__)
-        except HeapError as failure:
-            raise (error or failure) from failure
+        except DriverError as error:
+            raise HeapError(str(error)) from error
+        self._exchange.meet(step, members)
 
     def _check_access(self, team: list[Device]) -> None:
         mine = [device for device in team if device.process == self._exchange.process]
@@ -357,7 +351,7 @@ class CudaHeap:
                         "`nvidia-smi topo -p2p r` shows which can."
                     )
 
-    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
+    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
         """Takes, maps and clears the memory of this process's own devices of a team."""
         size = region.stride * GRANULE
         for position, device in team:
@@ -380,14 +374,14 @@ class CudaHeap:
             part.undo(self._driver.free_host, part.record_address)
             self._clear(part, region)
             if any(peer.process != device.process for _, peer in team):
-                self._exchange.offer(meeting, position, self._driver.export(handle))
+                meeting.offer(position, self._driver.export(handle))
 
-    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
+    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
         """Maps other processes' devices, and lets all own devices of the team reach the whole team's memory."""
         ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
         for position, device in team:
             if device.process != self._exchange.process:
-                descriptor = self._exchange.fetch(meeting, position, device.process)
+                descriptor = meeting.fetch(position, device.process)
                 try:
                     handle = self._driver.import_(descriptor)
                 finally:

@@ -4,7 +4,7 @@
 class HeapError(RuntimeError):
     """The symmetric heap cannot do what was asked, for example because the devices' memory is full."""
 
-    waited_in_vain = False  # for another process, which may come later
+    missing: tuple[int, ...] = ()  # processes for which this one has waited in vain, and which may come later
 
 
 class HeapUnavailableError(HeapError):
