@@ -20,8 +20,9 @@ from jax.sharding import Mesh, PartitionSpec
 from triton.compiler.errors import CompilationError
 
 from jaxtaxfree import environment, gluon, heap, language
+from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
-from jaxtaxfree.teams import Team, check_axes, team_of, vary, varying
+from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
 
 # Bytes that a block may have, by compute capability.
 SHARED_MEMORY = {
@@ -371,8 +372,10 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
     try:
         region = heap.region(name, team.devices, team.world, params["layout"])
+    except SpansHostsError as error:  # in every process of the mesh
+        raise ArrangementError(str(error)) from error
     except heap.HeapUnavailableError as error:
-        if jax.process_count() > 1:
+        if any(device.process_index != jax.process_index() for device in team.devices):
             raise  # this process alone must not decide for another implementation
         raise NotImplementedError(str(error)) from error
     operands = tuple((np.dtype(aval.dtype), len(aval.shape)) for aval in ctx.avals_in)
@@ -460,7 +463,7 @@ def _launch(
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
     if position is None:
-        position = team.position() if region else device.POSITION_NO_HEAP.value
+        position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
     return _call_of(kernel, descriptors, num_stages)(
         *args,
@@ -478,6 +481,16 @@ def _launch(
         **layout.signal_index,
         **dict(params),
     )
+
+
+def _place(team: Team, region: heap.Region) -> jax.Array:
+    """Where in the region's window this device has its part, i32[]."""
+    count, period = len(region.places), max(region.places) + 1
+    if region.places == tuple(range(count)):
+        return team.position()
+    if region.places == tuple(position % period for position in range(count)):
+        return team.position() % period
+    return jnp.asarray(region.places, jnp.int32)[team.position()]
 
 
 def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., Any]:

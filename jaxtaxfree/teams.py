@@ -16,6 +16,10 @@ from jax.sharding import Mesh
 from jaxtaxfree import environment
 
 
+class ArrangementError(NotImplementedError):
+    """The mesh or its processes, not the shapes of the operands, keep every kernel away."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Team:
     """The teams that an axis splits a mesh into: one for each index along the other axes.

@@ -49,10 +49,18 @@ def install() -> DriverModel:
     heap.Driver = lambda: driver
     if host := os.environ.get("FAKE_HOST"):
         door.host = lambda: host
+        socket.gethostname = lambda: host
     for name, value in {"on_gpus": True, "compute_capability": 90, "multiprocessors": 132, "device_kind": ""}.items():
         setattr(teams.Team, name, property(lambda _, value=value: value))
     shmem._load_modules = lambda *_: None
     return driver
+
+
+def move(host: str) -> None:
+    """Makes this process believe that it is on this host, with a heap of its own."""
+    heap.close()
+    door.announce().host = host
+    socket.gethostname = lambda: host
 
 
 def lower(

@@ -30,6 +30,7 @@ from jaxtaxfree.heap import HeapError, HeapUnavailableError, Layout, PeerTimeout
 from jaxtaxfree.heap.cuda import BASES, RANGE_BYTES, CudaHeap, Device
 from jaxtaxfree.heap.door import Door
 from jaxtaxfree.heap.driver import DriverError
+from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.heap.layout import GRANULE, LINE, RECORD_BYTES, Record, Region
 from jaxtaxfree.kernels import shmem
 from tests.driver_model import MIB, DriverModel
@@ -457,8 +458,9 @@ def test_close(opened: CudaHeap, driver: DriverModel) -> None:
 @pytest.fixture
 def unopened(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has not used the heap, with the model of a driver."""
-    for name, value in (("_heap", None), ("_failure", None), ("_timeout", None), ("Driver", lambda: driver)):
-        monkeypatch.setattr(heap, name, value)
+    for name in ("_heap", "_exchange", "_failure", "_timeout"):
+        monkeypatch.setattr(heap, name, None)
+    monkeypatch.setattr(heap, "Driver", lambda: driver)
     yield
     if heap._heap is not None:
         heap._heap.close()
@@ -776,7 +778,7 @@ def test_processes_agree_on_addresses(pair: list[CudaHeap], base: int) -> None:
     assert mine.address(0) == base
     # Each has all it needs alone, where it likes.
     alone = pair[0].region("b", FOUR[:2], 2, LAYOUT)
-    assert alone.address(0) == next(iter(pair[0]._driver.reserved)) + RANGE_BYTES // 2
+    assert alone.address(0) == next(iter(pair[0]._driver.reserved)) + RANGE_BYTES // 4 * 3
 
 
 @pytest.mark.parametrize("taken", ([set(BASES[1:]), {BASES[0]}],))
@@ -952,7 +954,7 @@ def test_process_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, ended:
     if how == "exits":
         entrance.close()
     else:
-        entrance._listener.close()  # all that is left is the socket's file
+        entrance._life.close()  # all else may be there
     start = time.monotonic()
     for result in together(heaps, lambda each: each.region("a", APART, 4, LAYOUT)):
         assert isinstance(result, HeapError)
@@ -963,21 +965,23 @@ def test_process_that_has_ended_is_named(monkeypatch: pytest.MonkeyPatch, ended:
 
 def test_process_whose_door_is_not_seen_may_live(monkeypatch: pytest.MonkeyPatch) -> None:
     entrance = Door()
-    where, folder, path = entrance.address.split(" ")
+    where, namespace, life, path = entrance.address.split(" ")
     assert not door.has_ended(entrance.address)
     entrance.close()
     assert door.has_ended(entrance.address)
-    assert not door.has_ended(f"another-host {folder} {path}")
-    assert not door.has_ended(f"{where} 1:1 {path}")  # another folder of that name, as in a container
+    assert not door.has_ended(f"another-host {namespace} {life} {path}")
+    assert not door.has_ended(f"{where} 1 {life} {path}")  # in a container
 
 
 def test_process_at_whose_door_many_wait_lives() -> None:
     entrance = Door()
     entrance._listener.listen(1)
+    entrance._life.listen(1)
     opened_doors.append(entrance)
     assert not any(door.has_ended(entrance.address) for _ in range(10))
-    with pytest.raises(OSError):
-        door.fetch(entrance.address, "a", 0.1)
+    for _ in range(3):
+        with pytest.raises(OSError):
+            door.fetch(entrance.address, "a", 0.1)
     threading.Timer(0.2, entrance.offer, ("a", os.memfd_create("memory"))).start()  # from now on it is served
     descriptor = door.fetch(entrance.address, "a", 5.0)
     assert descriptor is not None
@@ -1089,18 +1093,129 @@ def test_process_without_a_heap_counts_what_all_call_together(monkeypatch: pytes
     assert heap._heap is not None and heap._heap._resets == 1
 
 
-def test_mesh_that_spans_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_team_that_spans_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     heaps = processes_of(monkeypatch, APART, hosts="abbb")
-    for result in together(heaps, lambda each: each.region("a", APART, 4, LAYOUT)):
-        assert isinstance(result, HeapUnavailableError)
-        assert str(result).startswith("The mesh spans hosts: process 0 is on another host than processes 1, 2, 3.")
+    for result in together(heaps, lambda each: each.region("a", APART, 2, LAYOUT)):
+        assert isinstance(result, SpansHostsError)  # also processes 2 and 3, whose team does not
+        name = socket.gethostname()
+        assert f"the axis spans hosts (process 0 on {name}; process 1 on {name})" in str(result)
+    assert [each._driver.leaked for each in heaps] == [{}] * 4
+
+
+def test_mesh_of_teams_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabb")
+    regions = together(heaps, lambda each: each.region("a", APART, 2, LAYOUT))
+    assert isinstance(regions[0], Region), regions
+    assert all(region == regions[0] for region in regions)
+    assert regions[0].places == (0, 1, 0, 1)  # as long as what one process sees
+    for each in heaps:
+        assert sorted(each._driver.mapped) == [regions[0].address(0), regions[0].address(1)]
+        assert len(each._driver.imported) == 1
+    heaps[3]._driver.fail("create", code="CUDA_ERROR_OUT_OF_MEMORY")
+    for result in together(heaps, lambda each: each.region("b", APART, 2, LAYOUT)):
+        assert "of device 3 for the symmetric heap" in str(result)  # one host's failure is that of all
+    heaps[3]._driver.failures.clear()
+    again = together(heaps, lambda each: each.region("b", APART, 2, LAYOUT))
+    assert all(region == again[0] for region in again)
+    assert again[0].address(0) >= regions[0].address(1) + SIZE
+    assert together(heaps, lambda each: each.reset()) == [None] * 4
+
+
+@hypothesis.given(st.data())
+def test_places_in_a_window(data: st.DataObject) -> None:
+    world, teams = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
+    drivers = data.draw(st.lists(st.integers(0, 5), min_size=world * teams, max_size=world * teams))
+    found = layout.places(drivers, world)
+    for first in range(0, len(drivers), world):
+        assert found[first] % world == 0
+        assert found[first : first + world] == tuple(range(found[first], found[first] + world))
+        for other in range(0, first, world):
+            if {*drivers[first : first + world]} & {*drivers[other : other + world]}:
+                assert found[first] != found[other]
+    assert max(found) < len(drivers)
+
+
+def test_window_does_not_grow_with_the_mesh() -> None:
+    assert max(layout.places(list(range(512)), 8)) == 7  # one process a GPU
+    for world in (8, 2):  # one process a host
+        assert max(layout.places([device // 8 for device in range(512)], world)) == 7
+
+
+class CountingStore(Store):
+    """A store that counts questions, and knows what processes say that are not there.
+
+    Args:
+      says: what each says in each step.
+      one_by_one: a process comes only when somebody waits for it.
+    """
+
+    def __init__(self, says: dict[str, dict[int, str]], one_by_one: bool):
+        super().__init__()
+        self.calls: dict[str, int] = {}
+        self._says, self._come, self._one_by_one = says, 0, one_by_one
+
+    def __getattribute__(self, name: str) -> Any:
+        if "key_value" in name:
+            calls = object.__getattribute__(self, "calls")
+            calls[name] = calls.get(name, 0) + 1
+        return object.__getattribute__(self, name)
+
+    def come(self, upto: int, step: str) -> None:
+        seats = {process: said for process, said in self._says[step].items() if process <= upto or not self._one_by_one}
+        for process, said in seats.items():
+            self._values.setdefault(f"{MEETING}/{step}/seats/{process}", said)
+
+    def blocking_key_value_get(self, key: str, timeout_ms: int) -> str:
+        _, step, _, process = key.rsplit("/", 3) if "/seats/" in key else ("", "", "", "")
+        if step:
+            self.come(int(process), step)
+        return super().blocking_key_value_get(key, timeout_ms)
+
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        if key.endswith("/seats"):
+            self.come(0, key.split("/")[-2])
+        return super().key_value_dir_get(key)
+
+
+MANY = [Device(id=i, process=i, ordinal=0) for i in range(512)]
+MEETING = f"jaxtaxfree/0/{layout.magic('a', tuple(range(512)), 8):x}/1"
+
+
+@pytest.mark.parametrize("one_by_one", (False, True))
+def test_questions_of_512_processes(monkeypatch: pytest.MonkeyPatch, one_by_one: bool) -> None:
+    here = f"here HOST name {' '.join(map(hex, BASES))}"
+    says = {"placed": {i: here.replace("HOST", f"{i // 8}") for i in range(1, 512)}}
+    says |= {step: dict.fromkeys(range(1, 512), "here ") for step in ("taken", "joined")}
+    store = CountingStore(says, one_by_one)
+    monkeypatch.setattr(distributed.global_state, "client", store)
+    monkeypatch.setattr(door, "fetch", lambda *_: peer.export(peer.create(0, SIZE)))
+    peer = DriverModel(1, 1024 * MIB, first=9)
+    found = []
+    for process, host in ((0, "0"), (9, "1")):  # the one that gives the verdicts, and another one, which finds them
+        each = CudaHeap(DriverModel(1), one_of_several(process, 20.0, host), TIMEOUT)
+        if not process:
+            store._values |= {f"{door.ADDRESSES}/{i}": "host namespace life path" for i in range(1, 512)}
+        store.calls.clear()
+        found.append(each.region("a", MANY, 8, LAYOUT))
+        calls = sum(store.calls.values())
+        if process:
+            assert calls == 3 * 2 + 1, store.calls  # to say and to hear in each step, and where the others are
+        elif one_by_one:
+            assert calls <= 3 * (2 * 511 + 4) + 2, store.calls
+        else:
+            assert calls == 3 * 4 + 2, store.calls
+    assert found[0] == found[1]
+    assert found[0].places == (*range(8),) * 64
 
 
 def test_each_kind_of_mesh_has_windows_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    meetings = [each._exchange for each in processes_of(monkeypatch, APART, hosts="aabb")]
-    assert [meeting.next_window(3, [i, i + 1], 12) for i, meeting in enumerate(meetings)] == [0, 3, 0, 3]
-    assert meetings[0].next_window(1, [0, 1], 12) is None
-    assert [meetings[0].next_window(3, [0], 12) for _ in range(3)] == [6, 9, None]
+    jobs = [each._exchange for each in processes_of(monkeypatch, APART, hosts="aabb")]
+    inside = [dict.fromkeys((0, 1), "a"), dict.fromkeys((0, 1), "a"), dict.fromkeys((2, 3), "b"), {2: "b", 3: "b"}]
+    assert [job.next_window(6, hosts, 24) for job, hosts in zip(jobs, inside)] == [0, 6, 0, 6]
+    assert jobs[0].next_window(1, inside[0], 24) is None
+    across = {0: "a", 2: "b"}
+    assert [jobs[0].next_window(3, across, 24) for _ in range(3)] == [12, 15, None]
+    assert [jobs[i].next_window(3, {i: "a"}, 24) for i in (0, 0, 0, 1)] == [18, 21, None, 18]
 
 
 def test_offers_of_several_threads(pair: list[CudaHeap]) -> None:
@@ -1207,7 +1322,8 @@ everyone = list(range(world))
 entrance = door.announce()
 job = exchange.Processes(rank, 0, 60.0, entrance)
 meeting = job.meeting("memory", "a region", everyone)
-decide = lambda said: str(job.next_window(3, everyone, 100)) + " of " + " ".join(said[i] for i in everyone)
+hosts = dict.fromkeys(everyone, "a")
+decide = lambda said: str(job.next_window(3, hosts, 100)) + " of " + " ".join(said[i] for i in everyone)
 found["decided"] = [meeting.settle(step, f"{rank}", decide) for step in ("first", "second")]
 
 descriptor = os.memfd_create("memory")
@@ -1225,7 +1341,7 @@ if rank == 1:
     meeting.fail(HeapError("device 1 is full"), ["failing"])
 else:
     found["error"] = error_of(meeting.settle, "failing")
-found["after"] = error_of(job.meeting("memory/2", "a region", everyone).settle, "fine")
+found["after"] = error_of(job.meeting("memory", "a region", everyone).settle, "fine")
 store, key = distributed.global_state.client, f"twice/{rank}/key"
 store.key_value_set(key, "")
 try:
@@ -1292,7 +1408,9 @@ def test_real_processes_pass_descriptors(processes: list[dict[str, Any]]) -> Non
         assert found["read"] == [f"of {peer}" for peer in range(WORLD) if peer != rank]
         assert found["written"] == f"by {(rank - 1) % WORLD}"
         peer = (rank + 1) % WORLD
-        assert found["not shared"].startswith(f"HeapError: Process {peer} does not share 'jaxtaxfree/0/memory/1' with")
+        assert found["not shared"].startswith(
+            f"HeapError: Process {peer} does not share 'jaxtaxfree/0/memory/1/1' with"
+        )
 
 
 def test_real_processes_leave_nothing_behind(processes: list[dict[str, Any]]) -> None:

@@ -7,12 +7,17 @@ import pytest
 
 from tests import fake_gpus
 
-PATIENCE = 6.0  # seconds that a process waits for another one
+PATIENCE = 5.0  # seconds that a process waits for another one
 
 FAILURES = """
 everybody, last = jax.devices(), world - 1
 if rank == last:
-    time.sleep(4)
+    model, fake_gpus.heap.Driver = fake_gpus.heap.Driver, "none"
+found["driver"] = lower(everybody)
+if rank == last:
+    fake_gpus.heap.Driver = model
+if rank == last:
+    time.sleep(3.5)
 found["late"] = lower(everybody, rows=8)
 if rank == last:
     driver.fail("create", code="CUDA_ERROR_OUT_OF_MEMORY")
@@ -33,50 +38,56 @@ if rank == 0:
 type Found = list[dict[str, Any]]
 
 
-@pytest.fixture(scope="module", params=(2, 4))
-def failures(request: pytest.FixtureRequest) -> tuple[Found, list[str]]:
-    """What the processes found, but for the one that is killed; and what they wrote."""
-    found, outputs = fake_gpus.run(request.param, 2, FAILURES, JAXTAXFREE_MEETING_TIMEOUT=str(PATIENCE))
-    assert found.pop() is None
-    assert None not in found, "\n".join(outputs)
-    return [each for each in found if each is not None], outputs
+# One launch is one test, whatever it checks: processes that import JAX take seconds of a core each.
+@pytest.mark.parametrize("world", (2, 4))
+def test_failure_of_one_process_ends_all(world: int) -> None:
+    found, outputs = fake_gpus.run(world, 2, FAILURES, JAXTAXFREE_MEETING_TIMEOUT=str(PATIENCE))
+    assert found.pop() is None  # it was killed
+    living = [each for each in found if each is not None]
+    assert len(living) == world - 1, "\n".join(outputs)
+    check_late(living, outputs)
+    for each in living:
+        check_no_driver(each, world)
+        check_full_memory(each, world)
+        check_killed(each, world)
+    for rank, each in enumerate(living):
+        check_differing_programs(each, rank, world)
 
 
-def test_process_that_is_late_is_waited_for(failures: tuple[Found, list[str]]) -> None:
-    found, outputs = failures
-    late = len(outputs) - 1
+def check_late(found: Found, outputs: list[str]) -> None:
     assert all(each["late"]["kernel"] for each in found)
     assert len({each["late"]["program"] for each in found}) == 1
-    waiting = rf"has waited \d s \(of {PATIENCE:g}: JAXTAXFREE_MEETING_TIMEOUT\) for process {late} to set up psum"
-    assert all(re.search(f"Process {rank} {waiting}", output) for rank, output in enumerate(outputs[:-1])), outputs
+    patience = rf"\d s \(of {PATIENCE:g}: JAXTAXFREE_MEETING_TIMEOUT\)"
+    for rank, output in enumerate(outputs[:-1]):
+        warning = f"Process {rank} has waited {patience} for process {len(outputs) - 1} to set up psum"
+        assert re.search(warning, output), output
 
 
-def test_memory_that_is_full_in_one_process_ends_all(failures: tuple[Found, list[str]]) -> None:
-    found, outputs = failures
-    for each in found:
-        assert each["memory"]["error"].startswith(f"HeapError: Process {len(outputs) - 1}: psum(")
-        assert "for the symmetric heap, but only" in each["memory"]["error"]
-        assert each["memory"]["seconds"] < PATIENCE
-        assert each["again"]["kernel"]
+def check_no_driver(found: dict[str, Any], world: int) -> None:
+    needed = f"HeapUnavailableError: Process {world - 1}: The heap needs an NVIDIA driver"
+    assert found["driver"]["error"].startswith(needed)
+    assert found["driver"]["seconds"] < PATIENCE
 
 
-def test_programs_that_differ_end_in_all_processes(failures: tuple[Found, list[str]]) -> None:
-    found, outputs = failures
-    world = len(outputs)
-    for rank, each in enumerate(found):
-        others = range(world // 2, world) if rank < world // 2 else range(world // 2)
-        error = each["differ"]["error"]
-        assert f" waited {PATIENCE:g} s for process" in error
-        assert any(re.search(f"Process {other} (waits|waited) for others to set up psum", error) for other in others)
-        assert each["differ"]["seconds"] < PATIENCE + 3  # of which the kernel takes some to compile
-        assert each["own"]["kernel"]
+def check_full_memory(found: dict[str, Any], world: int) -> None:
+    assert found["memory"]["error"].startswith(f"HeapError: Process {world - 1}: psum(")
+    assert "for the symmetric heap, but only" in found["memory"]["error"]
+    assert found["memory"]["seconds"] < PATIENCE
+    assert found["again"]["kernel"]
 
 
-def test_process_that_is_killed_before_it_lowers_is_named(failures: tuple[Found, list[str]]) -> None:
-    found, outputs = failures
-    for each in found:
-        assert each["killed"]["error"].startswith(f"HeapError: Process {len(outputs) - 1} ended before all processes")
-        assert each["killed"]["seconds"] < 15
+def check_differing_programs(found: dict[str, Any], rank: int, world: int) -> None:
+    others = range(world // 2, world) if rank < world // 2 else range(world // 2)
+    error = found["differ"]["error"]
+    assert f" waited {PATIENCE:g} s for process" in error
+    assert any(re.search(f"Process {other} (waits|waited) for others to set up psum", error) for other in others), error
+    assert found["differ"]["seconds"] < PATIENCE + 3  # of which tracing takes some
+    assert found["own"]["kernel"]
+
+
+def check_killed(found: dict[str, Any], world: int) -> None:
+    assert found["killed"]["error"].startswith(f"HeapError: Process {world - 1} ended before all processes of the mesh")
+    assert found["killed"]["seconds"] < 15
 
 
 NEVER = """
@@ -113,3 +124,57 @@ def test_meshes_of_own_devices_outlive_the_job() -> None:
         assert all(each[when].get("kernel") for when in ("before", "own", "opened", "again")), each
         assert "call jax.distributed.initialize() first" in each["all"]["error"]
         assert each["all"]["seconds"] < PATIENCE
+
+
+HOSTS = """
+devices = jax.devices()
+def on(hosts, *args, **named):
+    fake_gpus.move(hosts[rank])
+    return lower(*args, **named)
+
+if world == 4:
+    found["inside"] = on("aabb", devices, (2, 4), ("dp", "tp"))
+    found["permuted"] = on("aabb", [devices[i] for i in (5, 4, 7, 6, 1, 0, 3, 2)], (2, 4), ("dp", "tp"))
+    found["uneven"] = on("aabb", [devices[i] for i in (0, 2, 1, 3, 4, 5, 6, 7)], (4, 2), ("dp", "tp"))
+    found["in a process"] = on("abcd", devices, (4, 2), ("dp", "tp"))
+    found["across"] = on("aabb", devices)
+    found["fused across"] = lower(devices, implementation="fused")
+    found["one team across"] = on("aaab", devices, (2, 4), ("dp", "tp"))
+    fake_gpus.move("aabb"[rank])
+    if rank == 3:
+        driver.fail("create", code="CUDA_ERROR_OUT_OF_MEMORY")
+    found["memory"] = lower(devices, (2, 4), ("dp", "tp"))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    found["killed"] = lower(devices, (2, 4), ("dp", "tp"), rows=16)
+else:
+    found["inside"] = on("aaaabbbb", devices, (2, 4), ("dp", "tp"))
+    found["across"] = on("abcdefgh", devices, (4, 2), ("dp", "tp"))
+    found["fused across"] = lower(devices, (4, 2), ("dp", "tp"), implementation="fused")
+if rank == 0:
+    time.sleep(6)  # the coordination service is in it
+"""
+
+
+@pytest.mark.parametrize("world", (4, 8))
+def test_meshes_of_several_hosts(world: int) -> None:
+    names = ["alpha"] * (world // 2) + ["beta"] * (world // 2)
+    found, outputs = fake_gpus.run(world, 8 // world, HOSTS, hosts=names, JAXTAXFREE_MEETING_TIMEOUT="60")
+    if world == 4:
+        assert found.pop() is None  # it was killed
+    living = [each for each in found if each is not None]
+    assert len(living) == len(found), "\n".join(outputs)
+    for case in living[0].keys() - {"fused across", "memory", "killed"}:
+        has_kernel = "across" not in case
+        assert all(each[case].get("kernel") is has_kernel for each in living), (case, living[0][case])
+        assert len({each[case]["program"] for each in living}) == 1, case
+    (refusal,) = {each["fused across"]["error"] for each in living}
+    where = "processes 0, 1 on a; processes 2, 3 on b" if world == 4 else "process 0 on a; process 1 on b"
+    assert refusal.startswith("Unsupported: The fused kernel of psum cannot run here")
+    assert f"the axis spans hosts ({where})" in refusal and "put only devices of one host on the axis" in refusal
+    if world == 4:
+        (error,) = {each["memory"]["error"] for each in living}
+        assert error.startswith("HeapError: Process 3: psum(") and "for the symmetric heap" in error
+        (error,) = {each["killed"]["error"] for each in living}  # which its neighbour on the host has seen, process 2
+        assert error.startswith("HeapError: Process 3 ended before all processes of the mesh had set up psum(")
+        assert all(each["killed"]["seconds"] < 15 for each in living)

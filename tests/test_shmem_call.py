@@ -188,7 +188,16 @@ def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.Mo
     # JAX lets it build the program, and call it, as those do that have one.
     def region(name: str, devices: Any, world: int, layout: heap.Layout) -> heap.Region:
         ids = tuple(device.id for device in devices)
-        return heap.Region(name=name, device_ids=ids, world=world, layout=layout, origin=1, stride=1, magic=1)
+        return heap.Region(
+            name=name,
+            device_ids=ids,
+            world=world,
+            layout=layout,
+            origin=1,
+            stride=1,
+            magic=1,
+            places=tuple(range(len(ids))),
+        )
 
     monkeypatch.setattr(Team, "on_gpus", True)
     monkeypatch.setattr(Team, "compute_capability", 90)

@@ -1,15 +1,17 @@
-"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many on one host.
+"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many.
 
 The heap reserves ranges of addresses, and the processes of a mesh agree on one that is free in all of them. A region
-is a window in that range, with one part of equal size for each device of the mesh in the mesh's order, so that a kernel
-finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its devices'
-peers into the window.
+is a window in that range, with one part of equal size for each device of a team in the order of the mesh, so that a
+kernel finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its
+devices' peers into the window. Teams that no process shares have the same addresses: a window is as long as what one
+process sees. A team is on one host; the processes of a mesh, whose program is the same, may be on many.
 """
 
 import contextlib
 import ctypes
 import dataclasses
 import os
+import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
-from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
+from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
 from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 
@@ -26,7 +28,7 @@ from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
 _RESETS = "its resets"  # under which it tells how many it has been through
-_STEPS = ("placed", "taken", "joined")  # in which processes make a region
+STEPS = ("placed", "taken", "joined")  # in which processes make a region
 _LEFT = "left"  # under which a process tells that it has waited for another one at a reset in vain
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
@@ -59,6 +61,26 @@ class Device:
         return cls(device.id, device.process_index, device.local_hardware_id or 0)
 
 
+def next_meeting(exchange: Alone, name: str, devices: Sequence[Device], world: int) -> Meeting:
+    """The next attempt at a region, of all processes of the mesh."""
+    key = layout.magic(name, tuple(device.id for device in devices), world)
+    return exchange.meeting(f"{key:x}", name, sorted({device.process for device in devices}))
+
+
+def _check_hosts(devices: Sequence[Device], world: int, hosts: Mapping[int, str], names: Mapping[int, str]) -> None:
+    """Raises SpansHostsError unless each team of the mesh, whoever's it is, is on one host."""
+    for first in range(0, len(devices), world):
+        of_hosts: dict[str, list[int]] = {}
+        for process in sorted({device.process for device in devices[first : first + world]}):
+            of_hosts.setdefault(hosts[process], []).append(process)
+        if len(of_hosts) > 1:
+            found = "; ".join(f"{processes(members)} on {names[members[0]]}" for members in of_hosts.values())
+            raise SpansHostsError(
+                f"the axis spans hosts ({found}), and kernels reach the memory of one host only: put only devices of "
+                "one host on the axis"
+            )
+
+
 class _Part:
     """One device's part of a region, as this process sees it. `close` undoes what was done to get it."""
 
@@ -73,7 +95,7 @@ class _Part:
 
 
 class CudaHeap:
-    """A heap on the GPUs of this process and those of its peers on the same host.
+    """A heap on the GPUs of this process and those of its peers, which are on the same host.
 
     Args:
       driver: CUDA's, or a model of it.
@@ -94,7 +116,6 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
-        self._attempts: dict[tuple, int] = {}
         self._resets = resets
         self._refused: list[Meeting] = []
         self._failed = False
@@ -130,11 +151,10 @@ class CudaHeap:
 
     def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
         """Tells the other processes that this one makes no region before a reset, so that they do not wait for it."""
-        key = (name, tuple(device.id for device in devices), world)
         with self._lock:
-            if key not in self._regions:
-                self._refused.append(self._next_meeting(key, devices))
-                self._refused[-1].fail(HeapError(why), _STEPS)
+            if (name, tuple(device.id for device in devices), world) not in self._regions:
+                self._refused.append(next_meeting(self._exchange, name, devices, world))
+                self._refused[-1].fail(HeapError(why), STEPS)
 
     def records(self) -> list[tuple[Region, Device, float, Record]]:
         """What ranks of this process have left behind when they gave up, and after how many seconds they did."""
@@ -182,7 +202,7 @@ class CudaHeap:
                 raise
             self._exchange.tell(_RESETS, str(self._resets))
             while self._refused:
-                self._refused[-1].pass_over(_STEPS[0])
+                self._refused[-1].pass_over(STEPS[0])
                 self._refused.pop()
             self._failed = False
 
@@ -233,14 +253,6 @@ class CudaHeap:
             )
         return bases
 
-    def _check_hosts(self, of_processes: Mapping[int, str]) -> None:
-        first = min(of_processes)
-        if elsewhere := sorted(p for p, host in of_processes.items() if host != of_processes[first]):
-            raise HeapUnavailableError(
-                f"The mesh spans hosts: process {first} is on another host than {processes(elsewhere)}. Put only "
-                "devices of one host on the axis of a fused operation, or use implementation='xla'."
-            )
-
     def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
         """The first range that all processes have."""
         for base in next(iter(of_processes.values())):
@@ -259,7 +271,8 @@ class CudaHeap:
         # that of all, and all of them come, or none, when the region is asked for again.
         while True:
             try:
-                return self._make_at(self._next_meeting(key, devices), key, name, devices, world, layout_)
+                meeting = next_meeting(self._exchange, name, devices, world)
+                return self._make_at(meeting, key, name, devices, world, layout_)
             except Late:
                 continue  # with the meeting at which the others will be if they try again
 
@@ -284,7 +297,7 @@ class CudaHeap:
                 for part in parts:
                     undo.callback(part.close)
                 if not isinstance(error, Late):
-                    meeting.fail(error, _STEPS)
+                    meeting.fail(error, STEPS)
             if isinstance(error, DriverError):
                 raise HeapError(str(error)) from error
             raise
@@ -292,23 +305,20 @@ class CudaHeap:
             meeting.end()
         return region, parts
 
-    def _next_meeting(self, key: tuple, devices: Sequence[Device]) -> Meeting:
-        """The next attempt at a region; processes that try equally often meet at the same."""
-        attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        members = sorted({device.process for device in devices})
-        return self._exchange.meeting(f"{layout.magic(*key):x}/{attempt}", key[0], members)
-
     def _place(
         self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
     ) -> Region:
-        """Finds addresses for a region, the same in all processes of the mesh."""
+        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program."""
         size = layout_.nbytes
         granules = size // GRANULE
+        places = layout.places([device.process for device in devices], world)
 
         def origin(said: Mapping[int, str]) -> str:
-            self._check_hosts({process: words.split()[0] for process, words in said.items()})
-            base = self._common_base({process: words.split()[1:] for process, words in said.items()})
-            start = self._exchange.next_window(granules * len(devices), meeting.members, RANGE_BYTES // GRANULE)
+            words = {process: text.split() for process, text in said.items()}
+            hosts = {process: host for process, (host, *_) in words.items()}
+            _check_hosts(devices, world, hosts, {process: name for process, (_, name, *_) in words.items()})
+            base = self._common_base({process: bases for process, (_, _, *bases) in words.items()})
+            start = self._exchange.next_window(granules * (max(places) + 1), hosts, RANGE_BYTES // GRANULE)
             if start is None:
                 raise HeapError(
                     f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
@@ -316,14 +326,16 @@ class CudaHeap:
                 )
             return str(base // GRANULE + start)
 
+        said = (self._exchange.host, socket.gethostname(), *map(hex, self._bases))
         return Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=int(meeting.settle("placed", " ".join((self._exchange.host, *map(hex, self._bases))), origin)),
+            origin=int(meeting.settle("placed", " ".join(said), origin)),
             stride=granules,
             magic=layout.magic(*key),
+            places=places,
         )
 
     @contextlib.contextmanager

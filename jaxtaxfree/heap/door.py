@@ -1,7 +1,7 @@
-"""The door of a process for the others on its host: a Unix socket, at which they fetch file descriptors.
+"""The door of a process for the others on its host: a socket at which they fetch descriptors, and a sign of life.
 
-A process has one door from early on until it ends. So the door is a sign of life, too: the kernel closes it, however
-the process ends.
+The sign of life is a second socket, whose name is in no file system, so that no other program can remove it: the kernel
+closes it when the process ends, however it does.
 """
 
 import atexit
@@ -10,12 +10,13 @@ import errno
 import logging
 import os
 import pathlib
+import secrets
 import socket
 import tempfile
 import threading
 import time
 
-import jax
+from jax import monitoring
 from jax._src import distributed
 
 from jaxtaxfree.heap.errors import HeapError
@@ -29,11 +30,11 @@ _tried: object = None  # the store in which `announce_early` has put its address
 
 
 class Door:
-    """A Unix socket in a folder of its own.
+    """A Unix socket in a folder of its own, which a process opens early and once.
 
     Attributes:
       host: the name of this host.
-      address: by which other processes find it: host, folder of temporary files, path.
+      address: by which other processes find it: host, network namespace, name of the sign of life, path.
     """
 
     def __init__(self) -> None:
@@ -47,13 +48,16 @@ class Door:
         long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
         self.folder = tempfile.mkdtemp(prefix="jaxtaxfree-", dir="/tmp" if long else None)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._life = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         atexit.register(self.close)
-        os.register_at_fork(after_in_child=self._listener.close)  # a child that lives on is no sign of life
+        os.register_at_fork(after_in_child=self._life.close)  # a child that lives on is no sign of life
         try:
-            path = os.path.join(self.folder, "handles")
+            path, life = os.path.join(self.folder, "handles"), f"jaxtaxfree-{secrets.token_hex(8)}"
             self._listener.bind(path)
             self._listener.listen()
-            self.address = f"{self.host} {_temporary_folder(path)} {path}"
+            self._life.bind(f"\0{life}")
+            self._life.listen()
+            self.address = f"{self.host} {_namespace()} {life} {path}"
         except BaseException:
             self.close()
             raise
@@ -91,6 +95,7 @@ class Door:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
         self._listener.close()
+        self._life.close()
         pathlib.Path(self.folder, "handles").unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             os.rmdir(self.folder)
@@ -135,13 +140,12 @@ def announce_early(*_: object, **__: object) -> None:
 
 def has_ended(address: str) -> bool:
     """Whether the process of this address has ended; False where that cannot be known."""
-    where, folder, _ = address.split(" ", 2)
-    path = path_of(address)
-    if where != host() or folder != _temporary_folder(path):
-        return False  # the path says nothing here
+    where, namespace, life, _ = address.split(" ", 3)
+    if where != host() or namespace != _namespace():
+        return False  # the name says nothing here
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.setblocking(False)  # it lives, too, if too many wait at its door
-        return connection.connect_ex(path) in (errno.ECONNREFUSED, errno.ENOENT)
+        connection.setblocking(False)  # nobody takes what comes there: it lives, too, if no more can wait
+        return connection.connect_ex(f"\0{life}") == errno.ECONNREFUSED
 
 
 def fetch(address: str, name: str, timeout: float) -> int | None:
@@ -170,7 +174,7 @@ def fetch(address: str, name: str, timeout: float) -> int | None:
 
 def path_of(address: str) -> str:
     """The path of the socket of an address."""
-    return address.split(" ", 2)[2]
+    return address.split(" ", 3)[3]
 
 
 def host() -> str:
@@ -178,15 +182,11 @@ def host() -> str:
     return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-def _temporary_folder(path: str) -> str:
-    """Which folder the door's own one is in, as containers of one host may have several of one path."""
-    try:
-        found = os.stat(pathlib.Path(path).parents[1])
-    except OSError:
-        return "none"
-    return f"{found.st_dev}:{found.st_ino}"
+def _namespace() -> str:
+    """Where names of sockets hold, as containers of one host may have spaces of their own."""
+    return str(os.stat("/proc/self/ns/net").st_ino)
 
 
 announce_early()
 # A program that calls jax.distributed.initialize() after its imports traces something soon after.
-jax.monitoring.register_event_duration_secs_listener(announce_early)
+monitoring.register_event_duration_secs_listener(announce_early)

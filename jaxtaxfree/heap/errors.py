@@ -11,5 +11,9 @@ class HeapUnavailableError(HeapError):
     """There can be no symmetric heap here: a driver, a device or an address range does not allow it."""
 
 
+class SpansHostsError(HeapUnavailableError):
+    """Devices of one team are on several hosts; all processes of the mesh find the same."""
+
+
 class PeerTimeoutError(HeapError):
     """A rank waited for a peer that did not arrive in time. The result of the call is NaN."""

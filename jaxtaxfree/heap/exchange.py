@@ -27,6 +27,7 @@ _POLL = 1.0  # seconds, after which a wait looks whether there is something else
 _LOOK = 3.0  # seconds between two looks whether the others live
 _PATIENCE = 10.0  # seconds, after which who waits says so
 _MOST_NAMES = 8  # in a list of processes
+_HERE, _FAILED = "here ", "failed"  # what an entry begins with by which a process comes to the end of a step
 
 type Decide = Callable[[Mapping[int, str]], str]
 
@@ -86,20 +87,25 @@ class Alone:
 
     def __init__(self) -> None:
         self._windows = 0
+        self._attempts: dict[str, int] = {}
         self._lock = threading.Lock()
 
     def meeting(self, name: str, what: str, members: Sequence[int]) -> Meeting:
-        """A meeting of this name, where these processes set up `what`."""
+        """The next meeting of this name, where these processes set up `what`.
+
+        Processes that have called this equally often meet at the same.
+        """
         del name, what
         return Meeting(self.process, members)
 
-    def next_window(self, size: int, members: Sequence[int], most: int) -> int | None:
+    def next_window(self, size: int, hosts: Mapping[int, str], most: int) -> int | None:
         """The start of a window of `size` units that no region of these processes has yet; None if all are used up.
 
         Args:
+          hosts: that of each process.
           most: units that there are.
         """
-        del members
+        del hosts
         return self._window(size, 0, most)
 
     def tell(self, name: str, said: str) -> None:
@@ -148,15 +154,20 @@ class Processes(Alone):
     def meeting(self, name: str, what: str, members: Sequence[int]) -> Meeting:
         if list(members) == [self.process]:  # it needs no store, which may have ended
             return super().meeting(name, what, members)
-        return _Meeting(self, name, what, members)
+        with self._lock:
+            attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
+        return _Meeting(self, f"{name}/{attempt}", what, members)
 
-    def next_window(self, size: int, members: Sequence[int], most: int) -> int | None:
-        # Each kind of mesh has a part of the range: so meshes of one process ask nobody, and hosts use up nothing of
-        # each other's.
-        if list(members) == [self.process]:
-            return self._window(size, most // 2, most)
-        end = self._ask("key_value_increment", self.name(f"windows/{self.host}"), size)
-        return end - size if end <= most // 2 else None
+    def next_window(self, size: int, hosts: Mapping[int, str], most: int) -> int | None:
+        # Each kind of mesh has a part of the range: so meshes of one process ask nobody, and those inside of hosts use
+        # up nothing of each other's.
+        if list(hosts) == [self.process]:
+            return self._window(size, most // 4 * 3, most)
+        inside = len(set(hosts.values())) == 1
+        first, last = (0, most // 2) if inside else (most // 2, most // 4 * 3)
+        key = f"windows/{self.host}" if inside else "windows"
+        start = first + self._ask("key_value_increment", self.name(key), size) - size
+        return start if start + size <= last else None
 
     def tell(self, name: str, said: str) -> None:
         if distributed.global_state.client is not None:  # else nobody is there to hear it
@@ -173,6 +184,7 @@ class Processes(Alone):
         for member in others:
             while (failed := patience.poll(f"told/{name}/{member}")) is None:
                 if failure := patience.failure([member], lambda member=member: [member]):
+                    patience.end(failed=True)
                     raise failure
             if failed:
                 raise HeapError(failed)
@@ -324,7 +336,7 @@ class _Meeting(Meeting):
         self._began = False  # a step has ended well
 
     def settle(self, step: str, said: str = "", decide: Decide | None = None) -> str:
-        self._exchange.put(self._seat(step, self._process), said)
+        self._exchange.put(self._seat(step, self._process), _HERE + said)
         if self._process == self.members[0]:
             self._lead(step, decide)
         while (verdict := self._patience.poll(self._verdict(step))) is None:
@@ -345,7 +357,7 @@ class _Meeting(Meeting):
         with contextlib.suppress(HeapError):  # then the others find out by waiting
             for step in steps:
                 self._condemn(step, kind(why))
-                self._exchange.put(self._seat(step, self._process), "")  # for who waits for it there
+                self._exchange.put(self._seat(step, self._process), _FAILED)  # for who waits for it there
 
     def pass_over(self, step: str) -> None:
         verdict = json.dumps({"missing": self.members})
@@ -389,8 +401,11 @@ class _Meeting(Meeting):
                 if self._exchange.get(self._verdict(step)) is not None:
                     return None
             heard = self._seats(step)
+        if _FAILED in heard.values():
+            return None
         try:
-            decided = decide(heard) if decide else ""
+            said = {member: heard[member].removeprefix(_HERE) for member in self.members}
+            decided = decide(said) if decide else ""
         except HeapError as error:
             return self._condemn(step, error)
         self._exchange.put(self._verdict(step), json.dumps({"decided": decided}), overwrite=False)
