@@ -925,6 +925,36 @@ def test_process_that_comes_late_meets_those_who_try_again(monkeypatch: pytest.M
     assert [type(result) for result in results] == [Region] * 3, results
 
 
+def test_process_that_gives_the_verdict_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = APART[:3]
+    heaps = processes_of(monkeypatch, mesh, patience=0.5)
+    for result in together(heaps[1:], lambda each: each.region("a", mesh, 3, LAYOUT)):
+        assert isinstance(result, HeapError) and "for process 0 to set up" in str(result)
+    results = together(heaps, lambda each: each.region("a", mesh, 3, LAYOUT))
+    assert [type(result) for result in results] == [Region] * 3, results
+
+
+@pytest.mark.parametrize("slow", (0, 2))
+def test_process_that_is_too_slow_fails_with_the_others(monkeypatch: pytest.MonkeyPatch, slow: int) -> None:
+    mesh = APART[:3]
+    heaps = processes_of(monkeypatch, mesh, patience=0.5)
+    create = heaps[slow]._driver.create
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(1.0)
+        return create(*args)
+
+    with monkeypatch.context() as once:
+        once.setattr(heaps[slow]._driver, "create", slowly)
+        start = time.monotonic()
+        for result in together(heaps, lambda each: each.region("a", mesh, 3, LAYOUT)):
+            assert isinstance(result, HeapError) and f"for process {slow} to set up" in str(result)
+        assert time.monotonic() - start < 1.4  # it does not begin to wait again
+    assert [each._driver.leaked for each in heaps] == [{}] * 3
+    results = together(heaps, lambda each: each.region("a", mesh, 3, LAYOUT))
+    assert [type(result) for result in results] == [Region] * 3, results
+
+
 @pytest.mark.parametrize("error", (KeyboardInterrupt(), OSError("Too many open files"), AssertionError()))
 def test_processes_hear_of_every_failure(
     pair: list[CudaHeap], monkeypatch: pytest.MonkeyPatch, error: BaseException

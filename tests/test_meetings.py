@@ -39,6 +39,7 @@ type Found = list[dict[str, Any]]
 
 
 # One launch is one test, whatever it checks: processes that import JAX take seconds of a core each.
+@pytest.mark.slow
 @pytest.mark.parametrize("world", (2, 4))
 def test_failure_of_one_process_ends_all(world: int) -> None:
     found, outputs = fake_gpus.run(world, 2, FAILURES, JAXTAXFREE_MEETING_TIMEOUT=str(PATIENCE))
@@ -156,6 +157,7 @@ if rank == 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", (4, 8))
 def test_meshes_of_several_hosts(world: int) -> None:
     names = ["alpha"] * (world // 2) + ["beta"] * (world // 2)

@@ -207,6 +207,22 @@ def test_a_process_that_builds_no_program_is_named(gpus):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "gpus", [pytest.param("shared", marks=pytest.mark.gpu(1)), pytest.param("own", marks=pytest.mark.gpu(4))]
+)
+@pytest.mark.parametrize("order", ([0, 1, 2, 3], [3, 2, 0, 1]))
+def test_teams_of_processes_that_believe_to_be_on_two_hosts(gpus, order):
+    body = """
+    from jaxtaxfree.heap import door
+    door.announce().host = "alpha" if rank < 2 else "beta"
+    mesh = parity.mesh_of([devices[i] for i in ORDER], (2, 2), ("dp", "tp"))
+    for operation in parity.OPERATIONS:
+        parity.check_data_parallel(mesh, operation)
+    """
+    check_processes(4, body.replace("ORDER", str(order)), gpus=gpus, timeout=600)
+
+
+@pytest.mark.slow
 @pytest.mark.gpu(2)
 def test_a_heap_that_cannot_grow_in_one_process_ends_all():
     body = """

@@ -91,7 +91,8 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
 
     Raises:
       PeerTimeoutError: if a rank has waited in vain and the heap was not reset since.
-      HeapUnavailableError: if these devices cannot share memory.
+      HeapUnavailableError: if the devices of a team cannot share memory; SpansHostsError, in all processes, if they are
+        on several hosts.
       ValueError: if an environment variable is no time or address.
       HeapError: if memory runs out, or another process fails or does not come.
     """
