@@ -20,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxtaxfree import diagnosis, environment, gluon, heap, language
 from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
+from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import target_of
 from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
@@ -236,8 +237,10 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
     try:
         region = heap.region(name, team.devices, team.world, params["layout"])
+    except SpansHostsError as error:  # in every process of the mesh
+        raise ArrangementError(str(error)) from error
     except heap.HeapUnavailableError as error:
-        if jax.process_count() > 1:
+        if any(device.process_index != jax.process_index() for device in team.devices):
             raise  # this process alone must not decide for another implementation
         raise ArrangementError(str(error)) from error
     operands = tuple((np.dtype(aval.dtype), len(aval.shape)) for aval in ctx.avals_in)
@@ -314,7 +317,7 @@ def _launch(
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
     if position is None:
-        position = team.position() if region else device.POSITION_NO_HEAP.value
+        position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
     return _call_of(kernel, descriptors, num_stages)(
         *args,
@@ -332,6 +335,16 @@ def _launch(
         **layout.signal_index,
         **dict(params),
     )
+
+
+def _place(team: Team, region: heap.Region) -> jax.Array:
+    """Where in the region's window this device has its part, i32[]."""
+    count, period = len(region.places), max(region.places) + 1
+    if region.places == tuple(range(count)):
+        return team.position()
+    if region.places == tuple(position % period for position in range(count)):
+        return team.position() % period
+    return jnp.asarray(region.places, jnp.int32)[team.position()]
 
 
 def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., Any]:

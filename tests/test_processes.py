@@ -207,6 +207,72 @@ def test_a_process_that_builds_no_program_is_named(gpus):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "gpus", [pytest.param("shared", marks=pytest.mark.gpu(1)), pytest.param("own", marks=pytest.mark.gpu(4))]
+)
+@pytest.mark.parametrize("order", ([0, 1, 2, 3], [3, 2, 0, 1]))
+def test_teams_of_processes_that_believe_to_be_on_two_hosts(gpus, order):
+    body = """
+    from jaxtaxfree.heap import door
+    door.announce().host = "alpha" if rank < 2 else "beta"
+    mesh = parity.mesh_of([devices[i] for i in ORDER], (2, 2), ("dp", "tp"))
+    for operation in parity.OPERATIONS:
+        parity.check_data_parallel(mesh, operation)
+    """
+    check_processes(4, body.replace("ORDER", str(order)), gpus=gpus, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+def test_a_heap_that_cannot_grow_in_one_process_ends_all():
+    body = """
+    import time
+    from jaxtaxfree.heap.driver import Driver, DriverError
+    call = parity.gather_matmul(mesh, implementation="fused")
+    lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
+    driver, taken, size = Driver(), [], 1 << 36
+    while rank == 1 and size >= 1 << 21:
+        try:
+            taken.append(driver.create(jax.local_devices()[0].local_hardware_id, size))
+        except DriverError:
+            size //= 2
+    start = time.monotonic()
+    try:
+        call(lhs, rhs)
+    except jtf.HeapError as error:
+        print(f"rank {rank} raised after {time.monotonic() - start:.1f} s: {error}", flush=True)
+    for handle in taken:
+        driver.release(handle)
+    jtf.block_until_ready(call(lhs, rhs))
+    print(f"rank {rank} went on", flush=True)
+    """
+    for rank, output in enumerate(run_processes(2, body)):
+        assert f"rank {rank} raised after" in output and f"rank {rank} went on" in output, output[-3000:]
+        assert "of device 1 for the symmetric heap, but only" in output
+        assert ("Process 1: " in output) == (rank == 0)
+        assert float(output.split("raised after ")[1].split(" s")[0]) < 15
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+def test_a_process_that_is_killed_before_it_lowers_is_named():
+    body = """
+    import os, signal, time
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        parity.check_cases(mesh, [(64, 128, 128, jnp.float32)])
+    except Exception as error:
+        print(f"raised after {time.monotonic() - start:.1f} s: {type(error).__name__}: {error}", flush=True)
+    os._exit(0)
+    """
+    output = run_processes(2, body)[0]  # with JAX's heartbeat of 100 s and a meeting time-out of 300 s
+    assert "HeapError: Process 1 ended before all processes of the mesh had set up" in output, output[-3000:]
+    assert float(output.split("raised after ")[1].split(" s")[0]) < 15
+
+
+@pytest.mark.slow
 @pytest.mark.gpu(1)
 @pytest.mark.parametrize("protocol, dtype", (("messages", "int32"), ("signals", "float32"), ("words", "bfloat16")))
 def test_a_sum_that_lacks_a_rank_is_nobodys_result(protocol, dtype):

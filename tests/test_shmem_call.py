@@ -23,6 +23,7 @@ from jax_triton import triton_lib
 import jaxtaxfree as jtf
 from jaxtaxfree import heap, shmem_call
 from jaxtaxfree.kernels import shmem
+from jaxtaxfree.shmem import _place
 from jaxtaxfree.teams import Team
 from tests.conftest import MeshFactory
 from tests.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
@@ -201,11 +202,30 @@ def test_flags_by_which_calls_would_run_at_once(
         lower()
 
 
+@pytest.mark.parametrize("places", (tuple(range(8)), (0, 1) * 4, (0, 1, 2, 3, 0, 1, 0, 1)))
+def test_each_device_finds_its_place(places: tuple[int, ...]) -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")).reshape(4, 2), ("dp", "tp"))
+    team = Team(("tp",), ("dp",), 2, tuple(mesh.devices.flat))
+    layout = heap.Layout(programs=1)
+    region = heap.Region(name="", device_ids=(), world=2, layout=layout, origin=1, stride=1, magic=1, places=places)
+    place = jax.shard_map(lambda: _place(team, region)[None], mesh=mesh, in_specs=(), out_specs=P(("dp", "tp")))
+    assert tuple(jax.jit(place)().tolist()) == places
+
+
 def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # JAX lets it build the program, and call it, as those do that have one.
     def region(name: str, devices: Any, world: int, layout: heap.Layout) -> heap.Region:
         ids = tuple(device.id for device in devices)
-        return heap.Region(name=name, device_ids=ids, world=world, layout=layout, origin=1, stride=1, magic=1)
+        return heap.Region(
+            name=name,
+            device_ids=ids,
+            world=world,
+            layout=layout,
+            origin=1,
+            stride=1,
+            magic=1,
+            places=tuple(range(len(ids))),
+        )
 
     monkeypatch.setattr(Team, "on_gpus", True)
     monkeypatch.setattr(Team, "compute_capability", 90)

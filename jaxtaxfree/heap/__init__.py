@@ -28,8 +28,8 @@ from typing import Any, Protocol
 import jax
 
 from jaxtaxfree import environment
-from jaxtaxfree.heap import exchange
-from jaxtaxfree.heap.cuda import CudaHeap, Device
+from jaxtaxfree.heap import door, exchange
+from jaxtaxfree.heap.cuda import STEPS, CudaHeap, Device, next_meeting
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
 from jaxtaxfree.heap.layout import Layout, Record, Region
@@ -52,6 +52,7 @@ __all__ = [
 _log = logging.getLogger("jaxtaxfree")
 _lock = threading.RLock()
 _heap: "Heap | None" = None
+_exchange: exchange.Alone | None = None  # of the heap, and before it opens
 _generation = 0  # how often this process has called `close`, as all others have
 _resets = 0  # likewise, of `reset`
 _timeout: float | None = None  # until the heap opens: what JAXTAXFREE_TIMEOUT says
@@ -90,7 +91,8 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
 
     Raises:
       PeerTimeoutError: if a rank has waited in vain and the heap was not reset since.
-      HeapUnavailableError: if these devices cannot share memory.
+      HeapUnavailableError: if the devices of a team cannot share memory; SpansHostsError, in all processes, if they are
+        on several hosts.
       ValueError: if an environment variable is no time or address.
       HeapError: if memory runs out, or another process fails or does not come.
     """
@@ -101,7 +103,12 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
             if _heap is not None:
                 _heap.refuse(name, members, world, why)
             raise PeerTimeoutError(why)
-        heap = _open()
+        try:
+            heap = _open()
+        except Exception as error:
+            if _exchange is not None:  # the others do not wait for this process
+                next_meeting(_exchange, name, members, world).fail(error, STEPS)
+            raise
     return heap.region(name, members, world, layout)
 
 
@@ -160,10 +167,10 @@ def close() -> None:
     Clears JAX's caches, so that jitted functions are built anew. Programs that were compiled ahead of time
     (`jit(f).lower(x).compile()`) must not run any more: they fail with an illegal address.
     """
-    global _heap, _failure, _delivered, _generation
+    global _heap, _exchange, _failure, _delivered, _generation
     with _lock:
         _generation += 1
-        closing, _heap, _failure, _delivered = _heap, None, None, False
+        closing, _heap, _exchange, _failure, _delivered = _heap, None, None, None, False
         if closing is not None:
             try:
                 closing.close()
@@ -172,9 +179,15 @@ def close() -> None:
 
 
 def _open() -> "Heap":
-    global _heap
+    global _heap, _exchange
     if _heap is None:
-        timeout, patience = _timeout or environment.timeout(), environment.meeting_timeout()
+        if _exchange is None:
+            patience = environment.meeting_timeout()
+            if jax.process_count() == 1:
+                _exchange = exchange.Alone()
+            else:
+                _exchange = exchange.Processes(jax.process_index(), _generation, patience, door.announce())
+        timeout = _timeout or environment.timeout()
         try:
             driver = Driver()
         except Exception as error:  # cuda-bindings raises its own kinds
@@ -182,15 +195,7 @@ def _open() -> "Heap":
                 "The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): "
                 f"{error}"
             ) from error
-        if jax.process_count() == 1:
-            meeting = exchange.Alone()
-        else:
-            meeting = exchange.Processes(jax.process_index(), _generation, patience)
-        try:
-            _heap = CudaHeap(driver, meeting, timeout, _resets)
-        except BaseException:
-            meeting.close()  # the next attempt is another one
-            raise
+        _heap = CudaHeap(driver, _exchange, timeout, _resets)
         threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
     return _heap
 

@@ -1,34 +1,35 @@
-"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many on one host.
+"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many.
 
 The heap reserves ranges of addresses, and the processes of a mesh agree on one that is free in all of them. A region
-is a window in that range, with one part of equal size for each device of the mesh in the mesh's order, so that a kernel
-finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its devices'
-peers into the window.
+is a window in that range, with one part of equal size for each device of a team in the order of the mesh, so that a
+kernel finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its
+devices' peers into the window. Teams that no process shares have the same addresses: a window is as long as what one
+process sees. A team is on one host; the processes of a mesh, whose program is the same, may be on many.
 """
 
 import contextlib
 import ctypes
 import dataclasses
 import os
+import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
-from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
-from jaxtaxfree.heap.exchange import Alone
+from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
+from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
-_RANGES = "its ranges"  # under which a process tells those that it has
 _RESETS = "its resets"  # under which it tells how many it has been through
-_STEPS = ("taken", "joined")  # in which processes make a region
-_LEFT = "left"  # under which a process tells that it has waited for another one in vain
+STEPS = ("placed", "taken", "joined")  # in which processes make a region
+_LEFT = "left"  # under which a process tells that it has waited for another one at a reset in vain
 _OTHER_BASE = (
     f"Set JAXTAXFREE_HEAP_BASE to a free address, the same for every process, and a multiple of {GRANULE >> 20} MiB."
 )
@@ -60,6 +61,26 @@ class Device:
         return cls(device.id, device.process_index, device.local_hardware_id or 0)
 
 
+def next_meeting(exchange: Alone, name: str, devices: Sequence[Device], world: int) -> Meeting:
+    """The next attempt at a region, of all processes of the mesh."""
+    key = layout.magic(name, tuple(device.id for device in devices), world)
+    return exchange.meeting(f"{key:x}", name, sorted({device.process for device in devices}))
+
+
+def _check_hosts(devices: Sequence[Device], world: int, hosts: Mapping[int, str], names: Mapping[int, str]) -> None:
+    """Raises SpansHostsError unless each team of the mesh, whoever's it is, is on one host."""
+    for first in range(0, len(devices), world):
+        of_hosts: dict[str, list[int]] = {}
+        for process in sorted({device.process for device in devices[first : first + world]}):
+            of_hosts.setdefault(hosts[process], []).append(process)
+        if len(of_hosts) > 1:
+            found = "; ".join(f"{processes(members)} on {names[members[0]]}" for members in of_hosts.values())
+            raise SpansHostsError(
+                f"the axis spans hosts ({found}), and kernels reach the memory of one host only: put only devices of "
+                "one host on the axis"
+            )
+
+
 class _Part:
     """One device's part of a region, as this process sees it. `close` undoes what was done to get it."""
 
@@ -74,7 +95,7 @@ class _Part:
 
 
 class CudaHeap:
-    """A heap on the GPUs of this process and those of its peers on the same host.
+    """A heap on the GPUs of this process and those of its peers, which are on the same host.
 
     Args:
       driver: CUDA's, or a model of it.
@@ -95,17 +116,10 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
-        self._attempts: dict[tuple, int] = {}
         self._resets = resets
-        self._refused: list[str] = []
+        self._refused: list[Meeting] = []
         self._failed = False
         self._bases = self._reserve()
-        try:
-            exchange.tell(_RANGES, " ".join(map(hex, self._bases)))
-        except BaseException:
-            for base in self._bases:
-                driver.unreserve(base, RANGE_BYTES)
-            raise
 
     def region(self, name: str, devices: Sequence[Device], world: int, layout_: Layout) -> Region:
         """The region of a name on a mesh; made when it is asked for first, by all processes of the mesh together.
@@ -137,11 +151,10 @@ class CudaHeap:
 
     def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
         """Tells the other processes that this one makes no region before a reset, so that they do not wait for it."""
-        key = (name, tuple(device.id for device in devices), world)
         with self._lock:
-            if key not in self._regions:
-                self._refused.append(self._next_meeting(key))
-                self._give_up(self._refused[-1], ("window", *_STEPS), HeapError(why))
+            if (name, tuple(device.id for device in devices), world) not in self._regions:
+                self._refused.append(next_meeting(self._exchange, name, devices, world))
+                self._refused[-1].fail(HeapError(why), STEPS)
 
     def records(self) -> list[tuple[Region, Device, float, Record]]:
         """What ranks of this process have left behind when they gave up, and after how many seconds they did."""
@@ -181,11 +194,15 @@ class CudaHeap:
                                 ctypes.memset(part.record_address, 0, RECORD_BYTES)
                                 self._clear(part, self._regions[key])
             except BaseException as error:
-                self._give_up(meeting, ("idle", "done"), error)
+                steps = ("idle", "done", _LEFT) if isinstance(error, HeapError) and error.missing else ("idle", "done")
+                why = str(error) or f"process {self._exchange.process} stopped with {type(error).__name__}"
+                with contextlib.suppress(HeapError):  # then the others find out by waiting
+                    for step in steps:
+                        self._exchange.tell(f"{meeting}/{step}", why)
                 raise
             self._exchange.tell(_RESETS, str(self._resets))
             while self._refused:
-                self._exchange.tell(f"{self._refused[-1]}/{_LEFT}", "")
+                self._refused[-1].pass_over(STEPS[0])
                 self._refused.pop()
             self._failed = False
 
@@ -236,13 +253,12 @@ class CudaHeap:
             )
         return bases
 
-    def _common_base(self, processes: Sequence[int]) -> int:
-        """The first range that all these processes have."""
-        of_processes = self._exchange.told(_RANGES, processes)
-        for base in of_processes[0].split():
-            if all(base in bases.split() for bases in of_processes):
+    def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
+        """The first range that all processes have."""
+        for base in next(iter(of_processes.values())):
+            if all(base in bases for bases in of_processes.values()):
                 return int(base, 0)
-        found = "; ".join(f"process {process}: {bases}" for process, bases in zip(processes, of_processes))
+        found = "; ".join(f"process {process}: {' '.join(bases)}" for process, bases in sorted(of_processes.items()))
         raise HeapUnavailableError(
             f"The heap needs {RANGE_BYTES >> 30} GiB of addresses that are free in every process, and there are none "
             f"({found}). {_OTHER_BASE}"
@@ -253,93 +269,83 @@ class CudaHeap:
     ) -> tuple[Region, list[_Part]]:
         # All processes of the mesh meet, even if their teams have nothing to do with each other: so a failure of one is
         # that of all, and all of them come, or none, when the region is asked for again.
-        processes = sorted({device.process for device in devices})
+        while True:
+            try:
+                meeting = next_meeting(self._exchange, name, devices, world)
+                return self._make_at(meeting, key, name, devices, world, layout_)
+            except Late:
+                continue  # with the meeting at which the others will be if they try again
+
+    def _make_at(
+        self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
+    ) -> tuple[Region, list[_Part]]:
         teams = [range(first, first + world) for first in range(0, len(devices), world)]
         teams = [team for team in teams if any(devices[i].process == self._exchange.process for i in team)]
         placed = [[(i, devices[i]) for i in team] for team in teams]
         parts: list[_Part] = []
-        meeting = self._next_meeting(key)
-        while self._exchange.heard(f"{meeting}/{_LEFT}", processes):
-            meeting = self._next_meeting(key)  # at which those who have left will be if they try again
         try:
-            region = self._place(meeting, key, name, devices, world, layout_, processes)
-            with self._together(f"{meeting}/taken", processes):
-                for team in placed:
-                    self._check_access([device for _, device in team])
-                    self._take(region, team, meeting, parts)
-            with self._together(f"{meeting}/joined", processes):
-                for team in placed:
-                    self._join(region, team, meeting, parts)
+            region = self._place(meeting, key, name, devices, world, layout_)
+            for team in placed:
+                self._check_access([device for _, device in team])
+                self._take(region, team, meeting, parts)
+            meeting.settle("taken")
+            for team in placed:
+                self._join(region, team, meeting, parts)
+            meeting.settle("joined")
         except BaseException as error:
-            self._give_up(meeting, _STEPS, error)
             with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
                 for part in parts:
                     undo.callback(part.close)
+                if not isinstance(error, Late):
+                    meeting.fail(error, STEPS)
+            if isinstance(error, DriverError):
+                raise HeapError(str(error)) from error
             raise
         finally:
-            self._exchange.withdraw(meeting)
+            meeting.end()
         return region, parts
 
-    def _next_meeting(self, key: tuple) -> str:
-        """What the next attempt at a region is called; processes that ask equally often call it the same."""
-        attempt = self._attempts[key] = self._attempts.get(key, 0) + 1
-        return f"{layout.magic(*key):x}/{attempt}"
-
     def _place(
-        self,
-        meeting: str,
-        key: tuple,
-        name: str,
-        devices: Sequence[Device],
-        world: int,
-        layout_: Layout,
-        processes: Sequence[int],
+        self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
     ) -> Region:
-        """Finds addresses for a region, the same in all these processes."""
+        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program."""
         size = layout_.nbytes
         granules = size // GRANULE
-        start = self._exchange.next_window(meeting, granules * len(devices), processes)
-        self._exchange.check_host(processes)
-        base = self._common_base(processes)
-        if (start + granules * len(devices)) * GRANULE > RANGE_BYTES:
-            raise HeapError(
-                f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on each "
-                f"of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
-            )
+        places = layout.places([device.process for device in devices], world)
+
+        def origin(said: Mapping[int, str]) -> str:
+            words = {process: text.split() for process, text in said.items()}
+            hosts = {process: host for process, (host, *_) in words.items()}
+            _check_hosts(devices, world, hosts, {process: name for process, (_, name, *_) in words.items()})
+            base = self._common_base({process: bases for process, (_, _, *bases) in words.items()})
+            start = self._exchange.next_window(granules * (max(places) + 1), hosts, RANGE_BYTES // GRANULE)
+            if start is None:
+                raise HeapError(
+                    f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
+                    f"each of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
+                )
+            return str(base // GRANULE + start)
+
+        said = (self._exchange.host, socket.gethostname(), *map(hex, self._bases))
         return Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=base // GRANULE + start,
+            origin=int(meeting.settle("placed", " ".join(said), origin)),
             stride=granules,
             magic=layout.magic(*key),
+            places=places,
         )
-
-    def _give_up(self, meeting: str, steps: Sequence[str], error: BaseException) -> None:
-        """Tells whoever waits for this process in a meeting, or comes there later, that it has left."""
-        why = str(error) or f"process {self._exchange.process} stopped with {type(error).__name__}"
-        if isinstance(error, HeapError) and error.waited_in_vain:
-            steps = (*steps, _LEFT)
-        with contextlib.suppress(HeapError):  # then the others find out by waiting
-            for step in steps:
-                self._exchange.tell(f"{meeting}/{step}", why)
 
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
-        """Runs a step in all processes; if it fails in one, all raise."""
-        error: Exception | None = None
+        """Runs a step of a reset in all processes; if it fails in one, all raise."""
         try:
             yield
-        except DriverError as failure:
-            error = HeapError(str(failure))
-            error.__cause__ = failure
-        except Exception as failure:
-            error = failure
-        try:
-            self._exchange.meet(step, members, None if error is None else str(error) or type(error).__name__)
-        except HeapError as failure:
-            raise (error or failure) from failure
+        except DriverError as error:
+            raise HeapError(str(error)) from error
+        self._exchange.meet(step, members)
 
     def _check_access(self, team: list[Device]) -> None:
         mine = [device for device in team if device.process == self._exchange.process]
@@ -357,7 +363,7 @@ class CudaHeap:
                         "`nvidia-smi topo -p2p r` shows which can."
                     )
 
-    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
+    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
         """Takes, maps and clears the memory of this process's own devices of a team."""
         size = region.stride * GRANULE
         for position, device in team:
@@ -380,14 +386,14 @@ class CudaHeap:
             part.undo(self._driver.free_host, part.record_address)
             self._clear(part, region)
             if any(peer.process != device.process for _, peer in team):
-                self._exchange.offer(meeting, position, self._driver.export(handle))
+                meeting.offer(position, self._driver.export(handle))
 
-    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: str, parts: list[_Part]) -> None:
+    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
         """Maps other processes' devices, and lets all own devices of the team reach the whole team's memory."""
         ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
         for position, device in team:
             if device.process != self._exchange.process:
-                descriptor = self._exchange.fetch(meeting, position, device.process)
+                descriptor = meeting.fetch(position, device.process)
                 try:
                     handle = self._driver.import_(descriptor)
                 finally:

@@ -4,11 +4,15 @@
 class HeapError(RuntimeError):
     """The symmetric heap cannot do what was asked, for example because the devices' memory is full."""
 
-    waited_in_vain = False  # for another process, which may come later
+    missing: tuple[int, ...] = ()  # processes for which this one has waited in vain, and which may come later
 
 
 class HeapUnavailableError(HeapError):
     """There can be no symmetric heap here: a driver, a device or an address range does not allow it."""
+
+
+class SpansHostsError(HeapUnavailableError):
+    """Devices of one team are on several hosts; all processes of the mesh find the same."""
 
 
 class PeerTimeoutError(HeapError):

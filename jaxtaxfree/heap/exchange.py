@@ -1,83 +1,134 @@
-"""How the processes of a job meet: names and numbers through JAX's key-value store, memory handles over Unix sockets.
+"""How the processes of a job meet, through JAX's key-value store; memory handles pass through their doors.
 
-A file descriptor cannot travel through a key-value store, so each process listens at a socket in a folder of its own
-and hands out the descriptors of the memory that it shares. `Alone` takes the place of all this in a job of one
-process.
+A meeting has steps, and each step ends by one verdict for all: the member with the lowest number gives it when it has
+heard all, or whoever finds first that the step fails, because of an error of its own, a member that has ended, or one
+that does not come. A verdict is written once, so all members come to the same end. `Alone` takes the place of all this
+in a job of one process.
 """
 
-import atexit
 import contextlib
 import errno
-import os
-import pathlib
-import socket
-import tempfile
+import json
+import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from jax._src import distributed
 
+from jaxtaxfree.heap import door, errors
+from jaxtaxfree.heap.door import Door
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError
 
-_ADDRESS = "its address"  # under which a process tells its host and the path of its socket
-_LONGEST_FOLDER = 75  # bytes; a socket's path has at most 107
-_LOOK_INTERVAL = 1.0  # seconds, after which a wait looks whether Python has something else to do, such as a Ctrl-C
+_log = logging.getLogger("jaxtaxfree")
+_WAITS = "waits"  # under which a process tells what it waits for, once that takes long
+_POLL = 1.0  # seconds, after which a wait looks whether there is something else to do, such as a Ctrl-C
+_LOOK = 3.0  # seconds between two looks whether the others live
+_PATIENCE = 10.0  # seconds, after which who waits says so
+_MOST_NAMES = 8  # in a list of processes
+_HERE, _FAILED = "here ", "failed"  # what an entry begins with by which a process comes to the end of a step
+
+type Decide = Callable[[Mapping[int, str]], str]
+
+
+class Late(Exception):
+    """The others have waited for this process in vain; it meets them at their next attempt."""
+
+
+class Meeting:
+    """One attempt of some processes to do something together; here of one process with itself."""
+
+    def __init__(self, process: int, members: Sequence[int]):
+        self._process = process
+        self.members = sorted(members)
+
+    def settle(self, step: str, said: str = "", decide: Decide | None = None) -> str:
+        """Ends a step, when all members have come to its end.
+
+        Args:
+          step: its name.
+          said: what this process has to say.
+          decide: what follows from what each of the members says; called in one of them.
+
+        Returns:
+          What was decided.
+
+        Raises:
+          Late: if the others have given up waiting for this process.
+          HeapError: if anything fails in any member, or one does not come. All raise the same.
+        """
+        del step
+        return decide({self._process: said}) if decide else ""
+
+    def fail(self, error: BaseException, steps: Sequence[str]) -> None:
+        """Makes these steps fail in all members, if they have not ended."""
+
+    def pass_over(self, step: str) -> None:
+        """Sends those who come later than this to their next attempt."""
+
+    def offer(self, position: int, descriptor: int) -> None:
+        """Lets the members fetch a file descriptor until the meeting ends."""
+        raise AssertionError("a process that is alone shares nothing")
+
+    def fetch(self, position: int, owner: int) -> int:
+        """The file descriptor that process `owner` offers for a position."""
+        raise AssertionError("a process that is alone imports nothing")
+
+    def end(self) -> None:
+        """Closes what was offered."""
 
 
 class Alone:
     """The exchange of a job of one process: nobody to meet."""
 
     process = 0
+    host = "this"
 
     def __init__(self) -> None:
         self._windows = 0
-        self._told: dict[str, str] = {}
+        self._attempts: dict[str, int] = {}
         self._lock = threading.Lock()
 
-    def check_host(self, members: Sequence[int]) -> None:
-        """Raises unless all members run on this host."""
+    def meeting(self, name: str, what: str, members: Sequence[int]) -> Meeting:
+        """The next meeting of this name, where these processes set up `what`.
 
-    def next_window(self, name: str, size: int, members: Sequence[int]) -> int:
-        """The start of a window of `size` units that no region has used yet, the same for all members."""
-        del name, members
-        with self._lock:
-            self._windows += size
-            return self._windows - size
+        Processes that have called this equally often meet at the same.
+        """
+        del name, what
+        return Meeting(self.process, members)
 
-    def offer(self, meeting: str, position: int, descriptor: int) -> None:
-        """Lets the members of a meeting fetch a file descriptor. It is closed when it is withdrawn."""
-        raise AssertionError("a process that is alone shares nothing")
+    def next_window(self, size: int, hosts: Mapping[int, str], most: int) -> int | None:
+        """The start of a window of `size` units that no region of these processes has yet; None if all are used up.
 
-    def withdraw(self, meeting: str) -> None:
-        """Ends the offers of a meeting."""
-
-    def fetch(self, meeting: str, position: int, owner: int) -> int:
-        """The file descriptor that process `owner` offers for a position."""
-        raise AssertionError("a process that is alone imports nothing")
+        Args:
+          hosts: that of each process.
+          most: units that there are.
+        """
+        del hosts
+        return self._window(size, 0, most)
 
     def tell(self, name: str, said: str) -> None:
-        """Tells all processes something under a name; what is told last counts."""
-        self._told[name] = said
-
-    def told(self, name: str, members: Sequence[int]) -> list[str]:
-        """What each of the members tells under a name; waits until it does."""
-        del members
-        return [self._told[name]]
+        """Tells the other processes something under a name; what is told last counts."""
 
     def heard(self, name: str, members: Sequence[int]) -> list[str]:
-        """What those of the members tell under a name that have told something so far."""
-        del members
-        return [self._told[name]] if name in self._told else []
+        """What those of the other members tell under a name that have told something so far."""
+        del name, members
+        return []
 
-    def meet(self, name: str, members: Sequence[int], error: str | None = None) -> None:
-        """Waits until all members have come here; raises what any of them reports."""
-        self.tell(name, error or "")
-        if any(errors := self.told(name, members)):
-            raise HeapError(next(filter(None, errors)))
+    def meet(self, name: str, members: Sequence[int]) -> None:
+        """Waits until all members have come here; raises what any of them has told under this name instead.
+
+        Unlike a `Meeting`, it allows each process to have members of its own.
+        """
 
     def close(self) -> None:
         """Stops handing out descriptors."""
+
+    def _window(self, size: int, first: int, last: int) -> int | None:
+        with self._lock:
+            self._windows += size
+            return first + self._windows - size if first + self._windows <= last else None
 
 
 class Processes(Alone):
@@ -87,166 +138,306 @@ class Processes(Alone):
       process: index of this process.
       generation: how often the processes have closed their heaps, so that a new one does not read an old one's entries.
       timeout: the longest wait for another process, in seconds.
+      entrance: the door of this process.
     """
 
-    def __init__(self, process: int, generation: int, timeout: float):
+    def __init__(self, process: int, generation: int, timeout: float, entrance: Door):
         super().__init__()
+        self.process = process
+        self.host = entrance.host
+        self.timeout = timeout
+        self.door = entrance
+        self._prefix = f"jaxtaxfree/{generation}"
+        self._addresses: dict[int, str] = {}
+        entrance.announce(process)
+
+    def meeting(self, name: str, what: str, members: Sequence[int]) -> Meeting:
+        if list(members) == [self.process]:  # it needs no store, which may have ended
+            return super().meeting(name, what, members)
+        with self._lock:
+            attempt = self._attempts[name] = self._attempts.get(name, 0) + 1
+        return _Meeting(self, f"{name}/{attempt}", what, members)
+
+    def next_window(self, size: int, hosts: Mapping[int, str], most: int) -> int | None:
+        # Each kind of mesh has a part of the range: so meshes of one process ask nobody, and those inside of hosts use
+        # up nothing of each other's.
+        if list(hosts) == [self.process]:
+            return self._window(size, most // 4 * 3, most)
+        inside = len(set(hosts.values())) == 1
+        first, last = (0, most // 2) if inside else (most // 2, most // 4 * 3)
+        key = f"windows/{self.host}" if inside else "windows"
+        start = first + self._ask("key_value_increment", self.name(key), size) - size
+        return start if start + size <= last else None
+
+    def tell(self, name: str, said: str) -> None:
+        if distributed.global_state.client is not None:  # else nobody is there to hear it
+            self.put(f"told/{name}/{self.process}", said)
+
+    def heard(self, name: str, members: Sequence[int]) -> list[str]:
+        found = (self.get(f"told/{name}/{member}") for member in members if member != self.process)
+        return [said for said in found if said is not None]
+
+    def meet(self, name: str, members: Sequence[int]) -> None:
+        self.tell(name, "")
+        others = [member for member in members if member != self.process]
+        patience = _Patience(self, name)
+        for member in others:
+            while (failed := patience.poll(f"told/{name}/{member}")) is None:
+                if failure := patience.failure([member], lambda member=member: [member]):
+                    patience.end(failed=True)
+                    raise failure
+            if failed:
+                raise HeapError(failed)
+        patience.end()
+
+    def close(self) -> None:
+        self.door.withdraw(f"{self._prefix}/")
+
+    def addresses(self, members: Sequence[int]) -> dict[int, str]:
+        """Of the doors of those of these processes that have told theirs. They are constants, so asked for once."""
+        if not self._addresses.keys() >= set(members):
+            self._addresses.update(_by_process(self._ask("key_value_dir_get", door.ADDRESSES)))
+        return {member: self._addresses[member] for member in members if member in self._addresses}
+
+    def put(self, key: str, said: str, overwrite: bool = True) -> bool:
+        """Writes an entry of the store; False if it is there and may not be overwritten."""
+        try:
+            self._ask("key_value_set", self.name(key), said, allow_overwrite=overwrite)
+        except HeapError as error:
+            if "ALREADY_EXISTS" in str(error):
+                return False
+            raise
+        return True
+
+    def get(self, key: str, seconds: float = 0.0) -> str | None:
+        """An entry of the store; None if it is not there by then."""
+        try:
+            if seconds:
+                return self._ask("blocking_key_value_get", self.name(key), max(1, round(seconds * 1000)))
+            return self._ask("key_value_try_get", self.name(key))
+        except HeapError as error:
+            if any(code in str(error) for code in ("DEADLINE_EXCEEDED", "NOT_FOUND")):
+                return None
+            raise
+
+    def folder(self, key: str) -> dict[int, str]:
+        """The entries below a key, one of each process, by one question."""
+        return _by_process(self._ask("key_value_dir_get", self.name(key)))
+
+    def delete(self, key: str) -> None:
+        """Removes an entry of the store."""
+        self._ask("key_value_delete", self.name(key))
+
+    def name(self, key: str) -> str:
+        """What an entry or an offer of this generation is called."""
+        return f"{self._prefix}/{key}"
+
+    @property
+    def _store(self) -> Any:
         store = distributed.global_state.client
         if store is None:
             raise HeapUnavailableError(
-                "The processes of this job cannot meet: call jax.distributed.initialize() first."
+                "The processes of this job cannot meet: call jax.distributed.initialize() first, and "
+                "jax.distributed.shutdown() last. Meshes of this process's own devices need neither."
             )
-        self.process = process
-        self._store = store
-        self._prefix = f"jaxtaxfree/{generation}"
-        self._timeout = timeout
-        self._descriptors: dict[str, int] = {}
-        self._closed = False
-        self._pid = os.getpid()
-        long = len(os.fsencode(tempfile.gettempdir())) > _LONGEST_FOLDER
-        self._folder = tempfile.mkdtemp(prefix="jaxtaxfree-", dir="/tmp" if long else None)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        atexit.register(self._stop)
+        return store
+
+    def _ask(self, call: str, key: str, *args: Any, **named: Any) -> Any:
+        store = self._store
         try:
-            path = os.path.join(self._folder, "handles")
-            self._listener.bind(path)
-            self._listener.listen()
-            self.tell(_ADDRESS, f"{_host()} {path}")
-            threading.Thread(target=self._serve, name="jaxtaxfree-handles", daemon=True).start()
-        except BaseException:
-            self._stop()
-            raise
+            return getattr(store, call)(key, *args, **named)
+        except Exception as error:  # among them that of a key that is not there
+            raise HeapError(
+                f"Process {self.process} gets no answer of JAX's coordination service to {call} {key}: {error}"
+            ) from error
 
-    def next_window(self, name: str, size: int, members: Sequence[int]) -> int:
-        if self.process == min(members):
-            try:
-                end = self._store.key_value_increment(f"{self._prefix}/windows/{_host()}", size)
-            except Exception as error:  # of a service that is gone
-                raise HeapError(f"Process {self.process} finds no window for {name}: {error}") from error
-            self.tell(f"{name}/window", str(end - size))
-        (said,) = self.told(f"{name}/window", [min(members)])
-        if not said.isdecimal():  # but why there will be none
-            raise HeapError(said)
-        return int(said)
 
-    def offer(self, meeting: str, position: int, descriptor: int) -> None:
-        with self._lock:
-            self._descriptors[f"{meeting}/{position}"] = descriptor
+class _Patience:
+    """A wait for other processes: who lives, who is missing, and how long it may last."""
 
-    def withdraw(self, meeting: str) -> None:
-        with self._lock:
-            for name in [name for name in self._descriptors if name.startswith(f"{meeting}/")]:
-                os.close(self._descriptors.pop(name))
+    def __init__(self, exchange: Processes, what: str):
+        self._exchange, self._what = exchange, what
+        self._start = time.monotonic()
+        self._end = self._start + exchange.timeout
+        self._next_look = self._start + _POLL
+        self._speaks_at: float | None = self._start + min(_PATIENCE, exchange.timeout / 2)
 
-    def fetch(self, meeting: str, position: int, owner: int) -> int:
-        name = f"{meeting}/{position}"
-        _, _, path = self.told(_ADDRESS, [owner])[0].partition(" ")
+    @property
+    def left(self) -> float:
+        """Seconds until this gives up; a little longer than that, so that it asks once more."""
+        return max(0.001, self._end - time.monotonic())
+
+    def poll(self, key: str) -> str | None:
+        """An entry of the store, for which this waits a little; None if it has not come."""
+        return self._exchange.get(key, min(self.left, _POLL))
+
+    def failure(self, needed: Sequence[int], missing: Callable[[], list[int]]) -> HeapError | None:
+        """Why it is no use to wait any longer, if so.
+
+        Args:
+          needed: processes that have to live.
+          missing: finds who has not come.
+        """
+        now, me = time.monotonic(), self._exchange.process
+        if now >= self._next_look:
+            self._next_look = now + _LOOK
+            found = self._exchange.addresses([process for process in needed if process != me])
+            if ended := [process for process, address in found.items() if door.has_ended(address)]:
+                return HeapError(
+                    f"{processes(ended).capitalize()} ended before all processes of the mesh had set up {self._what}. "
+                    "Start the program again in all of them."
+                )
+        if now >= self._end:
+            absent = missing()
+            error = HeapError(
+                f"Process {me} waited {self._exchange.timeout:g} s for {processes(absent)} to set up {self._what}. "
+                f"{self._elsewhere(absent)} Every process of the mesh must run the same program. "
+                "(JAXTAXFREE_MEETING_TIMEOUT sets the time.)"
+            )
+            error.missing = tuple(absent)
+            return error
+        if self._speaks_at is not None and now >= self._speaks_at:
+            self._speaks_at = None
+            self._exchange.put(f"{_WAITS}/{me}", f"waits for others to set up {self._what}")
+            absent = missing()
+            text = "Process %d has waited %.0f s (of %g: JAXTAXFREE_MEETING_TIMEOUT) for %s to set up %s. %s"
+            who, state = processes(absent), self._elsewhere(absent)
+            _log.warning(text, me, now - self._start, self._exchange.timeout, who, self._what, state)
+        return None
+
+    def end(self, failed: bool = False) -> None:
+        """Waits no more, and says so if it has said that it waits."""
+        if self._speaks_at is None:
+            key = f"{_WAITS}/{self._exchange.process}"
+            if failed:  # for those who look a little later
+                self._exchange.put(key, f"waited for others to set up {self._what}")
+            else:
+                self._exchange.delete(key)
+
+    def _elsewhere(self, absent: Sequence[int]) -> str:
+        """What those do who have not come here, as far as it is known."""
+        heard = self._exchange.addresses(absent)
+        silent = [member for member in absent if member not in heard]
+        does = {member: self._exchange.get(f"{_WAITS}/{member}") for member in absent[:_MOST_NAMES]}
+        known = [f"Process {member} {what}." for member, what in does.items() if what]
+        if silent:
+            known.append(f"Nothing was heard of {processes(silent)} so far.")
+        return " ".join(known) or f"Nothing else is known of {processes(absent)}."
+
+
+class _Meeting(Meeting):
+    """A meeting of several processes."""
+
+    def __init__(self, exchange: Processes, name: str, what: str, members: Sequence[int]):
+        super().__init__(exchange.process, members)
+        self._exchange = exchange
+        self._key = name
+        self._patience = _Patience(exchange, what)
+        self._began = False  # a step has ended well
+
+    def settle(self, step: str, said: str = "", decide: Decide | None = None) -> str:
+        self._exchange.put(self._seat(step, self._process), _HERE + said)
+        if self._process == self.members[0]:
+            self._lead(step, decide)
+        while (verdict := self._patience.poll(self._verdict(step))) is None:
+            if failure := self._failure(step):
+                self._condemn(step, failure)
+        found = json.loads(verdict)
+        self._patience.end(failed="decided" not in found)
+        if "decided" in found:
+            self._began = True
+            return found["decided"]
+        if self._process in found["missing"] and not self._began:
+            raise Late
+        raise getattr(errors, found["kind"])(found["why"])
+
+    def fail(self, error: BaseException, steps: Sequence[str]) -> None:
+        why = f"Process {self._process}: {str(error) or type(error).__name__}"
+        kind = type(error) if isinstance(error, HeapError) else HeapError
+        with contextlib.suppress(HeapError):  # then the others find out by waiting
+            for step in steps:
+                self._condemn(step, kind(why))
+                self._exchange.put(self._seat(step, self._process), _FAILED)  # for who waits for it there
+
+    def pass_over(self, step: str) -> None:
+        verdict = json.dumps({"missing": self.members})
+        self._exchange.put(self._verdict(step), verdict)
+
+    def offer(self, position: int, descriptor: int) -> None:
+        self._exchange.door.offer(self._exchange.name(f"{self._key}/{position}"), descriptor)
+
+    def fetch(self, position: int, owner: int) -> int:
+        process, name = self._process, self._exchange.name(f"{self._key}/{position}")
+        address = self._exchange.addresses([owner]).get(owner)
+        if address is None:
+            raise HeapUnavailableError(f"Process {process} does not know where process {owner} shares its memory.")
         try:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(self._timeout)
-                connection.connect(path)
-                connection.sendall(name.encode() + b"\n")
-                _, descriptors, flags, _ = socket.recv_fds(connection, 1, 1)
-                if flags & socket.MSG_CTRUNC:  # there was one, and no place for it here
-                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            descriptor = door.fetch(address, name, self._patience.left)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise HeapError(
-                    f"Process {self.process} cannot open what process {owner} shares ({error}): lift its limit "
-                    "(ulimit -n)."
+                    f"Process {process} cannot open what process {owner} shares ({error}): lift its limit (ulimit -n)."
                 ) from error
+            if door.has_ended(address):
+                raise HeapError(f"Process {owner} ended before it had shared its memory.") from error
             raise HeapUnavailableError(
-                f"Process {self.process} cannot reach process {owner} at {path} ({error}): processes that share "
-                "memory must run on one host and see the same temporary folder (TMPDIR)."
+                f"Process {process} cannot reach process {owner} at {door.path_of(address)} ({error}): processes that "
+                "share memory must run on one host and see the same temporary folder (TMPDIR)."
             ) from error
-        if not descriptors:
-            raise HeapError(f"Process {owner} does not share {name!r} with process {self.process}.")
-        return descriptors[0]
+        if descriptor is None:
+            raise HeapError(f"Process {owner} does not share {name!r} with process {process}.")
+        return descriptor
 
-    def tell(self, name: str, said: str) -> None:
+    def end(self) -> None:
+        self._exchange.door.withdraw(self._exchange.name(f"{self._key}/"))
+
+    def _lead(self, step: str, decide: Decide | None) -> None:
+        """Hears what all members say, and gives the verdict, unless there is one."""
+        heard = self._seats(step)
+        while absent := [member for member in self.members if member not in heard]:
+            if self._patience.poll(self._seat(step, absent[0])) is None:
+                if failure := self._failure(step):
+                    return self._condemn(step, failure)
+                if self._exchange.get(self._verdict(step)) is not None:
+                    return None
+            heard = self._seats(step)
+        if _FAILED in heard.values():
+            return None
         try:
-            self._store.key_value_set(f"{self._prefix}/told/{name}/{self.process}", said, allow_overwrite=True)
-        except Exception as error:  # of a service that is gone
-            raise HeapError(f"Process {self.process} cannot tell the others {name!r}: {error}") from error
+            said = {member: heard[member].removeprefix(_HERE) for member in self.members}
+            decided = decide(said) if decide else ""
+        except HeapError as error:
+            return self._condemn(step, error)
+        self._exchange.put(self._verdict(step), json.dumps({"decided": decided}), overwrite=False)
+        return None
 
-    def told(self, name: str, members: Sequence[int]) -> list[str]:
-        return [self._get(f"told/{name}/{member}", member, name) for member in members]
+    def _condemn(self, step: str, error: HeapError) -> None:
+        verdict = {"kind": type(error).__name__, "why": str(error), "missing": error.missing}
+        self._exchange.put(self._verdict(step), json.dumps(verdict), overwrite=False)
 
-    def heard(self, name: str, members: Sequence[int]) -> list[str]:
-        heard = []
-        for member in members:
-            with contextlib.suppress(Exception):  # of a key that is not there
-                heard.append(self._store.key_value_try_get(f"{self._prefix}/told/{name}/{member}"))
-        return heard
+    def _failure(self, step: str) -> HeapError | None:
+        def missing() -> list[int]:
+            seats = self._seats(step)  # if all are there, the one that gives the verdict is missed
+            return [member for member in self.members if member not in seats] or self.members[:1]
 
-    def check_host(self, members: Sequence[int]) -> None:
-        hosts = {member: told.partition(" ")[0] for member, told in zip(members, self.told(_ADDRESS, members))}
-        elsewhere = sorted(member for member, host in hosts.items() if host != _host())
-        if elsewhere:
-            raise HeapUnavailableError(
-                f"The mesh spans hosts: process {self.process} is on another host than "
-                f"{_list('process', elsewhere)}. Put only devices of one host on the axis of a fused operation, or "
-                "use implementation='xla'."
-            )
+        return self._patience.failure(self.members, missing)
 
-    def close(self) -> None:
-        with contextlib.suppress(Exception):  # of a job that has ended
-            self._store.key_value_delete(f"{self._prefix}/told/{_ADDRESS}/{self.process}")
-        self._stop()
+    def _seats(self, step: str) -> dict[int, str]:
+        return self._exchange.folder(f"{self._key}/{step}/seats")
 
-    def _stop(self) -> None:
-        """Leaves nothing behind on this host."""
-        atexit.unregister(self._stop)
-        if os.getpid() != self._pid:
-            return  # of a fork, whose end is not that of the process that listens
-        self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that serves
-        self._listener.close()
-        pathlib.Path(self._folder, "handles").unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            os.rmdir(self._folder)
+    def _seat(self, step: str, member: int) -> str:
+        return f"{self._key}/{step}/seats/{member}"
 
-    def _get(self, key: str, owner: int, what: str) -> str:
-        end = time.monotonic() + self._timeout
-        while True:
-            left = min(end - time.monotonic(), _LOOK_INTERVAL)
-            try:
-                return self._store.blocking_key_value_get(f"{self._prefix}/{key}", max(1, round(left * 1000)))
-            except Exception as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise HeapError(
-                        f"Process {self.process} cannot ask for what process {owner} says of {what}, because JAX's "
-                        f"coordination service does not answer. {error}"
-                    ) from error
-                if time.monotonic() < end:
-                    continue
-                missed = HeapError(
-                    f"Process {self.process} waited {self._timeout:g} s for process {owner} to set up {what}. Every "
-                    f"process of the mesh must run the same program; is process {owner} alive? "
-                    f"(JAXTAXFREE_MEETING_TIMEOUT sets the time.) {error}"
-                )
-                missed.waited_in_vain = True
-                raise missed from error
-
-    def _serve(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:  # the end, or too many open files for a while
-                time.sleep(0.0 if self._closed else 0.1)
-                continue
-            with connection, contextlib.suppress(OSError, ValueError):
-                connection.settimeout(self._timeout)
-                name = connection.makefile().readline().strip()
-                with self._lock:  # so that it is not closed meanwhile
-                    descriptor = self._descriptors.get(name)
-                    socket.send_fds(connection, [b"\0"], [] if descriptor is None else [descriptor])
+    def _verdict(self, step: str) -> str:
+        return f"{self._key}/{step}/verdict"
 
 
-def _host() -> str:
-    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+def _by_process(entries: Sequence[tuple[str, str]]) -> dict[int, str]:
+    return {int(key.rpartition("/")[2]): said for key, said in entries}
 
 
-def _list(what: str, numbers: Sequence[int]) -> str:
-    return f"{what}{'es' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
+def processes(numbers: Sequence[int]) -> str:
+    """These processes in words, the first few by their numbers."""
+    named = ", ".join(map(str, numbers[:_MOST_NAMES]))
+    more = f" and {len(numbers) - _MOST_NAMES} more" if len(numbers) > _MOST_NAMES else ""
+    return f"process{'es' if len(numbers) > 1 else ''} {named}{more}"

@@ -2,9 +2,10 @@
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -130,9 +131,10 @@ class Region:
       name: what asked for it: operation, shapes, dtypes, configuration.
       device_ids: of the devices in the order of the mesh, each team's devices next to each other.
       world: devices in a team.
-      origin: address of the first device's part, in granules.
-      stride: from one device's part to the next one's, in granules.
+      origin: address of the window, in granules.
+      stride: from one place in the window to the next one, in granules.
       magic: i32 at the start of each part, by which a kernel knows its region.
+      places: of each device's part in the window, in the order of the mesh.
     """
 
     name: str
@@ -142,10 +144,28 @@ class Region:
     origin: int
     stride: int
     magic: int
+    places: tuple[int, ...]
 
     def address(self, position: int) -> int:
         """Address of the part of the device at `position` in the mesh."""
-        return (self.origin + position * self.stride) * GRANULE
+        return (self.origin + self.places[position] * self.stride) * GRANULE
+
+
+def places(processes: Sequence[int], world: int) -> tuple[int, ...]:
+    """Where in a window each device of a mesh has its part, by the processes that drive them.
+
+    Teams of one process follow each other. Those that no process has in common may have the same place, because what
+    is an address in one process is none in another.
+    """
+    taken: dict[int, set[int]] = {process: set() for process in processes}
+    found: list[int] = []
+    for first in range(0, len(processes), world):
+        members = set(processes[first : first + world])
+        slot = next(slot for slot in itertools.count() if not any(slot in taken[process] for process in members))
+        for process in members:
+            taken[process].add(slot)
+        found += range(slot * world, (slot + 1) * world)
+    return tuple(found)
 
 
 def indices(index: int, shape: tuple[int, ...]) -> str:
