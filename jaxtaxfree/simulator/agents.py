@@ -218,15 +218,22 @@ class GluonMachine(Machine):
         block.going.add(part)
         self.scheduler.spawn(part, live)
 
-    def _beside(self, body: Callable[[], None]) -> None:
-        """Lets an operation take its course."""
+    def _beside(self, course: Iterator[None]) -> None:
+        """Lets an operation take its course, which yields between its steps."""
         block = self._block
-        self._spawn(block, self._part(block, self._program.thread, self._program.part), body)
+        part = self._part(block, self._program.thread, self._program.part)
 
-    def _linger(self) -> None:
-        """An operation on its way, for a shorter or a longer time."""
-        for _ in range(1 + int(self.scheduler.draw() ** 2 * _LAG)):
-            self._pause()
+        def operation() -> Iterator[None]:
+            yield from course
+            block.going.remove(part)
+            self.scheduler.changed(-1 - block.program.thread)
+
+        block.going.add(part)
+        self.scheduler.operate(part, operation())
+
+    def _lag(self) -> range:
+        """The steps for which an operation is on its way: few or many."""
+        return range(1 + int(self.scheduler.draw() ** 2 * _LAG))
 
     def _sleep(self, key: int, what: Callable[[], str]) -> None:
         program = self._program
@@ -368,8 +375,9 @@ class GluonMachine(Machine):
         self._check(self._clocks.write, into.buffer, *into.accesses, event)
         barrier.loads.setdefault(phase, event)
 
-        def arrive() -> None:
-            self._linger()
+        def arrive() -> Iterator[None]:
+            for _ in self._lag():
+                yield
             zeros = np.zeros(addresses.shape, numpy_type(descriptor.dtype))
             into.elements = memory.load(addresses, inside, zeros, zeros.dtype)
             if barrier.phase != phase:
@@ -381,7 +389,7 @@ class GluonMachine(Machine):
             barrier.bytes -= descriptor.nbytes_per_cta
             self._settle(barrier)
 
-        self._beside(arrive)
+        self._beside(arrive())
 
     def store_block(self, descriptor: TensorDescriptor, coordinates: Sequence[int], source: Memory) -> None:
         """Begins a store of a block."""
@@ -400,18 +408,20 @@ class GluonMachine(Machine):
         store = _Store(event)
         agent.begun_stores.append(store)
 
-        def take() -> None:
-            self._linger()
+        def take() -> Iterator[None]:
+            for _ in self._lag():
+                yield
             values = source.elements
             store.read = True
             self.scheduler.changed(-1 - agent.stores)
-            self._linger()
+            for _ in self._lag():
+                yield
             memory.store(addresses, values, inside)
             self._written(addresses[inside])
             store.written = True
             self.scheduler.changed(-1 - agent.stores)
 
-        self._beside(take)
+        self._beside(take())
 
     def wait_stores(self, pending: int, read_only: bool) -> None:
         """Waits until no more than some of the current agent's stores read their buffers, or have not ended."""
@@ -428,7 +438,8 @@ class GluonMachine(Machine):
 
     def _operation(self, verb: str, lane: int, time: int) -> Event:
         event = self._event(verb)
-        return dataclasses.replace(event, thread=lane, clock=time, issuer=event.thread)
+        event.issuer, event.thread, event.clock = event.thread, lane, time
+        return event
 
     def _block_of(
         self, descriptor: TensorDescriptor, coordinates: Sequence[int], view: Memory

@@ -1,7 +1,7 @@
-"""Shortcuts for the arithmetic on addresses, indices and f32, in which a kernel spends nearly all its time.
+"""Shortcuts for the arithmetic on blocks of addresses, indices and f32, and for what comes of scalars.
 
 Triton's semantics ask about types, promotion and broadcasting at each operator, which takes 20 to 40 us. Of signed
-integers, pointers and f32 among themselves the answers are known; everything else takes Triton's way.
+integers, booleans, pointers and f32 among themselves the answers are known; everything else takes Triton's way.
 """
 
 import functools
@@ -14,86 +14,109 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 
+from jaxtaxfree.simulator import scalars
+from jaxtaxfree.simulator.scalars import I1, I32, I64, Scalar
+
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
-def _numpy(dtype: Any) -> type | None:
+def _is_integer(dtype: Any) -> bool:
     # By identity: comparing Triton's types takes as long as adding numbers.
-    return np.int32 if dtype is tl.int32 else np.int64 if dtype is tl.int64 else None
+    return dtype is I32 or dtype is I64
 
 
-def _divide(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _divide(x: Any, y: Any) -> np.ndarray:
     return (x - np.fmod(x, y)) // y  # C's division
 
 
-_OPERATORS: dict[str, tuple[Callable, bool]] = {  # and whether it compares
-    "add": (np.add, False),
-    "sub": (np.subtract, False),
-    "mul": (np.multiply, False),
-    "floordiv": (_divide, False),
-    "mod": (np.fmod, False),
-    "and": (np.bitwise_and, False),
-    "lshift": (np.left_shift, False),
-    "lt": (np.less, True),
-    "le": (np.less_equal, True),
-    "gt": (np.greater, True),
-    "ge": (np.greater_equal, True),
-    "eq": (np.equal, True),
-    "ne": (np.not_equal, True),
+_COMPUTING: dict[str, Callable] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_INTEGERS: dict[str, Callable] = {"floordiv": _divide, "mod": np.fmod, "lshift": np.left_shift}
+_BITS: dict[str, Callable] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
+_COMPARING: dict[str, Callable] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
 }
-_REFLECTED = ("add", "sub", "mul")
-_OF_INTEGERS = ("floordiv", "mod", "and", "lshift")
 _F32 = np.finfo(np.float32)
 
 
 def bind(scope: Any) -> None:
     """Puts the shortcuts in front of the operators of `tl.tensor`, until the scope is restored."""
-    for name, (operator, compares) in _OPERATORS.items():
-        slow = getattr(tl.tensor, f"__{name}__")
-        if name not in _OF_INTEGERS:
-            slow = _shortcut_of_floats(operator, compares, slow)
-        scope.set_attr(tl.tensor, f"__{name}__", _shortcut(operator, compares, slow, name == "add", name == "and"))
-    for name in _REFLECTED:
-        reflected = functools.partial(_reflect, _OPERATORS[name][0])
-        slow = _shortcut_of_floats(reflected, False, getattr(tl.tensor, f"__r{name}__"))
-        scope.set_attr(tl.tensor, f"__r{name}__", _shortcut(reflected, False, slow))
+    for name, operator in {**_COMPUTING, **_INTEGERS, **_BITS}.items():
+        for reflected in (False, True):
+            full = f"__r{name}__" if reflected else f"__{name}__"
+            slow, of = getattr(tl.tensor, full), functools.partial(_reflect, operator) if reflected else operator
+            if name in _COMPUTING:
+                slow = _shortcut_of_floats(of, False, slow)
+            bits, shifts = name in _BITS, name in ("lshift",)
+            scope.set_attr(tl.tensor, full, _shortcut(of, False, slow, bits=bits, shifts=shifts))
+    for name, operator in _COMPARING.items():
+        slow = _shortcut_of_floats(operator, True, getattr(tl.tensor, f"__{name}__"))
+        scope.set_attr(tl.tensor, f"__{name}__", _shortcut(operator, True, slow))
+    scope.set_attr(tl.tensor, "__add__", _shortcut_of_pointers(tl.tensor.__add__))
     broadcast = TritonSemantic.broadcast_impl_value
     scope.set_attr(TritonSemantic, "broadcast_impl_value", _broadcast(broadcast))
+    scope.set_attr(TritonSemantic, "make_tensor", lambda self, handle, type_: scalars.make(handle, type_))
+    scope.set_attr(TritonSemantic, "scalar_constant", _scalar_constant(TritonSemantic.scalar_constant))
+    scope.set_attr(TritonSemantic, "to_tensor", _to_tensor(TritonSemantic.to_tensor))
     scope.set_attr(tl.tensor, "to", _to(tl.tensor.to))
     scope.set_attr(tl.tensor, "__init__", _initialize(tl.tensor.__init__))
     scope.set_attr(tl.block_type, "__init__", _initialize_block_type(tl.block_type.__init__))
     scope.set_attr(triton_interpreter, "_get_np_dtype", _numpy_dtype(triton_interpreter._get_np_dtype))
 
 
-def _reflect(operator: Callable, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def _reflect(operator: Callable, x: Any, y: Any) -> np.ndarray:
     return operator(y, x)
 
 
-def _shortcut(
-    operator: Callable, compares: bool, slow: Callable, points: bool = False, logical: bool = False
-) -> Callable:
+def _data(x: Any) -> Any:
+    """What NumPy computes with. It takes a number as one of the other operand's type, which has to hold it."""
+    return x.value if type(x) is Scalar else x.handle.data
+
+
+def _shortcut(operator: Callable, compares: bool, slow: Callable, bits: bool = False, shifts: bool = False) -> Callable:
     def apply(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        mine = _numpy(self.dtype)
-        if mine is None:
-            if self.dtype is tl.int1 and logical and type(other) is tl.tensor and other.dtype is tl.int1:
-                return _tensor(operator(self.handle.data, other.handle.data), tl.int1, _shape(self, other))
-            if points and type(self.dtype) is tl.pointer_type:
-                advanced = _advance(self, other)
-                return slow(self, other, *args, **kwargs) if advanced is None else advanced
-            return slow(self, other, *args, **kwargs)
-        x = self.handle.data
-        if type(other) is int:
-            if not _INT32_MIN <= other <= _INT32_MAX:
-                return slow(self, other, *args, **kwargs)
-            like, dtype, y = self, self.dtype, mine(other)
-        elif type(other) is tl.tensor and _numpy(other.dtype):
-            like, y = _shape(self, other), other.handle.data
-            dtype = tl.int64 if self.dtype is not other.dtype else self.dtype
-            if dtype is tl.int64:
-                x, y = x.astype(np.int64, copy=False), y.astype(np.int64, copy=False)
-        else:
-            return slow(self, other, *args, **kwargs)
-        return _tensor(operator(x, y), tl.int1 if compares else dtype, like)
+        dtype, kind = self.dtype, type(other)
+        if kind is tl.constexpr and not shifts:
+            other = other.value
+            kind = type(other)
+        if dtype is I32 or dtype is I64:
+            if kind is int:
+                if not _INT32_MIN <= other <= _INT32_MAX:
+                    return slow(self, other, *args, **kwargs)
+                data = operator(self.handle.data, other)
+                return _tensor(data, I1 if compares else dtype, self)
+            if (kind is Scalar or kind is tl.tensor) and _is_integer(other.dtype):
+                x, y = _data(self), _data(other)
+                if dtype is not other.dtype:
+                    dtype = I64
+                    x, y = (np.asarray(data, np.int64) for data in (x, y))
+                return _tensor(operator(x, y), I1 if compares else dtype, _shape(self, other))
+        elif bits and dtype is I1:
+            if kind is bool:
+                return _tensor(operator(self.handle.data, other), I1, self)
+            if (kind is Scalar or kind is tl.tensor) and other.dtype is I1:
+                return _tensor(operator(_data(self), _data(other)), I1, _shape(self, other))
+        return slow(self, other, *args, **kwargs)
+
+    return apply
+
+
+def _shortcut_of_pointers(slow: Callable) -> Callable:
+    """`__add__`."""
+
+    def apply(self: Any, other: Any) -> Any:
+        if type(self.dtype) is tl.pointer_type:
+            size = scalars.stride(self.dtype)
+            if type(other) is int:
+                return _tensor(self.handle.data + np.uint64(size * other % (1 << 64)), self.dtype, self)
+            if isinstance(other, tl.tensor) and _is_integer(other.dtype):
+                data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(size)
+                return _tensor(data, self.dtype, _shape(self, other))
+        return slow(self, other)
 
     return apply
 
@@ -104,13 +127,104 @@ def _shortcut_of_floats(operator: Callable, compares: bool, slow: Callable) -> C
             if type(other) is tl.tensor:
                 if other.dtype is tl.float32:
                     data = operator(self.handle.data, other.handle.data)
-                    return _tensor(data, tl.int1 if compares else tl.float32, _shape(self, other))
+                    return _tensor(data, I1 if compares else tl.float32, _shape(self, other))
             elif (type(other) is float or type(other) is int) and (other == 0 or _F32.tiny <= abs(other) <= _F32.max):
                 data = operator(self.handle.data, np.float32(other))
-                return _tensor(data, tl.int1 if compares else tl.float32, self)
+                return _tensor(data, I1 if compares else tl.float32, self)
         return slow(self, other, *args, **kwargs)
 
     return apply
+
+
+def _scalar_constant(slow: Callable) -> Callable:
+    """`TritonSemantic.scalar_constant`."""
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        scalar = scalars.constant(value, dtype)
+        return slow(self, value, dtype) if scalar is None else scalar
+
+    return scalar_constant
+
+
+def _to_tensor(slow: Callable) -> Callable:
+    """`TritonSemantic.to_tensor`, through which the value of each assignment goes."""
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        kind = type(x)
+        if kind is Scalar or kind is tl.tensor:
+            return x
+        if kind is int and _INT32_MIN <= x <= _INT32_MAX:
+            return Scalar(x, I32)
+        if kind is tuple and not check_type:
+            return x
+        return slow(self, x, check_type)
+
+    return to_tensor
+
+
+# Functions of the language by what Triton defines: what takes their place, given what they call otherwise.
+_functions: dict[Any, Callable[[Callable], Callable]] = {}
+
+
+def function(builtin: Callable) -> Callable:
+    """One of the language's functions as an interpreted kernel calls it: without the layers that check who calls."""
+    while (inner := getattr(builtin, "__wrapped__", None)) is not None:
+        builtin = inner
+    semantic = triton_interpreter.interpreter_semantic
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = semantic
+        return builtin(*args, **kwargs)
+
+    shortcut = _functions.get(builtin)
+    return shortcut(call) if shortcut else call
+
+
+def _shortcut_to(builtin: Callable) -> Callable:
+    def register(shortcut: Callable) -> Callable:
+        _functions[builtin.__wrapped__] = shortcut
+        return shortcut
+
+    return register
+
+
+@_shortcut_to(tl.where)
+def _where(slow: Callable) -> Callable:
+    def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
+        if type(condition) is Scalar and condition.dtype is I1:
+            if type(x) is Scalar and type(y) is Scalar and x.dtype is y.dtype:
+                return x if condition.value else y
+            if (type(x) is Scalar or type(y) is Scalar) and (known := scalars.common(x, y)) is not None:
+                return Scalar(known[0] if condition.value else known[1], known[2])
+        elif type(condition) is type(x) is type(y) is tl.tensor and condition.dtype is I1 and x.dtype is y.dtype:
+            shape = condition.handle.data.shape
+            if shape == x.handle.data.shape == y.handle.data.shape and x.type.is_block():
+                return _tensor(np.where(condition.handle.data, x.handle.data, y.handle.data), x.dtype, x)
+        return slow(condition, x, y, **kwargs)
+
+    return where
+
+
+def _extreme(of_numbers: Callable, of_blocks: Callable, slow: Callable) -> Callable:
+    """`tl.minimum` or `tl.maximum`."""
+
+    def extreme(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
+        if type(x) is Scalar or type(y) is Scalar:
+            known = scalars.common(x, y)
+            if known is not None and known[2] is not I1:
+                return Scalar(of_numbers(known[0], known[1]), known[2])
+        elif type(x) is tl.tensor and _is_integer(x.dtype):
+            if type(y) is int and _INT32_MIN <= y <= _INT32_MAX:
+                return _tensor(of_blocks(x.handle.data, y), x.dtype, x)
+            if type(y) is tl.tensor and x.dtype is y.dtype:
+                return _tensor(of_blocks(x.handle.data, y.handle.data), x.dtype, _shape(x, y))
+        return slow(x, y, *args, **kwargs)
+
+    return extreme
+
+
+_shortcut_to(tl.minimum)(functools.partial(_extreme, min, np.minimum))
+_shortcut_to(tl.maximum)(functools.partial(_extreme, max, np.maximum))
 
 
 def _broadcast(slow: Callable) -> Callable:
@@ -149,29 +263,18 @@ def _shape(x: Any, y: Any) -> Any:
     return None
 
 
-def _advance(pointer: Any, offset: Any) -> Any:
-    """pointer + offset, or None if that needs Triton."""
-    size = max(1, pointer.dtype.element_ty.primitive_bitwidth // 8)
-    if type(offset) is int:
-        return _tensor(pointer.handle.data + np.uint64(size * offset % (1 << 64)), pointer.dtype, pointer)
-    if type(offset) is tl.tensor and _numpy(offset.dtype):
-        data = pointer.handle.data + offset.handle.data.astype(np.uint64) * np.uint64(size)
-        return _tensor(data, pointer.dtype, _shape(pointer, offset))
-    return None
-
-
 def _to(slow: Callable) -> Callable:
     def to(self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
             return slow(self, dtype, *args, **kwargs)
         if self.dtype is dtype:
             return self
-        mine, target = _numpy(self.dtype), _numpy(dtype)
-        if mine and target:
-            return _tensor(self.handle.data.astype(target), dtype, self)
-        if mine is np.int64 and type(dtype) is tl.pointer_type:
+        mine = self.dtype
+        if _is_integer(mine) and _is_integer(dtype):
+            return _tensor(self.handle.data.astype(np.int32 if dtype is I32 else np.int64), dtype, self)
+        if mine is I64 and type(dtype) is tl.pointer_type:
             return _tensor(self.handle.data.view(np.uint64), dtype, self)
-        if target is np.int64 and type(self.dtype) is tl.pointer_type:
+        if dtype is I64 and type(mine) is tl.pointer_type:
             return _tensor(self.handle.data.view(np.int64), dtype, self)
         return slow(self, dtype)
 
@@ -184,12 +287,12 @@ def _tensor(data: np.ndarray, dtype: Any, like: Any) -> Any:
     handle.data, handle.dtype, handle.attr = data, dtype, {}
     if like is None:
         return tl.tensor(handle, tl.block_type(dtype, list(data.shape)))
+    type_ = like.type
+    if not type_.is_block():
+        return scalars.make(handle, dtype)
     tensor = object.__new__(tl.tensor)
     tensor.handle, tensor.dtype, tensor.shape, tensor.numel = handle, dtype, like.shape, like.numel
-    if like.dtype is dtype:
-        tensor.type = like.type
-    else:
-        tensor.type = tl.block_type(dtype, list(like.type.shape)) if like.type.is_block() else dtype
+    tensor.type = type_ if like.dtype is dtype else tl.block_type(dtype, list(type_.shape))
     return tensor
 
 

@@ -25,7 +25,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
-from jaxtaxfree.simulator import arithmetic, libdevice
+from jaxtaxfree.simulator import arithmetic, libdevice, scalars
 from jaxtaxfree.simulator.events import MARKER
 
 _SEMANTICS = {
@@ -274,7 +274,8 @@ def _reduction(slow: Callable) -> Callable:
         many = isinstance(operands, tuple)
         types_ = [operand.dtype for operand in operands] if many else [operands.dtype]
         if not any(type_.name in _AS_BITS for type_ in types_):
-            return slow(operands, *args, **kwargs)
+            results = slow(operands, *args, **kwargs)
+            return tuple(map(scalars.of, results)) if isinstance(results, tuple) else scalars.of(results)
         wide = tuple(
             operand.to(tl.float32) if type_.name in _AS_BITS else operand
             for operand, type_ in zip(operands if many else (operands,), types_)
@@ -394,7 +395,7 @@ def convert(value: Any) -> Any:
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
-        return lambda *args, **kwargs: value(*args, **kwargs, _semantic=triton_interpreter.interpreter_semantic)
+        return arithmetic.function(value)
     return value
 
 
@@ -449,14 +450,7 @@ def _bind() -> Any:
 def _bind_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Like Triton's `_patch_attr`, without the layer that checks whether a compiler calls."""
     del builder
-    builtin = getattr(member, "__wrapped__", member)
-    semantic = triton_interpreter.interpreter_semantic
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return builtin(*args, **kwargs)
-
-    scope.set_attr(owner, name, call)
+    scope.set_attr(owner, name, arithmetic.function(member))
 
 
 def _method(function: Function) -> Callable:
@@ -478,14 +472,14 @@ def pointer(address: int, dtype: np.dtype) -> Any:
     if pointee is None:
         raise TypeError(f"Triton has no type for arrays of {dtype}.")
     type_ = tl.pointer_type(pointee)
-    return tl.tensor(TensorHandle(np.array([address], np.uint64), type_), type_)
+    return scalars.Scalar(address, type_)
 
 
 def argument(value: Any) -> Any:
     """A kernel's argument that is not constexpr."""
     if isinstance(value, tuple):
         return tuple(argument(item) for item in value)
-    return triton_interpreter._implicit_cvt(value)
+    return scalars.of(triton_interpreter._implicit_cvt(value))
 
 
 def constants(kernel: triton.JITFunction) -> set[str]:

@@ -14,6 +14,7 @@ from triton.runtime import interpreter as triton_interpreter
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import POISON, Part
+from jaxtaxfree.simulator.scalars import Scalar
 
 if TYPE_CHECKING:
     from jaxtaxfree.simulator.agents import GluonMachine
@@ -270,6 +271,10 @@ def _itemsize(dtype: Any) -> int:
 
 def integer(value: Any) -> int:
     """A number that a kernel has as a constant or as a scalar."""
+    if type(value) is Scalar:
+        return int(value.value)
+    if type(value) is int:
+        return value
     if hasattr(value, "handle"):
         return int(value.handle.data.reshape(-1)[0])
     return int(value.value if isinstance(value, tl.constexpr) else value)
