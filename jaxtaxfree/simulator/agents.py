@@ -28,7 +28,7 @@ from jaxtaxfree.simulator.events import Event, stack, where
 from jaxtaxfree.simulator.machine import Machine, Sleep, Work
 from jaxtaxfree.simulator.memory import Heap, Space
 from jaxtaxfree.simulator.scheduler import Program
-from jaxtaxfree.simulator.shared import Buffer, Mbarrier, Memory, TensorDescriptor, numpy_type, tensor
+from jaxtaxfree.simulator.shared import Buffer, Mbarrier, Memory, TensorDescriptor, numpy_type, tensor, whole
 
 _EVERYTHING = slice(None)
 _LAG = 8  # steps of its own by which an operation may be late at most
@@ -263,8 +263,7 @@ class GluonMachine(Machine):
     def allocate(self, dtype: Any, shape: Sequence[int], layout: Any, value: Any = None) -> Memory:
         program, size = self._program, numpy_type(dtype).itemsize
         buffer = Buffer.allocate(_assigned(), program.program, program.rank, shape, size)
-        offsets = np.arange(0, buffer.data.size, size).reshape(shape)
-        view = Memory(self, buffer, offsets, dtype, layout)
+        view = Memory(self, buffer, whole(tuple(shape), size), dtype, layout)
         if value is not None:
             view.store(value)
         return view

@@ -17,12 +17,17 @@ from triton.runtime.interpreter import TensorHandle
 from jaxtaxfree.simulator import scalars
 from jaxtaxfree.simulator.scalars import I1, I32, I64, Scalar
 
+F32 = tl.float32
 _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
-def _is_integer(dtype: Any) -> bool:
+def is_integer(dtype: Any) -> bool:
     # By identity: comparing Triton's types takes as long as adding numbers.
     return dtype is I32 or dtype is I64
+
+
+def _is_short(dtype: Any) -> bool:
+    return dtype is tl.bfloat16 or dtype is tl.float16
 
 
 def _divide(x: Any, y: Any) -> np.ndarray:
@@ -88,18 +93,18 @@ def _shortcut(operator: Callable, compares: bool, slow: Callable, bits: bool = F
                 if not _INT32_MIN <= other <= _INT32_MAX:
                     return slow(self, other, *args, **kwargs)
                 data = operator(self.handle.data, other)
-                return _tensor(data, I1 if compares else dtype, self)
-            if (kind is Scalar or kind is tl.tensor) and _is_integer(other.dtype):
+                return tensor(data, I1 if compares else dtype, self)
+            if (kind is Scalar or kind is tl.tensor) and is_integer(other.dtype):
                 x, y = _data(self), _data(other)
                 if dtype is not other.dtype:
                     dtype = I64
                     x, y = (np.asarray(data, np.int64) for data in (x, y))
-                return _tensor(operator(x, y), I1 if compares else dtype, _shape(self, other))
+                return tensor(operator(x, y), I1 if compares else dtype, shape_of_both(self, other))
         elif bits and dtype is I1:
             if kind is bool:
-                return _tensor(operator(self.handle.data, other), I1, self)
+                return tensor(operator(self.handle.data, other), I1, self)
             if (kind is Scalar or kind is tl.tensor) and other.dtype is I1:
-                return _tensor(operator(_data(self), _data(other)), I1, _shape(self, other))
+                return tensor(operator(_data(self), _data(other)), I1, shape_of_both(self, other))
         return slow(self, other, *args, **kwargs)
 
     return apply
@@ -112,10 +117,10 @@ def _shortcut_of_pointers(slow: Callable) -> Callable:
         if type(self.dtype) is tl.pointer_type:
             size = scalars.stride(self.dtype)
             if type(other) is int:
-                return _tensor(self.handle.data + np.uint64(size * other % (1 << 64)), self.dtype, self)
-            if isinstance(other, tl.tensor) and _is_integer(other.dtype):
+                return tensor(self.handle.data + np.uint64(size * other % (1 << 64)), self.dtype, self)
+            if isinstance(other, tl.tensor) and is_integer(other.dtype):
                 data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(size)
-                return _tensor(data, self.dtype, _shape(self, other))
+                return tensor(data, self.dtype, shape_of_both(self, other))
         return slow(self, other)
 
     return apply
@@ -123,14 +128,14 @@ def _shortcut_of_pointers(slow: Callable) -> Callable:
 
 def _shortcut_of_floats(operator: Callable, compares: bool, slow: Callable) -> Callable:
     def apply(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype is tl.float32:
+        if self.dtype is F32:
             if type(other) is tl.tensor:
-                if other.dtype is tl.float32:
+                if other.dtype is F32:
                     data = operator(self.handle.data, other.handle.data)
-                    return _tensor(data, I1 if compares else tl.float32, _shape(self, other))
+                    return tensor(data, I1 if compares else F32, shape_of_both(self, other))
             elif (type(other) is float or type(other) is int) and (other == 0 or _F32.tiny <= abs(other) <= _F32.max):
                 data = operator(self.handle.data, np.float32(other))
-                return _tensor(data, I1 if compares else tl.float32, self)
+                return tensor(data, I1 if compares else F32, self)
         return slow(self, other, *args, **kwargs)
 
     return apply
@@ -162,71 +167,6 @@ def _to_tensor(slow: Callable) -> Callable:
     return to_tensor
 
 
-# Functions of the language by what Triton defines: what takes their place, given what they call otherwise.
-_functions: dict[Any, Callable[[Callable], Callable]] = {}
-
-
-def function(builtin: Callable) -> Callable:
-    """One of the language's functions as an interpreted kernel calls it: without the layers that check who calls."""
-    while (inner := getattr(builtin, "__wrapped__", None)) is not None:
-        builtin = inner
-    semantic = triton_interpreter.interpreter_semantic
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return builtin(*args, **kwargs)
-
-    shortcut = _functions.get(builtin)
-    return shortcut(call) if shortcut else call
-
-
-def _shortcut_to(builtin: Callable) -> Callable:
-    def register(shortcut: Callable) -> Callable:
-        _functions[builtin.__wrapped__] = shortcut
-        return shortcut
-
-    return register
-
-
-@_shortcut_to(tl.where)
-def _where(slow: Callable) -> Callable:
-    def where(condition: Any, x: Any, y: Any, **kwargs: Any) -> Any:
-        if type(condition) is Scalar and condition.dtype is I1:
-            if type(x) is Scalar and type(y) is Scalar and x.dtype is y.dtype:
-                return x if condition.value else y
-            if (type(x) is Scalar or type(y) is Scalar) and (known := scalars.common(x, y)) is not None:
-                return Scalar(known[0] if condition.value else known[1], known[2])
-        elif type(condition) is type(x) is type(y) is tl.tensor and condition.dtype is I1 and x.dtype is y.dtype:
-            shape = condition.handle.data.shape
-            if shape == x.handle.data.shape == y.handle.data.shape and x.type.is_block():
-                return _tensor(np.where(condition.handle.data, x.handle.data, y.handle.data), x.dtype, x)
-        return slow(condition, x, y, **kwargs)
-
-    return where
-
-
-def _extreme(of_numbers: Callable, of_blocks: Callable, slow: Callable) -> Callable:
-    """`tl.minimum` or `tl.maximum`."""
-
-    def extreme(x: Any, y: Any, *args: Any, **kwargs: Any) -> Any:
-        if type(x) is Scalar or type(y) is Scalar:
-            known = scalars.common(x, y)
-            if known is not None and known[2] is not I1:
-                return Scalar(of_numbers(known[0], known[1]), known[2])
-        elif type(x) is tl.tensor and _is_integer(x.dtype):
-            if type(y) is int and _INT32_MIN <= y <= _INT32_MAX:
-                return _tensor(of_blocks(x.handle.data, y), x.dtype, x)
-            if type(y) is tl.tensor and x.dtype is y.dtype:
-                return _tensor(of_blocks(x.handle.data, y.handle.data), x.dtype, _shape(x, y))
-        return slow(x, y, *args, **kwargs)
-
-    return extreme
-
-
-_shortcut_to(tl.minimum)(functools.partial(_extreme, min, np.minimum))
-_shortcut_to(tl.maximum)(functools.partial(_extreme, max, np.maximum))
-
-
 def _broadcast(slow: Callable) -> Callable:
     """`TritonSemantic.broadcast_impl_value`."""
 
@@ -251,10 +191,10 @@ def _spread(x: Any, shape: tuple[int, ...], other: Any) -> Any:
     if x.type.is_block() and x.handle.data.shape == shape:
         return x
     like = other if other.type.is_block() and other.handle.data.shape == shape else None
-    return _tensor(np.broadcast_to(x.handle.data, shape), x.dtype, like)
+    return tensor(np.broadcast_to(x.handle.data, shape), x.dtype, like)
 
 
-def _shape(x: Any, y: Any) -> Any:
+def shape_of_both(x: Any, y: Any) -> Any:
     """The one of two tensors that has the shape of their sum; None if neither has."""
     if not y.type.is_block():
         return x
@@ -270,18 +210,21 @@ def _to(slow: Callable) -> Callable:
         if self.dtype is dtype:
             return self
         mine = self.dtype
-        if _is_integer(mine) and _is_integer(dtype):
-            return _tensor(self.handle.data.astype(np.int32 if dtype is I32 else np.int64), dtype, self)
+        if is_integer(mine) and is_integer(dtype):
+            return tensor(self.handle.data.astype(np.int32 if dtype is I32 else np.int64), dtype, self)
         if mine is I64 and type(dtype) is tl.pointer_type:
-            return _tensor(self.handle.data.view(np.uint64), dtype, self)
+            return tensor(self.handle.data.view(np.uint64), dtype, self)
         if dtype is I64 and type(mine) is tl.pointer_type:
-            return _tensor(self.handle.data.view(np.int64), dtype, self)
+            return tensor(self.handle.data.view(np.int64), dtype, self)
+        if (mine is F32 and _is_short(dtype)) or (dtype is F32 and _is_short(mine)):
+            builder = triton_interpreter.interpreter_semantic.builder
+            return tensor(builder.cast_impl(self.handle, dtype).data, dtype, self)
         return slow(self, dtype)
 
     return to
 
 
-def _tensor(data: np.ndarray, dtype: Any, like: Any) -> Any:
+def tensor(data: np.ndarray, dtype: Any, like: Any) -> Any:
     """A tensor of a shape that another one has, if there is one: that saves asking again what the shape is."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}

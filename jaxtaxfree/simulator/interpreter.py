@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
+from triton._C.libtriton import interpreter as memory
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
-from jaxtaxfree.simulator import arithmetic, libdevice, scalars
+from jaxtaxfree.simulator import arithmetic, functions, libdevice, scalars
 from jaxtaxfree.simulator.events import MARKER
 
 _SEMANTICS = {
@@ -113,8 +114,7 @@ class Builder(triton_interpreter.InterpreterBuilder):
 
     def create_load(self, ptr: TensorHandle, cache_policy: Any, is_volatile: bool) -> TensorHandle:
         self._machine.load(ptr.data.reshape(-1), _size(ptr), is_volatile)
-        mask = TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
-        return super().create_masked_load(ptr, mask, None, cache_policy, is_volatile)
+        return _read(ptr, functions.ones(ptr.data.shape, np.bool_), None)
 
     def create_masked_load(
         self, ptrs: TensorHandle, mask: TensorHandle, other: Any, cache_policy: Any, is_volatile: bool
@@ -122,13 +122,17 @@ class Builder(triton_interpreter.InterpreterBuilder):
         addresses = _lanes(ptrs, mask)
         if addresses.size:
             self._machine.load(addresses, _size(ptrs), is_volatile)
-        return super().create_masked_load(ptrs, mask, other, cache_policy, is_volatile)
+        return _read(ptrs, mask.data, other)
+
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, cache_policy: Any) -> None:
+        self._machine.store(ptr.data.reshape(-1), _size(ptr))
+        memory.store(ptr.data, val.data, functions.ones(ptr.data.shape, np.bool_))
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, policy: Any) -> None:
         addresses = _lanes(ptrs, mask)
         if addresses.size:
             self._machine.store(addresses, _size(ptrs))
-        super().create_masked_store(ptrs, value, mask, policy)
+        memory.store(ptrs.data, value.data, mask.data)
 
     def create_atomic_rmw(
         self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
@@ -234,6 +238,13 @@ class Builder(triton_interpreter.InterpreterBuilder):
     def create_clampf(self, arg: TensorHandle, lo: TensorHandle, hi: TensorHandle, propagate_nans: Any) -> TensorHandle:
         out = super().create_clampf(_widen(arg), _widen(lo), _widen(hi), propagate_nans)
         return _narrow(out.data, arg.dtype.scalar) if _is_bits(arg) else out
+
+
+def _read(ptrs: TensorHandle, lanes: np.ndarray, other: TensorHandle | None) -> TensorHandle:
+    element = ptrs.get_element_ty()
+    dtype = triton_interpreter._get_np_dtype(element)
+    rest = functions.zeros(ptrs.data.shape, dtype) if other is None else other.data
+    return TensorHandle(memory.load(ptrs.data, lanes, rest, dtype), element)
 
 
 def _size(ptrs: TensorHandle) -> int:
@@ -395,7 +406,7 @@ def convert(value: Any) -> Any:
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
-        return arithmetic.function(value)
+        return functions.function(value)
     return value
 
 
@@ -450,7 +461,7 @@ def _bind() -> Any:
 def _bind_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Like Triton's `_patch_attr`, without the layer that checks whether a compiler calls."""
     del builder
-    scope.set_attr(owner, name, arithmetic.function(member))
+    scope.set_attr(owner, name, functions.function(member))
 
 
 def _method(function: Function) -> Callable:
