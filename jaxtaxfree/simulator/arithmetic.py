@@ -77,35 +77,32 @@ def _reflect(operator: Callable, x: Any, y: Any) -> np.ndarray:
     return operator(y, x)
 
 
-def _data(x: Any) -> Any:
-    """What NumPy computes with. It takes a number as one of the other operand's type, which has to hold it."""
-    return x.value if type(x) is Scalar else x.handle.data
-
-
 def _shortcut(operator: Callable, compares: bool, slow: Callable, bits: bool = False, shifts: bool = False) -> Callable:
-    def apply(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self: Any, other: Any) -> Any:
         dtype, kind = self.dtype, type(other)
         if kind is tl.constexpr and not shifts:
-            other = other.value
-            kind = type(other)
+            return apply(self, other.value)
         if dtype is I32 or dtype is I64:
             if kind is int:
                 if not _INT32_MIN <= other <= _INT32_MAX:
-                    return slow(self, other, *args, **kwargs)
-                data = operator(self.handle.data, other)
-                return tensor(data, I1 if compares else dtype, self)
-            if (kind is Scalar or kind is tl.tensor) and is_integer(other.dtype):
-                x, y = _data(self), _data(other)
+                    return slow(self, other)
+                return tensor(operator(self.handle.data, other), I1 if compares else dtype, self)
+            if kind is tl.tensor or kind is Scalar:
+                # NumPy takes a number as one of the block's type, which has to hold it.
+                x = self.value if type(self) is Scalar else self.handle.data
+                y = other.value if kind is Scalar else other.handle.data
                 if dtype is not other.dtype:
+                    if not is_integer(other.dtype):
+                        return slow(self, other)
                     dtype = I64
                     x, y = (np.asarray(data, np.int64) for data in (x, y))
-                return tensor(operator(x, y), I1 if compares else dtype, shape_of_both(self, other))
+                return tensor(operator(x, y), I1 if compares else dtype, block_of(self, other))
         elif bits and dtype is I1:
             if kind is bool:
                 return tensor(operator(self.handle.data, other), I1, self)
             if (kind is Scalar or kind is tl.tensor) and other.dtype is I1:
-                return tensor(operator(_data(self), _data(other)), I1, shape_of_both(self, other))
-        return slow(self, other, *args, **kwargs)
+                return tensor(operator(self.handle.data, other.handle.data), I1, block_of(self, other))
+        return slow(self, other)
 
     return apply
 
@@ -118,25 +115,29 @@ def _shortcut_of_pointers(slow: Callable) -> Callable:
             size = scalars.stride(self.dtype)
             if type(other) is int:
                 return tensor(self.handle.data + np.uint64(size * other % (1 << 64)), self.dtype, self)
-            if isinstance(other, tl.tensor) and is_integer(other.dtype):
-                data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(size)
-                return tensor(data, self.dtype, shape_of_both(self, other))
+            if type(other) is Scalar and is_integer(other.dtype):
+                return tensor(self.handle.data + np.uint64(size * other.value % (1 << 64)), self.dtype, self)
+            if type(other) is tl.tensor and is_integer(other.dtype):
+                data = other.handle.data.astype(np.uint64)
+                data *= np.uint64(size)
+                start = np.uint64(self.value) if type(self) is Scalar else self.handle.data
+                return tensor(start + data, self.dtype, block_of(self, other))
         return slow(self, other)
 
     return apply
 
 
 def _shortcut_of_floats(operator: Callable, compares: bool, slow: Callable) -> Callable:
-    def apply(self: Any, other: Any, *args: Any, **kwargs: Any) -> Any:
+    def apply(self: Any, other: Any) -> Any:
         if self.dtype is F32:
             if type(other) is tl.tensor:
                 if other.dtype is F32:
                     data = operator(self.handle.data, other.handle.data)
-                    return tensor(data, I1 if compares else F32, shape_of_both(self, other))
+                    return tensor(data, I1 if compares else F32, block_of(self, other))
             elif (type(other) is float or type(other) is int) and (other == 0 or _F32.tiny <= abs(other) <= _F32.max):
                 data = operator(self.handle.data, np.float32(other))
                 return tensor(data, I1 if compares else F32, self)
-        return slow(self, other, *args, **kwargs)
+        return slow(self, other)
 
     return apply
 
@@ -190,17 +191,19 @@ def _spread(x: Any, shape: tuple[int, ...], other: Any) -> Any:
     """A tensor in another shape, which the other one may have."""
     if x.type.is_block() and x.handle.data.shape == shape:
         return x
-    like = other if other.type.is_block() and other.handle.data.shape == shape else None
-    return tensor(np.broadcast_to(x.handle.data, shape), x.dtype, like)
+    return tensor(spread(x.handle.data, shape), x.dtype, None)
 
 
-def shape_of_both(x: Any, y: Any) -> Any:
-    """The one of two tensors that has the shape of their sum; None if neither has."""
-    if not y.type.is_block():
-        return x
-    if not x.type.is_block() or x.handle.data.shape == y.handle.data.shape:
-        return y
-    return None
+def spread(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """`np.broadcast_to`, which takes longer than to copy a small array."""
+    out = np.empty(shape, data.dtype)
+    out[...] = data
+    return out
+
+
+def block_of(x: Any, y: Any) -> Any:
+    """The one of two tensors that is a block; the second if neither is."""
+    return y if x.type is x.dtype else x
 
 
 def _to(slow: Callable) -> Callable:
@@ -210,8 +213,9 @@ def _to(slow: Callable) -> Callable:
         if self.dtype is dtype:
             return self
         mine = self.dtype
-        if is_integer(mine) and is_integer(dtype):
-            return tensor(self.handle.data.astype(np.int32 if dtype is I32 else np.int64), dtype, self)
+        if (is_integer(mine) or mine is I1) and (is_integer(dtype) or dtype is F32):
+            numpy = np.int32 if dtype is I32 else np.int64 if dtype is I64 else np.float32
+            return tensor(self.handle.data.astype(numpy), dtype, self)
         if mine is I64 and type(dtype) is tl.pointer_type:
             return tensor(self.handle.data.view(np.uint64), dtype, self)
         if dtype is I64 and type(mine) is tl.pointer_type:
@@ -225,18 +229,37 @@ def _to(slow: Callable) -> Callable:
 
 
 def tensor(data: np.ndarray, dtype: Any, like: Any) -> Any:
-    """A tensor of a shape that another one has, if there is one: that saves asking again what the shape is."""
+    """A tensor that is a scalar if another one is, or a block if there is none."""
     handle = object.__new__(TensorHandle)
     handle.data, handle.dtype, handle.attr = data, dtype, {}
-    if like is None:
-        return tl.tensor(handle, tl.block_type(dtype, list(data.shape)))
-    type_ = like.type
-    if not type_.is_block():
+    if like is not None and like.type is like.dtype:
         return scalars.make(handle, dtype)
-    tensor = object.__new__(tl.tensor)
-    tensor.handle, tensor.dtype, tensor.shape, tensor.numel = handle, dtype, like.shape, like.numel
-    tensor.type = type_ if like.dtype is dtype else tl.block_type(dtype, list(type_.shape))
-    return tensor
+    if type(dtype) is tl.pointer_type:
+        dtype = _interned(dtype)
+    block = object.__new__(tl.tensor)
+    block.handle, block.dtype = handle, dtype
+    block.type, block.shape, block.numel = _blocks.get((id(dtype), data.shape)) or _block(dtype, data.shape)
+    return block
+
+
+_blocks: dict[tuple, tuple[Any, Any, Any]] = {}  # by the id of the element's type, which is kept, and the shape
+_pointers: dict[tuple, Any] = {}
+
+
+def _block(dtype: Any, shape: tuple[int, ...]) -> tuple[Any, Any, Any]:
+    """The type, shape and number of elements of a block's tensor. Asking Triton takes longer than most arithmetic."""
+    one = tl.tensor(None, tl.block_type(dtype, list(shape)))
+    known = _blocks[id(dtype), shape] = one.type, one.shape, one.numel
+    return known
+
+
+def _interned(pointer: Any) -> Any:
+    """The same type of pointers as one object, because kernels make theirs anew at each cast."""
+    key = id(pointer.element_ty), pointer.address_space, pointer.const
+    known = _pointers.get(key)
+    if known is None or known.element_ty is not pointer.element_ty:
+        known = _pointers[key] = pointer
+    return known
 
 
 def _initialize(slow: Callable) -> Callable:

@@ -5,7 +5,7 @@ For those that kernels call most, what comes of the usual arguments is known wit
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +14,8 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from jaxtaxfree.simulator import scalars
-from jaxtaxfree.simulator.arithmetic import F32, is_integer, shape_of_both, tensor
-from jaxtaxfree.simulator.scalars import I1, I32, Scalar
+from jaxtaxfree.simulator.arithmetic import F32, block_of, is_integer, spread, tensor
+from jaxtaxfree.simulator.scalars import I1, I32, I64, Scalar
 
 _shortcuts: dict[Any, Callable[[Callable], Callable]] = {}  # by what Triton defines, given what they call otherwise
 # Functions that tensors have as members, by these.
@@ -68,6 +68,13 @@ def _where(slow: Callable) -> Callable:
             lanes, first, second = condition.handle.data, x.handle.data, y.handle.data
             if lanes.shape == first.shape == second.shape and x.type.is_block():
                 return tensor(np.where(lanes, first, second), x.dtype, x)
+        elif kind is type(x) is tl.tensor and condition.dtype is I1 and (x.dtype is F32 or x.dtype is I32):
+            # Of a constant only the value matters, as long as it is of the same kind.
+            lanes, first = condition.handle.data, x.handle.data
+            if type(y) is float and x.dtype is F32 and lanes.shape == first.shape and x.type.is_block():
+                return tensor(np.where(lanes, first, np.float32(y)), F32, x)
+            if scalars.constant(y, x.dtype) is not None and lanes.shape == first.shape and x.type.is_block():
+                return tensor(np.where(lanes, first, np.int32(y)), I32, x)
         return slow(condition, x, y)
 
     return where
@@ -83,7 +90,7 @@ def _chosen(condition: bool, x: Any, y: Any) -> Any:
     if type(x) is int and type(y) is int:
         first, second = scalars.constant(x, I32), scalars.constant(y, I32)
         return None if first is None or second is None else first if condition else second
-    for block, number, taken in ((x, y, condition), (y, x, not condition)):
+    for block, number, taken in ((x, y, condition), (y, x, not condition)):  # of any floats
         if type(block) is tl.tensor and block.dtype is F32 and type(number) is float and block.type.is_block():
             return block if taken else tensor(np.full_like(block.handle.data, np.float32(number)), F32, block)
     return None
@@ -101,7 +108,7 @@ def _extreme(of_numbers: Callable, of_blocks: Callable, slow: Callable) -> Calla
             if type(y) is int and scalars.constant(y, I32) is not None:
                 return tensor(of_blocks(x.handle.data, y), x.dtype, x)
             if type(y) is tl.tensor and x.dtype is y.dtype:
-                return tensor(of_blocks(x.handle.data, y.handle.data), x.dtype, shape_of_both(x, y))
+                return tensor(of_blocks(x.handle.data, y.handle.data), x.dtype, block_of(x, y))
         return slow(x, y, *args, **kwargs)
 
     return extreme
@@ -189,6 +196,50 @@ def _permute(slow: Callable) -> Callable:
     return permute
 
 
+@shortcut(tl.broadcast_to)
+def _broadcast_to(slow: Callable) -> Callable:
+    def broadcast_to(block: Any, *shape: Any) -> Any:
+        sizes = _sizes(shape[0] if len(shape) == 1 and type(shape[0]) is not int else shape)
+        if sizes and type(block) is tl.tensor and block.type.is_block():
+            data = block.handle.data
+            if data.ndim == len(sizes) and all(old in (1, new) for old, new in zip(data.shape, sizes)):
+                return tensor(spread(data, tuple(sizes)), block.dtype, None)
+        return slow(block, *shape)
+
+    return broadcast_to
+
+
+@shortcut(tl.dot)
+def _dot(slow: Callable) -> Callable:
+    semantic = triton_interpreter.interpreter_semantic
+
+    def dot(x: Any, y: Any, acc: Any = None, input_precision: Any = None, **options: Any) -> Any:
+        if not options and type(x) is type(y) is type(acc) is tl.tensor and x.dtype is y.dtype and acc.dtype is F32:
+            (rows, depth), (other, columns) = x.handle.data.shape, y.handle.data.shape
+            if depth == other and acc.handle.data.shape == (rows, columns) and x.dtype in (F32, tl.bfloat16):
+                total = semantic.builder.create_dot(x.handle, y.handle, acc.handle, input_precision, 0)
+                return tensor(total.data, F32, acc)
+        return slow(x, y, acc, input_precision, **options)
+
+    return dot
+
+
+def _index(of: str, slow: Callable) -> Callable:
+    """`tl.program_id` or `tl.num_programs`."""
+    semantic = triton_interpreter.interpreter_semantic
+
+    def index(axis: Any) -> Any:
+        if type(axis) is int and 0 <= axis < 3:
+            return Scalar(getattr(semantic.builder, of)[axis], I32)
+        return slow(axis)
+
+    return index
+
+
+shortcut(tl.program_id)(functools.partial(_index, "grid_idx"))
+shortcut(tl.num_programs)(functools.partial(_index, "grid_dim"))
+
+
 # Memory.
 
 
@@ -198,9 +249,13 @@ def load(slow: Callable) -> Callable:
 
     def load(pointer: Any, mask: Any = None, other: Any = None, **hints: Any) -> Any:
         element = _element(pointer)
-        if element is None or other is not None or "volatile" in hints:
+        # Lanes that are masked out are 0 anyway.
+        zero = other is None or ((type(other) is int or type(other) is float) and other == 0 and mask is not None)
+        if element is None or not zero or "volatile" in hints:
             return slow(pointer, mask, other, **hints)
         if mask is None or mask is True:
+            if type(pointer) is Scalar and (element is I32 or element is I64):
+                return Scalar(semantic.builder.read_integer(pointer.handle, element is I64), element)
             return tensor(semantic.builder.create_load(pointer.handle, None, False).data, element, pointer)
         if (lanes := _mask(mask, pointer)) is None:
             return slow(pointer, mask, other, **hints)
@@ -221,7 +276,7 @@ def store(slow: Callable) -> Callable:
             shape = pointer.handle.data.shape
             data = value.handle.data
             if data.shape != shape and type(value) is Scalar:
-                value = tensor(np.broadcast_to(data, shape), element, pointer)
+                value = tensor(spread(data, shape), element, pointer)
             if value.handle.data.shape == shape:
                 if mask is None or mask is True:
                     return semantic.builder.create_store(pointer.handle, value.handle, None)
@@ -254,21 +309,21 @@ def _mask(mask: Any, pointer: Any) -> TensorHandle | None:
     if type(mask) is not Scalar:
         return None
     lanes = object.__new__(TensorHandle)
-    lanes.data, lanes.dtype, lanes.attr = (ones if mask.value else zeros)(shape, np.bool_), I1, {}
+    lanes.data, lanes.dtype, lanes.attr = ones(shape) if mask.value else zeros(shape, "?"), I1, {}
     return lanes
 
 
 @functools.cache
-def ones(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array that nobody may write to."""
-    array = np.ones(shape, dtype)
+def ones(shape: tuple[int, ...]) -> np.ndarray:
+    """All lanes, as an array that nobody may write to."""
+    array = np.ones(shape, np.bool_)
     array.flags.writeable = False
     return array
 
 
 @functools.cache
-def zeros(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """An array that nobody may write to."""
+def zeros(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Zeros of a type by its name, which is quicker to look up than the type, in an array that nobody may write to."""
     array = np.zeros(shape, dtype)
     array.flags.writeable = False
     return array

@@ -7,6 +7,7 @@ globals of their own: the kernels' modules stay as they are.
 
 import builtins
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -102,19 +103,27 @@ class Builder(triton_interpreter.InterpreterBuilder):
 
     @property
     def grid_idx(self) -> tuple[int, int, int]:
-        """What `tl.device_print` prints."""
         return self._machine.program_index
 
     @grid_idx.setter
     def grid_idx(self, _: object) -> None:
         pass
 
+    @property
+    def grid_dim(self) -> tuple[int, int, int]:
+        return self._machine.grid
+
     def create_get_num_programs(self, axis: int) -> TensorHandle:
         return TensorHandle(np.array([self._machine.grid[axis]], np.int32), tl.int32)
 
     def create_load(self, ptr: TensorHandle, cache_policy: Any, is_volatile: bool) -> TensorHandle:
         self._machine.load(ptr.data.reshape(-1), _size(ptr), is_volatile)
-        return _read(ptr, functions.ones(ptr.data.shape, np.bool_), None)
+        return _read(ptr, functions.ones(ptr.data.shape), None)
+
+    def read_integer(self, ptr: TensorHandle, wide: bool) -> int:
+        """A load of one i32 or i64."""
+        self._machine.load(ptr.data, 8 if wide else 4, False)
+        return (ctypes.c_int64 if wide else ctypes.c_int32).from_address(int(ptr.data[0])).value
 
     def create_masked_load(
         self, ptrs: TensorHandle, mask: TensorHandle, other: Any, cache_policy: Any, is_volatile: bool
@@ -126,7 +135,7 @@ class Builder(triton_interpreter.InterpreterBuilder):
 
     def create_store(self, ptr: TensorHandle, val: TensorHandle, cache_policy: Any) -> None:
         self._machine.store(ptr.data.reshape(-1), _size(ptr))
-        memory.store(ptr.data, val.data, functions.ones(ptr.data.shape, np.bool_))
+        memory.store(ptr.data, val.data, functions.ones(ptr.data.shape))
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, policy: Any) -> None:
         addresses = _lanes(ptrs, mask)
@@ -243,8 +252,10 @@ class Builder(triton_interpreter.InterpreterBuilder):
 def _read(ptrs: TensorHandle, lanes: np.ndarray, other: TensorHandle | None) -> TensorHandle:
     element = ptrs.get_element_ty()
     dtype = triton_interpreter._get_np_dtype(element)
-    rest = functions.zeros(ptrs.data.shape, dtype) if other is None else other.data
-    return TensorHandle(memory.load(ptrs.data, lanes, rest, dtype), element)
+    rest = functions.zeros(ptrs.data.shape, dtype.char) if other is None else other.data
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = memory.load(ptrs.data, lanes, rest, dtype), element, {}
+    return handle
 
 
 def _size(ptrs: TensorHandle) -> int:

@@ -167,23 +167,22 @@ def _computing(name: str, compute: Callable[[int, int], int]) -> Callable:
     slow = _slow(name)
 
     def apply(self: Any, other: Any) -> Any:
-        mine = self.dtype
-        if mine is I32:
-            if type(other) is Scalar and other.dtype is I32:
-                value = compute(self.value, other.value)
-            elif type(other) is int and _MIN32 <= other <= _MAX32:
-                value = compute(self.value, other)
-            else:
-                return otherwise(self, other)
-            return Scalar(value if _MIN32 <= value <= _MAX32 else _wrap(value, 32), I32)
-        return otherwise(self, other)
-
-    def otherwise(self: Any, other: Any) -> Any:
-        known = common(self, other)
-        if known is None or known[2] is I1:
+        mine, kind = self.dtype, type(other)
+        if kind is Scalar:
+            theirs, y = other.dtype, other.value
+        elif kind is int and _MIN32 <= other <= _MAX32:
+            theirs, y = mine, other
+        elif kind is tl.constexpr:
+            return apply(self, other.value)
+        else:
             return slow(self, other)
-        x, y, dtype = known
-        return Scalar(_wrap(compute(x, y), 32 if dtype is I32 else 64), dtype)
+        if mine is I32 and theirs is I32:
+            value = compute(self.value, y)
+            return Scalar(value if _MIN32 <= value <= _MAX32 else _wrap(value, 32), I32)
+        if (mine is I64 or mine is I32) and (theirs is I64 or theirs is I32):
+            value = compute(self.value, y)
+            return Scalar(value if _MIN64 <= value <= _MAX64 else _wrap(value, 64), I64)
+        return slow(self, other)
 
     return apply
 
@@ -208,12 +207,18 @@ def _comparing(name: str, compare: Callable[[Any, Any], bool]) -> Callable:
     slow = _slow(name)
 
     def apply(self: Any, other: Any) -> Any:
-        if self.dtype is I32 and type(other) is int and _MIN32 <= other <= _MAX32:
-            return Scalar(compare(self.value, other), I1)
-        known = common(self, other)
-        if known is None or known[2] is I1:
+        mine, kind = self.dtype, type(other)
+        if kind is Scalar:
+            theirs, y = other.dtype, other.value
+        elif kind is int and _MIN32 <= other <= _MAX32:
+            theirs, y = mine, other
+        elif kind is tl.constexpr:
+            return apply(self, other.value)
+        else:
             return slow(self, other)
-        return Scalar(compare(known[0], known[1]), I1)
+        if (mine is I32 or mine is I64) and (theirs is I32 or theirs is I64):
+            return Scalar(compare(self.value, y), I1)
+        return slow(self, other)
 
     return apply
 
@@ -264,6 +269,8 @@ def _reflected(name: str, forward: Callable) -> Callable:
     slow = _slow(f"r{name}")
 
     def apply(self: Any, other: Any) -> Any:
+        if type(other) is int and self.dtype is I32 and _MIN32 <= other <= _MAX32:
+            return forward(Scalar(other, I32), self)
         if isinstance(other, tl.tensor):
             return getattr(tl.tensor, f"__{name}__")(other, self)
         # A constant becomes one of this scalar's type, if it does not take part in the choice of the type.
