@@ -4,7 +4,6 @@ Each partition and each operation of TMA is a greenlet of its own beside its pro
 data of a load arrive and when a store reads its buffer.
 """
 
-import contextlib
 import dataclasses
 import linecache
 import re
@@ -241,15 +240,15 @@ class GluonMachine(Machine):
         self.scheduler.park((key,))
         del self._waits[program]
 
-    @contextlib.contextmanager
-    def _waiting(self, label: Callable[[], str]) -> Iterator[None]:
-        """Around what may sleep: the trace shows a wait."""
+    def _sleep_while(self, lacks: Callable[[], Any], key: int, what: Callable[[], str], label: str) -> None:
+        """Sleeps as long as the current program lacks something, which may come when `key` changes."""
         program, begin = self._program, self.scheduler.step
         program.seen.clear()
         self._end_work(program)
-        yield
+        while lacks():
+            self._sleep(key, what)
         if self.scheduler.step > begin:
-            self._span("wait", begin, label())
+            self._span("wait", begin, label)
             self._work[program] = Work(self.scheduler.step)
 
     def _act(self) -> None:
@@ -349,9 +348,7 @@ class GluonMachine(Machine):
     def wait_barrier(self, view: Memory, phase: int) -> None:
         self._act()
         program, barrier = self._program, self._barrier_at(view)
-        with self._waiting(lambda: barrier.name):
-            while barrier.phase % 2 == phase % 2:
-                self._sleep(barrier.address, lambda: str(barrier))
+        self._sleep_while(lambda: barrier.phase % 2 == phase % 2, barrier.address, lambda: str(barrier), barrier.name)
         self._lanes.learn(program.thread, barrier.lane)
         barrier.waited = barrier.phase
         barrier.loads = {going: event for going, event in barrier.loads.items() if going >= barrier.phase}
@@ -427,9 +424,11 @@ class GluonMachine(Machine):
         self._act()
         agent, program = self._agent, self._program
         stores = agent.begun_stores[: max(0, len(agent.begun_stores) - pending)]
-        with self._waiting(lambda: "stores"):
-            while going := [store for store in stores if not (store.read if read_only else store.written)]:
-                self._sleep(-1 - agent.stores, lambda going=going: f"{going[0].event} to end")
+
+        def going() -> list[_Store]:
+            return [store for store in stores if not (store.read if read_only else store.written)]
+
+        self._sleep_while(going, -1 - agent.stores, lambda: f"{going()[0].event} to end", "stores")
         if stores:
             rows = [SHARED, SHARED_PROXIED] if read_only else _EVERYTHING
             self._lanes.know(program.thread, agent.stores, stores[-1].event.clock, rows)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import gc
 import inspect
 import types
 import warnings
@@ -24,7 +25,7 @@ from triton._C.libtriton import interpreter as memory
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from jaxtaxfree import language
 from jaxtaxfree.simulator import arithmetic, functions, libdevice, scalars
@@ -45,6 +46,7 @@ _AS_BITS = {
     "fp8e4b8": np.dtype(jnp.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(jnp.float8_e5m2fnuz),
 }
+_YOUNG = 50_000  # objects that may be made before Python looks for cycles among them
 _LOOKING = (ir.ATOMIC_OP.ADD, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # operations that leave a word as it is, given 0
 
 
@@ -309,25 +311,27 @@ def _reduction(slow: Callable) -> Callable:
     return call
 
 
-class Function:
-    """A `triton.jit` function as Python.
+class Function(functools.partial):
+    """A `triton.jit` function as Python, rewritten at its first call.
+
+    A `partial` of no arguments: from then on Python calls what was rewritten without a frame in between.
 
     Attributes:
       fn: what Triton's reductions call.
     """
 
-    def __init__(self, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None):
-        self._kernel = kernel
-        self._hook = hook
-        self.__name__ = kernel.fn.__name__
+    def __new__(cls, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None) -> "Function":
+        function: Function = super().__new__(cls, lambda *args, **kwargs: function.fn(*args, **kwargs))
+        function._kernel, function._hook = kernel, hook
+        function.__name__ = kernel.fn.__name__
+        return function
 
     @functools.cached_property
     def fn(self) -> Callable:
         function = _Rewriter(self._kernel).rewrite_ast()
-        return self._hook(function) if self._hook else function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
+        function = self._hook(function) if self._hook else function
+        self.__setstate__((function, (), {}, vars(self)))
+        return function
 
 
 class _Rewriter(triton_interpreter.FunctionRewriter):
@@ -414,11 +418,24 @@ def convert(value: Any) -> Any:
         return _module(value)
     if isinstance(value, tl.constexpr):
         return value.value  # of a global, which in Python is just a number
+    if isinstance(value, ConstexprFunction):
+        return _constant_function(value)
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
         return functions.function(value)
     return value
+
+
+def _constant_function(function: ConstexprFunction) -> Callable:
+    """A function of constants, which an interpreted kernel has as numbers already."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or any(type(arg) is tl.constexpr or type(arg) is list or type(arg) is tuple for arg in args):
+            return function(*args, **kwargs)
+        return function.fn(*args)
+
+    return call
 
 
 @functools.cache
@@ -436,12 +453,24 @@ def interpreting(builder: Builder) -> Iterator[None]:
         semantic.builder = builder
         try:
             # Addresses and counters wrap around as they do on a GPU, and NaN are numbers like others.
-            with np.errstate(all="ignore"), warnings.catch_warnings():
+            with np.errstate(all="ignore"), warnings.catch_warnings(), _rare_collections():
                 warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
                 yield
         finally:
             semantic.builder = before
             scope.restore()
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets Python look for cycles less often: a simulation makes many objects and hardly any cycles."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(before[0], _YOUNG), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _bind() -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import POISON, Part
 from jaxtaxfree.simulator.scalars import Scalar
@@ -310,27 +310,23 @@ class TensorDescriptor:
         """For each element of a block its address, and whether it is inside of the array."""
         item = _itemsize(self.dtype)
         first = self.address + item * sum(at * step for at, step in zip(coordinates, self.steps, strict=True))
-        addresses = self._offsets + np.uint64(first % (1 << 64))
+        addresses = _offsets(self.block_shape, self.steps, item) + np.uint64(first % (1 << 64))
         ends = zip(coordinates, self.block_shape, self.sizes)
         if all(at >= 0 and at + size <= end for at, size, end in ends):
-            return addresses, self._everywhere
-        inside = self._everywhere
+            return addresses, functions.ones(self.block_shape)
+        inside = functions.ones(self.block_shape)
         for axis, (at, size, end) in enumerate(zip(coordinates, self.block_shape, self.sizes)):
             along = at + np.arange(size)
             within = (along >= 0) & (along < end)
             inside = inside & within.reshape([-1 if i == axis else 1 for i in range(len(self.sizes))])
         return addresses, inside
 
-    @functools.cached_property
-    def _offsets(self) -> np.ndarray:
-        """The bytes from the first element of a block to each of them."""
-        steps = [step * _itemsize(self.dtype) for step in self.steps]
-        along = [np.arange(size) * step for size, step in zip(self.block_shape, steps)]
-        return functools.reduce(np.add.outer, along).astype(np.uint64)
 
-    @functools.cached_property
-    def _everywhere(self) -> np.ndarray:
-        return np.ones(self.block_shape, bool)
+@functools.cache
+def _offsets(block_shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> np.ndarray:
+    """The bytes from the first element of a block to each of them."""
+    along = [np.arange(size) * step * itemsize for size, step in zip(block_shape, steps)]
+    return functools.reduce(np.add.outer, along).astype(np.uint64)
 
 
 def numpy_type(dtype: Any) -> np.dtype:
