@@ -88,9 +88,9 @@ def _shortcut(operator: Callable, compares: bool, slow: Callable, bits: bool = F
                     return slow(self, other)
                 return tensor(operator(self.handle.data, other), I1 if compares else dtype, self)
             if kind is tl.tensor or kind is Scalar:
-                # NumPy takes a number as one of the block's type, which has to hold it.
-                x = self.value if type(self) is Scalar else self.handle.data
-                y = other.value if kind is Scalar else other.handle.data
+                # NumPy takes a number beside a block as one of the block's type, which has to hold it.
+                x = self.value if type(self) is Scalar and kind is tl.tensor else self.handle.data
+                y = other.value if kind is Scalar and type(self) is tl.tensor else other.handle.data
                 if dtype is not other.dtype:
                     if not is_integer(other.dtype):
                         return slow(self, other)
@@ -209,6 +209,9 @@ def block_of(x: Any, y: Any) -> Any:
 def _to(slow: Callable) -> Callable:
     def to(self: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
         if args or kwargs:
+            bits = kwargs == {"bitcast": True} and not args
+            if bits and (self.dtype is F32 or self.dtype is I32) and (dtype is F32 or dtype is I32):
+                return tensor(self.handle.data.view(np.float32 if dtype is F32 else np.int32), dtype, self)
             return slow(self, dtype, *args, **kwargs)
         if self.dtype is dtype:
             return self

@@ -14,7 +14,7 @@ from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
 
 from jaxtaxfree.simulator import scalars
-from jaxtaxfree.simulator.arithmetic import F32, block_of, is_integer, spread, tensor
+from jaxtaxfree.simulator.arithmetic import F32, is_integer, spread, tensor
 from jaxtaxfree.simulator.scalars import I1, I32, I64, Scalar
 
 _shortcuts: dict[Any, Callable[[Callable], Callable]] = {}  # by what Triton defines, given what they call otherwise
@@ -64,17 +64,16 @@ def _where(slow: Callable) -> Callable:
             chosen = _chosen(bool(condition), x, y)
             if chosen is not None:
                 return chosen
-        elif kind is type(x) is type(y) is tl.tensor and condition.dtype is I1 and x.dtype is y.dtype:
-            lanes, first, second = condition.handle.data, x.handle.data, y.handle.data
-            if lanes.shape == first.shape == second.shape and x.type.is_block():
-                return tensor(np.where(lanes, first, second), x.dtype, x)
-        elif kind is type(x) is tl.tensor and condition.dtype is I1 and (x.dtype is F32 or x.dtype is I32):
-            # Of a constant only the value matters, as long as it is of the same kind.
-            lanes, first = condition.handle.data, x.handle.data
-            if type(y) is float and x.dtype is F32 and lanes.shape == first.shape and x.type.is_block():
-                return tensor(np.where(lanes, first, np.float32(y)), F32, x)
-            if scalars.constant(y, x.dtype) is not None and lanes.shape == first.shape and x.type.is_block():
-                return tensor(np.where(lanes, first, np.int32(y)), I32, x)
+        if isinstance(condition, tl.tensor) and condition.dtype is I1:
+            block = next((each for each in (condition, x, y) if type(each) is tl.tensor and each.type.is_block()), None)
+            dtype = x.dtype if isinstance(x, tl.tensor) else y.dtype if isinstance(y, tl.tensor) else None
+            first, second = _numbers(x, dtype), _numbers(y, dtype)
+            if block is not None and first is not None and second is not None:
+                try:
+                    data = np.where(condition.handle.data, first, second)
+                except ValueError:  # Triton says what is wrong with the shapes
+                    return slow(condition, x, y)
+                return tensor(data, dtype, block)
         return slow(condition, x, y)
 
     return where
@@ -90,10 +89,17 @@ def _chosen(condition: bool, x: Any, y: Any) -> Any:
     if type(x) is int and type(y) is int:
         first, second = scalars.constant(x, I32), scalars.constant(y, I32)
         return None if first is None or second is None else first if condition else second
-    for block, number, taken in ((x, y, condition), (y, x, not condition)):  # of any floats
-        if type(block) is tl.tensor and block.dtype is F32 and type(number) is float and block.type.is_block():
-            return block if taken else tensor(np.full_like(block.handle.data, np.float32(number)), F32, block)
     return None
+
+
+def _numbers(x: Any, dtype: Any) -> Any:
+    """What NumPy computes with for a tensor of this type, or for a constant beside one; None for others."""
+    if isinstance(x, tl.tensor):
+        return x.handle.data if x.dtype is dtype else None
+    if dtype is F32 and (type(x) is float or type(x) is int):
+        return np.float32(x)
+    number = scalars.constant(x, dtype) if is_integer(dtype) else None
+    return None if number is None else number.handle.data
 
 
 def _extreme(of_numbers: Callable, of_blocks: Callable, slow: Callable) -> Callable:
@@ -104,11 +110,11 @@ def _extreme(of_numbers: Callable, of_blocks: Callable, slow: Callable) -> Calla
             known = scalars.common(x, y)
             if known is not None and known[2] is not I1:
                 return Scalar(of_numbers(known[0], known[1]), known[2])
-        elif type(x) is tl.tensor and is_integer(x.dtype):
-            if type(y) is int and scalars.constant(y, I32) is not None:
-                return tensor(of_blocks(x.handle.data, y), x.dtype, x)
-            if type(y) is tl.tensor and x.dtype is y.dtype:
-                return tensor(of_blocks(x.handle.data, y.handle.data), x.dtype, block_of(x, y))
+        block = x if type(x) is tl.tensor else y
+        if type(block) is tl.tensor and is_integer(block.dtype) and block.type.is_block():
+            first, second = _numbers(x, block.dtype), _numbers(y, block.dtype)
+            if first is not None and second is not None:
+                return tensor(of_blocks(first, second), block.dtype, block)
         return slow(x, y, *args, **kwargs)
 
     return extreme
@@ -189,7 +195,7 @@ def _reshape(slow: Callable) -> Callable:
 def _permute(slow: Callable) -> Callable:
     def permute(block: Any, *axes: Any) -> Any:
         order = _sizes(axes[0] if len(axes) == 1 and type(axes[0]) is not int else axes)
-        if order and type(block) is tl.tensor and sorted(order) == list(range(len(block.type.shape))):
+        if order and type(block) is tl.tensor and sorted(order) == list(range(len(block.shape))):
             return tensor(block.handle.data.transpose(order), block.dtype, None)
         return slow(block, *axes)
 
