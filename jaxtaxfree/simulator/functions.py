@@ -46,7 +46,10 @@ def _innermost(builtin: Callable) -> Callable:
 
 
 def shortcut(*builtins: Callable) -> Callable:
-    """Registers a shortcut: given the function itself, it returns what kernels call."""
+    """Registers a shortcut: given the function itself, it returns what kernels call.
+
+    Triton's functions call each other with `_semantic`, which is the same for all.
+    """
 
     def register(make: Callable[[Callable], Callable]) -> Callable:
         for builtin in builtins:
@@ -58,7 +61,7 @@ def shortcut(*builtins: Callable) -> Callable:
 
 @shortcut(tl.where)
 def _where(slow: Callable) -> Callable:
-    def where(condition: Any, x: Any, y: Any) -> Any:
+    def where(condition: Any, x: Any, y: Any, _semantic: Any = None) -> Any:
         kind = type(condition)
         if kind is bool or (kind is Scalar and condition.dtype is I1):
             chosen = _chosen(bool(condition), x, y)
@@ -141,7 +144,7 @@ def _sizes(shape: Any) -> list[int] | None:
 def _arange(slow: Callable) -> Callable:
     known: dict[tuple[int, int], Any] = {}
 
-    def arange(start: Any, end: Any) -> Any:
+    def arange(start: Any, end: Any, _semantic: Any = None) -> Any:
         start, end = (at.value if type(at) is tl.constexpr else at for at in (start, end))
         if (block := known.get((start, end))) is None:
             block = known[start, end] = slow(start, end)
@@ -154,7 +157,7 @@ def _arange(slow: Callable) -> Callable:
 def _full(slow: Callable) -> Callable:
     semantic = triton_interpreter.interpreter_semantic
 
-    def full(shape: Any, value: Any, dtype: Any) -> Any:
+    def full(shape: Any, value: Any, dtype: Any, _semantic: Any = None) -> Any:
         sizes = _sizes(shape)
         dtype = dtype.value if type(dtype) is tl.constexpr else dtype
         if sizes is not None and type(value) in (int, float, Scalar):
@@ -170,7 +173,7 @@ def _full(slow: Callable) -> Callable:
 def _getitem(slow: Callable) -> Callable:
     everything = slice(None)
 
-    def getitem(self: Any, slices: Any) -> Any:
+    def getitem(self: Any, slices: Any, _semantic: Any = None) -> Any:
         if type(self) is tl.tensor and type(slices) is tuple and self.type.is_block():
             taken = sum(item is not None for item in slices)
             if taken == len(self.type.shape) and all(item is None or item == everything for item in slices):
@@ -193,7 +196,7 @@ def _reshape(slow: Callable) -> Callable:
 
 @shortcut(tl.core.permute)
 def _permute(slow: Callable) -> Callable:
-    def permute(block: Any, *axes: Any) -> Any:
+    def permute(block: Any, *axes: Any, _semantic: Any = None) -> Any:
         order = _sizes(axes[0] if len(axes) == 1 and type(axes[0]) is not int else axes)
         if order and type(block) is tl.tensor and sorted(order) == list(range(len(block.shape))):
             return tensor(block.handle.data.transpose(order), block.dtype, None)
@@ -204,7 +207,7 @@ def _permute(slow: Callable) -> Callable:
 
 @shortcut(tl.broadcast_to)
 def _broadcast_to(slow: Callable) -> Callable:
-    def broadcast_to(block: Any, *shape: Any) -> Any:
+    def broadcast_to(block: Any, *shape: Any, _semantic: Any = None) -> Any:
         sizes = _sizes(shape[0] if len(shape) == 1 and type(shape[0]) is not int else shape)
         if sizes and type(block) is tl.tensor and block.type.is_block():
             data = block.handle.data
@@ -234,7 +237,7 @@ def _index(of: str, slow: Callable) -> Callable:
     """`tl.program_id` or `tl.num_programs`."""
     semantic = triton_interpreter.interpreter_semantic
 
-    def index(axis: Any) -> Any:
+    def index(axis: Any, _semantic: Any = None) -> Any:
         if type(axis) is int and 0 <= axis < 3:
             return Scalar(getattr(semantic.builder, of)[axis], I32)
         return slow(axis)
