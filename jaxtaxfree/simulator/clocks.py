@@ -60,7 +60,7 @@ def _extent(units: np.ndarray) -> tuple[int, int]:
     return (first, first) if units.size == 1 else (int(units.min()), int(units.max()))
 
 
-def _each(writers: np.ndarray) -> Sequence[int]:
+def each(writers: np.ndarray) -> Sequence[int]:
     """All that are among them, usually one."""
     first = int(writers[0])
     if writers.size == 1 or not np.count_nonzero(writers != first):
@@ -185,7 +185,7 @@ class Clocks:
         self, part: Part, units: np.ndarray, writers: np.ndarray, event: Event, does: str, size: int
     ) -> None:
         """Checks that an access is ordered after what wrote there before."""
-        for index in _each(writers):
+        for index in each(writers):
             writer = self.events[index]
             if writer is None or self._ordered(part, event, writer):
                 continue
@@ -223,7 +223,7 @@ class Clocks:
         )
 
     def _check_written(self, part: Part, units: np.ndarray, writers: np.ndarray, event: Event, size: int) -> None:
-        for index in _each(writers):
+        for index in each(writers):
             writer = self.events[index]
             if writer is not None and (part.kind == "output" or writer.call == event.call):
                 continue

@@ -267,7 +267,8 @@ def _size(ptrs: TensorHandle) -> int:
 def _lanes(ptrs: TensorHandle, mask: TensorHandle) -> np.ndarray:
     if mask.data.all():
         return ptrs.data.reshape(-1)
-    return ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+    lanes = mask.data
+    return ptrs.data[lanes if lanes.shape == ptrs.data.shape else np.broadcast_to(lanes, ptrs.data.shape)]
 
 
 def _is_bits(handle: TensorHandle) -> bool:
@@ -320,6 +321,10 @@ class Function(functools.partial):
       fn: what Triton's reductions call.
     """
 
+    __name__: str
+    _kernel: JITFunction
+    _hook: Callable[[Callable], Callable] | None
+
     def __new__(cls, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None) -> "Function":
         function: Function = super().__new__(cls, lambda *args, **kwargs: function.fn(*args, **kwargs))
         function._kernel, function._hook = kernel, hook
@@ -330,7 +335,8 @@ class Function(functools.partial):
     def fn(self) -> Callable:
         function = _Rewriter(self._kernel).rewrite_ast()
         function = self._hook(function) if self._hook else function
-        self.__setstate__((function, (), {}, vars(self)))
+        partial: Any = self
+        partial.__setstate__((function, (), {}, vars(self)))
         return function
 
 
