@@ -35,7 +35,12 @@ def _divide(x: Any, y: Any) -> np.ndarray:
 
 
 _COMPUTING: dict[str, Callable] = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-_INTEGERS: dict[str, Callable] = {"floordiv": _divide, "mod": np.fmod, "lshift": np.left_shift}
+_INTEGERS: dict[str, Callable] = {
+    "floordiv": _divide,
+    "mod": np.fmod,
+    "lshift": np.left_shift,
+    "rshift": np.right_shift,
+}
 _BITS: dict[str, Callable] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}
 _COMPARING: dict[str, Callable] = {
     "lt": np.less,
@@ -56,7 +61,7 @@ def bind(scope: Any) -> None:
             slow, of = getattr(tl.tensor, full), functools.partial(_reflect, operator) if reflected else operator
             if name in _COMPUTING:
                 slow = _shortcut_of_floats(of, False, slow)
-            bits, shifts = name in _BITS, name in ("lshift",)
+            bits, shifts = name in _BITS, "shift" in name
             scope.set_attr(tl.tensor, full, _shortcut(of, False, slow, bits=bits, shifts=shifts))
     for name, operator in _COMPARING.items():
         slow = _shortcut_of_floats(operator, True, getattr(tl.tensor, f"__{name}__"))

@@ -249,7 +249,10 @@ class Clocks:
                     break
                 if first > high or last < low:
                     continue
-                common = np.intersect1d(units, others)
+                inside = others[(others >= low) & (others <= high)]
+                touched = np.zeros(high - low + 1, bool)
+                touched[units - low] = True
+                common = np.sort(inside[touched[inside - low]])
                 if common.size:
                     raise DataRaceError(
                         f"Data race on {self._element(part, int(common[0]), size)}: {event} overwrites what {reader} "
