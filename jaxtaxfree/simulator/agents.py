@@ -4,7 +4,6 @@ Each partition and each operation of TMA is a greenlet of its own beside its pro
 data of a load arrive and when a store reads its buffer.
 """
 
-import contextlib
 import dataclasses
 import linecache
 import re
@@ -28,7 +27,7 @@ from jaxtaxfree.simulator.events import Event, stack, where
 from jaxtaxfree.simulator.machine import Machine, Sleep, Work
 from jaxtaxfree.simulator.memory import Heap, Space
 from jaxtaxfree.simulator.scheduler import Program
-from jaxtaxfree.simulator.shared import Buffer, Mbarrier, Memory, TensorDescriptor, numpy_type, tensor
+from jaxtaxfree.simulator.shared import Buffer, Mbarrier, Memory, TensorDescriptor, numpy_type, tensor, whole
 
 _EVERYTHING = slice(None)
 _LAG = 8  # steps of its own by which an operation may be late at most
@@ -218,15 +217,22 @@ class GluonMachine(Machine):
         block.going.add(part)
         self.scheduler.spawn(part, live)
 
-    def _beside(self, body: Callable[[], None]) -> None:
-        """Lets an operation take its course."""
+    def _beside(self, course: Iterator[None]) -> None:
+        """Lets an operation take its course, which yields between its steps."""
         block = self._block
-        self._spawn(block, self._part(block, self._program.thread, self._program.part), body)
+        part = self._part(block, self._program.thread, self._program.part)
 
-    def _linger(self) -> None:
-        """An operation on its way, for a shorter or a longer time."""
-        for _ in range(1 + int(self.scheduler.draw() ** 2 * _LAG)):
-            self._pause()
+        def operation() -> Iterator[None]:
+            yield from course
+            block.going.remove(part)
+            self.scheduler.changed(-1 - block.program.thread)
+
+        block.going.add(part)
+        self.scheduler.operate(part, operation())
+
+    def _lag(self) -> range:
+        """The steps for which an operation is on its way: few or many."""
+        return range(1 + int(self.scheduler.draw() ** 2 * _LAG))
 
     def _sleep(self, key: int, what: Callable[[], str]) -> None:
         program = self._program
@@ -234,15 +240,15 @@ class GluonMachine(Machine):
         self.scheduler.park((key,))
         del self._waits[program]
 
-    @contextlib.contextmanager
-    def _waiting(self, label: Callable[[], str]) -> Iterator[None]:
-        """Around what may sleep: the trace shows a wait."""
+    def _sleep_while(self, lacks: Callable[[], Any], key: int, what: Callable[[], str], label: str) -> None:
+        """Sleeps as long as the current program lacks something, which may come when `key` changes."""
         program, begin = self._program, self.scheduler.step
         program.seen.clear()
         self._end_work(program)
-        yield
+        while lacks():
+            self._sleep(key, what)
         if self.scheduler.step > begin:
-            self._span("wait", begin, label())
+            self._span("wait", begin, label)
             self._work[program] = Work(self.scheduler.step)
 
     def _act(self) -> None:
@@ -256,8 +262,7 @@ class GluonMachine(Machine):
     def allocate(self, dtype: Any, shape: Sequence[int], layout: Any, value: Any = None) -> Memory:
         program, size = self._program, numpy_type(dtype).itemsize
         buffer = Buffer.allocate(_assigned(), program.program, program.rank, shape, size)
-        offsets = np.arange(0, buffer.data.size, size).reshape(shape)
-        view = Memory(self, buffer, offsets, dtype, layout)
+        view = Memory(self, buffer, whole(tuple(shape), size), dtype, layout)
         if value is not None:
             view.store(value)
         return view
@@ -343,9 +348,7 @@ class GluonMachine(Machine):
     def wait_barrier(self, view: Memory, phase: int) -> None:
         self._act()
         program, barrier = self._program, self._barrier_at(view)
-        with self._waiting(lambda: barrier.name):
-            while barrier.phase % 2 == phase % 2:
-                self._sleep(barrier.address, lambda: str(barrier))
+        self._sleep_while(lambda: barrier.phase % 2 == phase % 2, barrier.address, lambda: str(barrier), barrier.name)
         self._lanes.learn(program.thread, barrier.lane)
         barrier.waited = barrier.phase
         barrier.loads = {going: event for going, event in barrier.loads.items() if going >= barrier.phase}
@@ -368,8 +371,9 @@ class GluonMachine(Machine):
         self._check(self._clocks.write, into.buffer, *into.accesses, event)
         barrier.loads.setdefault(phase, event)
 
-        def arrive() -> None:
-            self._linger()
+        def arrive() -> Iterator[None]:
+            for _ in self._lag():
+                yield
             zeros = np.zeros(addresses.shape, numpy_type(descriptor.dtype))
             into.elements = memory.load(addresses, inside, zeros, zeros.dtype)
             if barrier.phase != phase:
@@ -381,7 +385,7 @@ class GluonMachine(Machine):
             barrier.bytes -= descriptor.nbytes_per_cta
             self._settle(barrier)
 
-        self._beside(arrive)
+        self._beside(arrive())
 
     def store_block(self, descriptor: TensorDescriptor, coordinates: Sequence[int], source: Memory) -> None:
         """Begins a store of a block."""
@@ -400,27 +404,31 @@ class GluonMachine(Machine):
         store = _Store(event)
         agent.begun_stores.append(store)
 
-        def take() -> None:
-            self._linger()
+        def take() -> Iterator[None]:
+            for _ in self._lag():
+                yield
             values = source.elements
             store.read = True
             self.scheduler.changed(-1 - agent.stores)
-            self._linger()
+            for _ in self._lag():
+                yield
             memory.store(addresses, values, inside)
             self._written(addresses[inside])
             store.written = True
             self.scheduler.changed(-1 - agent.stores)
 
-        self._beside(take)
+        self._beside(take())
 
     def wait_stores(self, pending: int, read_only: bool) -> None:
         """Waits until no more than some of the current agent's stores read their buffers, or have not ended."""
         self._act()
         agent, program = self._agent, self._program
         stores = agent.begun_stores[: max(0, len(agent.begun_stores) - pending)]
-        with self._waiting(lambda: "stores"):
-            while going := [store for store in stores if not (store.read if read_only else store.written)]:
-                self._sleep(-1 - agent.stores, lambda going=going: f"{going[0].event} to end")
+
+        def going() -> list[_Store]:
+            return [store for store in stores if not (store.read if read_only else store.written)]
+
+        self._sleep_while(going, -1 - agent.stores, lambda: f"{going()[0].event} to end", "stores")
         if stores:
             rows = [SHARED, SHARED_PROXIED] if read_only else _EVERYTHING
             self._lanes.know(program.thread, agent.stores, stores[-1].event.clock, rows)
@@ -428,7 +436,8 @@ class GluonMachine(Machine):
 
     def _operation(self, verb: str, lane: int, time: int) -> Event:
         event = self._event(verb)
-        return dataclasses.replace(event, thread=lane, clock=time, issuer=event.thread)
+        event.issuer, event.thread, event.clock = event.thread, lane, time
+        return event
 
     def _block_of(
         self, descriptor: TensorDescriptor, coordinates: Sequence[int], view: Memory

@@ -13,7 +13,7 @@ program as data, and what it has heard of, which is used for messages alone.
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -52,6 +52,20 @@ SHARED, PROXIED, SHARED_PROXIED = 2, 3, 4  # and those that `AgentClocks` has be
 
 # What waits for an asynchronous operation, where that is no mbarrier.
 _WAITS = {"TMA store": "tma.store_wait", "warpgroup MMA": "warpgroup_mma_wait"}
+
+
+def _extent(units: np.ndarray) -> tuple[int, int]:
+    """The first and the last one."""
+    first = int(units[0])
+    return (first, first) if units.size == 1 else (int(units.min()), int(units.max()))
+
+
+def each(writers: np.ndarray) -> Sequence[int]:
+    """All that are among them, usually one."""
+    first = int(writers[0])
+    if writers.size == 1 or not np.count_nonzero(writers != first):
+        return (first,)
+    return np.unique(writers).tolist()
 
 
 class Clocks:
@@ -147,7 +161,7 @@ class Clocks:
 
     @staticmethod
     def remember_read(part: Part, units: np.ndarray, event: Event) -> None:
-        low, high = int(units.min()), int(units.max())
+        low, high = _extent(units)
         entries = part.reads.setdefault(event.thread, [])
         if entries and entries[-1][0] == event.clock and len(units) == 1 and entries[-1][1:3] == (low, high):
             return
@@ -181,8 +195,7 @@ class Clocks:
         self, part: Part, units: np.ndarray, writers: np.ndarray, event: Event, does: str, size: int
     ) -> None:
         """Checks that an access is ordered after what wrote there before."""
-        first = int(writers[0])
-        for index in (first,) if (writers == first).all() else np.unique(writers).tolist():
+        for index in each(writers):
             writer = self.events[index]
             if writer is None or self._ordered(part, event, writer):
                 continue
@@ -220,8 +233,7 @@ class Clocks:
         )
 
     def _check_written(self, part: Part, units: np.ndarray, writers: np.ndarray, event: Event, size: int) -> None:
-        first = int(writers[0])
-        for index in (first,) if (writers == first).all() else np.unique(writers).tolist():
+        for index in each(writers):
             writer = self.events[index]
             if writer is not None and (part.kind == "output" or writer.call == event.call):
                 writer.use()
@@ -238,7 +250,7 @@ class Clocks:
     def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
         """Checks that a write is ordered after those who read there before."""
         known = self.known[event.knower][row]
-        low, high = int(units.min()), int(units.max())
+        low, high = _extent(units)
         for thread, entries in part.reads.items():
             ordered = known[thread]
             if thread == event.thread or not entries or entries[-1][0] <= ordered:
@@ -248,7 +260,10 @@ class Clocks:
                     break
                 if first > high or last < low:
                     continue
-                common = np.intersect1d(units, others)
+                inside = others[(others >= low) & (others <= high)]
+                touched = np.zeros(high - low + 1, bool)
+                touched[units - low] = True
+                common = np.sort(inside[touched[inside - low]])
                 if common.size:
                     raise DataRaceError(
                         f"Data race on {self._element(part, int(common[0]), size)}: {event} overwrites what {reader} "

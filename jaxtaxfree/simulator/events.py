@@ -15,6 +15,8 @@ MARKER = "__simulated__"
 DEVICE_API = "jaxtaxfree.kernels.shmem"
 GLUON_API = "jaxtaxfree.kernels.shmem_gluon"
 
+_lines: dict[tuple[int, int], tuple[CodeType, int, str]] = {}  # by the id of the code, which is kept, and instruction
+
 type Stack = tuple[tuple[CodeType, int, str], ...]
 
 
@@ -23,9 +25,15 @@ def stack() -> Stack:
     lines = []
     frame = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get(MARKER)
-        if module is not None:
-            lines.append((frame.f_code, frame.f_lineno, module))
+        space = frame.f_globals
+        if MARKER in space:
+            code = frame.f_code
+            key = id(code), frame.f_lasti
+            # To find the line of an instruction, Python reads its table of the function from the start.
+            line = _lines.get(key)
+            if line is None:
+                line = _lines[key] = (code, frame.f_lineno, space[MARKER])
+            lines.append(line)
         frame = frame.f_back
     return tuple(lines)
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
 
-from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.agents import GluonMachine
 from jaxtaxfree.simulator.machine import Machine
 from jaxtaxfree.simulator.shared import Memory, TensorDescriptor, integer
@@ -91,6 +91,48 @@ def _num_ctas() -> int:
 def _refuse(wanted: Any, what: str) -> None:
     if wanted:
         raise NotImplementedError(f"The simulator knows no {what}.")
+
+
+functions.shortcut(gl.load)(functions.load)
+functions.shortcut(gl.store)(functions.store)
+
+
+class _Remembered:
+    """A kind of layout, or what makes one, of which equal ones are made once: kernels make theirs anew at each use."""
+
+    def __init__(self, make: Callable):
+        self._make = make
+        self._known: dict[Any, tuple[Any, Any]] = {}  # what was made, and of what, whose ids may be in the key
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        key = _key((*args, *kwargs.items()))
+        if key not in self._known:
+            self._known[key] = self._make(*args, **kwargs), (args, kwargs)
+        return self._known[key][0]
+
+    def __getattr__(self, name: str) -> Any:
+        value = _Remembered(getattr(self._make, name))
+        setattr(self, name, value)
+        return value
+
+
+def _key(value: Any) -> Any:
+    kind = type(value)
+    if kind is int or kind is str or kind is bool or value is None:
+        return value
+    if kind is tl.constexpr:
+        return _key(value.value)
+    return tuple(map(_key, value)) if isinstance(value, (list, tuple, tl.tuple)) else (kind, id(value))
+
+
+for _layout in (
+    gl.BlockedLayout,
+    gl.NVMMADistributedLayout,
+    gl.NVMMASharedLayout,
+    gl.SliceLayout,
+    gl.SwizzledSharedLayout,
+):
+    interpreter.replace(_layout)(_Remembered(_layout))
 
 
 # Shared memory, partitions and mbarriers.

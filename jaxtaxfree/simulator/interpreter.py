@@ -7,8 +7,10 @@ globals of their own: the kernels' modules stay as they are.
 
 import builtins
 import contextlib
+import ctypes
 import dataclasses
 import functools
+import gc
 import inspect
 import types
 import warnings
@@ -19,13 +21,14 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
+from triton._C.libtriton import interpreter as memory
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as triton_interpreter
 from triton.runtime.interpreter import TensorHandle
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from jaxtaxfree import language
-from jaxtaxfree.simulator import arithmetic, libdevice
+from jaxtaxfree.simulator import arithmetic, functions, libdevice, scalars
 from jaxtaxfree.simulator.events import MARKER
 
 _SEMANTICS = {
@@ -43,6 +46,7 @@ _AS_BITS = {
     "fp8e4b8": np.dtype(jnp.float8_e4m3fnuz),
     "fp8e5b16": np.dtype(jnp.float8_e5m2fnuz),
 }
+_YOUNG = 50_000  # objects that may be made before Python looks for cycles among them
 _LOOKING = (ir.ATOMIC_OP.ADD, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # operations that leave a word as it is, given 0
 
 
@@ -101,20 +105,27 @@ class Builder(triton_interpreter.InterpreterBuilder):
 
     @property
     def grid_idx(self) -> tuple[int, int, int]:
-        """What `tl.device_print` prints."""
         return self._machine.program_index
 
     @grid_idx.setter
     def grid_idx(self, _: object) -> None:
         pass
 
+    @property
+    def grid_dim(self) -> tuple[int, int, int]:
+        return self._machine.grid
+
     def create_get_num_programs(self, axis: int) -> TensorHandle:
         return TensorHandle(np.array([self._machine.grid[axis]], np.int32), tl.int32)
 
     def create_load(self, ptr: TensorHandle, cache_policy: Any, is_volatile: bool) -> TensorHandle:
         self._machine.load(ptr.data.reshape(-1), _size(ptr), is_volatile)
-        mask = TensorHandle(np.ones_like(ptr.data, dtype=bool), tl.int1)
-        return super().create_masked_load(ptr, mask, None, cache_policy, is_volatile)
+        return _read(ptr, functions.ones(ptr.data.shape), None)
+
+    def read_integer(self, ptr: TensorHandle, wide: bool) -> int:
+        """A load of one i32 or i64."""
+        self._machine.load(ptr.data, 8 if wide else 4, False)
+        return (ctypes.c_int64 if wide else ctypes.c_int32).from_address(int(ptr.data[0])).value
 
     def create_masked_load(
         self, ptrs: TensorHandle, mask: TensorHandle, other: Any, cache_policy: Any, is_volatile: bool
@@ -122,13 +133,17 @@ class Builder(triton_interpreter.InterpreterBuilder):
         addresses = _lanes(ptrs, mask)
         if addresses.size:
             self._machine.load(addresses, _size(ptrs), is_volatile)
-        return super().create_masked_load(ptrs, mask, other, cache_policy, is_volatile)
+        return _read(ptrs, mask.data, other)
+
+    def create_store(self, ptr: TensorHandle, val: TensorHandle, cache_policy: Any) -> None:
+        self._machine.store(ptr.data.reshape(-1), _size(ptr))
+        memory.store(ptr.data, val.data, functions.ones(ptr.data.shape))
 
     def create_masked_store(self, ptrs: TensorHandle, value: TensorHandle, mask: TensorHandle, policy: Any) -> None:
         addresses = _lanes(ptrs, mask)
         if addresses.size:
             self._machine.store(addresses, _size(ptrs))
-        super().create_masked_store(ptrs, value, mask, policy)
+        memory.store(ptrs.data, value.data, mask.data)
 
     def create_atomic_rmw(
         self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
@@ -236,6 +251,15 @@ class Builder(triton_interpreter.InterpreterBuilder):
         return _narrow(out.data, arg.dtype.scalar) if _is_bits(arg) else out
 
 
+def _read(ptrs: TensorHandle, lanes: np.ndarray, other: TensorHandle | None) -> TensorHandle:
+    element = ptrs.get_element_ty()
+    dtype = triton_interpreter._get_np_dtype(element)
+    rest = functions.zeros(ptrs.data.shape, dtype.char) if other is None else other.data
+    handle = object.__new__(TensorHandle)
+    handle.data, handle.dtype, handle.attr = memory.load(ptrs.data, lanes, rest, dtype), element, {}
+    return handle
+
+
 def _size(ptrs: TensorHandle) -> int:
     return max(1, ptrs.get_element_ty().primitive_bitwidth // 8)
 
@@ -243,7 +267,8 @@ def _size(ptrs: TensorHandle) -> int:
 def _lanes(ptrs: TensorHandle, mask: TensorHandle) -> np.ndarray:
     if mask.data.all():
         return ptrs.data.reshape(-1)
-    return ptrs.data[np.broadcast_to(mask.data, ptrs.data.shape)]
+    lanes = mask.data
+    return ptrs.data[lanes if lanes.shape == ptrs.data.shape else np.broadcast_to(lanes, ptrs.data.shape)]
 
 
 def _is_bits(handle: TensorHandle) -> bool:
@@ -274,7 +299,8 @@ def _reduction(slow: Callable) -> Callable:
         many = isinstance(operands, tuple)
         types_ = [operand.dtype for operand in operands] if many else [operands.dtype]
         if not any(type_.name in _AS_BITS for type_ in types_):
-            return slow(operands, *args, **kwargs)
+            results = slow(operands, *args, **kwargs)
+            return tuple(map(scalars.of, results)) if isinstance(results, tuple) else scalars.of(results)
         wide = tuple(
             operand.to(tl.float32) if type_.name in _AS_BITS else operand
             for operand, type_ in zip(operands if many else (operands,), types_)
@@ -286,25 +312,32 @@ def _reduction(slow: Callable) -> Callable:
     return call
 
 
-class Function:
-    """A `triton.jit` function as Python.
+class Function(functools.partial):
+    """A `triton.jit` function as Python, rewritten at its first call.
+
+    A `partial` of no arguments: from then on Python calls what was rewritten without a frame in between.
 
     Attributes:
       fn: what Triton's reductions call.
     """
 
-    def __init__(self, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None):
-        self._kernel = kernel
-        self._hook = hook
-        self.__name__ = kernel.fn.__name__
+    __name__: str
+    _kernel: JITFunction
+    _hook: Callable[[Callable], Callable] | None
+
+    def __new__(cls, kernel: JITFunction, hook: Callable[[Callable], Callable] | None = None) -> "Function":
+        function: Function = super().__new__(cls, lambda *args, **kwargs: function.fn(*args, **kwargs))
+        function._kernel, function._hook = kernel, hook
+        function.__name__ = kernel.fn.__name__
+        return function
 
     @functools.cached_property
     def fn(self) -> Callable:
         function = _Rewriter(self._kernel).rewrite_ast()
-        return self._hook(function) if self._hook else function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)
+        function = self._hook(function) if self._hook else function
+        partial: Any = self
+        partial.__setstate__((function, (), {}, vars(self)))
+        return function
 
 
 class _Rewriter(triton_interpreter.FunctionRewriter):
@@ -391,11 +424,24 @@ def convert(value: Any) -> Any:
         return _module(value)
     if isinstance(value, tl.constexpr):
         return value.value  # of a global, which in Python is just a number
+    if isinstance(value, ConstexprFunction):
+        return _constant_function(value)
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
-        return lambda *args, **kwargs: value(*args, **kwargs, _semantic=triton_interpreter.interpreter_semantic)
+        return functions.function(value)
     return value
+
+
+def _constant_function(function: ConstexprFunction) -> Callable:
+    """A function of constants, which an interpreted kernel has as numbers already."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or any(type(arg) is tl.constexpr or type(arg) is list or type(arg) is tuple for arg in args):
+            return function(*args, **kwargs)
+        return function.fn(*args)
+
+    return call
 
 
 @functools.cache
@@ -413,12 +459,24 @@ def interpreting(builder: Builder) -> Iterator[None]:
         semantic.builder = builder
         try:
             # Addresses and counters wrap around as they do on a GPU, and NaN are numbers like others.
-            with np.errstate(all="ignore"), warnings.catch_warnings():
+            with np.errstate(all="ignore"), warnings.catch_warnings(), _rare_collections():
                 warnings.filterwarnings("ignore", "All-NaN slice", RuntimeWarning)
                 yield
         finally:
             semantic.builder = before
             scope.restore()
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets Python look for cycles less often: a simulation makes many objects and hardly any cycles."""
+    before = gc.get_threshold()
+    if before[0]:
+        gc.set_threshold(max(before[0], _YOUNG), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _bind() -> Any:
@@ -449,14 +507,7 @@ def _bind() -> Any:
 def _bind_builtin(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
     """Like Triton's `_patch_attr`, without the layer that checks whether a compiler calls."""
     del builder
-    builtin = getattr(member, "__wrapped__", member)
-    semantic = triton_interpreter.interpreter_semantic
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        kwargs["_semantic"] = semantic
-        return builtin(*args, **kwargs)
-
-    scope.set_attr(owner, name, call)
+    scope.set_attr(owner, name, functions.function(member))
 
 
 def _method(function: Function) -> Callable:
@@ -478,14 +529,14 @@ def pointer(address: int, dtype: np.dtype) -> Any:
     if pointee is None:
         raise TypeError(f"Triton has no type for arrays of {dtype}.")
     type_ = tl.pointer_type(pointee)
-    return tl.tensor(TensorHandle(np.array([address], np.uint64), type_), type_)
+    return scalars.Scalar(address, type_)
 
 
 def argument(value: Any) -> Any:
     """A kernel's argument that is not constexpr."""
     if isinstance(value, tuple):
         return tuple(argument(item) for item in value)
-    return triton_interpreter._implicit_cvt(value)
+    return scalars.of(triton_interpreter._implicit_cvt(value))
 
 
 def constants(kernel: triton.JITFunction) -> set[str]:

@@ -48,7 +48,8 @@ class Part:
     def units(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """The units that accesses of `size` bytes touch. Splits the units if they are coarser than that."""
         offsets = (addresses - np.uint64(self.start)).astype(np.int64)
-        while self.unit and (size < 1 << self.unit or (offsets & ((1 << self.unit) - 1)).any()):
+        odd = int(np.bitwise_or.reduce(offsets))
+        while self.unit and (size < 1 << self.unit or odd & ((1 << self.unit) - 1)):
             self._split()
         units = offsets >> self.unit
         if size == 1 << self.unit:
@@ -151,7 +152,9 @@ class Space:
         Raises:
           LookupError: if an address lies in none, or one access runs from one part into another; says where.
         """
-        low, high = int(addresses.min()), int(addresses.max())
+        low = high = int(addresses[0])
+        if addresses.size > 1:
+            low, high = int(addresses.min()), int(addresses.max())
         part = self.at(low)
         if part is not None and high + size <= part.stop:
             return [(part, addresses)]

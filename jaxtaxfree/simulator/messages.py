@@ -10,7 +10,7 @@ or that nobody receives, is taken for that of a later call, or erased before it 
 
 import numpy as np
 
-from jaxtaxfree.simulator.clocks import HEARD, Clocks
+from jaxtaxfree.simulator.clocks import HEARD, Clocks, each
 from jaxtaxfree.simulator.errors import DataRaceError, MessageError
 from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import Messages
@@ -38,7 +38,8 @@ def send(clocks: Clocks, part: Messages, units: np.ndarray, index: int) -> None:
     wrong = before > event.call - 2 if part.cleared else before != event.call - 2
     if (wrong | (event.call % 2 != part.parity)).any():
         raise MessageError(_out_of_turn(clocks, part, int(units[np.argmax(wrong)]), event))
-    if len(np.unique(units)) < len(units):
+    ordered = np.sort(units)
+    if (ordered[1:] == ordered[:-1]).any():
         values, counts = np.unique(units, return_counts=True)
         raise MessageError(
             f"{event} sends {part.title_of(values[counts > 1])} from several lanes at once: each word is sent once in "
@@ -137,7 +138,7 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
 
     Returns: the events that had sent them.
     """
-    by = {index: clocks.events[index] for index in np.unique(writers).tolist()}
+    by = {index: clocks.events[index] for index in each(writers)}
     others = [index for index, send in by.items() if send is None or send.call != event.call]
     if others:
         wrong = np.isin(writers, others)
@@ -160,6 +161,9 @@ def receive(clocks: Clocks, part: Messages, units: np.ndarray, writers: np.ndarr
 
 def senders(clocks: Clocks, writers: np.ndarray) -> np.ndarray:
     """The rank that has sent each word, by the index of the event."""
+    if len(only := each(writers)) == 1:
+        event = clocks.events[only[0]]
+        return np.full(writers.shape, -1 if event is None else event.rank)
     indices, places = np.unique(writers, return_inverse=True)
     events = [clocks.events[index] for index in indices.tolist()]
     return np.array([-1 if event is None else event.rank for event in events])[places]

@@ -3,7 +3,7 @@
 import contextvars
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
@@ -52,6 +52,8 @@ class Program:
       part: 0 for the program itself.
       portions: of the atomic store that it is at, how many are to come.
       whole: the first of them.
+      run: what executes it.
+      course: of an operation, which has no `run`: its steps.
     """
 
     rank: int
@@ -65,7 +67,8 @@ class Program:
     part: int = 0
     portions: int = 0
     whole: Event | None = None
-    run: greenlet = dataclasses.field(init=False)
+    run: greenlet | None = None
+    course: Iterator[None] | None = None
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,6 +129,7 @@ class Scheduler:
         self.live: dict[Program, None] = {}
         self.current: Program | None = None
         self._chosen: Program | None = None  # for the hub
+        self._failure: BaseException | None = None  # of an operation, for the hub to raise
         self.step = 0
 
     def run(self) -> None:
@@ -134,12 +138,15 @@ class Scheduler:
         try:
             for rank in range(len(self.ranks)):
                 self._next_call(rank)
-            while (program := self._chosen or self._choose()) is not None or self.live:
+            while (program := self._chosen or self._operate(self._choose())) is not None or self.live:
                 self._chosen = None
+                if self._failure is not None:
+                    raise self._failure
                 if program is None:
                     self._lend_slot()
                     continue
                 self.current = program
+                assert program.run is not None
                 program.run.switch()
         finally:
             self.current = None
@@ -158,7 +165,6 @@ class Scheduler:
         self.step += 1
         program.steps += 1
         chosen = self._choose()
-        assert chosen is not None
         if chosen is not program:
             self._switch(chosen)
 
@@ -173,13 +179,35 @@ class Scheduler:
         self._switch(self._choose())
 
     def _switch(self, program: Program | None) -> None:
+        """Leaves the current program for another one, unless it is its turn again after some operations."""
+        before = self.current
+        program = self._operate(program)
         self.current = program
+        if program is not None and program is before:
+            return
         if program is not None and program.run:
             program.run.switch()
         else:
             # A greenlet counts its calls on top of those of the one that starts it: only the hub starts them.
             self._chosen = program
             self._hub.switch()
+
+    def _operate(self, program: Program | None) -> Program | None:
+        """Takes steps of operations, which need no stack of their own, until it is a program's turn."""
+        while program is not None and program.course is not None:
+            self.current = program
+            try:
+                next(program.course)
+                self.step += 1
+                program.steps += 1
+            except StopIteration:
+                self._retire(program)
+            except BaseException as error:
+                # Not here: this may be the stack of a program that has nothing to do with it.
+                self._failure = error
+                return None
+            program = self._choose()
+        return program
 
     def changed(self, address: int) -> None:
         """Lets those go on who wait for this word."""
@@ -221,6 +249,12 @@ class Scheduler:
             self._retire(part)
 
         self._launch(part, live)
+
+    def operate(self, part: Program, course: Iterator[None]) -> None:
+        """Starts an operation of a program: another one may take over wherever it yields. It never parks."""
+        part.course = course
+        self.ranks[part.rank].runnable.append(part)
+        self.live[part] = None
 
     def _launch(self, program: Program, live: Callable[[], None]) -> None:
         program.run = greenlet(live, parent=self._hub)

@@ -11,9 +11,10 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
-from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import POISON, Part
+from jaxtaxfree.simulator.scalars import Scalar
 
 if TYPE_CHECKING:
     from jaxtaxfree.simulator.agents import GluonMachine
@@ -30,11 +31,13 @@ class Buffer(Part):
       data: its bytes.
       itemsize: bytes of an element, for reports.
       barriers: those that have been initialised in it, by their offsets.
+      touched: the units of accesses that have been asked for, by the ids of their addresses, which are kept.
     """
 
     data: np.ndarray = dataclasses.field(kw_only=True)
     itemsize: int = dataclasses.field(kw_only=True)
     barriers: dict[int, "Mbarrier"] = dataclasses.field(default_factory=dict, kw_only=True)
+    touched: dict[int, tuple[np.ndarray, int, np.ndarray]] = dataclasses.field(default_factory=dict, kw_only=True)
 
     @classmethod
     def allocate(cls, name: str, program: int, rank: int, shape: Sequence[int], itemsize: int) -> "Buffer":
@@ -45,6 +48,15 @@ class Buffer(Part):
         note = f" in shared memory of program {program}"
         place = (rank, start, start + data.size, tuple(shape), note, _UNIT)
         return cls(name, "shared", *place, data=data, itemsize=itemsize)
+
+    def units(self, addresses: np.ndarray, size: int) -> np.ndarray:
+        # Views are accessed again and again, each with one array of addresses.
+        known = self.touched.get(id(addresses))
+        if known is not None and known[1] == self.unit:
+            return known[2]
+        units = super().units(addresses, size)
+        self.touched[id(addresses)] = addresses, self.unit, units
+        return units
 
     def element(self, address: int, size: int) -> str:
         del size
@@ -85,6 +97,53 @@ class Mbarrier:
         return f"{text}, and {self.bytes} bytes have not come" if self.bytes else text
 
 
+class Pattern:
+    """Which bytes of a buffer a view takes: the same in all programs, so that it is worked out once.
+
+    Attributes:
+      offsets: for each element its byte in the buffer.
+      itemsize: bytes of an element.
+    """
+
+    def __init__(self, offsets: np.ndarray, itemsize: int):
+        self.offsets, self.itemsize = offsets, itemsize
+        self._views: dict[Any, Pattern] = {}
+
+    def view(self, key: Any, offsets: Callable[[np.ndarray], np.ndarray], itemsize: int) -> "Pattern":
+        """A view of this one, which the key tells from others."""
+        pattern = self._views.get(key)
+        if pattern is None:
+            pattern = self._views[key] = Pattern(offsets(self.offsets), itemsize)
+        return pattern
+
+    @functools.cached_property
+    def accesses(self) -> tuple[np.ndarray, int]:
+        """Offsets that cover it, and the bytes at each: a power of two, as large as it can be."""
+        starts = np.sort(self.offsets, axis=None)
+        size = self.itemsize
+        while size < 1 << _UNIT and starts.size % 2 == 0:
+            pairs = starts.reshape(-1, 2)
+            if (pairs[:, 0] % (2 * size)).any() or (pairs[:, 1] - pairs[:, 0] != size).any():
+                break
+            starts, size = pairs[:, 0], 2 * size
+        return starts.astype(np.uint64), size
+
+    @functools.cached_property
+    def indices(self) -> np.ndarray:
+        return self.offsets // self.itemsize
+
+    @functools.cached_property
+    def extent(self) -> int:
+        """Bytes from the first element to the end of the last."""
+        return int(np.ptp(self.offsets)) + self.itemsize
+
+
+@functools.cache
+def whole(shape: tuple[int, ...], itemsize: int) -> Pattern:
+    """The pattern of a whole buffer."""
+    return Pattern(np.arange(0, math.prod(shape) * itemsize, itemsize).reshape(shape), itemsize)
+
+
 class Memory:
     """A view of shared memory, as `gl.allocate_shared_memory` returns it.
 
@@ -93,12 +152,13 @@ class Memory:
 
     Args:
       buffer: where it lies.
-      offsets: for each element its byte in the buffer.
+      pattern: what of it.
     """
 
-    def __init__(self, machine: "GluonMachine", buffer: Buffer, offsets: np.ndarray, dtype: Any, layout: Any):
+    def __init__(self, machine: "GluonMachine", buffer: Buffer, pattern: Pattern, dtype: Any, layout: Any):
         self._machine = machine
-        self.buffer, self.offsets, self.dtype, self.layout = buffer, offsets, dtype, layout
+        self.buffer, self.pattern, self.dtype, self.layout = buffer, pattern, dtype, layout
+        offsets = self.offsets = pattern.offsets
         self.shape, self.rank, self.numel = list(offsets.shape), offsets.ndim, offsets.size
         self._views: dict[Any, Memory] = {}
 
@@ -126,68 +186,64 @@ class Memory:
         at = integer(index)
         if not 0 <= at < self.shape[0]:
             raise self._machine.outside(self, f"[{at}]")
-        return self._view(at, lambda: self.offsets[at])
+        return self._view(at, lambda offsets: offsets[at])
 
     def slice(self, start: Any, length: Any, dim: Any = 0) -> "Memory":
         first, count, axis = map(integer, (start, length, dim))
         if first < 0 or first + count > self.shape[axis]:
             raise self._machine.outside(self, f"[{first}:{first + count}] of dimension {axis}")
-        return self._view((first, count, axis), lambda: self.offsets.take(range(first, first + count), axis))
+        return self._view((first, count, axis), lambda offsets: offsets.take(range(first, first + count), axis))
 
     def permute(self, order: Sequence[Any]) -> "Memory":
         axes = tuple(map(integer, order))
-        return self._view(("permute", axes), lambda: self.offsets.transpose(axes))
+        return self._view(("permute", axes), lambda offsets: offsets.transpose(axes))
 
     def reshape(self, shape: Sequence[Any]) -> "Memory":
         sizes = tuple(map(integer, shape))
-        return self._view(("reshape", sizes), lambda: self.offsets.reshape(sizes))
+        return self._view(("reshape", sizes), lambda offsets: offsets.reshape(sizes))
 
     def reinterpret(self, dtype: Any = None, shape: Sequence[Any] | None = None, layout: Any = None) -> "Memory":
         dtype = self.dtype if dtype is None else dtype
         sizes = self.shape if shape is None else [integer(size) for size in shape]
         layout = self.layout if layout is None else layout
-        size = math.prod(sizes) * _itemsize(dtype)
-        if size > self.nbytes_per_cta or np.ptp(self.offsets) + _itemsize(self.dtype) > self.nbytes_per_cta:
+        item = _itemsize(dtype)
+        size = math.prod(sizes) * item
+        if size > self.nbytes_per_cta or self.pattern.extent > self.nbytes_per_cta:
             raise self._machine.outside(self, f"{dtype}{sizes}")
-        offsets = int(self.offsets.flat[0]) + np.arange(0, size, _itemsize(dtype)).reshape(sizes)
-        return Memory(self._machine, self.buffer, offsets, dtype, layout)
 
-    def _view(self, key: Any, offsets: Callable[[], np.ndarray]) -> "Memory":
-        if key not in self._views:
-            self._views[key] = Memory(self._machine, self.buffer, offsets(), self.dtype, self.layout)
-        return self._views[key]
+        def offsets(of: np.ndarray) -> np.ndarray:
+            return int(of.flat[0]) + np.arange(0, size, item).reshape(sizes)
+
+        pattern = self.pattern.view(("reinterpret", item, *sizes), offsets, item)
+        return Memory(self._machine, self.buffer, pattern, dtype, layout)
+
+    def _view(self, key: Any, offsets: Callable[[np.ndarray], np.ndarray]) -> "Memory":
+        view = self._views.get(key)
+        if view is None:
+            pattern = self.pattern.view(key, offsets, self.pattern.itemsize)
+            view = self._views[key] = Memory(self._machine, self.buffer, pattern, self.dtype, self.layout)
+        return view
 
     def _keep_alive(self) -> None:
         """Says to the compiler that the memory is still in use."""
 
     @functools.cached_property
     def accesses(self) -> tuple[np.ndarray, int]:
-        """Addresses that cover it, and the bytes at each: a power of two, as large as it can be."""
-        item = _itemsize(self.dtype)
-        starts = np.sort(self.offsets, axis=None)
-        size = item
-        while size < 1 << _UNIT and starts.size % 2 == 0:
-            pairs = starts.reshape(-1, 2)
-            if (pairs[:, 0] % (2 * size)).any() or (pairs[:, 1] - pairs[:, 0] != size).any():
-                break
-            starts, size = pairs[:, 0], 2 * size
-        return (starts + self.buffer.start).astype(np.uint64), size
+        """Addresses that cover it, and the bytes at each."""
+        starts, size = self.pattern.accesses
+        return starts + np.uint64(self.buffer.start), size
 
     @property
     def elements(self) -> np.ndarray:
         """A copy of what it holds."""
-        return self._all()[self._indices]
+        return self._all()[self.pattern.indices]
 
     @elements.setter
     def elements(self, values: np.ndarray) -> None:
-        self._all()[self._indices] = values
+        self._all()[self.pattern.indices] = values
 
     def _all(self) -> np.ndarray:
         return self.buffer.data.view(numpy_type(self.dtype))
-
-    @functools.cached_property
-    def _indices(self) -> np.ndarray:
-        return self.offsets // _itemsize(self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,16 +308,36 @@ class TensorDescriptor:
 
     def block(self, coordinates: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
         """For each element of a block its address, and whether it is inside of the array."""
-        offsets, inside = np.zeros(self.block_shape, np.int64), np.ones(self.block_shape, bool)
-        for axis, (first, size, stride) in enumerate(zip(coordinates, self.block_shape, self.steps, strict=True)):
-            at = (first + np.arange(size)).reshape([-1 if i == axis else 1 for i in range(len(self.sizes))])
-            offsets += at * stride
-            inside &= (at >= 0) & (at < self.sizes[axis])
-        return (self.address + offsets * _itemsize(self.dtype)).astype(np.uint64), inside
+        item = _itemsize(self.dtype)
+        first = self.address + item * sum(at * step for at, step in zip(coordinates, self.steps, strict=True))
+        addresses = _offsets(self.block_shape, self.steps, item) + np.uint64(first % (1 << 64))
+        ends = zip(coordinates, self.block_shape, self.sizes)
+        if all(at >= 0 and at + size <= end for at, size, end in ends):
+            return addresses, functions.ones(self.block_shape)
+        inside = functions.ones(self.block_shape)
+        for axis, (at, size, end) in enumerate(zip(coordinates, self.block_shape, self.sizes)):
+            along = at + np.arange(size)
+            within = (along >= 0) & (along < end)
+            inside = inside & within.reshape([-1 if i == axis else 1 for i in range(len(self.sizes))])
+        return addresses, inside
+
+
+@functools.cache
+def _offsets(block_shape: tuple[int, ...], steps: tuple[int, ...], itemsize: int) -> np.ndarray:
+    """The bytes from the first element of a block to each of them."""
+    along = [np.arange(size) * step * itemsize for size, step in zip(block_shape, steps)]
+    return functools.reduce(np.add.outer, along).astype(np.uint64)
 
 
 def numpy_type(dtype: Any) -> np.dtype:
-    return np.dtype(triton_interpreter._get_np_dtype(dtype))
+    return _numpy_types.get(id(dtype)) or np.dtype(triton_interpreter._get_np_dtype(dtype))
+
+
+# By identity, because Triton's types take long to compare.
+_numpy_types = {
+    id(type_): np.dtype(triton_interpreter._get_np_dtype(type_))
+    for type_ in (tl.float32, tl.bfloat16, tl.float16, tl.int32, tl.int64, tl.uint8)
+}
 
 
 def _itemsize(dtype: Any) -> int:
@@ -270,6 +346,10 @@ def _itemsize(dtype: Any) -> int:
 
 def integer(value: Any) -> int:
     """A number that a kernel has as a constant or as a scalar."""
+    if type(value) is Scalar:
+        return int(value.value)
+    if type(value) is int:
+        return value
     if hasattr(value, "handle"):
         return int(value.handle.data.reshape(-1)[0])
     return int(value.value if isinstance(value, tl.constexpr) else value)
