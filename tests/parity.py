@@ -19,7 +19,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.teams import vary
 
 # Two summation orders in f32, then one rounding to the result's type.
@@ -79,21 +80,21 @@ GATHER = Operation(
     in_specs=(P("tp", None), P(None, "tp")),
     out_spec=P(None, "tp"),
     axis="axis",
-    listed=ALL_GATHER_MATMUL,
+    listed=register.OPERATIONS["all_gather_matmul"].shapes,
 )
 SCATTER = Operation(
     name="matmul_reduce_scatter",
     in_specs=(P(None, "tp"), P("tp", None)),
     out_spec=P("tp"),
     axis="scatter_dimension",
-    listed=MATMUL_REDUCE_SCATTER,
+    listed=register.OPERATIONS["matmul_reduce_scatter"].shapes,
 )
 REDUCE = Operation(
     name="matmul_all_reduce",
     in_specs=(P(None, "tp"), P("tp", None)),
     out_spec=P(),
     axis=None,
-    listed=MATMUL_ALL_REDUCE,
+    listed=register.OPERATIONS["matmul_all_reduce"].shapes,
     awaited="message partials[",
 )
 OPERATIONS = (GATHER, SCATTER, REDUCE)

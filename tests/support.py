@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
 from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
@@ -24,9 +23,10 @@ from jaxtaxfree.kernels.matmul_all_reduce.portable import matmul_all_reduce_kern
 from jaxtaxfree.kernels.matmul_reduce_scatter.few import matmul_reduce_scatter_few_kernel
 from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops import matmul, product, register
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
 from jaxtaxfree.target import target_of
 
@@ -143,7 +143,7 @@ KERNELS = (
         name="all_gather_matmul",
         function=all_gather_matmul_kernel,
         **_ALL_GATHER_MATMUL,
-        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m > 256),
+        benchmarks=tuple(shape for shape in register.OPERATIONS["all_gather_matmul"].shapes if shape.m > 256),
         aligned=MatmulShape(name="aligned", m=4096, k=1024, n=16384),
         odd=MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
         waits=2,
@@ -154,7 +154,7 @@ KERNELS = (
         name="all_gather_matmul_few",
         function=all_gather_matmul_few_kernel,
         **_ALL_GATHER_MATMUL,
-        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m <= 256),
+        benchmarks=tuple(shape for shape in register.OPERATIONS["all_gather_matmul"].shapes if shape.m <= 256),
         aligned=MatmulShape(name="aligned", m=16, k=1024, n=16384),
         odd=MatmulShape(name="odd", m=60, k=129, n=4 * 37),
         waits=1,
@@ -165,7 +165,7 @@ KERNELS = (
         name="matmul_reduce_scatter",
         function=matmul_reduce_scatter_kernel,
         **_MATMUL_REDUCE_SCATTER,
-        benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m > 256),
+        benchmarks=tuple(shape for shape in register.OPERATIONS["matmul_reduce_scatter"].shapes if shape.m > 256),
         aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
         odd=MatmulShape(name="odd", m=4 * 77, k=4 * 129, n=37),
         waits=2,
@@ -176,7 +176,7 @@ KERNELS = (
         name="matmul_reduce_scatter_few",
         function=matmul_reduce_scatter_few_kernel,
         **_MATMUL_REDUCE_SCATTER,
-        benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m <= 256),
+        benchmarks=tuple(shape for shape in register.OPERATIONS["matmul_reduce_scatter"].shapes if shape.m <= 256),
         aligned=MatmulShape(name="aligned", m=16, k=4096, n=4096),
         odd=MatmulShape(name="odd", m=60, k=4 * 129, n=37),
         waits=1,
@@ -190,7 +190,7 @@ KERNELS = (
         in_specs=(P(None, "tp"), P("tp")),
         out_specs=P(),
         module=reduce_ops,
-        benchmarks=tuple(shape for shape in MATMUL_ALL_REDUCE if shape.m > 256),
+        benchmarks=tuple(shape for shape in register.OPERATIONS["matmul_all_reduce"].shapes if shape.m > 256),
         aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
         odd=MatmulShape(name="odd", m=309, k=4 * 129, n=37),
         waits=2,
