@@ -62,11 +62,13 @@ Cache = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _fused(query: jax.Array, cache: Cache, *, config: Config | None = None) -> jax.Array:
-    return register.OPERATIONS["decode_attention"].call(query, *cache[:3], AXIS, implementation="fused", config=config)
+    return register.OPERATIONS["decode_attention"].call(
+        query, *cache[:3], axis_name=AXIS, implementation="fused", config=config
+    )
 
 
 def _xla(query: jax.Array, cache: Cache) -> jax.Array:
-    return register.OPERATIONS["decode_attention"].call(query, *cache[:3], AXIS, implementation="xla")
+    return register.OPERATIONS["decode_attention"].call(query, *cache[:3], axis_name=AXIS, implementation="xla")
 
 
 def _local(query: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:

@@ -51,7 +51,7 @@ class _Collective(Operation):
 
     def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
         del y
-        return register.OPERATIONS[self.name].call(x, AXIS, implementation="fused", config=config)
+        return register.OPERATIONS[self.name].call(x, axis_name=AXIS, implementation="fused", config=config)
 
     @abc.abstractmethod
     def xla(self, x: jax.Array, y: Any) -> jax.Array: ...

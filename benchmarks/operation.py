@@ -279,7 +279,7 @@ def fused_call(entry: register.Operation) -> Callable[..., Any]:
     """The usual call of an operation of two operands: (x, y, *, config)."""
 
     def call(x: Any, y: Any, *, config: Config | None = None) -> Any:
-        return entry.call(x, y, AXIS, implementation="fused", config=config)
+        return entry.call(x, y, axis_name=AXIS, implementation="fused", config=config)
 
     return call
 

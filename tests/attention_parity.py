@@ -247,6 +247,8 @@ def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=False)), tuple(arrays)
 
 
+# Whose checks these are.
+NAMES = ("decode_attention",)
 CHECKS = (
     check_features,
     check_combinations,

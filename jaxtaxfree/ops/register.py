@@ -6,7 +6,7 @@ besides (how a peer is called, which small shapes meet all branches of a kernel)
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+import jaxtaxfree
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import all_gather_matmul, collectives, decode_attention, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops.all_gather_matmul import shapes as gather_shapes
@@ -37,8 +38,6 @@ class Operation:
 
     Attributes:
       name: of the public function in `jaxtaxfree`, and in tables, results and errors.
-      function: the public function.
-      call: the usual call, (*operands, axis_name, *, implementation, config) -> result.
       reference: what the operation means in plain `lax`, of the operands and parameters of its primitive.
       variants: its kernels.
       case: what the tables know a call by, of the operands' types, `team`, and the parameters of its primitive.
@@ -48,11 +47,11 @@ class Operation:
       result_sharded: the same of the result.
       shapes: where it is tested, tuned and timed.
       tiny_shapes: the same without a GPU.
+      named: of the last operands of the usual call, the keywords by which the public function takes them.
+      keywords: what else the usual call says.
     """
 
     name: str
-    function: Callable[..., Any]
-    call: Callable[..., Any]
     reference: Callable[..., Any]
     variants: tuple[Variant[Any], ...]
     case: Callable[..., Case | None]
@@ -62,6 +61,19 @@ class Operation:
     result_sharded: int | None
     shapes: tuple[Any, ...]
     tiny_shapes: tuple[Any, ...]
+    named: tuple[str, ...] = ()
+    keywords: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The public function."""
+        return getattr(jaxtaxfree, self.name)
+
+    def call(self, *operands: Any, axis_name: str, **keywords: Any) -> Any:
+        """The usual call of the public function, in `jax.shard_map`; `keywords` are `implementation` and `config`."""
+        first = len(operands) - len(self.named)
+        named = dict(zip(self.named, operands[first:]))
+        return self.function(*operands[:first], axis_name, **named, **self.keywords, **keywords)
 
     def in_specs(self, axis_name: str) -> tuple[PartitionSpec, ...]:
         """Of the operands in `jax.shard_map`."""
@@ -98,11 +110,8 @@ def _product(name: str, module: ModuleType, shapes: ModuleType, **sharded: Any) 
         del world
         return jax.ShapeDtypeStruct((shape.m, shape.k), dtype), jax.ShapeDtypeStruct((shape.k, shape.n), dtype)
 
-    function = getattr(module, name)
     return Operation(
         name=name,
-        function=function,
-        call=function,
         reference=module.reference,
         variants=module.VARIANTS,
         case=module.case,
@@ -112,12 +121,6 @@ def _product(name: str, module: ModuleType, shapes: ModuleType, **sharded: Any) 
         tiny_shapes=shapes.TINY_SHAPES,
         **sharded,
     )
-
-
-def _attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, axis_name: Any, **keywords: Any
-) -> jax.Array:
-    return decode_attention.decode_attention(query, key, value, axis_name, key_value_seq_lengths=lengths, **keywords)
 
 
 def _attention_operands(shape: AttentionShape, world: int, dtype: np.dtype) -> Types:
@@ -132,18 +135,16 @@ def _attention_parameters(shape: AttentionShape, dtype: np.dtype) -> dict[str, A
     return {"names": ("query", "key", "value", "lengths"), "spec": spec}
 
 
-def _collective(name: str, result_sharded: int | None, **usual: Any) -> Operation:
+def _collective(name: str, result_sharded: int | None, **keywords: Any) -> Operation:
     """x of one dimension, of as many bytes a rank as the shape says; of `psum_scatter` the result."""
 
     def operands(shape: CollectiveShape, world: int, dtype: np.dtype) -> Types:
         parts = world if result_sharded is not None else 1
         return (jax.ShapeDtypeStruct((world * parts * shape.nbytes // dtype.itemsize,), dtype),)
 
-    function = getattr(collectives, name)
     return Operation(
         name=name,
-        function=function,
-        call=partial(function, **usual) if usual else function,
+        keywords=keywords,
         reference=collectives.REFERENCES[name],
         variants=collectives.VARIANTS[name],
         case=partial(collectives.case, name),
@@ -164,8 +165,7 @@ OPERATIONS: dict[str, Operation] = {
         _product("matmul_all_reduce", matmul_all_reduce, reduce_shapes, sharded=(1, 0), result_sharded=None),
         Operation(
             name="decode_attention",
-            function=decode_attention.decode_attention,
-            call=_attend,
+            named=("key_value_seq_lengths",),
             reference=decode_attention.reference,
             variants=decode_attention.VARIANTS,
             case=decode_attention.case,
