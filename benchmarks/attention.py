@@ -206,7 +206,7 @@ class DecodeAttention(Operation):
         except ValueError:
             raise ValueError(f"{text!r} is neither B,S nor B,S,N,K,H") from None
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == (b, s, n, kv_heads, h))
-        return next(listed, AttentionShape(name=f"{b}x{s}x{n}x{kv_heads}x{h}", b=b, s=s, n=n, kv_heads=kv_heads, h=h))
+        return next(listed, AttentionShape.of(b, s, n, kv_heads, h))
 
     def table(self, rows: Sequence[Row]) -> list[str]:
         return attention(rows, TARGETS_US)

@@ -112,7 +112,7 @@ class _Collective(Operation):
         if not text.isdecimal() or not int(text) or int(text) % 2:
             raise ValueError(f"{text!r} is no even number of bytes")
         listed = (shape for shape in self.shapes if shape.nbytes == int(text))
-        return next(listed, CollectiveShape(name=f"{text} B", nbytes=int(text)))
+        return next(listed, CollectiveShape.of(int(text)))
 
 
 class Psum(_Collective):

@@ -128,7 +128,7 @@ class MatmulOperation(Operation):
         except ValueError:
             raise ValueError(f"{text!r} is not M,K,N") from None
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == (m, k, n))
-        return next(listed, MatmulShape(name=f"{m}x{k}x{n}", m=m, k=k, n=n))
+        return next(listed, MatmulShape.of(m, k, n))
 
 
 class AllGatherMatmul(MatmulOperation):

@@ -63,6 +63,7 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("decode_attention", "portable", {"num_warps": 64}),
     ("psum", "portable", {"block": 1 << 20}),
     ("all_gather", "portable", {"num_warps": 0}),
+    ("psum_scatter", "portable", {"block": 8}),
 )
 
 

@@ -1,6 +1,10 @@
-"""What a shape is at which an operation is tested, tuned and timed; `shapes.py` of each operation lists its own."""
+"""What a shape is at which an operation is tested, tuned and timed; `shapes.py` of each operation lists its own.
+
+A class of shapes has `sizes`, the attributes by which people tell one from another, and `of`, which makes one of them.
+"""
 
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -11,6 +15,12 @@ class MatmulShape:
     m: int
     k: int
     n: int
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")
+
+    @classmethod
+    def of(cls, m: int, k: int, n: int) -> Self:
+        """Named by its sizes."""
+        return cls(name=f"{m}x{k}x{n}", m=m, k=k, n=n)
 
     def wire_bytes(self, world: int, itemsize: int = 2) -> int:
         """Bytes of lhs that each rank of an all-gather receives from its peers."""
@@ -43,6 +53,12 @@ class AttentionShape:
     n: int
     kv_heads: int
     h: int
+    sizes: ClassVar[tuple[str, ...]] = ("b", "s")
+
+    @classmethod
+    def of(cls, b: int, s: int, n: int = 64, kv_heads: int = 8, h: int = 128) -> Self:
+        """Named by its sizes, with the heads of Llama 3 70B."""
+        return cls(name=f"{b}x{s}x{n}x{kv_heads}x{h}", b=b, s=s, n=n, kv_heads=kv_heads, h=h)
 
     def kv_bytes(self, itemsize: int = 2) -> int:
         """Bytes of keys and values that one rank reads."""
@@ -55,3 +71,9 @@ class CollectiveShape:
 
     name: str
     nbytes: int
+    sizes: ClassVar[tuple[str, ...]] = ("nbytes",)
+
+    @classmethod
+    def of(cls, nbytes: int) -> Self:
+        """Named by its size."""
+        return cls(name=f"{nbytes} B", nbytes=nbytes)
