@@ -27,6 +27,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from benchmarks.layout import Row, attention
 from benchmarks.operation import (
     AXIS,
     DEPENDENT,
@@ -40,15 +41,20 @@ from benchmarks.operation import (
     fused,
     normal,
 )
-from benchmarks.shapes import (
-    DECODE_ATTENTION,
-    DECODE_ATTENTION_TARGETS_US,
-    DECODE_ATTENTION_TINY,
-    AttentionShape,
-)
 from benchmarks.timing import measure_memory_bandwidths
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.shapes import AttentionShape
 
-# What the targets are computed from.
+# Microseconds that a call is to take on 4 H200, by (b, s).
+TARGETS_US = {
+    (1, 8192): 16,
+    (1, 32768): 40,
+    (1, 131072): 140,
+    (8, 8192): 75,
+    (8, 32768): 275,
+    (16, 8192): 140,
+}
+# What they are computed from.
 USUAL_BANDWIDTH = 4.3e12
 
 # Keys and values [B, S, K, H] of this rank, lengths i32 [B] over all ranks, and those of this rank alone.
@@ -56,21 +62,13 @@ Cache = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
 
 
 def _fused(query: jax.Array, cache: Cache, *, config: Config | None = None) -> jax.Array:
-    key, value, lengths, _ = cache
-    return jtf.decode_attention(
-        query,
-        key,
-        value,
-        AXIS,
-        key_value_seq_lengths=lengths,
-        implementation="fused",
-        config=config,
+    return register.OPERATIONS["decode_attention"].call(
+        query, *cache[:3], axis_name=AXIS, implementation="fused", config=config
     )
 
 
 def _xla(query: jax.Array, cache: Cache) -> jax.Array:
-    key, value, lengths, _ = cache
-    return jtf.decode_attention(query, key, value, AXIS, key_value_seq_lengths=lengths, implementation="xla")
+    return register.OPERATIONS["decode_attention"].call(query, *cache[:3], axis_name=AXIS, implementation="xla")
 
 
 def _local(query: jax.Array, cache: Cache) -> tuple[jax.Array, jax.Array]:
@@ -138,14 +136,16 @@ LOCAL_REFERENCE = _own(name="local f32", call=lambda query, cache: _einsum(query
 
 class DecodeAttention(Operation):
     name = "decode_attention"
-    shapes = DECODE_ATTENTION
-    tiny_shapes = DECODE_ATTENTION_TINY
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     sizes = ("b", "s", "n", "kv_heads", "h")
     parts = ("local",)
     peers = ("xla", "local+gather")
     # Together the caches of a chain are many times the L2 cache.
     fewest_calls = 16
     ceiling = "GB/s of device memory"
+    heading = "batch, keys a rank"
+    digits = 1
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
@@ -206,14 +206,17 @@ class DecodeAttention(Operation):
         except ValueError:
             raise ValueError(f"{text!r} is neither B,S nor B,S,N,K,H") from None
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == (b, s, n, kv_heads, h))
-        return next(listed, AttentionShape(name=f"{b}x{s}x{n}x{kv_heads}x{h}", b=b, s=s, n=n, kv_heads=kv_heads, h=h))
+        return next(listed, AttentionShape.of(b, s, n, kv_heads, h))
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        return attention(rows, TARGETS_US)
 
     def remarks(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """How each shape stands to its target, and to reading its cache at the usual bandwidth."""
         remarks = []
         for row in rows:
             shape = self.parse_shape(",".join(map(str, self.sizes_of(row))))
-            target = DECODE_ATTENTION_TARGETS_US.get((shape.b, shape.s))
+            target = TARGETS_US.get((shape.b, shape.s))
             if row["implementation"] == "fused" and row["median_us"]:
                 read = shape.kv_bytes() / USUAL_BANDWIDTH * 1e6
                 remarks.append(

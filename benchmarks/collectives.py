@@ -21,7 +21,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jaxtaxfree as jtf
 from benchmarks.operation import (
     AXIS,
     DEPENDENT,
@@ -34,23 +33,25 @@ from benchmarks.operation import (
     fused,
     normal,
 )
-from benchmarks.shapes import COLLECTIVE, COLLECTIVE_TINY, CollectiveShape
 from benchmarks.timing import measure_bandwidths
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.shapes import CollectiveShape
 
 
 class _Collective(Operation):
     """What the three have in common."""
 
-    shapes = COLLECTIVE
-    tiny_shapes = COLLECTIVE_TINY
     sizes = ("nbytes",)
     parts = ()
     fewest_calls = 16
     ceiling = "GB/s received by a rank"
+    heading = "bytes a rank"
+    digits = 1
     out_spec: ClassVar[P]  # of the result
 
-    @abc.abstractmethod
-    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array: ...
+    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
+        del y
+        return register.OPERATIONS[self.name].call(x, axis_name=AXIS, implementation="fused", config=config)
 
     @abc.abstractmethod
     def xla(self, x: jax.Array, y: Any) -> jax.Array: ...
@@ -111,16 +112,14 @@ class _Collective(Operation):
         if not text.isdecimal() or not int(text) or int(text) % 2:
             raise ValueError(f"{text!r} is no even number of bytes")
         listed = (shape for shape in self.shapes if shape.nbytes == int(text))
-        return next(listed, CollectiveShape(name=f"{text} B", nbytes=int(text)))
+        return next(listed, CollectiveShape.of(int(text)))
 
 
 class Psum(_Collective):
     name = "psum"
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     out_spec = P(None)
-
-    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
-        del y
-        return jtf.psum(x, AXIS, implementation="fused", config=config)
 
     def xla(self, x: jax.Array, y: Any) -> jax.Array:
         del y
@@ -133,11 +132,9 @@ class Psum(_Collective):
 
 class AllGather(_Collective):
     name = "all_gather"
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     out_spec = P(None)
-
-    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
-        del y
-        return jtf.all_gather(x, AXIS, tiled=True, implementation="fused", config=config)
 
     def xla(self, x: jax.Array, y: Any) -> jax.Array:
         del y
@@ -146,11 +143,9 @@ class AllGather(_Collective):
 
 class PsumScatter(_Collective):
     name = "psum_scatter"
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     out_spec = P(AXIS)
-
-    def fused(self, x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
-        del y
-        return jtf.psum_scatter(x, AXIS, tiled=True, implementation="fused", config=config)
 
     def xla(self, x: jax.Array, y: Any) -> jax.Array:
         del y

@@ -18,9 +18,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.layout import Row
 from benchmarks.operation import is_ours
 from benchmarks.sampling import spread
-from benchmarks.table import Row, read
+from benchmarks.table import read
 
 Key = tuple[str, str, int, str, str]  # operation, shape, ranks, mode, implementation
 

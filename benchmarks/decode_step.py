@@ -39,6 +39,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from benchmarks.layout import Row, by_peer
 from benchmarks.operation import (
     AXIS,
     CHECKED_RUNS,
@@ -250,6 +251,7 @@ class DecodeStep(Operation):
     fewest_calls = 1
     configurable = False  # a configuration is of one operation
     ceiling = "GB/s of device memory"
+    heading = "sequences, tokens of each"
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         del configs
@@ -343,6 +345,9 @@ class DecodeStep(Operation):
         """A rank's weights and cache, read once."""
         del medians
         return _read_bytes(shape, world) / bandwidth * 1e6
+
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        return by_peer(rows, sizes=("b", "context"), heading=self.heading, digits=self.digits)
 
     def parse_shape(self, text: str) -> DecoderShape:
         """B,CONTEXT with the model of the listed shapes, or all sizes."""

@@ -34,19 +34,13 @@ from benchmarks.operation import (
     Operation,
     by_flags,
     fused,
+    fused_call,
     normal,
 )
-from benchmarks.shapes import (
-    ALL_GATHER_MATMUL,
-    ALL_GATHER_MATMUL_TINY,
-    GATED_ALL_GATHER_MATMUL,
-    MATMUL_ALL_REDUCE,
-    MATMUL_ALL_REDUCE_TINY,
-    MATMUL_REDUCE_SCATTER,
-    MATMUL_REDUCE_SCATTER_TINY,
-    MatmulShape,
-)
+from benchmarks.shapes import GATED_ALL_GATHER_MATMUL
 from benchmarks.timing import measure_bandwidths
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.shapes import MatmulShape
 
 DECODE_ROWS = 256
 # XLA's own collective matmul: the threshold of 0 MiB lets it decompose every product. On 4 H200, by XLA of JAX 0.11.2,
@@ -57,10 +51,6 @@ XLA_AUTO: dict[str, Any] = {
     "auto": True,
     "apart": True,
 }
-
-
-def _fused(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
-    return jtf.all_gather_matmul(lhs, rhs, AXIS, implementation="fused", config=config)
 
 
 def _gather(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -97,6 +87,7 @@ class MatmulOperation(Operation):
     sizes = ("m", "k", "n")
     parts = ("gemm", "collective")
     ceiling = "GB/s received by a rank"
+    heading = "M, K, N"
     shared_out: ClassVar[tuple[str, ...]] = ("m", "n")
 
     def check_shape(self, shape: MatmulShape, world: int) -> None:
@@ -137,13 +128,13 @@ class MatmulOperation(Operation):
         except ValueError:
             raise ValueError(f"{text!r} is not M,K,N") from None
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == (m, k, n))
-        return next(listed, MatmulShape(name=f"{m}x{k}x{n}", m=m, k=k, n=n))
+        return next(listed, MatmulShape.of(m, k, n))
 
 
 class AllGatherMatmul(MatmulOperation):
     name = "all_gather_matmul"
-    shapes = ALL_GATHER_MATMUL
-    tiny_shapes = ALL_GATHER_MATMUL_TINY
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     optional_peers = ("pallas", "torch")
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
@@ -159,7 +150,7 @@ class AllGatherMatmul(MatmulOperation):
                 flat=True,
                 apart=True,
             ),
-            *fused(_sharded, _fused, configs),
+            *fused(_sharded, fused_call(register.OPERATIONS[self.name]), configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
@@ -238,10 +229,6 @@ class GatedAllGatherMatmul(AllGatherMatmul):
         return 2 * super().fastest_seconds(shape, world)
 
 
-def _fused_scatter(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
-    return jtf.matmul_reduce_scatter(lhs, rhs, AXIS, implementation="fused", config=config)
-
-
 def _scatter(partial_sum: jax.Array, rhs: jax.Array) -> jax.Array:
     del rhs
     return lax.psum_scatter(partial_sum, AXIS, scatter_dimension=0, tiled=True)
@@ -290,8 +277,8 @@ class _RowParallel(MatmulOperation):
 
 class MatmulReduceScatter(_RowParallel):
     name = "matmul_reduce_scatter"
-    shapes = MATMUL_REDUCE_SCATTER
-    tiny_shapes = MATMUL_REDUCE_SCATTER_TINY
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     optional_peers = ("torch",)
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
@@ -300,7 +287,7 @@ class MatmulReduceScatter(_RowParallel):
             _row_parallel(name="xla_auto", call=jnp.matmul, **XLA_AUTO),
             _row_parallel(name="gemm", call=jnp.matmul),
             _partial(name="collective", call=_scatter),
-            *fused(_row_parallel, _fused_scatter, configs),
+            *fused(_row_parallel, fused_call(register.OPERATIONS[self.name]), configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
@@ -309,10 +296,6 @@ class MatmulReduceScatter(_RowParallel):
 
     def wire_bytes(self, shape: MatmulShape, world: int) -> int:
         return shape.scattered_bytes(world, jnp.dtype(DTYPE).itemsize)
-
-
-def _fused_reduce(lhs: jax.Array, rhs: jax.Array, *, config: Config | None = None) -> jax.Array:
-    return jtf.matmul_all_reduce(lhs, rhs, AXIS, implementation="fused", config=config)
 
 
 def _reduce(partial_sum: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -338,16 +321,17 @@ REDUCED = _partial_reduced(name="reduced", call=_sum)
 
 class MatmulAllReduce(_RowParallel):
     name = "matmul_all_reduce"
-    shapes = MATMUL_ALL_REDUCE
-    tiny_shapes = MATMUL_ALL_REDUCE_TINY
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
     shared_out = ("k",)
+    digits = 1
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
             *by_flags(_reduced, "xla", _matmul_then_reduce),
             _row_parallel(name="gemm", call=jnp.matmul),
             _partial_reduced(name="collective", call=_reduce),
-            *fused(_reduced, _fused_reduce, configs),
+            *fused(_reduced, fused_call(register.OPERATIONS[self.name]), configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 

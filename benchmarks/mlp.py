@@ -27,7 +27,8 @@ from benchmarks.operation import (
     fused,
     normal,
 )
-from benchmarks.shapes import MLP_GRADIENTS, MLP_GRADIENTS_TINY, MatmulShape
+from benchmarks.shapes import MLP_GRADIENTS, MLP_GRADIENTS_TINY
+from jaxtaxfree.ops.shapes import MatmulShape
 
 Weights = tuple[jax.Array, jax.Array, jax.Array]  # up [K, N / world], down [N / world, K], cotangent [M / world, K]
 

@@ -12,7 +12,7 @@ own, x, while the second, y (weights, caches), may be one that several calls tak
 * Where calls are shorter than the time that the host takes to launch them, the chain is the body of a `lax.fori_loop`,
   as a decode step is: XLA replays the body as a CUDA graph.
 
-An operation describes itself by a subclass of `Operation`; `run.py` measures, checks and prints all of them alike.
+What is timed describes itself by a subclass of `Operation`; `run.py` measures, checks and prints all of them alike.
 """
 
 import abc
@@ -27,6 +27,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks.layout import Row, by_peer
+from jaxtaxfree.ops import register
 
 AXIS = "tp"
 # A second axis, of size 1: what runs along it is the part of an operation that needs no peer.
@@ -122,7 +125,7 @@ class Operands:
 
 
 class Operation(abc.ABC):
-    """One operation as `run.py` measures it.
+    """One operation, or a program of several, as `run.py` measures it.
 
     Attributes:
       name: on the command line and in results.
@@ -134,6 +137,8 @@ class Operation(abc.ABC):
       fewest_calls: in a chain.
       configurable: there may be fused implementations with a configuration.
       ceiling: in words, what `ceilings` measures.
+      heading: in words, the sizes in tables of documents.
+      digits: of the microseconds there.
     """
 
     name: ClassVar[str]
@@ -146,6 +151,8 @@ class Operation(abc.ABC):
     fewest_calls: ClassVar[int] = 8
     configurable: ClassVar[bool] = True
     ceiling: ClassVar[str]
+    heading: ClassVar[str]
+    digits: ClassVar[int] = 0
 
     @abc.abstractmethod
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
@@ -246,6 +253,10 @@ class Operation(abc.ABC):
         """Its sizes; `shape` may be a row of results."""
         return tuple(shape[size] if isinstance(shape, Mapping) else getattr(shape, size) for size in self.sizes)
 
+    def table(self, rows: Sequence[Row]) -> list[str]:
+        """The lines of a table in a document: times, and how the fused kernel stands to the others."""
+        return by_peer(rows, sizes=self.sizes, heading=self.heading, digits=self.digits)
+
     def remarks(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """What else a run is to say of its rows, each in one line."""
         del rows
@@ -262,6 +273,15 @@ def by_flags(
 ) -> tuple[Implementation, ...]:
     """One and the same call under several sets of XLA flags: "name/flag set"."""
     return tuple(make(name=f"{name}/{each}", call=call, options=FLAG_SETS[each]) for each in flag_sets)
+
+
+def fused_call(entry: register.Operation) -> Callable[..., Any]:
+    """The usual call of an operation of two operands: (x, y, *, config)."""
+
+    def call(x: Any, y: Any, *, config: Config | None = None) -> Any:
+        return entry.call(x, y, axis_name=AXIS, implementation="fused", config=config)
+
+    return call
 
 
 def fused(

@@ -10,8 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, NullLocator
 
+from benchmarks.layout import Row
 from benchmarks.operation import Operation, family
-from benchmarks.table import Row
 
 # Families have the same color in every plot; those that are not named take the next of the rest.
 COLORS = {"fused": "#1b7837", "xla": "#4575b4", "xla_auto": "#91bfdb", "pallas": "#d6604d", "torch": "#ee9a3a"}

@@ -20,7 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import plots, run
+from benchmarks import plots
+from benchmarks.operations import OPERATIONS
+from benchmarks.summary import summarize
 from benchmarks.table import ROOT, read, table
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -57,9 +59,9 @@ def measure(folder: Path, operations: Sequence[str], arguments: Sequence[str]) -
 def section(path: Path) -> str:
     """A file's heading, table and what is to be said of it."""
     rows = read(path)
-    operation = run.OPERATIONS[rows[0]["op"]]
+    operation = OPERATIONS[rows[0]["op"]]
     parts = [f"## {path.stem}", table(path, path.resolve().parent)]
-    _, notes = run.summarize(operation, rows)
+    _, notes = summarize(operation, rows)
     if remarks := [*notes, *operation.remarks(rows)]:
         parts.append("\n".join(f"* {remark}" for remark in remarks))
     return "\n\n".join(parts)
@@ -94,7 +96,7 @@ def draw(folder: Path) -> list[Path]:
         if any(row["median_us"] for row in rows):
             for what, plot in (("times", plots.draw_times), ("speed-up", plots.draw_speedups)):
                 pictures.append(path.with_name(f"{path.stem}-{what}.png"))
-                plot(run.OPERATIONS[rows[0]["op"]], rows, pictures[-1])
+                plot(OPERATIONS[rows[0]["op"]], rows, pictures[-1])
     return pictures
 
 
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=(__doc__ or "").splitlines()[0], epilog="Other arguments go to benchmarks/run.py."
     )
     parser.add_argument("--from", dest="folder", type=Path, help="measure nothing: use the results in this folder")
-    parser.add_argument("--operations", nargs="+", choices=list(run.OPERATIONS), default=list(run.OPERATIONS))
+    parser.add_argument("--operations", nargs="+", choices=list(OPERATIONS), default=list(OPERATIONS))
     parser.add_argument("--world", type=int, help="number of GPUs; default: all")
     args, others = parser.parse_known_args(argv)
     failed: list[str] = []

@@ -21,7 +21,7 @@ import jax
 from benchmarks.matmuls import MatmulOperation
 from benchmarks.operation import Config
 from benchmarks.sampling import Mode
-from benchmarks.shapes import MatmulShape
+from jaxtaxfree.ops.shapes import MatmulShape
 
 SCRIPT = Path(__file__).with_name("torch_async_tp.py")
 

@@ -29,32 +29,24 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import run
+from benchmarks import measure
 from benchmarks.operation import AXIS, DTYPE, ONE, Implementation, Operation, config_name, family, make_mesh
+from benchmarks.operations import OPERATIONS
+from benchmarks.rows import Row, environment, reason, write_rows
+from benchmarks.run import CHECK_WORLD, WIDTH
 from benchmarks.sampling import SUSTAINED, Mode, quantiles
-from benchmarks.shapes import AttentionShape, CollectiveShape, MatmulShape
 from benchmarks.timing import Run, guard, sample_rounds
 from jaxtaxfree import dispatch
-from jaxtaxfree.ops import (
-    all_gather_matmul,
-    collectives,
-    decode_attention,
-    kv_cache,
-    matmul_all_reduce,
-    matmul_reduce_scatter,
-)
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.variant import KERNEL, Choice
 from jaxtaxfree.teams import Team
@@ -70,41 +62,6 @@ PROVENANCE = ("jax", "triton", "commit", "date")
 ROUNDING = "exact_wire"
 # What another configuration has to save: samples of one and the same lie that far apart.
 MARGIN = 0.01
-
-# The operations that have tables.
-TUNED: dict[str, ModuleType] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-    "decode_attention": decode_attention,
-    **dict.fromkeys(("psum", "all_gather", "psum_scatter"), collectives),
-}
-
-
-def case_of(operation: Operation, shape: Any, team: Team) -> dispatch.Case:
-    """The call that is timed, as the operation's lowering knows it."""
-    operand = partial(jax.ShapeDtypeStruct, dtype=DTYPE)
-    if isinstance(shape, MatmulShape):
-        if operation.name == "all_gather_matmul":
-            lhs, rhs = (shape.m // team.world, shape.k), (shape.k, shape.n // team.world)
-        else:
-            lhs, rhs = (shape.m, shape.k // team.world), (shape.k // team.world, shape.n)
-        usual = {"precision": None, "preferred_element_type": None}
-        return TUNED[operation.name].case(operand(lhs), operand(rhs), team=team, **usual)
-    if isinstance(shape, AttentionShape):
-        spec = decode_attention.Spec(
-            placement=kv_cache.placement_of("contiguous", None, shape.s, None, operation.name),
-            page_size=None, kv_heads=shape.kv_heads, head_major=False, scale=shape.h**-0.5, window=None, soft_cap=None,
-            by_heads=False, dtype=jnp.dtype(DTYPE),
-        )  # fmt: skip
-        query, cache = operand((shape.b, 1, shape.n, shape.h)), operand((shape.b, shape.s, shape.kv_heads, shape.h))
-        names = ("query", "key", "value", "lengths")
-        case = decode_attention.case(query, cache, cache, team=team, names=names, spec=spec)
-        assert case is not None
-        return case
-    assert isinstance(shape, CollectiveShape)
-    nbytes = shape.nbytes * (team.world if operation.name == "psum_scatter" else 1)
-    return collectives.case(operation.name, operand((nbytes // jnp.dtype(DTYPE).itemsize,)), team=team)
 
 
 def candidates(case: dispatch.Case) -> dict[str, Choice]:
@@ -165,7 +122,7 @@ class Contest:
     def of(cls, operation: Operation, shape: Any, mesh: Mesh, calls: int, most: int = MOST_CANDIDATES) -> "Contest":
         team = Team(axes=(AXIS,), others=(ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
         operation.check_shape(shape, team.world)
-        case = case_of(operation, shape, team)
+        case = register.OPERATIONS[operation.name].case_at(shape, team, DTYPE)
         configs = dict(list(candidates(case).items())[:most])
         settings = [choice.settings for choice in configs.values()]
         implementations = operation.implementations(settings)
@@ -179,15 +136,15 @@ class Contest:
             configs=configs,
             entrants={XLA: xla, **{name: dataclasses.replace(each, name=name) for name, each in zip(configs, ours)}},
             operands=operands,
-            expected=run.expected_results(operation.expected_from(xla), mesh, operands),
+            expected=measure.expected_results(operation.expected_from(xla), mesh, operands),
         )
 
     def check(self, name: str) -> None:
         """Excludes an entrant whose results are wrong, or that fails."""
         try:
-            found = run.check(self.runs[name], self.expected)
+            found = measure.check(self.runs[name], self.expected)
         except Exception as error:
-            found = run.reason(error)
+            found = reason(error)
         if found != "ok":
             self.excluded[name] = found
             del self.runs[name]
@@ -218,7 +175,7 @@ class Contest:
 
     def time(self, runs: Mapping[str, Run], mode: Mode, seconds: float, timeout: float) -> None:
         for name, error in sample_rounds(runs, mode, seconds, timeout).items():
-            self.excluded[name] = run.reason(error)
+            self.excluded[name] = reason(error)
             del self.runs[name]
 
     def median(self, name: str, mode: Mode) -> float:
@@ -272,7 +229,7 @@ def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
 
     def prepare(contest: Contest, name: str) -> Run:
         rounds = contest.operation.rounds(contest.shape, mesh.shape[AXIS])
-        return run.prepare(contest.shape.name, contest.entrants[name], mesh, contest.operands, rounds)
+        return measure.prepare(contest.shape.name, contest.entrants[name], mesh, contest.operands, rounds)
 
     ours = [(contest, name) for contest in contests for name in contest.configs]
     for several, each in ((1, [(contest, XLA) for contest in contests]), (jobs, ours)):
@@ -282,7 +239,7 @@ def compile_all(contests: Sequence[Contest], mesh: Mesh, jobs: int) -> None:
             try:
                 contest.runs[name] = program.result()
             except Exception as error:
-                contest.excluded[name] = run.reason(error)
+                contest.excluded[name] = reason(error)
 
 
 def merge(folder: Path, kind: str, case: dispatch.Case, row: dispatch.Row) -> None:
@@ -294,7 +251,7 @@ def merge(folder: Path, kind: str, case: dispatch.Case, row: dispatch.Row) -> No
     key = tuple((case.row() | row)[each] for each in keys)
     by_key[key] = {**case.row(), "config": by_key.get(key, {}).get("config"), **row}
     path.parent.mkdir(parents=True, exist_ok=True)
-    run.write_rows(path, [by_key[key] for key in sorted(by_key)])
+    write_rows(path, [by_key[key] for key in sorted(by_key)])
 
 
 def take_results(path: Path, folder: Path) -> Iterator[str]:
@@ -303,13 +260,13 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
     The implementation "fused" stands for the default: it is what was chosen by shape, and by the table as it is. Of
     weights that stay in the L2 cache nothing is concluded: those of the layers of a model do not.
     """
-    shapes: dict[tuple[Any, ...], list[run.Row]] = {}
+    shapes: dict[tuple[Any, ...], list[Row]] = {}
     for row in json.loads(path.read_text()):
-        if row["op"] in TUNED and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
-            sizes = run.OPERATIONS[row["op"]].sizes_of(row)
+        if row["op"] in register.OPERATIONS and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
+            sizes = OPERATIONS[row["op"]].sizes_of(row)
             shapes.setdefault((row["op"], row["world"], *sizes), []).append(row)
     for (name, world, *sizes), rows in shapes.items():
-        operation = run.OPERATIONS[name]
+        operation = OPERATIONS[name]
         shape = operation.parse_shape(",".join(map(str, sizes)))
         times = {row["implementation"]: row["median_us"] for row in rows if row["median_us"] and row["checked"] == "ok"}
         ours = {row["implementation"]: row for row in rows if family(row["implementation"]) == "fused"}
@@ -318,7 +275,7 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
             continue
         # On a CPU programs are built for the GPUs that have tables.
         team = Team(axes=(AXIS,), others=(ONE,), world=world, devices=tuple(jax.devices("cpu")[:1]))
-        case = case_of(operation, shape, team)
+        case = register.OPERATIONS[operation.name].case_at(shape, team, DTYPE)
         default = case.default.settings
         configs = {name: case.choose(case.size, row["config"]).settings for name, row in ours.items() if row["config"]}
         alike = [each for each, config in configs.items() if config.get(ROUNDING) == default.get(ROUNDING)]
@@ -334,7 +291,9 @@ def take_results(path: Path, folder: Path) -> Iterator[str]:
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(TUNED)}; default: all")
+    parser.add_argument(
+        "operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(register.OPERATIONS)}; default: all"
+    )
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as of run.py; default: all listed")
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument(
@@ -365,12 +324,12 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.operations if name not in TUNED]:
-        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(TUNED)}")
-    args.operations = args.operations or list(TUNED)
+    if unknown := [name for name in args.operations if name not in register.OPERATIONS]:
+        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(register.OPERATIONS)}")
+    args.operations = args.operations or list(register.OPERATIONS)
     try:
         args.shapes = {
-            name: [run.OPERATIONS[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations
+            name: [OPERATIONS[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations
         }
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
@@ -387,24 +346,24 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(line)
         return 0
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        jax.config.update("jax_num_cpu_devices", args.world or run.CHECK_WORLD)
+        jax.config.update("jax_num_cpu_devices", args.world or CHECK_WORLD)
     devices = jax.devices()
-    mesh = make_mesh(devices[: args.world or (run.CHECK_WORLD if args.check else None)])
+    mesh = make_mesh(devices[: args.world or (CHECK_WORLD if args.check else None)])
     world = mesh.shape[AXIS]
-    environment = run.environment() | ({"commit": args.commit} if args.commit else {})
-    provenance = {name: environment[name] for name in PROVENANCE}
-    kind = environment["gpu"]
+    about = environment() | ({"commit": args.commit} if args.commit else {})
+    provenance = {name: about[name] for name in PROVENANCE}
+    kind = about["gpu"]
     if args.write and jax.default_backend() != "gpu":
         raise SystemExit("There is no GPU here, so there is nothing to write.")
 
-    console = Console(width=run.WIDTH)
+    console = Console(width=WIDTH)
     console.print(f"{world} x {kind}, {provenance}", markup=False, highlight=False)
     faults = 0
     for name in args.operations:
-        operation, started = run.OPERATIONS[name], time.perf_counter()
+        operation, started = OPERATIONS[name], time.perf_counter()
         contests = []
         for shape in args.shapes[name] or (operation.tiny_shapes if args.check else operation.shapes):
-            calls = run.CHECK_CALLS if args.check else operation.calls_per_program(shape, world)
+            calls = measure.CHECK_CALLS if args.check else operation.calls_per_program(shape, world)
             with guard(f"{shape.name}, operands and reference", args.timeout):
                 contests.append(Contest.of(operation, shape, mesh, calls, args.candidates))
         with guard(f"{name}, compilation", args.timeout):

@@ -305,6 +305,22 @@ def _communicating(
     def _impl(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
 
+    _register_lowerings(primitive, reference=reference, fused=fused, slower=slower, case=case)
+    _register_map(primitive, reference=reference, batch=batch)
+    return primitive
+
+
+def _register_lowerings(
+    primitive: Any,
+    *,
+    reference: Callable[..., Any],
+    fused: Callable[..., Any],
+    slower: Callable[..., str | None],
+    case: Callable[..., dispatch.Case | None] | None,
+) -> None:
+    """The reference for every platform, and on CUDA the kernel where nothing speaks against it."""
+    name, multiple_results = primitive.name, primitive.multiple_results
+
     def lower(function: Callable, ctx: Any, *operands: Any, **params: Any) -> Any:
         return mlir.lower_fun(function, multiple_results=multiple_results)(ctx, *operands, **params)
 
@@ -352,20 +368,17 @@ def _communicating(
         log_reference(name, ctx.avals_in, reasons)
         return lower(reference, ctx, *operands, **params)
 
+    mlir.register_lowering(primitive, lower_reference)
+    mlir.register_lowering(primitive, lower_fused, platform="cuda")
+
+
+def _register_map(primitive: Any, *, reference: Callable[..., Any], batch: Batch | None) -> None:
+    """`jax.vmap` by `batch`, or by the reference."""
+    name, multiple_results = primitive.name, primitive.multiple_results
+
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
         outs, dim = map_all(axis_data, operands, dims, **params)
         return outs, [dim] * len(outs) if multiple_results else dim
-
-    def unmappable(operands: Any, dims: Any, size: int) -> str | None:
-        if not jax.export.is_symbolic_dim(size) and size == 0:
-            return "jax.vmap maps over no examples"
-        specs = [(jax.typeof(x).sharding.spec, dim) for x, dim in zip(operands, dims) if dim is not None]
-        if along := [spec[dim] for spec, dim in specs if spec[dim] is not None]:
-            return Lasting(
-                f"jax.vmap maps over a dimension that is sharded along {along[0]!r}: make that an axis of "
-                "jax.shard_map, and map inside of it"
-            )
-        return None
 
     def map_all(
         axis_data: Any, operands: Any, dims: Any, *, implementation: str | None, **params: Any
@@ -377,7 +390,7 @@ def _communicating(
         elif all(dim is None for dim in dims):
             return call(*operands), None
         else:
-            found = unmappable(operands, dims, axis_data.size)
+            found = _unmappable(operands, dims, axis_data.size)
             if found is None:
                 found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
                 if isinstance(found, str):
@@ -391,6 +404,16 @@ def _communicating(
         return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
 
     batching.fancy_primitive_batchers[primitive] = map_
-    mlir.register_lowering(primitive, lower_reference)
-    mlir.register_lowering(primitive, lower_fused, platform="cuda")
-    return primitive
+
+
+def _unmappable(operands: Any, dims: Any, size: int) -> str | None:
+    """Why no kernel can take operands that `jax.vmap` maps, of so many examples."""
+    if not jax.export.is_symbolic_dim(size) and size == 0:
+        return "jax.vmap maps over no examples"
+    specs = [(jax.typeof(x).sharding.spec, dim) for x, dim in zip(operands, dims) if dim is not None]
+    if along := [spec[dim] for spec, dim in specs if spec[dim] is not None]:
+        return Lasting(
+            f"jax.vmap maps over a dimension that is sharded along {along[0]!r}: make that an axis of "
+            "jax.shard_map, and map inside of it"
+        )
+    return None

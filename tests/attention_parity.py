@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import DECODE_ATTENTION
+from jaxtaxfree.ops import register
 from tests.attention_cases import LARGEST, TOLERANCE, Case, draw, features
 from tests.parity import program, run_all
 
@@ -131,7 +131,7 @@ def check_combinations(mesh: Mesh, count: int = 12) -> None:
 def check_listed_shapes(mesh: Mesh) -> None:
     """The shapes of the benchmarks."""
     cases = {}
-    for shape in DECODE_ATTENTION:
+    for shape in register.OPERATIONS["decode_attention"].shapes:
         sizes = {"b": shape.b, "n": shape.n, "k": shape.kv_heads, "h": shape.h, "s": shape.s}
         cases[shape.name] = Case(world=mesh.devices.size, dtype="bfloat16", **sizes)
     check_cases(mesh, cases, together=1)
@@ -247,6 +247,8 @@ def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     return jax.jit(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"), check_vma=False)), tuple(arrays)
 
 
+# Whose checks these are.
+NAMES = ("decode_attention",)
 CHECKS = (
     check_features,
     check_combinations,

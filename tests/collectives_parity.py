@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import COLLECTIVE
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.collectives import DTYPES
 from tests.parity import program, run_all
 
@@ -110,7 +110,9 @@ def check_sizes(mesh: Mesh) -> None:
         mesh,
         [
             (name, shape_of(name, world, shape.nbytes // jnp.dtype(dtype).itemsize), dtype, 0, None)
-            for name, shape, dtype in itertools.product(NAMES, COLLECTIVE, ("bfloat16", "float32"))
+            for name in NAMES
+            for shape in register.OPERATIONS[name].shapes
+            for dtype in ("bfloat16", "float32")
             if shape.nbytes >= 4
         ],
     )

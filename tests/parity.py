@@ -10,6 +10,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.teams import vary
 
 # Two summation orders in f32, then one rounding to the result's type.
@@ -57,7 +59,7 @@ class Operation:
     """
 
     name: str
-    in_specs: tuple[P, P]
+    in_specs: tuple[P, ...]
     out_spec: P
     axis: str | None
     listed: tuple[MatmulShape, ...]
@@ -74,29 +76,26 @@ class Operation:
         return (rows, contracted), (contracted, columns)
 
 
-GATHER = Operation(
-    name="all_gather_matmul",
-    in_specs=(P("tp", None), P(None, "tp")),
-    out_spec=P(None, "tp"),
-    axis="axis",
-    listed=ALL_GATHER_MATMUL,
-)
-SCATTER = Operation(
-    name="matmul_reduce_scatter",
-    in_specs=(P(None, "tp"), P("tp", None)),
-    out_spec=P("tp"),
-    axis="scatter_dimension",
-    listed=MATMUL_REDUCE_SCATTER,
-)
-REDUCE = Operation(
-    name="matmul_all_reduce",
-    in_specs=(P(None, "tp"), P("tp", None)),
-    out_spec=P(),
-    axis=None,
-    listed=MATMUL_ALL_REDUCE,
-    awaited="message partials[",
-)
-OPERATIONS = (GATHER, SCATTER, REDUCE)
+# By name, what is to be known of a product besides the register; see `Operation`.
+PRODUCTS: dict[str, dict[str, Any]] = {
+    "all_gather_matmul": {"axis": "axis"},
+    "matmul_reduce_scatter": {"axis": "scatter_dimension"},
+    "matmul_all_reduce": {"axis": None, "awaited": "message partials["},
+}
+
+
+def _product(entry: register.Operation) -> Operation:
+    return Operation(
+        name=entry.name,
+        in_specs=entry.in_specs("tp"),
+        out_spec=entry.out_spec("tp"),
+        listed=entry.shapes,
+        **PRODUCTS[entry.name],
+    )
+
+
+OPERATIONS = tuple(_product(entry) for name, entry in register.OPERATIONS.items() if name in PRODUCTS)
+GATHER, SCATTER, REDUCE = OPERATIONS
 
 
 def mesh_of(
@@ -123,7 +122,9 @@ def local_operands(operation: Operation, key: int, m: int, k: int, n: int, dtype
     world = lax.axis_size(axes)
     keys = jax.random.split(jax.random.fold_in(jax.random.key(key), lax.axis_index(axes)))
     return [
-        jax.random.normal(key, [size // world if name else size for size, name in zip(sizes, spec)], dtype)
+        jax.random.normal(
+            key, [size // world if name else size for size, name in itertools.zip_longest(sizes, spec)], dtype
+        )
         for key, sizes, spec in zip(keys, operation.sizes(m, k, n, world), operation.in_specs)
     ]
 

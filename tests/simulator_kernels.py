@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,21 +18,12 @@ import numpy as np
 import triton
 
 from jaxtaxfree import simulator
-from jaxtaxfree.kernels.all_gather_matmul import few as all_gather_matmul_few
-from jaxtaxfree.kernels.all_gather_matmul import hopper_few as all_gather_matmul_hopper_few
-from jaxtaxfree.kernels.all_gather_matmul import portable as all_gather_matmul
-from jaxtaxfree.kernels.collectives import portable as collectives
-from jaxtaxfree.kernels.decode_attention import portable as decode_attention
-from jaxtaxfree.kernels.matmul_all_reduce import few as matmul_all_reduce_few
-from jaxtaxfree.kernels.matmul_all_reduce import hopper_few as matmul_reduce_hopper_few
-from jaxtaxfree.kernels.matmul_all_reduce import portable as matmul_all_reduce
-from jaxtaxfree.kernels.matmul_reduce_scatter import few as matmul_reduce_scatter_few
-from jaxtaxfree.kernels.matmul_reduce_scatter import portable as matmul_reduce_scatter
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import collectives as collective_ops
 from jaxtaxfree.ops import decode_attention as attention_op
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
@@ -364,35 +356,27 @@ def load(path: Path, name: str, **names: Any) -> ModuleType:
     return module
 
 
-# A kernel that is added here gets every test of test_simulator_kernels.py.
-KERNELS = (
-    Simulated(
-        name="all_gather_matmul",
-        module=all_gather_matmul,
-        function="all_gather_matmul_kernel",
-        call=_large,
+# By the name of a kernel: (world, dtype, shape) -> Call, and the shapes to choose from, by world size. A kernel that is
+# added here gets every test of test_simulator_kernels.py.
+SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int], Sequence[Any]]]] = {
+    "all_gather_matmul": (
+        _large,
         # M, N, K, PUSHERS, UNITS, CHUNK
-        shapes=lambda world: (
+        lambda world: (
             ((17, 9, 21, 2, 2, 128), (5, 19, 9, 1, 1, 32), (16, 16, 32, 3, 1, 256))
             if world <= 4
             else ((5, 9, 21, 2, 1, 64), (16, 16, 16, 1, 2, 128))
         ),
     ),
-    Simulated(
-        name="all_gather_matmul_few",
-        module=all_gather_matmul_few,
-        function="all_gather_matmul_few_kernel",
-        call=_few,
+    "all_gather_matmul_few": (
+        _few,
         # M, N, K, PUSHERS, CHUNK
-        shapes=lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+        lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
     ),
-    Simulated(
-        name="all_gather_matmul_hopper_few",
-        module=all_gather_matmul_hopper_few,
-        function="all_gather_matmul_hopper_few_kernel",
-        call=_hopper_few,
+    "all_gather_matmul_hopper_few": (
+        _hopper_few,
         # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
-        shapes=lambda world: (
+        lambda world: (
             (
                 (3, 24, 136, 2, 32, 96, 2, 1),
                 (1, 16, 40, 1, 32, 40, 3, 2),
@@ -419,41 +403,29 @@ KERNELS = (
             )
         ),
     ),
-    Simulated(
-        name="matmul_reduce_scatter",
-        module=matmul_reduce_scatter,
-        function="matmul_reduce_scatter_kernel",
-        call=_large_scatter,
+    "matmul_reduce_scatter": (
+        _large_scatter,
         # M, N, K, LAG
-        shapes=lambda world: (
+        lambda world: (
             ((17, 39, 21, 4), (5, 19, 99, 2), (16, 16, 32, 1), (17, 9, 21, 3), (5, 9, 9, 9))
             if world <= 4
             else ((5, 9, 70, 2), (5, 9, 9, 1), (5, 9, 16, 9))
         ),
     ),
-    Simulated(
-        name="matmul_reduce_scatter_few",
-        module=matmul_reduce_scatter_few,
-        function="matmul_reduce_scatter_few_kernel",
-        call=functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
+    "matmul_reduce_scatter_few": (
+        functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
         # M, N, K
-        shapes=lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
+        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
     ),
-    Simulated(
-        name="matmul_all_reduce",
-        module=matmul_all_reduce,
-        function="matmul_all_reduce_kernel",
-        call=_matmul_all_reduce,
+    "matmul_all_reduce": (
+        _matmul_all_reduce,
         # M, N, K
-        shapes=lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
+        lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
     ),
-    Simulated(
-        name="matmul_all_reduce_few",
-        module=matmul_all_reduce_few,
-        function="matmul_all_reduce_few_kernel",
-        call=_matmul_all_reduce_few,
+    "matmul_all_reduce_few": (
+        _matmul_all_reduce_few,
         # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS
-        shapes=lambda world: (
+        lambda world: (
             (3, 21, 19, 1, True, True, 2),
             (1, 16, 32, 1, True, False, 1),
             (17, 9, 5, 1, False, False, 16),
@@ -463,13 +435,10 @@ KERNELS = (
             (9, 33, 5, 2, False, True, 1),
         ),
     ),
-    Simulated(
-        name="matmul_reduce_hopper_few",
-        module=matmul_reduce_hopper_few,
-        function="matmul_reduce_hopper_few_kernel",
-        call=_reduce_hopper_few,
+    "matmul_reduce_hopper_few": (
+        _reduce_hopper_few,
         # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
-        shapes=lambda world: (
+        lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),
             (1, 16, 40, 0, False, None, 3, 2),
             (5, 40, 72, 1, False, 2, 2, 2),
@@ -490,22 +459,35 @@ KERNELS = (
             (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
         ),
     ),
-    Simulated(
-        name="decode_attention",
-        module=decode_attention,
-        function="decode_attention_kernel",
-        call=_decode_attention,
-        shapes=_decode_attention_shapes,
+    "decode_attention": (
+        _decode_attention,
+        _decode_attention_shapes,
     ),
-    *(
-        Simulated(
-            name=operation,
-            module=collectives,
-            function=f"{operation}_kernel",
-            call=functools.partial(_collective, operation=operation),
-            shapes=functools.partial(_collective_shapes, operation=operation),
+    **{
+        operation: (
+            functools.partial(_collective, operation=operation),
+            functools.partial(_collective_shapes, operation=operation),
         )
         for operation in ("psum", "all_gather", "psum_scatter")
+    },
+}
+
+
+def _simulated(kernel: Any) -> Simulated:
+    name = kernel.__name__.removesuffix("_kernel")
+    call, shapes = SIMULATED[name]
+    module = sys.modules[kernel.fn.__module__]
+    return Simulated(name=name, module=module, function=kernel.__name__, call=call, shapes=shapes)
+
+
+KERNELS = (
+    *(
+        _simulated(kernel)
+        # Several operations may share a kernel.
+        for kernel in dict.fromkeys(
+            variant.kernel for entry in register.OPERATIONS.values() for variant in reversed(entry.variants)
+        )
+        if kernel.__name__.removesuffix("_kernel") in SIMULATED
     ),
     Simulated(
         name="custom_kernel",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -16,17 +17,11 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.shapes import ALL_GATHER_MATMUL, MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER, MatmulShape
-from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
-from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
-from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
-from jaxtaxfree.kernels.matmul_all_reduce.portable import matmul_all_reduce_kernel
-from jaxtaxfree.kernels.matmul_reduce_scatter.few import matmul_reduce_scatter_few_kernel
-from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
+from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import matmul, product
-from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import matmul, product, register
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
 from jaxtaxfree.target import target_of
 
@@ -57,7 +52,7 @@ class Kernel:
     name: str
     function: triton.JITFunction
     operation: Callable[..., jax.Array]
-    in_specs: tuple[P, P]
+    in_specs: tuple[P, ...]
     out_specs: P
     module: ModuleType
     benchmarks: tuple[MatmulShape, ...]
@@ -124,79 +119,67 @@ def variant_of(module: ModuleType, config: Any) -> Variant:
     return next(variant for variant in module.VARIANTS if variant.Config is type(config))
 
 
-# A kernel that is added here gets every test of test_compiled.py.
-_ALL_GATHER_MATMUL: dict[str, Any] = {
-    "operation": all_gather_matmul,
-    "in_specs": (P("tp"), P(None, "tp")),
-    "out_specs": P(None, "tp"),
-    "module": gather_ops,
+# By the name of a kernel, what its tests have to know besides the register; see `Kernel`. A kernel that is added here
+# gets every test of test_compiled.py.
+_MANY: dict[str, Any] = {
+    "waits": 2,
+    "dot": "wgmma.mma_async",
+    "amd": {"block_n": 128, "block_k": 32, "num_stages": 2},
 }
-_MATMUL_REDUCE_SCATTER: dict[str, Any] = {
-    "operation": matmul_reduce_scatter,
-    "in_specs": (P(None, "tp"), P("tp")),
-    "out_specs": P("tp"),
-    "module": scatter_ops,
+_FEW: dict[str, Any] = {"waits": 1, "dot": "mma.sync", "amd": {"num_stages": 2}}
+COMPILED: dict[str, dict[str, Any]] = {
+    "all_gather_matmul": {
+        "aligned": MatmulShape(name="aligned", m=4096, k=1024, n=16384),
+        "odd": MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
+        **_MANY,
+    },
+    "all_gather_matmul_few": {
+        "aligned": MatmulShape(name="aligned", m=16, k=1024, n=16384),
+        "odd": MatmulShape(name="odd", m=60, k=129, n=4 * 37),
+        **_FEW,
+    },
+    "matmul_reduce_scatter": {
+        "aligned": MatmulShape(name="aligned", m=4096, k=4096, n=4096),
+        "odd": MatmulShape(name="odd", m=4 * 77, k=4 * 129, n=37),
+        **_MANY,
+    },
+    "matmul_reduce_scatter_few": {
+        "aligned": MatmulShape(name="aligned", m=16, k=4096, n=4096),
+        "odd": MatmulShape(name="odd", m=60, k=4 * 129, n=37),
+        **_FEW,
+    },
+    "matmul_all_reduce": {
+        "aligned": MatmulShape(name="aligned", m=4096, k=4096, n=4096),
+        "odd": MatmulShape(name="odd", m=309, k=4 * 129, n=37),
+        **_MANY,
+    },
 }
-# `matmul_all_reduce_few`, which waits for words, has its own in test_compiled_all_reduce.py.
-KERNELS = (
-    Kernel(
-        name="all_gather_matmul",
-        function=all_gather_matmul_kernel,
-        **_ALL_GATHER_MATMUL,
-        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m > 256),
-        aligned=MatmulShape(name="aligned", m=4096, k=1024, n=16384),
-        odd=MatmulShape(name="odd", m=4 * 77, k=129, n=4 * 37),
-        waits=2,
-        dot="wgmma.mma_async",
-        amd={"block_n": 128, "block_k": 32, "num_stages": 2},
-    ),
-    Kernel(
-        name="all_gather_matmul_few",
-        function=all_gather_matmul_few_kernel,
-        **_ALL_GATHER_MATMUL,
-        benchmarks=tuple(shape for shape in ALL_GATHER_MATMUL if shape.m <= 256),
-        aligned=MatmulShape(name="aligned", m=16, k=1024, n=16384),
-        odd=MatmulShape(name="odd", m=60, k=129, n=4 * 37),
-        waits=1,
-        dot="mma.sync",
-        amd={"num_stages": 2},
-    ),
-    Kernel(
-        name="matmul_reduce_scatter",
-        function=matmul_reduce_scatter_kernel,
-        **_MATMUL_REDUCE_SCATTER,
-        benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m > 256),
-        aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
-        odd=MatmulShape(name="odd", m=4 * 77, k=4 * 129, n=37),
-        waits=2,
-        dot="wgmma.mma_async",
-        amd={"block_n": 128, "block_k": 32, "num_stages": 2},
-    ),
-    Kernel(
-        name="matmul_reduce_scatter_few",
-        function=matmul_reduce_scatter_few_kernel,
-        **_MATMUL_REDUCE_SCATTER,
-        benchmarks=tuple(shape for shape in MATMUL_REDUCE_SCATTER if shape.m <= 256),
-        aligned=MatmulShape(name="aligned", m=16, k=4096, n=4096),
-        odd=MatmulShape(name="odd", m=60, k=4 * 129, n=37),
-        waits=1,
-        dot="mma.sync",
-        amd={"num_stages": 2},
-    ),
-    Kernel(
-        name="matmul_all_reduce",
-        function=matmul_all_reduce_kernel,
-        operation=matmul_all_reduce,
-        in_specs=(P(None, "tp"), P("tp")),
-        out_specs=P(),
-        module=reduce_ops,
-        benchmarks=tuple(shape for shape in MATMUL_ALL_REDUCE if shape.m > 256),
-        aligned=MatmulShape(name="aligned", m=4096, k=4096, n=4096),
-        odd=MatmulShape(name="odd", m=309, k=4 * 129, n=37),
-        waits=2,
-        dot="wgmma.mma_async",
-        amd={"block_n": 128, "block_k": 32, "num_stages": 2},
-    ),
+
+
+def name_of_kernel(variant: Variant) -> str:
+    """What the kernel's function is called, which several operations may share."""
+    return variant.kernel.__name__.removesuffix("_kernel")
+
+
+def _compiled(entry: register.Operation, variant: Variant) -> Kernel:
+    few = variant.name == "few"
+    return Kernel(
+        name=name_of_kernel(variant),
+        function=variant.kernel,
+        operation=entry.function,
+        in_specs=entry.in_specs("tp"),
+        out_specs=entry.out_spec("tp"),
+        module=sys.modules[entry.function.__module__],
+        benchmarks=tuple(shape for shape in entry.shapes if (shape.m <= 256) == few),
+        **COMPILED[name_of_kernel(variant)],
+    )
+
+
+KERNELS = tuple(
+    _compiled(entry, variant)
+    for entry in register.OPERATIONS.values()
+    for variant in reversed(entry.variants)
+    if name_of_kernel(variant) in COMPILED
 )
 
 

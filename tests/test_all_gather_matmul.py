@@ -17,9 +17,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import ALL_GATHER_MATMUL, MatmulShape
 from jaxtaxfree import all_gather_matmul
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.all_gather_matmul import portable
+from jaxtaxfree.ops.shapes import MatmulShape
 from tests.conftest import MeshFactory
 from tests.support import (
     DTYPES,
@@ -649,7 +650,7 @@ def test_one_rank_has_nothing_to_gather(caplog: pytest.LogCaptureFixture) -> Non
     assert "one rank" in caplog.text
 
 
-@pytest.mark.parametrize("shape", ALL_GATHER_MATMUL, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", register.OPERATIONS["all_gather_matmul"].shapes, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_are_fused_by_default(mesh: Mesh, shape: MatmulShape) -> None:
     assert_fused(lower_for_cuda(column_parallel(mesh), *shapes(mesh, "bfloat16", shape.m, shape.k, shape.n)))
 

@@ -20,36 +20,31 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 from jax.sharding import Mesh
+from rich.console import Console
 
 import jaxtaxfree as jtf
+from benchmarks import decode_step, measure, operation, run, sampling, summary, timing, torch_peer
+from benchmarks.attention import TARGETS_US
+from benchmarks.operation import Operands, Operation
+from benchmarks.operations import OPERATIONS
+from benchmarks.rows import commit, is_fault, make_row, write_rows
+from benchmarks.rows import torch_rows as rows_of_torch
+from benchmarks.shapes import DecoderShape
+from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks import decode_step, operation, run, sampling, timing, torch_peer  # noqa: E402
-from benchmarks.operation import Operands, Operation  # noqa: E402
-from benchmarks.shapes import (  # noqa: E402
-    ALL_GATHER_MATMUL,
-    DECODE_ATTENTION,
-    DECODE_ATTENTION_TARGETS_US,
-    AttentionShape,
-    CollectiveShape,
-    DecoderShape,
-    MatmulShape,
-)
-
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
 REQUIRED |= {"floor_us", "gpu", "jax", "triton", "commit", "date"}
 ADDED = {"mode", "name", "ratio_to_floor", "checked", "noisy", "l2"}
 COMMON = {"l2": "usual", "gpu": "none", "jax": "0", "triton": "0", "commit": "unknown", "date": "2000-01-01"}
-MATMUL = run.OPERATIONS["all_gather_matmul"]
-GATED = run.OPERATIONS["gated_all_gather_matmul"]
-SCATTER = run.OPERATIONS["matmul_reduce_scatter"]
-REDUCE = run.OPERATIONS["matmul_all_reduce"]
-MLP = run.OPERATIONS["mlp_gradients"]
-ATTENTION = run.OPERATIONS["decode_attention"]
-STEP = run.OPERATIONS["decode_step"]
-COLLECTIVES = [run.OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
+MATMUL = OPERATIONS["all_gather_matmul"]
+GATED = OPERATIONS["gated_all_gather_matmul"]
+SCATTER = OPERATIONS["matmul_reduce_scatter"]
+REDUCE = OPERATIONS["matmul_all_reduce"]
+MLP = OPERATIONS["mlp_gradients"]
+ATTENTION = OPERATIONS["decode_attention"]
+STEP = OPERATIONS["decode_step"]
+COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
     GATED: MatmulShape(name="small", m=64, k=256, n=256),
@@ -60,7 +55,7 @@ SMALL: dict[Operation, Any] = {
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
-each_operation = pytest.mark.parametrize("op", run.OPERATIONS.values(), ids=lambda op: op.name)
+each_operation = pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def bench(
     op: Operation, mesh: Mesh, *names: str, timed: bool = False, l2: str = "usual", **settings: Any
 ) -> dict[tuple[str, str], Any]:
     implementations = [each for each in op.implementations(**settings).values() if each.name in names or each.config]
-    rows = run.bench_shape(
+    rows = measure.bench_shape(
         op,
         SMALL[op],
         implementations,
@@ -105,12 +100,12 @@ def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
-    assert {row["op"] for row in rows} == run.OPERATIONS.keys()
-    for op in run.OPERATIONS.values():
+    assert {row["op"] for row in rows} == OPERATIONS.keys()
+    for op in OPERATIONS.values():
         names = {row["implementation"] for row in rows if row["op"] == op.name}
         assert names == {name for name in op.implementations() if is_for_cpus(op, name)}
     for row in rows:
-        assert set(row) == REQUIRED | ADDED | set(run.OPERATIONS[row["op"]].sizes)
+        assert set(row) == REQUIRED | ADDED | set(OPERATIONS[row["op"]].sizes)
         assert (row["world"], row["mode"], row["median_us"]) == (4, "check", None)
         refused = operation.is_ours(row["implementation"]) and row["checked"].startswith("refused")
         assert row["checked"] == "ok" or refused, row
@@ -168,11 +163,11 @@ def test_parts_of_another_length(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, ke
     by_name = ATTENTION.implementations()
     results = []
     for name in ("xla/default", "local+gather/default", "xla_unmasked"):
-        prepared = run.prepare("small", by_name[name], mesh, operands)
+        prepared = measure.prepare("small", by_name[name], mesh, operands)
         prepared.launch()
         results.append((prepared, prepared.last_result[1]))
-    assert run.verdict(results[1][0], results[0][1]) == "ok"
-    assert run.verdict(results[2][0], results[0][1]).startswith("wrong")
+    assert measure.verdict(results[1][0], results[0][1]) == "ok"
+    assert measure.verdict(results[2][0], results[0][1]).startswith("wrong")
 
 
 @pytest.fixture
@@ -194,10 +189,10 @@ def test_wrong_steps_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, wro
     """A layer that adds up no ranks; a token that is none, and a logit, of one step. Times are those of a step."""
     operands = STEP.operands(SMALL[STEP], mesh, 1, 1)
     honest = STEP.implementations()["xla/default"]
-    expected = run.expected_results(STEP.expected_from(honest), mesh, operands)
-    prepared = run.prepare("small", honest, mesh, operands)
+    expected = measure.expected_results(STEP.expected_from(honest), mesh, operands)
+    prepared = measure.prepare("small", honest, mesh, operands)
     assert prepared.calls == decode_step.STEPS
-    assert run.check(prepared, expected) == "ok"
+    assert measure.check(prepared, expected) == "ok"
 
     full = SMALL[STEP].context - decode_step.STEPS
 
@@ -216,8 +211,8 @@ def test_wrong_steps_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, wro
     else:
         step = honest.call.args[0]
         spoilt_call = partial(decode_step._decode, partial(spoilt, **step.keywords))
-    spoilt_run = run.prepare("small", replace(honest, call=spoilt_call), mesh, operands)
-    assert run.check(spoilt_run, expected).startswith("wrong")
+    spoilt_run = measure.prepare("small", replace(honest, call=spoilt_call), mesh, operands)
+    assert measure.check(spoilt_run, expected).startswith("wrong")
 
 
 def test_every_rank_is_checked(mesh: Mesh) -> None:
@@ -230,9 +225,11 @@ def test_every_rank_is_checked(mesh: Mesh) -> None:
     psum = COLLECTIVES[0]
     honest = psum.implementations()["xla/default"]
     operands = psum.operands(SMALL[psum], mesh, 4, 1)
-    expected = run.expected_results(psum.expected_from(honest), mesh, operands)
-    assert run.check(run.prepare("small", honest, mesh, operands), expected) == "ok"
-    assert run.check(run.prepare("small", replace(honest, call=call), mesh, operands), expected).startswith("wrong")
+    expected = measure.expected_results(psum.expected_from(honest), mesh, operands)
+    assert measure.check(measure.prepare("small", honest, mesh, operands), expected) == "ok"
+    assert measure.check(measure.prepare("small", replace(honest, call=call), mesh, operands), expected).startswith(
+        "wrong"
+    )
 
 
 def rotated(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -290,7 +287,7 @@ def test_wrong_results_are_caught(
     monkeypatch.setattr(f"jaxtaxfree.{op.name}", lambda lhs, rhs, axis_name, **_: wrong(lhs, rhs))
     rows = bench(op, mesh, "fused", "xla/latency_hiding")
     assert rows["fused", "check"]["checked"].startswith("wrong")
-    assert run.is_fault(rows["fused", "check"])
+    assert is_fault(rows["fused", "check"])
     assert rows["xla/latency_hiding", "check"]["checked"] == "ok"
 
 
@@ -307,7 +304,7 @@ def test_lost_keys_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kerne
     rows = bench(ATTENTION, mesh, "fused", "local", "local+gather/default", "xla_unmasked")
     for name in ("fused", "local", "local+gather/default"):
         assert rows[name, "check"]["checked"].startswith("wrong"), name
-        assert run.is_fault(rows[name, "check"])
+        assert is_fault(rows[name, "check"])
     assert rows["xla_unmasked", "check"]["checked"] == "ok"
 
 
@@ -338,10 +335,10 @@ def test_the_fastest_right_alternative_is_timed(mesh: Mesh, few_calls: None, mon
     monkeypatch.setattr(timing.Run, "launch", run_in_earnest)
     monkeypatch.setattr("benchmarks.pallas_matmul.CONFIGS", kinds[:2])
     row = bench(MATMUL, mesh, "pallas")["pallas", "check"]
-    assert row["checked"] == "refused: no such tile" and not run.is_fault(row)
+    assert row["checked"] == "refused: no such tile" and not is_fault(row)
     monkeypatch.setattr("benchmarks.pallas_matmul.CONFIGS", kinds[1:2])
     row = bench(MATMUL, mesh, "pallas")["pallas", "check"]
-    assert row["checked"].startswith("failed: ArithmeticError: wrong: relative error") and not run.is_fault(row)
+    assert row["checked"].startswith("failed: ArithmeticError: wrong: relative error") and not is_fault(row)
 
 
 def test_peers_that_may_do_harm_run_when_the_others_are_done(
@@ -354,8 +351,8 @@ def test_peers_that_may_do_harm_run_when_the_others_are_done(
         return sample_in_earnest(runs, mode, *args)
 
     turns: list[tuple[str, set[str]]] = []
-    sample_in_earnest = run.sample_rounds
-    monkeypatch.setattr(run, "sample_rounds", sample)
+    sample_in_earnest = measure.sample_rounds
+    monkeypatch.setattr(measure, "sample_rounds", sample)
     rows = bench(MATMUL, mesh, "xla/default", "xla_auto", "gemm", timed=True)
     assert {row["checked"] for row in rows.values()} == {"ok"}
     assert turns == [
@@ -417,7 +414,7 @@ def torch_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         assert bool(failure) == bool({256, 320} & set(sizes))
         names = [mode.name for mode in modes] or ["check"]
         beside = [{"name": "64", "mode": "sustained", "floor_us": 33.0}]
-        made = run.torch_rows(MATMUL, found, beside, world=4, modes=names, common=COMMON)
+        made = rows_of_torch(MATMUL, found, beside, world=4, modes=names, common=COMMON)
         return {(row["m"], row["mode"]): row for row in made}
 
     return rows
@@ -434,7 +431,7 @@ def test_rows_of_torch(torch_rows: Callable[..., Any]) -> None:
     assert rows[64, "burst"]["floor_us"] is None
     assert (rows[128, "burst"]["checked"], rows[128, "burst"]["median_us"]) == ("wrong: relative error 0.5", None)
     assert rows[192, "burst"]["checked"] == "failed: RuntimeError: not at this shape"
-    assert not run.is_fault(rows[192, "burst"]) and run.is_fault(rows[128, "burst"])
+    assert not is_fault(rows[192, "burst"]) and is_fault(rows[128, "burst"])
     assert torch_rows(64, modes=())[64, "check"]["checked"] == "ok"
 
 
@@ -450,7 +447,7 @@ def test_torch_that_ends_early_keeps_what_it_found(torch_rows: Callable[..., Any
 
 def chosen(*arguments: str) -> tuple[set[str], bool, list[str]]:
     args = run.parse_args(list(arguments))
-    implementations, with_torch, left_out = run.choose(run.OPERATIONS[args.ops[0]], args)
+    implementations, with_torch, left_out = run.choose(OPERATIONS[args.ops[0]], args)
     return {each.name for each in implementations}, with_torch, left_out
 
 
@@ -516,12 +513,12 @@ def test_result_that_goes_wrong_while_it_is_timed_has_no_time(
 def test_stale_result_is_caught(op: Operation, name: str, calls: int, mesh: Mesh) -> None:
     operands = op.operands(SMALL[op], mesh, calls, op.usual_turns(SMALL[op], calls))
     implementation = op.implementations()[name]
-    honest = run.prepare("small", implementation, mesh, operands)
-    expected = run.expected_results(op.expected_from(implementation), mesh, operands)
-    assert run.check(honest, expected) == "ok"
+    honest = measure.prepare("small", implementation, mesh, operands)
+    expected = measure.expected_results(op.expected_from(implementation), mesh, operands)
+    assert measure.check(honest, expected) == "ok"
     first = honest.executable(*honest.operands)
     stale = replace(honest, executable=lambda *_: first)
-    assert run.check(stale, expected).startswith("wrong")
+    assert measure.check(stale, expected).startswith("wrong")
 
 
 def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -534,8 +531,8 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
     assert rows["fused", "check"]["checked"] == "refused: k must be a multiple of 512, not 256"
     assert rows["xla/latency_hiding", "check"]["checked"].startswith("failed: ")
     assert rows["gemm", "check"]["checked"] == "ok"
-    assert not any(run.is_fault(row) for row in rows.values())
-    _, notes = run.summarize(MATMUL, list(rows.values()))
+    assert not any(is_fault(row) for row in rows.values())
+    _, notes = summary.summarize(MATMUL, list(rows.values()))
     assert len(notes) == 2
 
 
@@ -545,17 +542,17 @@ def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, m
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
-    assert run.is_fault(row)
+    assert is_fault(row)
 
 
 def test_what_calls_find_in_the_cache(mesh: Mesh, few_calls: None) -> None:
-    decode, *_, prefill = (shape for shape in ALL_GATHER_MATMUL if shape.m in (16, 2048))
+    decode, *_, prefill = (shape for shape in MATMUL.shapes if shape.m in (16, 2048))
     assert [MATMUL.turns(decode, 4, 64, l2) for l2 in operation.L2] == [2, 1, 3]
     assert [MATMUL.turns(prefill, 4, 64, l2) for l2 in operation.L2] == [1, 1, 3]
     assert MATMUL.turns(prefill, 4, 2, "cold") == 2
-    read = ATTENTION.turns(DECODE_ATTENTION[0], 4, 64, "cold") * DECODE_ATTENTION[0].kv_bytes()
-    assert read - DECODE_ATTENTION[0].kv_bytes() > 2 * 60e6
-    assert ATTENTION.turns(DECODE_ATTENTION[0], 4, 64, "usual") == 64
+    read = ATTENTION.turns(ATTENTION.shapes[0], 4, 64, "cold") * ATTENTION.shapes[0].kv_bytes()
+    assert read - ATTENTION.shapes[0].kv_bytes() > 2 * 60e6
+    assert ATTENTION.turns(ATTENTION.shapes[0], 4, 64, "usual") == 64
     with pytest.raises(ValueError, match="psum has no weights"):
         COLLECTIVES[0].turns(SMALL[COLLECTIVES[0]], 4, 64, "cold")
     for op in (MATMUL, GATED, MLP, ATTENTION):
@@ -585,7 +582,7 @@ def test_what_calls_find_in_the_cache(mesh: Mesh, few_calls: None) -> None:
 )
 def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, products: int, mesh: Mesh) -> None:
     operands = op.operands(SMALL[op], mesh, 8, op.usual_turns(SMALL[op], 8))
-    prepared = run.prepare("small", op.implementations()[name], mesh, operands)
+    prepared = measure.prepare("small", op.implementations()[name], mesh, operands)
     assert isinstance(prepared.executable, jax.stages.Compiled)
     instructions = Counter(
         opcode
@@ -613,12 +610,12 @@ def test_sizes_of_shapes() -> None:
     assert MatmulShape(name="", m=8192, k=8192, n=1).wire_bytes(4) == 3 * 2048 * 8192 * 2
     assert MatmulShape(name="", m=8192, k=8192, n=1).wire_bytes(1) == 0
     assert MatmulShape(name="", m=8192, k=1, n=4096).scattered_bytes(4) == 3 * 2048 * 4096 * 2
-    assert DECODE_ATTENTION[0].kv_bytes() == 33_554_432
-    assert {(shape.b, shape.s) for shape in DECODE_ATTENTION} == set(DECODE_ATTENTION_TARGETS_US)
+    assert ATTENTION.shapes[0].kv_bytes() == 33_554_432
+    assert {(shape.b, shape.s) for shape in ATTENTION.shapes} == set(TARGETS_US)
 
 
 def test_caches_of_a_program_do_not_fit_the_l2_cache() -> None:
-    for shape in DECODE_ATTENTION:
+    for shape in ATTENTION.shapes:
         assert shape.kv_bytes() * ATTENTION.calls_per_program(shape, 4) > 4 * 50e6
 
 
@@ -646,7 +643,7 @@ def test_ceilings(world: int) -> None:
 
 def test_row_arithmetic_and_file(tmp_path: Path) -> None:
     fused = MATMUL.implementations([{"stages": 4}])["fused[stages=4]"]
-    row = run.make_row(
+    row = make_row(
         MATMUL, SMALL[MATMUL], fused, world=4, mode="burst", checked="ok", samples=[4, 1, 2, 3, 5], floor=2.4,
         common=COMMON,
     )  # fmt: skip
@@ -654,7 +651,7 @@ def test_row_arithmetic_and_file(tmp_path: Path) -> None:
     assert (row["median_us"], row["p20_us"], row["p80_us"], row["ratio_to_floor"]) == (3, 1.8, 4.2, 0.8)
     assert row["config"] == {"stages": 4}
     path = tmp_path / "rows.json"
-    run.write_rows(path, [row, row])
+    write_rows(path, [row, row])
     assert json.loads(path.read_text()) == [row, row]
     assert len(path.read_text().splitlines()) == 4
     assert list(tmp_path.iterdir()) == [path]
@@ -664,13 +661,16 @@ def test_arguments() -> None:
     args = run.parse_args(
         ["all_gather_matmul", "--shapes", "16,8192,28672", "8,8,8", "--config", "stages=4,split=True,order=own"]
     )
-    assert args.shapes == [ALL_GATHER_MATMUL[0], MatmulShape(name="8x8x8", m=8, k=8, n=8)]
+    assert args.shapes == [MATMUL.shapes[0], MatmulShape(name="8x8x8", m=8, k=8, n=8)]
     assert args.config == [{"stages": 4, "split": True, "order": "own"}]
     assert args.implementations is args.peers is None
     args = run.parse_args(
         ["decode_attention", "--shapes", "1,8192", "2,64,8,2,32", "--config", "a=1", "--config", "b=2"]
     )
-    assert args.shapes == [DECODE_ATTENTION[0], AttentionShape(name="2x64x8x2x32", b=2, s=64, n=8, kv_heads=2, h=32)]
+    assert args.shapes == [
+        ATTENTION.shapes[0],
+        AttentionShape(name="2x64x8x2x32", b=2, s=64, n=8, kv_heads=2, h=32),
+    ]
     assert args.config == [{"a": 1}, {"b": 2}]
     assert run.parse_args(["decode_attention"]).config == []
     assert run.parse_args(["decode_attention"]).modes == ["sustained", "burst"]
@@ -701,12 +701,12 @@ def test_arguments_that_say_nothing(arguments: list[str], message: str, capsys: 
 
 def test_commit_is_unknown_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert run.commit() == "unknown"
+    assert commit() == "unknown"
 
 
 def rows_of(op: Operation, configs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
-        run.make_row(op, shape, each, world=4, mode=mode, checked="ok", samples=[1234.5], floor=1000.0, common=COMMON)
+        make_row(op, shape, each, world=4, mode=mode, checked="ok", samples=[1234.5], floor=1000.0, common=COMMON)
         for shape in op.shapes
         for mode in ("sustained", "burst")
         for each in op.implementations(configs).values()
@@ -715,13 +715,13 @@ def rows_of(op: Operation, configs: list[dict[str, Any]]) -> list[dict[str, Any]
 
 def printed(table: Any) -> str:
     output = io.StringIO()
-    run.Console(width=run.WIDTH, file=output).print(table)
+    Console(width=run.WIDTH, file=output).print(table)
     return output.getvalue()
 
 
 @each_operation
 def test_summary_of_every_shape_is_short(op: Operation) -> None:
-    tables, notes = run.summarize(op, rows_of(op, []))
+    tables, notes = summary.summarize(op, rows_of(op, []))
     assert notes == []
     assert len(tables) == (2 if op is STEP else 1)  # of a step there are several forms of ours
     text = printed(tables[0])
@@ -733,9 +733,9 @@ def test_summary_of_every_shape_is_short(op: Operation) -> None:
 def test_summary_has_the_fastest_variant_of_a_peer() -> None:
     times = {"xla/default": [], "xla/nccl_symmetric": [30.0], "xla/graph": [20.0], "fused": [10.0]}
     op = COLLECTIVES[0]
-    make = partial(run.make_row, op, SMALL[op], world=4, mode="burst", checked="ok", common=COMMON)
+    make = partial(make_row, op, SMALL[op], world=4, mode="burst", checked="ok", common=COMMON)
     rows = [make(each, samples=times.get(each.name, [40.0])) for each in op.implementations().values()]
-    text = printed(run.summarize(op, rows)[0][0])
+    text = printed(summary.summarize(op, rows)[0][0])
     assert "20.0 graph |" in text and "30.0" not in text and "2.00x" in text
 
 
@@ -746,16 +746,16 @@ def test_summary_with_every_peer_stays_on_its_lines() -> None:
         for shape in MATMUL.shapes
         for name in ("torch", "torch/native")
     ]
-    rows += run.torch_rows(MATMUL, found, rows, world=4, modes=["sustained"], common=COMMON)
-    text = printed(run.summarize(MATMUL, rows)[0][0])
+    rows += rows_of_torch(MATMUL, found, rows, world=4, modes=["sustained"], common=COMMON)
+    text = printed(summary.summarize(MATMUL, rows)[0][0])
     assert len(text.strip().splitlines()) == 2 + 2 * len(MATMUL.shapes), text
     assert text.count("0.81x") == len(MATMUL.shapes) and "torch / fused" in text
 
 
-@pytest.mark.parametrize("op", [op for op in run.OPERATIONS.values() if op.configurable], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.configurable], ids=lambda op: op.name)
 def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
     rows = rows_of(op, [{"splits": 3}, {"splits": 5, "block_s": 128}])
-    tables, _ = run.summarize(op, rows)
+    tables, _ = summary.summarize(op, rows)
     assert len(tables) == 2
     text = printed(tables[1])
     assert all(f"| {name} " in text for name in ("floor", "fused", "fused[splits=3]", "fused[splits=5,block_s=128]")), (
@@ -767,7 +767,7 @@ def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
 
 def test_remarks_say_what_each_adds_to_the_product() -> None:
     rows = [
-        run.make_row(
+        make_row(
             REDUCE, SMALL[REDUCE], each, world=4, mode="sustained", checked="ok", samples=[10.0 + i], common=COMMON
         )
         for i, each in enumerate(REDUCE.implementations().values())

@@ -17,9 +17,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.shapes import COLLECTIVE
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels.collectives.portable import all_gather_kernel
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.collectives import DTYPES, FASTER_UP_TO, VARIANTS, Call
 from jaxtaxfree.ops.collectives.portable import Config, PsumConfig
 from jaxtaxfree.ops.variant import choose
@@ -565,7 +565,7 @@ def test_configurations(mesh: Mesh) -> None:
 @pytest.mark.parametrize("world", (2, 3, 4, 8, 72))
 @each_name
 def test_default_configurations_can_be_launched(name: str, world: int) -> None:
-    for shape in COLLECTIVE:
+    for shape in register.OPERATIONS["psum"].shapes:
         for dtype in DTYPES:
             size = max(1, shape.nbytes // jnp.dtype(dtype).itemsize)
             call = Call(size=size, world=world, dtype=np.dtype(jnp.dtype(dtype)))

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks.shapes import MatmulShape
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import matmul
+from jaxtaxfree.ops.shapes import MatmulShape
 from tests.support import KERNELS, Compiled, Kernel, compile_for_amd, compile_for_cuda, transposed_kernels
 
 KIB = 1024

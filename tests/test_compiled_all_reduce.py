@@ -9,10 +9,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import MATMUL_ALL_REDUCE
 from jaxtaxfree import matmul_all_reduce
 from jaxtaxfree.kernels.matmul_all_reduce.few import matmul_all_reduce_few_kernel
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import register
 from tests.support import Compiled, by_shape, compile_call, compile_for_amd, mesh_of, product_call, sharded
 from tests.test_compiled import (
     SHARED_MEMORY,
@@ -136,8 +136,8 @@ def test_gfx942(name: str) -> None:
 
 def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
     rows = {case["m"] for case in CASES.values()}
-    assert {shape.m for shape in MATMUL_ALL_REDUCE if shape.m <= 256} <= rows
-    assert {(shape.k, shape.n) for shape in MATMUL_ALL_REDUCE} == {(K, N)}
+    assert {shape.m for shape in register.OPERATIONS["matmul_all_reduce"].shapes if shape.m <= 256} <= rows
+    assert {(shape.k, shape.n) for shape in register.OPERATIONS["matmul_all_reduce"].shapes} == {(K, N)}
 
 
 def test_default_config_is_taken() -> None:

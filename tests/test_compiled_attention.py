@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import DECODE_ATTENTION
 from jaxtaxfree import decode_attention
 from jaxtaxfree.kernels.decode_attention.portable import decode_attention_kernel
+from jaxtaxfree.ops.decode_attention.shapes import SHAPES
 from tests.attention_cases import Case
 from tests.attention_parity import operands
 from tests.support import Compiled, compile_call, compile_for_amd, mesh_of
@@ -156,8 +156,8 @@ def test_gfx942(name: str) -> None:
 
 def test_the_listed_shapes_are_those_that_are_compiled() -> None:
     batches = {CASES[name].b for name in ("batch-1", "batch-8", "batch-16")}
-    assert {shape.b for shape in DECODE_ATTENTION} == batches
-    assert {(shape.n, shape.kv_heads, shape.h) for shape in DECODE_ATTENTION} == {(64, 8, 128)}
+    assert {shape.b for shape in SHAPES} == batches
+    assert {(shape.n, shape.kv_heads, shape.h) for shape in SHAPES} == {(64, 8, 128)}
 
 
 def tampered(call: Compiled, pattern: str, replacement: str) -> list[Statement]:

@@ -8,10 +8,10 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import MATMUL_ALL_REDUCE, MATMUL_REDUCE_SCATTER
 from jaxtaxfree import matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops import register
 from tests.support import chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 from tests.test_compiled import publishes_out_of_order, waits_that_do_not_wait
 from tests.test_compiled_attention import polling_loops, widths
@@ -122,9 +122,9 @@ def test_no_barrier_is_of_all_warps() -> None:
 
 
 def test_the_shapes_of_the_benchmarks_are_compiled() -> None:
-    for listed, scattered in ((MATMUL_REDUCE_SCATTER, True), (MATMUL_ALL_REDUCE, None)):
+    for name, scattered in (("matmul_reduce_scatter", True), ("matmul_all_reduce", None)):
         rows = {case.get("m", 16) for case in CASES.values() if case.get("scattered") == scattered}
-        assert {shape.m for shape in listed if shape.m <= 128} <= rows
+        assert {shape.m for shape in register.OPERATIONS[name].shapes if shape.m <= 128} <= rows
 
 
 def is_chosen(scattered: bool, *, m: int = 16, k: int = 1024, n: int = 1024, **given: Any) -> bool:

@@ -19,9 +19,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import DECODE_ATTENTION, AttentionShape
 from jaxtaxfree import KVCache, append_kv, decode_attention, merge_attention
 from jaxtaxfree.ops.decode_attention.portable import Config
+from jaxtaxfree.ops.decode_attention.shapes import SHAPES
+from jaxtaxfree.ops.shapes import AttentionShape
 from tests import attention_cases
 from tests.attention_cases import (
     DTYPES,
@@ -1304,20 +1305,20 @@ def listed(shape: AttentionShape, mesh: Mesh, dtype: str = "bfloat16", **keyword
     return lower_for_cuda(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P()), query, cache, cache)
 
 
-@pytest.mark.parametrize("shape", DECODE_ATTENTION, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_are_fused_by_default(shape: AttentionShape) -> None:
     assert_fused(listed(shape, mesh_of(4)))
 
 
 def test_f32_takes_xla_where_it_is_faster() -> None:
-    few = dataclasses.replace(DECODE_ATTENTION[0], s=1024)
+    few = dataclasses.replace(SHAPES[0], s=1024)
     assert_fused(listed(few, mesh_of(4), "float32"))
-    assert TRITON_CALL not in listed(DECODE_ATTENTION[0], mesh_of(4), "float32")
-    assert_fused(listed(DECODE_ATTENTION[0], mesh_of(4), "float32", implementation="fused"))
+    assert TRITON_CALL not in listed(SHAPES[0], mesh_of(4), "float32")
+    assert_fused(listed(SHAPES[0], mesh_of(4), "float32", implementation="fused"))
 
 
 def test_xla_lowers_to_none() -> None:
-    text = listed(DECODE_ATTENTION[0], mesh_of(4), implementation="xla")
+    text = listed(SHAPES[0], mesh_of(4), implementation="xla")
     assert TRITON_CALL not in text
     assert "stablehlo.all_gather" in text
 

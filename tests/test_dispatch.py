@@ -1,6 +1,7 @@
 """The tables of measured configurations: what is in them, and what follows from them."""
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -10,22 +11,24 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import pytest
 from jax._src.lib import gpu_triton
 from jax.sharding import Mesh
 
-import jaxtaxfree as jtf
-from benchmarks import operation, run, tune
-from benchmarks.operation import AXIS, Operation
+from benchmarks import operation, tune
+from benchmarks.operation import AXIS, DTYPE, Operation
+from benchmarks.operations import OPERATIONS, TIMED
 from jaxtaxfree import dispatch
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops import register
 from jaxtaxfree.teams import Team
 from tests.support import TRITON_CALL, lower_for_cuda
 from tests.test_compiled import SHARED_MEMORY
 
 KIND = "NVIDIA H200"
 TABLES = sorted(dispatch.TUNED.glob("*/*.json"))
-each_operation = pytest.mark.parametrize("op", [run.OPERATIONS[name] for name in tune.TUNED], ids=lambda op: op.name)
+each_operation = pytest.mark.parametrize("op", TIMED.values(), ids=lambda op: op.name)
 
 
 def mesh_of(world: int = 4) -> Mesh:
@@ -34,6 +37,11 @@ def mesh_of(world: int = 4) -> Mesh:
 
 def team_of(mesh: Mesh) -> Team:
     return Team(axes=(AXIS,), others=(operation.ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
+
+
+def case_at(op: Operation, shape: Any, mesh: Mesh) -> Case:
+    """The call of a benchmark, as the tables know it."""
+    return register.OPERATIONS[op.name].case_at(shape, team_of(mesh), DTYPE)
 
 
 @pytest.fixture
@@ -54,27 +62,19 @@ def on_h200(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def lowered(op: Operation, implementation: str | None, config: Any = None) -> str:
-    """A call of the public function at the operation's first tiny shape."""
-    mesh = mesh_of()
-    function = getattr(jtf, op.name)
-    keywords: dict[str, Any] = {"implementation": implementation, "config": config}
-    if op.name in ("all_gather", "psum_scatter"):
-        keywords["tiled"] = True
-
-    def call(x: Any, y: Any) -> jax.Array:
-        if op.name == "decode_attention":
-            key, value, lengths, _ = y
-            return function(x, key, value, AXIS, key_value_seq_lengths=lengths, **keywords)
-        return function(*(x, y) if op.sizes == ("m", "k", "n") else (x,), AXIS, **keywords)
-
-    like = dataclasses.replace(op.implementations()["fused"], call=call)
-    return lower_for_cuda(operation.make_program(like, mesh), *op.operands(op.tiny_shapes[0], mesh, 1, 1).of(like))
+    """The usual call at the operation's first tiny shape."""
+    mesh, entry = mesh_of(), register.OPERATIONS[op.name]
+    call = functools.partial(entry.call, axis_name=AXIS, implementation=implementation, config=config)
+    program = jax.shard_map(
+        call, mesh=mesh, in_specs=entry.in_specs(AXIS), out_specs=entry.out_spec(AXIS), check_vma=False
+    )
+    return lower_for_cuda(program, *entry.operands(entry.tiny_shapes[0], mesh.shape[AXIS], jnp.dtype(DTYPE)))
 
 
 @each_operation
 def test_none_takes_what_was_faster(op: Operation, on_h200: Callable[..., None]) -> None:
     """Also where the heuristics say otherwise, and with the configuration that was the fastest."""
-    case = tune.case_of(op, op.tiny_shapes[0], team_of(mesh_of()))
+    case = case_at(op, op.tiny_shapes[0], mesh_of())
     fastest = case.default.settings
     fastest["num_warps"] *= 2
     on_h200(op.name, case.row() | {"config": None, "fused_us": 3.0, "xla_us": 2.0})
@@ -85,7 +85,7 @@ def test_none_takes_what_was_faster(op: Operation, on_h200: Callable[..., None])
 
 @each_operation
 def test_programs_for_absent_gpus_have_no_tables(op: Operation) -> None:
-    case = tune.case_of(op, op.shapes[0], team_of(mesh_of()))
+    case = case_at(op, op.shapes[0], mesh_of())
     assert case.device_kind == ""
     assert case.rows() == [] and dispatch.config(case) is None and dispatch.is_slower(case) is None
 
@@ -95,13 +95,13 @@ def test_calls_of_another_kind_have_no_case(on_h200: Callable[..., None]) -> Non
     lhs, rhs = jax.ShapeDtypeStruct((8, 16), "bfloat16"), jax.ShapeDtypeStruct((16, 32), "bfloat16")
     usual: dict[str, Any] = {"team": team, "precision": None, "preferred_element_type": None}
     row = {"world": 4, "dtype": "bfloat16", "k": 16, "n": 32, "m": 8}
-    assert tune.all_gather_matmul.case(lhs, rhs, **usual).row() == row
+    assert register.OPERATIONS["all_gather_matmul"].case(lhs, rhs, **usual).row() == row
     for other in (
         {"rhs_transposed": True},
         {"precision": "highest"},
-        {"preferred_element_type": jax.numpy.dtype("float32")},
+        {"preferred_element_type": jnp.dtype("float32")},
     ):
-        assert tune.all_gather_matmul.case(lhs, rhs, **usual | other) is None
+        assert register.OPERATIONS["all_gather_matmul"].case(lhs, rhs, **usual | other) is None
     assert dispatch.config(None) is dispatch.is_slower(None) is None
 
 
@@ -172,7 +172,7 @@ def lower_with(op: Operation, shape: Any, mesh: Mesh, config: dict[str, Any]) ->
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_shipped_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row was measured with committed code, is where its shape is looked for, and its configuration fits."""
-    op, rows = run.OPERATIONS[path.stem], json.loads(path.read_text())
+    op, rows = OPERATIONS[path.stem], json.loads(path.read_text())
     shapes = {shape.name: shape for shape in op.shapes}
     kernels: list[tuple[Any, ...]] = []
     kernel = gpu_triton.TritonKernel
@@ -182,7 +182,7 @@ def test_shipped_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         mesh = mesh_of(row["world"])
         # A shape that is not listed is named by its sizes.
         shape = shapes.get(row["name"]) or op.parse_shape(row["name"].removesuffix(" B").replace("x", ","))
-        case = tune.case_of(op, shape, team_of(mesh))
+        case = case_at(op, shape, mesh)
         assert row.keys() == case.row().keys() | {"config", "fused_us", "xla_us", "name"} | set(tune.PROVENANCE)
         assert case.row().items() <= row.items() and case.row() not in seen
         seen.append(case.row())

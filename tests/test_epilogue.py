@@ -16,11 +16,11 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, simulator
 from jaxtaxfree.kernels.blocks import matmul as matmul_kernels
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests import test_compiled as compiled_code

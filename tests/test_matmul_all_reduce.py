@@ -16,11 +16,12 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import MATMUL_ALL_REDUCE, MatmulShape
 from jaxtaxfree import matmul_all_reduce
 from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.matmul_all_reduce import few as few_kernel
 from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.shapes import MatmulShape
 from tests.conftest import MeshFactory
 from tests.support import (
     COLUMNS,
@@ -632,7 +633,7 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
     return launch_of(lower_for_cuda(program, *shapes(mesh, *shape)))[NAME].decode()
 
 
-@pytest.mark.parametrize("shape", MATMUL_ALL_REDUCE, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", register.OPERATIONS["matmul_all_reduce"].shapes, ids=lambda shape: shape.name)
 def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
     name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"kernel": "hopper"})
     assert name == "matmul_all_reduce_hopper_kernel"
@@ -706,7 +707,7 @@ def test_partly_manual_mesh_cannot_be_fused(cpu_mesh: MeshFactory) -> None:
         lower_for_cuda(program, *shapes(mesh))
 
 
-@pytest.mark.parametrize("shape", MATMUL_ALL_REDUCE, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", register.OPERATIONS["matmul_all_reduce"].shapes, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_can_be_fused(mesh: Mesh, shape: MatmulShape) -> None:
     program = row_parallel(mesh, implementation="fused")
     assert_fused(lower_for_cuda(program, *shapes(mesh, "bfloat16", shape.m, shape.k, shape.n)))

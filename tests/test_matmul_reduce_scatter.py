@@ -16,10 +16,11 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.shapes import MATMUL_REDUCE_SCATTER, MatmulShape
 from jaxtaxfree import all_gather_matmul, matmul_reduce_scatter
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.matmul_reduce_scatter import few, hopper, hopper_few, portable
+from jaxtaxfree.ops.shapes import MatmulShape
 from tests.conftest import MeshFactory
 from tests.support import (
     COLUMNS,
@@ -631,7 +632,7 @@ def test_others_are_multiplied_by_the_portable_kernel(
     assert kernel_of(mesh, *shape, **keywords) == "matmul_reduce_scatter_kernel"
 
 
-@pytest.mark.parametrize("shape", MATMUL_REDUCE_SCATTER, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", register.OPERATIONS["matmul_reduce_scatter"].shapes, ids=lambda shape: shape.name)
 def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: MatmulShape) -> None:
     name = kernel_of(mesh, "bfloat16", shape.m, shape.k, shape.n, config={"kernel": "hopper"})
     assert name == "matmul_reduce_scatter_hopper_kernel"
@@ -668,7 +669,7 @@ def test_partly_manual_mesh_cannot_be_fused(cpu_mesh: MeshFactory) -> None:
         lower_for_cuda(program, *shapes(mesh))
 
 
-@pytest.mark.parametrize("shape", MATMUL_REDUCE_SCATTER, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", register.OPERATIONS["matmul_reduce_scatter"].shapes, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_can_be_fused(mesh: Mesh, shape: MatmulShape) -> None:
     program = row_parallel(mesh, implementation="fused")
     assert_fused(lower_for_cuda(program, *shapes(mesh, "bfloat16", shape.m, shape.k, shape.n)))

@@ -1,4 +1,4 @@
-"""The package list, the wheel, the versions, and which module may import which."""
+"""The package list, the wheel, the versions, which module may import which, and how long modules and functions are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import pytest
 
@@ -169,3 +169,83 @@ def test_wrong_imports_are_found(path: str, source: str) -> None:
 )
 def test_right_imports_pass(path: str, source: str) -> None:
     assert not violations(pathlib.Path(path), source)
+
+
+def module_of(path: pathlib.Path) -> str:
+    """The name by which a module is imported."""
+    return ".".join(installed(path).with_suffix("").parts).removesuffix(".__init__")
+
+
+def circles(modules: Mapping[str, Iterable[str]]) -> list[set[str]]:
+    """The largest sets of modules that import each other, directly or through others.
+
+    Args:
+      modules: by name, all that a module imports; see `imports`. An import of a name out of a module is one of it.
+    """
+
+    def known(name: str) -> str | None:
+        return name if name in modules else known(name.rpartition(".")[0]) if "." in name else None
+
+    reached = {name: {other for each in found if (other := known(each))} - {name} for name, found in modules.items()}
+    while True:
+        further = {name: found.union(*(reached[other] for other in found)) for name, found in reached.items()}
+        if further == reached:
+            break
+        reached = further
+    found = {
+        frozenset(other for other in reached if other in reached[name] and name in reached[other]) for name in reached
+    }
+    return [set(circle) for circle in found if circle]
+
+
+# Where modules import each other so far.
+KNOWN_CIRCLES = [{"jaxtaxfree.simulator.agents", "jaxtaxfree.simulator.shared"}]
+
+
+def test_no_modules_import_each_other() -> None:
+    """Imports inside functions and for type checkers count: who reads the code follows them, too."""
+    modules = {module_of(path): set(imports(path, ast.parse((ROOT / path).read_text()))) for path in sources()}
+    assert circles(modules) == KNOWN_CIRCLES
+
+
+def test_circles_are_found() -> None:
+    modules = {"a": ["a.b.name"], "a.b": ["os", "a.c"], "a.c": ["a.b.other"], "a.d": ["a.b", "a.e"], "a.e": []}
+    assert circles(modules) == [{"a.b", "a.c"}]
+    modules["a.c"] = ["a.e.name"]
+    assert circles(modules) == []
+    modules["a.e"] = ["a.d.name"]
+    assert circles(modules) == [{"a.b", "a.c", "a.d", "a.e"}]
+
+
+LONGEST_MODULE = 600
+LONGEST_FUNCTION = 80
+# Modules that are longer so far.
+KNOWN_TO_BE_LONG = {"jaxtaxfree/simulator/machine.py"}
+
+
+def too_long(source: str) -> Iterator[str]:
+    """What is longer than a reader takes in: a module, or a function without its docstring."""
+    if (lines := len(source.splitlines())) > LONGEST_MODULE:
+        yield f"the module has {lines} lines: split it into several with one purpose each, of {LONGEST_MODULE} at most"
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            lines = (node.end_lineno or 0) - node.lineno + 1
+            if ast.get_docstring(node) is not None:
+                lines -= (node.body[0].end_lineno or 0) - node.body[0].lineno + 1
+            if lines > LONGEST_FUNCTION:
+                yield f"{node.name} has {lines} lines: split it into several of {LONGEST_FUNCTION} at most"
+
+
+# kernels/ apart: a kernel is one function, and the device API one list of words.
+@pytest.mark.parametrize("path", [path for path in sources() if path.parts[0] == "jaxtaxfree"], ids=str)
+def test_modules_and_functions_are_short(path: pathlib.Path) -> None:
+    found = list(too_long((ROOT / path).read_text()))
+    assert bool(found) == (str(path) in KNOWN_TO_BE_LONG), found or f"{path} is short now: take it off the list"
+
+
+def test_what_is_long_is_found() -> None:
+    function = 'def f():\n    """Does\n    nothing.\n    """\n' + "    x = 1\n" * 79
+    assert list(too_long(function)) == []
+    assert list(too_long(function + "    x = 1\n")) == ["f has 81 lines: split it into several of 80 at most"]
+    assert list(too_long("x = 1\n" * 600)) == []
+    assert [each.partition(":")[0] for each in too_long("x = 1\n" * 601)] == ["the module has 601 lines"]

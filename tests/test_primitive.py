@@ -31,25 +31,29 @@ from tests.support import (
     whole_numbers,
 )
 
-# Each takes x, [8, 16] on every rank.
+# By name, how each operation is called with x, [8, 16] on every rank, and an axis.
+OPERATIONS: dict[str, Callable[..., Any]] = {
+    "psum": jtf.psum,
+    "all_gather": jtf.all_gather,
+    "psum_scatter": functools.partial(jtf.psum_scatter, tiled=True),
+    "all_gather_matmul": lambda x, axis_name, **keywords: jtf.all_gather_matmul(x, x.T, axis_name, **keywords),
+    "matmul_reduce_scatter": lambda x, axis_name, **keywords: jtf.matmul_reduce_scatter(x, x.T, axis_name, **keywords),
+    "matmul_all_reduce": lambda x, axis_name, **keywords: jtf.matmul_all_reduce(x, x.T, axis_name, **keywords),
+    "decode_attention": lambda x, axis_name, **keywords: jtf.decode_attention(
+        x.reshape(2, 4, 16), x.reshape(2, 4, 1, 16), x.reshape(2, 4, 1, 16), axis_name, **keywords
+    ),
+}
+# The same along the axis "tp", and other forms of them.
 CALLS: dict[str, Callable] = {
-    "psum": lambda x, **keywords: jtf.psum(x, "tp", **keywords),
-    "all_gather": lambda x, **keywords: jtf.all_gather(x, "tp", **keywords),
-    "psum_scatter": lambda x, **keywords: jtf.psum_scatter(x, "tp", tiled=True, **keywords),
-    "all_gather_matmul": lambda x, **keywords: jtf.all_gather_matmul(x, x.T, "tp", **keywords),
+    **{name: functools.partial(call, axis_name="tp") for name, call in OPERATIONS.items()},
     "all_gather_matmul-gathered": lambda x, **keywords: jtf.all_gather_matmul(
         x, x.T, "tp", return_gathered=True, **keywords
     )[1],
-    "all_gather_matmul-silu": lambda x, **keywords: jtf.all_gather_matmul(x, x.T, "tp", activation="silu", **keywords),
-    "matmul_reduce_scatter": lambda x, **keywords: jtf.matmul_reduce_scatter(x, x.T, "tp", **keywords),
-    "matmul_reduce_scatter-silu": lambda x, **keywords: jtf.matmul_reduce_scatter(
-        x, x.T, "tp", activation="silu", **keywords
-    ),
-    "matmul_all_reduce": lambda x, **keywords: jtf.matmul_all_reduce(x, x.T, "tp", **keywords),
-    "matmul_all_reduce-silu": lambda x, **keywords: jtf.matmul_all_reduce(x, x.T, "tp", activation="silu", **keywords),
-    "decode_attention": lambda x, **keywords: jtf.decode_attention(
-        x.reshape(2, 4, 16), x.reshape(2, 4, 1, 16), x.reshape(2, 4, 1, 16), "tp", **keywords
-    ),
+    **{
+        f"{name}-silu": functools.partial(OPERATIONS[name], axis_name="tp", activation="silu")
+        for name in OPERATIONS
+        if "matmul" in name
+    },
 }
 
 
@@ -109,18 +113,6 @@ def shaped(mesh: Mesh, call: Callable, shape: tuple[int, int] = (8, 16)) -> None
     jax.eval_shape(program, jax.ShapeDtypeStruct(shape, "float32"))
 
 
-# Of x [8, 16]: the axis, and what else they take.
-OPERATIONS: dict[str, Callable[..., Any]] = {
-    "psum": jtf.psum,
-    "all_gather": jtf.all_gather,
-    "psum_scatter": functools.partial(jtf.psum_scatter, tiled=True),
-    "all_gather_matmul": lambda x, axis_name, **keywords: jtf.all_gather_matmul(x, x.T, axis_name, **keywords),
-    "matmul_reduce_scatter": lambda x, axis_name, **keywords: jtf.matmul_reduce_scatter(x, x.T, axis_name, **keywords),
-    "matmul_all_reduce": lambda x, axis_name, **keywords: jtf.matmul_all_reduce(x, x.T, axis_name, **keywords),
-    "decode_attention": lambda x, axis_name, **keywords: jtf.decode_attention(
-        x.reshape(2, 4, 16), x.reshape(2, 4, 1, 16), x.reshape(2, 4, 1, 16), axis_name, **keywords
-    ),
-}
 each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 

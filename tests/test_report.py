@@ -9,17 +9,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks import compare, plots, report, run, table
+from benchmarks import compare, plots, report, summary, table
+from benchmarks.operations import OPERATIONS
+from benchmarks.rows import make_row, write_rows
 
 COMMON = {"gpu": "NVIDIA G", "jax": "0", "triton": "0", "commit": "abc", "date": "2000-01-01"}
-MATMUL = run.OPERATIONS["all_gather_matmul"]
+MATMUL = OPERATIONS["all_gather_matmul"]
 COMMITTED = sorted(path for path in report.RESULTS.glob("[0-9]*") if path.is_dir())
 
 
 def row(name: str, us: float | None, *, mode: str = "sustained", apart: float = 0.0, shape: int = 0) -> dict[str, Any]:
     """One measurement whose samples lie `apart` as a share; none without microseconds."""
     samples = [] if us is None else [us * (1 + apart * share) for share in (-0.5, -0.5, 0, 0.5, 0.5)]
-    return run.make_row(
+    return make_row(
         MATMUL, MATMUL.shapes[shape], MATMUL.implementations([{"a": 1}])[name], world=4, mode=mode,
         checked="ok" if samples else "failed: it broke", samples=samples, floor=10.0, common=COMMON,
     )  # fmt: skip
@@ -54,9 +56,9 @@ def test_only_ours_can_be_worse_and_only_where_new_measured() -> None:
 def test_comparison_of_files_and_folders(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     old, new = tmp_path / "old" / "deep", tmp_path / "new.json"
     old.mkdir(parents=True)
-    run.write_rows(old / "a.json", [row("fused", 100), row("xla/default", 150)])
-    run.write_rows(old / "b.json", [row("fused[a=1]", 50)])
-    run.write_rows(new, [row("fused", 120), row("xla/default", 100), row("fused[a=1]", None)])
+    write_rows(old / "a.json", [row("fused", 100), row("xla/default", 150)])
+    write_rows(old / "b.json", [row("fused[a=1]", 50)])
+    write_rows(new, [row("fused", 120), row("xla/default", 100), row("fused[a=1]", None)])
     assert compare.main([str(old.parent), str(new)]) == 1
     out = capsys.readouterr().out
     lines = [line for line in out.splitlines() if line.startswith("|")]
@@ -65,21 +67,21 @@ def test_comparison_of_files_and_folders(tmp_path: Path, capsys: pytest.CaptureF
     assert "1 slower, 1 lost, 1 faster, 0 same, 0 new; of ours 2 worse" in out
     assert compare.main([str(new), str(new)]) == 0
     assert compare.main([str(old.parent), str(new), "--tolerance", "0.3"]) == 1
-    run.write_rows(new, [row("fused", 120), row("fused[a=1]", 49)])
+    write_rows(new, [row("fused", 120), row("fused[a=1]", 49)])
     assert compare.main([str(old.parent), str(new), "--tolerance", "0.3"]) == 0
 
 
 def test_a_time_of_samples_far_apart_is_marked() -> None:
     calm, wild = row("fused", 100, apart=0.02), row("fused", 100, apart=0.04)
     assert (calm["noisy"], wild["noisy"], row("fused", None)["noisy"]) == (False, True, False)
-    assert (run.time_or_word(calm), run.time_or_word(wild)) == ("100.0", "100.0~")
+    assert (summary.time_or_word(calm), summary.time_or_word(wild)) == ("100.0", "100.0~")
     rows = [wild, row("xla/default", 200, apart=0.02)]
-    assert "| 200 | 100~ | 2.00 / – | 10 |" in table._matmul(rows)[2]
+    assert "| 200 | 100~ | 2.00 / – | 10 |" in MATMUL.table(rows)[2]
 
 
 def test_table_names_the_peers_that_were_measured() -> None:
     rows = [row("fused", 100), row("xla/default", 150), row("pallas", 130), row("fused", 100, shape=1)]
-    lines = table._matmul(rows)
+    lines = MATMUL.table(rows)
     assert lines[0].startswith("| M, K, N | best XLA, µs | Pallas, µs | fused, µs |")
     assert "| 150 | 130 | 100 | 1.50 / – | 1.30 |" in lines[2]
     assert "| – | – | 100 | – / – | – |" in lines[3]
@@ -94,7 +96,7 @@ def test_panels() -> None:
         ("k 8192, n 28672", [16, 128, 256, 512, 2048, 8192])
     ]
     assert plots.panels(MATMUL, rows[:1]) == ("", [("", rows[:1])])
-    attention = run.OPERATIONS["decode_attention"]
+    attention = OPERATIONS["decode_attention"]
     folder = next(path for path in COMMITTED if (path / "decode_attention.json").exists())
     size, groups = plots.panels(attention, table.read(folder / "decode_attention.json"))
     assert (size, len(groups)) == ("s", 2)
@@ -104,17 +106,17 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes()[:4] == b"\x89PNG" and path.stat().st_size > 5000
 
 
-@pytest.mark.parametrize("op", run.OPERATIONS.values(), ids=lambda op: op.name)
+@pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
 def test_page_of_every_operation(op: Any, tmp_path: Path) -> None:
     rows = [
-        run.make_row(
+        make_row(
             op, shape, each, world=4, mode=mode, checked="ok", floor=10.0, common=COMMON, samples=[20.0 + i, 21.0 + i],
         )
         for i, shape in enumerate(op.shapes)
         for mode in ("sustained", "burst")
         for each in op.implementations([{"splits": 3}] * op.configurable).values()
     ]  # fmt: skip
-    run.write_rows(tmp_path / f"{op.name}-some-day.json", rows)
+    write_rows(tmp_path / f"{op.name}-some-day.json", rows)
     assert report.main(["--from", str(tmp_path)]) == 0
     page = (tmp_path / "README.md").read_text()
     assert page.startswith("# 4 x NVIDIA G, 2000-01-01\n") and f"## {op.name}-some-day\n" in page
@@ -133,7 +135,7 @@ def test_committed_pages_are_those_of_their_files(folder: Path, tmp_path: Path) 
 def test_a_page_without_times_or_without_files(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no results"):
         report.render(tmp_path)
-    run.write_rows(tmp_path / "all_gather_matmul.json", [row("fused", None), row("xla/default", None)])
+    write_rows(tmp_path / "all_gather_matmul.json", [row("fused", None), row("xla/default", None)])
     page = report.render(tmp_path).read_text()
     assert "fused failed: it broke" in page and report.draw(tmp_path) == []
 
@@ -144,7 +146,7 @@ def test_one_command_makes_one_folder(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def measure(command: list[str], check: bool) -> Any:
         commands.append(command[2:])
-        run.write_rows(Path(command[command.index("--json") + 1]), [row("fused", 100), row("xla/default", 120)])
+        write_rows(Path(command[command.index("--json") + 1]), [row("fused", 100), row("xla/default", 120)])
         return subprocess.CompletedProcess(command, len(commands) - 1)
 
     monkeypatch.setattr(report, "machine", lambda: (4, "NVIDIA H200 NVL"))

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import run, table
+from benchmarks import table
+from benchmarks.operations import OPERATIONS
+from benchmarks.rows import make_row, write_rows
 
 TEXT = "".join((table.ROOT / document).read_text() for document in table.DOCUMENTS)
 
@@ -20,7 +22,7 @@ def results() -> list:
 
 
 def operation_of(path):
-    return run.OPERATIONS[json.loads(path.read_text())[0]["op"]]
+    return OPERATIONS[json.loads(path.read_text())[0]["op"]]
 
 
 @pytest.mark.parametrize("op", sorted({operation_of(path).name for path in results()}))
@@ -104,9 +106,9 @@ def test_table_of_every_operation(tmp_path, monkeypatch):
     """Made-up times: two shapes, of which the first is twice as fast as its peers."""
     monkeypatch.setattr(table, "ROOT", tmp_path)
     common = {"gpu": "G", "jax": "0", "triton": "0", "commit": "abc", "date": "2000-01-01"}
-    for name, op in run.OPERATIONS.items():
+    for name, op in OPERATIONS.items():
         rows = [
-            run.make_row(
+            make_row(
                 op, shape, each, world=4, mode=mode, checked="ok", floor=10.0, common=common,
                 samples=[20.0 if each.name == "fused" else 40.0 / (1 + i)],
             )
@@ -115,7 +117,7 @@ def test_table_of_every_operation(tmp_path, monkeypatch):
             for each in op.implementations().values()
         ]  # fmt: skip
         path = tmp_path / f"{name}.json"
-        run.write_rows(path, rows)
+        write_rows(path, rows)
         lines = table.table(path).splitlines()
         assert len({line.count("|") for line in lines[:4]}) == 1
         assert "2.00" in lines[2] and "1.00" in lines[3] and "0.50" in lines[2]

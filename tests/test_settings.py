@@ -1,6 +1,7 @@
 """What configurations may say. No GPU needed."""
 
 import dataclasses
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -12,14 +13,15 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree.ops import all_gather_matmul, collectives, decode_attention, matmul_all_reduce, matmul_reduce_scatter
+from jaxtaxfree.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, register
 from jaxtaxfree.ops.product import Call
-from jaxtaxfree.ops.variant import Variant, choose, named, settings_of
+from jaxtaxfree.ops.variant import choose, named, settings_of
 from jaxtaxfree.settings import setting
 from tests.support import by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 from tests.test_gluon import NAME, launch_of
 
 PRODUCTS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
+NAMES = tuple(name for name in register.OPERATIONS if "matmul" in name)
 KERNELS = ("portable", "few", "hopper", "hopper_few")
 # Of every product: the kernels that refuse a setting.
 REFUSED_BY_ALL: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
@@ -40,44 +42,36 @@ REFUSED_BY_ALL: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (("hopper",), {"pace": float("nan")}),
     (("hopper",), {"pace": 1.5}),
 )
-REFUSED: tuple[tuple[Any, str, dict[str, Any]], ...] = (
-    *((module, kernel, settings) for module in PRODUCTS for kernels, settings in REFUSED_BY_ALL for kernel in kernels),
-    *((all_gather_matmul, kernel, {"chunk": 100}) for kernel in ("portable", "few", "hopper_few")),
-    *((module, "hopper", {"chunk": 100}) for module in PRODUCTS[1:]),
-    (all_gather_matmul, "portable", {"pushers": 0}),
-    (all_gather_matmul, "portable", {"units": -1}),
-    (all_gather_matmul, "hopper", {"unit": 7}),
-    (all_gather_matmul, "hopper", {"unit": 256}),
-    (all_gather_matmul, "hopper", {"part": 100}),
-    (all_gather_matmul, "hopper_few", {"part": 0}),
-    (matmul_reduce_scatter, "portable", {"lag": 0}),
-    *((module, "hopper", {"exact_wire": 1}) for module in PRODUCTS[1:]),
-    (matmul_all_reduce, "hopper", {"groups": -1}),
-    (matmul_all_reduce, "few", {"shots": 3}),
-    (matmul_all_reduce, "hopper_few", {"add_rows": 3}),
-    (decode_attention, "portable", {"splits": 0}),
-    (decode_attention, "portable", {"block_s": 8}),
-    (decode_attention, "portable", {"merge_rows": 3}),
-    (decode_attention, "portable", {"num_warps": 64}),
+REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    *((name, kernel, settings) for name in NAMES for kernels, settings in REFUSED_BY_ALL for kernel in kernels),
+    *(("all_gather_matmul", kernel, {"chunk": 100}) for kernel in ("portable", "few", "hopper_few")),
+    *((name, "hopper", {"chunk": 100}) for name in NAMES[1:]),
+    ("all_gather_matmul", "portable", {"pushers": 0}),
+    ("all_gather_matmul", "portable", {"units": -1}),
+    ("all_gather_matmul", "hopper", {"unit": 7}),
+    ("all_gather_matmul", "hopper", {"unit": 256}),
+    ("all_gather_matmul", "hopper", {"part": 100}),
+    ("all_gather_matmul", "hopper_few", {"part": 0}),
+    ("matmul_reduce_scatter", "portable", {"lag": 0}),
+    *((name, "hopper", {"exact_wire": 1}) for name in NAMES[1:]),
+    ("matmul_all_reduce", "hopper", {"groups": -1}),
+    ("matmul_all_reduce", "few", {"shots": 3}),
+    ("matmul_all_reduce", "hopper_few", {"add_rows": 3}),
+    ("decode_attention", "portable", {"splits": 0}),
+    ("decode_attention", "portable", {"block_s": 8}),
+    ("decode_attention", "portable", {"merge_rows": 3}),
+    ("decode_attention", "portable", {"num_warps": 64}),
     ("psum", "portable", {"block": 1 << 20}),
     ("all_gather", "portable", {"num_warps": 0}),
+    ("psum_scatter", "portable", {"block": 8}),
 )
 
 
-def variants_of(operation: Any) -> tuple[Variant, ...]:
-    """By module, or by name for those of `collectives`."""
-    return collectives.VARIANTS[operation] if isinstance(operation, str) else operation.VARIANTS
-
-
-@pytest.mark.parametrize(
-    ("operation", "kernel", "settings"),
-    REFUSED,
-    ids=lambda x: x.__name__.split(".")[-1] if isinstance(x, ModuleType) else str(x).replace(" ", ""),
-)
-def test_what_makes_no_sense_is_refused(operation: Any, kernel: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("operation", "kernel", "settings"), REFUSED, ids=lambda x: str(x).replace(" ", ""))
+def test_what_makes_no_sense_is_refused(operation: str, kernel: str, settings: dict[str, Any]) -> None:
     ((name, value),) = settings.items()
     with fails(ValueError, f"The setting {name} of a config is ", f", not {value!r}."):
-        named("", variants_of(operation), kernel).Config(**settings)
+        named("", register.OPERATIONS[operation].variants, kernel).Config(**settings)
 
 
 def traced(name: str, config: Any, implementation: str | None = None) -> Any:
@@ -109,7 +103,7 @@ def test_a_value_that_one_kernel_takes_is_not_refused_for_another() -> None:
         traced("matmul_all_reduce", {"kernel": "few", "block_m": 72})
 
 
-@pytest.mark.parametrize("name", ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(
     ("old", "new"),
     (
@@ -142,20 +136,15 @@ def test_integers_of_numpy_are_integers() -> None:
 
 def lowered(mesh: Mesh, name: str, config: Any) -> str:
     """Of few rows, in bf16, for Hopper."""
-    gathers = name == "all_gather_matmul"
-    lhs_spec, rhs_spec = (P("tp"), P(None, "tp")) if gathers else (P(None, "tp"), P("tp"))
-    out_spec = {"all_gather_matmul": rhs_spec, "matmul_reduce_scatter": P("tp"), "matmul_all_reduce": P()}[name]
-    program = jax.shard_map(
-        lambda lhs, rhs: getattr(jtf, name)(lhs, rhs, "tp", implementation="fused", config=config),
-        mesh=mesh,
-        in_specs=(lhs_spec, rhs_spec),
-        out_specs=out_spec,
-    )
-    operands = (sharded(mesh, lhs_spec, (64, 2048), "bfloat16"), sharded(mesh, rhs_spec, (2048, 8192), "bfloat16"))
-    return lower_for_cuda(program, *operands)
+    entry = register.OPERATIONS[name]
+    call = functools.partial(entry.call, axis_name="tp", implementation="fused", config=config)
+    specs = entry.in_specs("tp")
+    program = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=entry.out_spec("tp"))
+    sizes = ((64, 2048), (2048, 8192))
+    return lower_for_cuda(program, *(sharded(mesh, spec, size, "bfloat16") for spec, size in zip(specs, sizes)))
 
 
-@pytest.mark.parametrize("name", ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"))
+@pytest.mark.parametrize("name", NAMES)
 def test_no_settings_are_those_by_shape(name: str) -> None:
     mesh = mesh_of(4)
     assert lowered(mesh, name, {}) == lowered(mesh, name, None)

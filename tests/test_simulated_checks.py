@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops import register
 from tests import attention_parity, collectives_parity, parity
 from tests.conftest import MeshFactory
 
-OPERATIONS = (
-    *(operation.name for operation in parity.OPERATIONS),
-    "psum",
-    "all_gather",
-    "psum_scatter",
-    "decode_attention",
-)
 LEFT_OUT = (
     *("check_listed_shapes", "check_sizes", "check_every_pattern", "check_epilogues", "check_features"),
     *("check_repetition", "check_repetitions", "check_many_calls", "check_growing_cache"),
@@ -54,6 +48,6 @@ def simulated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("check", checks())
 def test_check(check: Callable[..., None], cpu_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in OPERATIONS:
+    for name in register.OPERATIONS:
         monkeypatch.setattr(jtf, name, simulated(getattr(jtf, name)))
     check(cpu_mesh(2, "tp"))

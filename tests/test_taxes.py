@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtaxfree import kernels as own_kernels
 from jaxtaxfree import taxes
 from jaxtaxfree.__main__ import main
+from jaxtaxfree.ops.register import OPERATIONS, Operation
 from jaxtaxfree.taxes import hlo, profile, programs, report, timeline
 from jaxtaxfree.taxes.timeline import Kernel, Kind
 from tests import support
@@ -559,23 +560,43 @@ def test_machine_without_gpus(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "needs at least two GPUs" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("name", "sizes", "calls"), [("all_gather_matmul", (8, 16, 32), 64), ("decode_attention", (2, 2**14), 64)]
-)
-def test_built_in_programs(name: str, sizes: tuple[int, ...], calls: int, cpu_mesh: Callable) -> None:
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+def test_built_in_programs(operation: Operation, cpu_mesh: Callable) -> None:
     """The function that all calls share is one kernel of ours, or has collectives of XLA's."""
     mesh = cpu_mesh(2, "tp")
-    program = programs.PROGRAMS[name][2](sizes, mesh)
-    assert program.calls == calls
+    program = programs.program_of(operation, operation.tiny_shapes[0], mesh)
+    assert program.calls == 256
     support.assert_fused(support.lower_for_cuda(program.jitted("fused", mesh), *program.operands))
-    support.assert_not_fused(support.lower_for_cuda(program.jitted("XLA", mesh), *program.operands))
+    collective = {
+        "matmul_reduce_scatter": "reduce_scatter",
+        "psum_scatter": "reduce_scatter",
+        "matmul_all_reduce": "all_reduce",
+        "psum": "all_reduce",
+    }.get(operation.name, "all_gather")
+    support.assert_not_fused(support.lower_for_cuda(program.jitted("XLA", mesh), *program.operands), collective)
+
+
+def test_lengths_of_programs() -> None:
+    """Short chains are repeated, and long ones are shorter; by default the shortest and the longest call are taken."""
+    found = {
+        name: [programs._sizes(shape) for shape in programs._usual_shapes(operation, 4)]
+        for name, operation in OPERATIONS.items()
+    }
+    assert found["all_gather_matmul"] == ["16,8192,28672", "8192,8192,28672"]
+    assert found["decode_attention"] == ["1,8192", "8,32768"]
+    assert found["psum"] == ["2", "4194304"]
+    assert all(
+        programs._sizes(programs._shape(text, OPERATIONS[name])) == text for name in found for text in found[name]
+    )
 
 
 @pytest.mark.parametrize("text", ["1,2", "1,2,x", ""])
 def test_shapes_that_do_not_fit(text: str) -> None:
-    assert programs._sizes("1,2,3", "M,K,N") == (1, 2, 3)
+    operation = OPERATIONS["all_gather_matmul"]
+    shape = programs._shape("1,2,3", operation)
+    assert (shape.m, shape.k, shape.n) == (1, 2, 3)
     with pytest.raises(SystemExit, match="takes M,K,N"):
-        programs._sizes(text, "M,K,N")
+        programs._shape(text, operation)
 
 
 # Planted taxes

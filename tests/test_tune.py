@@ -13,17 +13,20 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from benchmarks import operation, run, timing, tune
+from benchmarks import operation, timing, tune
 from benchmarks.operation import AXIS, Operation
-from benchmarks.shapes import MatmulShape
+from benchmarks.operations import OPERATIONS, TIMED
+from benchmarks.rows import make_row, write_rows
 from jaxtaxfree import dispatch
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.all_gather_matmul.hopper_few import HopperFew
+from jaxtaxfree.ops.shapes import MatmulShape
 
 ROOT = Path(__file__).resolve().parents[1]
-MATMUL = run.OPERATIONS["all_gather_matmul"]
+MATMUL = OPERATIONS["all_gather_matmul"]
 PROVENANCE = dict.fromkeys(tune.PROVENANCE, "0")
 SHAPE = MatmulShape(name="small", m=64, k=256, n=256)
-each_operation = pytest.mark.parametrize("op", [run.OPERATIONS[name] for name in tune.TUNED], ids=lambda op: op.name)
+each_operation = pytest.mark.parametrize("op", TIMED.values(), ids=lambda op: op.name)
 
 
 @pytest.fixture
@@ -35,7 +38,7 @@ def mesh() -> jax.sharding.Mesh:
 def test_candidates(op: Operation, mesh: jax.sharding.Mesh) -> None:
     team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=tuple(mesh.devices.flat))
     for shape in (*op.shapes, *op.tiny_shapes):
-        case = tune.case_of(op, shape, team)
+        case = register.OPERATIONS[op.name].case_at(shape, team, operation.DTYPE)
         default = case.default
         found = tune.candidates(case)
         assert 4 <= len(found) <= tune.MOST_CANDIDATES
@@ -152,21 +155,21 @@ def results(op: Operation, path: Path, times: dict[str, float], configs: list[di
     common = dict.fromkeys(("jax", "triton", "commit", "date"), "0") | {"gpu": "NVIDIA H200"}
     known = op.implementations(configs)
     rows = [
-        run.make_row(
+        make_row(
             op, op.shapes[0], known[name], world=4, mode=mode, checked=checked.get(name, "ok"), samples=[time],
             common=common,
         )
         for mode in ("sustained", "burst")
         for name, time in times.items()
     ]  # fmt: skip
-    run.write_rows(path, rows)
+    write_rows(path, rows)
 
 
 @each_operation
 def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> None:
     """Of the kernel as it was chosen, or with a configuration that was faster by more than the margin."""
     team = tune.Team(axes=(AXIS,), others=(operation.ONE,), world=4, devices=tuple(jax.devices("cpu")[:1]))
-    case = tune.case_of(op, op.shapes[0], team)
+    case = register.OPERATIONS[op.name].case_at(op.shapes[0], team, operation.DTYPE)
     settings: dict[str, Any] = {"num_warps": 16}
     if op.name == "matmul_reduce_scatter":
         settings[tune.ROUNDING] = True  # as the default does at this shape
@@ -194,7 +197,7 @@ def test_results_of_a_benchmark_become_rows(op: Operation, tmp_path: Path) -> No
 
 
 def test_results_that_round_otherwise_are_not_taken(tmp_path: Path) -> None:
-    op = run.OPERATIONS["matmul_all_reduce"]
+    op = OPERATIONS["matmul_all_reduce"]
     configs = [{"exact_wire": False}, {"exact_wire": True}]
     names = [operation.config_name(config) for config in configs]
     results(op, tmp_path / "results.json", {"fused": 3.0, names[0]: 1.0, names[1]: 2.0, tune.XLA: 3.0}, configs)

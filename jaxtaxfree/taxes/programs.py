@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
+import math
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -18,16 +20,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.console import Console
 
-from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
-from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.register import OPERATIONS, Operation
+from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.taxes import Account, Recording, account, account_of, compare, save_png, table
 
 AXIS = "tp"
-DTYPE = jnp.bfloat16
-
-# Of decode_attention: query heads, key/value heads and their size.
-N, KV_HEADS, H = 64, 8, 128
-CACHES = 6
+DTYPE = np.dtype(jnp.bfloat16)
+# Seconds of a chain above which it has fewer calls, and of a step whose chain is repeated.
+LONG = 4e-3
+USUAL_STEP = 1.6e-3
+# So much is read before an operand has its turn again that nothing of it stays in the cache of an H200.
+TWICE_THE_L2_CACHE = 2 * 60 * 10**6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,71 +86,63 @@ class Program:
         return jax.jit(jax.shard_map(chains, mesh=mesh, in_specs=specs, out_specs=self.out_spec, check_vma=False))
 
 
-def all_gather_matmul_program(sizes: Sequence[int], mesh: Mesh) -> Program:
-    """lhs [M, K] sharded on rows, rhs [K, N] on columns."""
-    m, k, n = sizes
-    calls = 16 if m <= 256 else 4
-    specs = (P(AXIS, None), P(None, AXIS))
-    lhs = _normal(mesh, specs[0], (m, k), calls)
-    # Two, so that neither stays in the L2 cache from call to call.
-    rhs = _normal(mesh, specs[1], (k, n), 2)
+def program_of(operation: Operation, shape: Any, mesh: Mesh) -> Program:
+    """Calls of an operation at a shape, by XLA and by the kernel."""
+    types, specs = operation.operands(shape, mesh.size, DTYPE), operation.in_specs(AXIS)
+    seconds = _seconds(operation, shape, mesh.size)
+    calls = 16 if 16 * seconds < LONG else 4
+    nbytes = sum(_bytes_of_a_rank(operation, shape, mesh.size)[1:])
+    turns = min(calls, 1 + math.ceil(TWICE_THE_L2_CACHE / nbytes)) if nbytes else 1
+
+    def made(index: int, count: int) -> tuple[jax.Array, ...]:
+        size, sharding = types[index].shape, NamedSharding(mesh, specs[index])
+        if types[index].dtype != DTYPE:  # lengths of sequences, whose caches are full
+            return (jax.device_put(np.full(size, mesh.size * shape.s, types[index].dtype), sharding),) * count
+        # Zeros would draw less power, and so run at higher clocks.
+        make = jax.jit(lambda key: jax.random.normal(key, size, DTYPE), out_shardings=sharding)
+        return tuple(make(key) for key in jax.random.split(jax.random.key(index), count))
+
+    def by(implementation: str) -> Callable[..., jax.Array]:
+        return functools.partial(operation.call, axis_name=AXIS, implementation=implementation)
+
+    others = [made(index, turns) for index in range(1, len(types))]
     return Program(
-        rounds=4 if m <= 256 else 1,
-        operands=(lhs, tuple((w,) for w in rhs)),
+        rounds=max(1, min(16, round(USUAL_STEP / (calls * seconds)))),
+        operands=(made(0, calls), tuple(zip(*others)) or ((),)),
         in_specs=specs,
-        out_spec=P(None, AXIS),
-        implementations={
-            "XLA": lambda x, w: lax.all_gather(x, AXIS, axis=0, tiled=True) @ w,
-            "fused": lambda x, w: all_gather_matmul(x, w, AXIS, implementation="fused"),
-        },
+        out_spec=operation.out_spec(AXIS),
+        implementations={"XLA": by("xla"), "fused": by("fused")},
     )
 
 
-def decode_attention_program(sizes: Sequence[int], mesh: Mesh) -> Program:
-    """One token of B sequences over S keys a rank, all of them used."""
-    b, s = sizes
-    cache = P(None, AXIS, None, None)
-    slots = s * mesh.size
-    query = _normal(mesh, P(), (b, N, H), 16)
-    # So many that none stays in the L2 cache until its turn comes again.
-    keys_and_values = _normal(mesh, cache, (b, slots, KV_HEADS, H), 2 * CACHES)
-    lengths = jax.device_put(np.full((b,), slots, np.int32), NamedSharding(mesh, P()))
-
-    def attend(implementation: Any) -> Callable[..., jax.Array]:
-        return lambda q, k, v, lengths: decode_attention(
-            q, k, v, AXIS, key_value_seq_lengths=lengths, implementation=implementation
-        )
-
-    return Program(
-        rounds=max(1, 2**17 // (b * s)),
-        operands=(query, tuple((k, v, lengths) for k, v in zip(keys_and_values[::2], keys_and_values[1::2]))),
-        in_specs=(P(), cache, cache, P()),
-        out_spec=P(),
-        implementations={"XLA": attend("xla"), "fused": attend("fused")},
-    )
+def _bytes_of_a_rank(operation: Operation, shape: Any, world: int) -> list[int]:
+    """Of each operand, that part of it which a rank has."""
+    return [
+        x.size * x.dtype.itemsize // (1 if dimension is None else world)
+        for x, dimension in zip(operation.operands(shape, world, DTYPE), operation.sharded)
+    ]
 
 
-# By name: the sizes of its shapes in words, those that are taken by default, and what makes it.
-PROGRAMS: dict[str, tuple[str, tuple[tuple[int, ...], ...], Callable[[Sequence[int], Mesh], Program]]] = {
-    "all_gather_matmul": (
-        "M,K,N",
-        ((16, 8192, 28672), (2048, 8192, 28672), (8192, 8192, 28672)),
-        all_gather_matmul_program,
-    ),
-    "decode_attention": ("B,S", ((1, 8192), (8, 32768)), decode_attention_program),
-}
+def _seconds(operation: Operation, shape: Any, world: int) -> float:
+    """About what a call takes on an H200."""
+    flops = shape.flops(world) if isinstance(shape, MatmulShape) else 0
+    return 2e-6 + max(sum(_bytes_of_a_rank(operation, shape, world)) / 4.8e12, flops / 800e12)
 
 
-def _normal(mesh: Mesh, spec: P, shape: tuple[int, ...], count: int) -> tuple[jax.Array, ...]:
-    """Random arrays: zeros would draw less power, and so run at higher clocks."""
-    make = jax.jit(lambda key: jax.random.normal(key, shape, DTYPE), out_shardings=NamedSharding(mesh, spec))
-    return tuple(make(key) for key in jax.random.split(jax.random.key(0), count))
+def _usual_shapes(operation: Operation, world: int) -> list[Any]:
+    """Of the listed shapes the shortest call and the longest."""
+    by_seconds = sorted(operation.shapes, key=lambda shape: _seconds(operation, shape, world))
+    return [by_seconds[0], by_seconds[-1]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("program", nargs="?", choices=PROGRAMS, help="what to run; by default all")
+    parser.add_argument("program", nargs="?", choices=OPERATIONS, help="what to run; by default all")
     parser.add_argument(
-        "--shape", action="append", metavar="SIZES", help="M,K,N, or B,S (keys a rank); may be repeated"
+        "--shape",
+        action="append",
+        metavar="SIZES",
+        help="M,K,N, or B,S (keys a rank), or NBYTES of a rank; may be repeated; by default the shortest and the "
+        "longest of the listed ones",
     )
     parser.add_argument("--gpus", type=int, help="how many; by default all")
     parser.add_argument("--xla-option", action="append", default=[], metavar="FLAG=VALUE", help="for XLA's program")
@@ -176,11 +171,11 @@ def main(options: argparse.Namespace) -> int:
             return 2
         mesh = Mesh(np.array(gpus[: options.gpus]), (AXIS,))
         accounts = []
-        for name in [options.program] if options.program else PROGRAMS:
-            words, shapes, make = PROGRAMS[name]
-            for sizes in [_sizes(text, words) for text in options.shape or ()] or shapes:
-                title = f"{name} {','.join(map(str, sizes))}"
-                accounts += _account_for(console, title, make(sizes, mesh), mesh, options)
+        for operation in [OPERATIONS[options.program]] if options.program else OPERATIONS.values():
+            asked = [_shape(text, operation) for text in options.shape or ()]
+            for shape in asked or _usual_shapes(operation, mesh.size):
+                title = f"{operation.name} {_sizes(shape)}"
+                accounts += _account_for(console, title, program_of(operation, shape, mesh), mesh, options)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(one) for one in accounts], indent=1))
     if options.png:
@@ -224,11 +219,18 @@ def _read(path: pathlib.Path) -> Account:
     return account_of(Recording.load(path), path.parent.name or path.stem)
 
 
-def _sizes(text: str, words: str) -> tuple[int, ...]:
+def _sizes(shape: Any) -> str:
+    """As `--shape` takes them."""
+    return ",".join(str(getattr(shape, size)) for size in shape.sizes)
+
+
+def _shape(text: str, operation: Operation) -> Any:
+    """The shape of these sizes."""
+    kind = type(operation.shapes[0])
     try:
         sizes = tuple(map(int, text.split(",")))
     except ValueError:
         sizes = ()
-    if len(sizes) != words.count(",") + 1:
-        sys.exit(f"--shape {text}: the program takes {words}")
-    return sizes
+    if len(sizes) != len(kind.sizes):
+        sys.exit(f"--shape {text}: {operation.name} takes {','.join(kind.sizes).upper()}")
+    return kind.of(*sizes)

@@ -3,11 +3,12 @@
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
@@ -26,6 +27,7 @@ from jaxtaxfree.teams import Team, check_axes
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
+@overload
 def all_gather_matmul(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -33,7 +35,63 @@ def all_gather_matmul(
     *,
     axis: int = 0,
     precision: lax.PrecisionLike = None,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    return_gathered: Literal[False] = False,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    return_gathered: Literal[True],
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    gate: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    return_gathered: bool,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
@@ -41,7 +99,7 @@ def all_gather_matmul(
     return_gathered: bool = False,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
 
     The ranks send their rows to each other while they multiply those that they have, so the gathered matrix makes no

@@ -162,6 +162,14 @@ def _psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled:
     return out if tiled else lax.squeeze(out, [dimension])
 
 
+# What each operation means, in plain `lax`.
+REFERENCES: dict[str, Callable[..., jax.Array]] = {
+    "psum": _psum,
+    "all_gather": _all_gather,
+    "psum_scatter": _psum_scatter,
+}
+
+
 def _fused_psum(x: jax.Array, **how: Any) -> jax.Array:
     return _fused("psum", x, x.shape, **how)
 
@@ -225,7 +233,7 @@ def _apply(
     settings = settings_of(primitive.name, VARIANTS[primitive.name], config)
     reasons = _unsupported(primitive.name, x, world)
     if takes_reference(primitive.name, [x], implementation, reasons):
-        return _REFERENCES[primitive](x, axes=axes, **params)
+        return REFERENCES[primitive.name](x, axes=axes, **params)
     return primitive.bind(vary(x, axes), axes=axes, implementation=implementation, config=settings, **params)
 
 
@@ -344,4 +352,3 @@ psum_scatter_p = linear(
     transpose=_transpose_psum_scatter,
     batch_dimension=_batch_psum_scatter,
 )
-_REFERENCES = {psum_p: _psum, all_gather_p: _all_gather, psum_scatter_p: _psum_scatter}

@@ -4,13 +4,14 @@ import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_attention.portable import VARIANTS, Call
@@ -35,6 +36,84 @@ from jaxtaxfree.teams import Team, check_axes, varying
 OUTPUTS = ("replicated", "heads")
 
 
+@overload
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    placement: str = "contiguous",
+    block_size: int | None = None,
+    kv_layout: str = "BSKH",
+    block_tables: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output: str = "replicated",
+    return_residual: Literal[False] = False,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array: ...
+
+
+@overload
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    placement: str = "contiguous",
+    block_size: int | None = None,
+    kv_layout: str = "BSKH",
+    block_tables: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output: str = "replicated",
+    return_residual: Literal[True],
+    preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def decode_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    scale: float | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    placement: str = "contiguous",
+    block_size: int | None = None,
+    kv_layout: str = "BSKH",
+    block_tables: jax.Array | None = None,
+    key_scale: jax.Array | None = None,
+    value_scale: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: jax.Array | None = None,
+    output: str = "replicated",
+    return_residual: bool,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
+
+
 def decode_attention(
     query: jax.Array,
     key: jax.Array,
@@ -54,10 +133,10 @@ def decode_attention(
     sinks: jax.Array | None = None,
     output: str = "replicated",
     return_residual: bool = False,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one or a few new tokens over keys and values sharded along the sequence, as one kernel.
 
     Each rank attends to its own keys, in parts that run side by side (FlashDecoding, Dao et al. 2023), and sends the

@@ -1,6 +1,7 @@
 """What a call of `decode_attention` means, apart from its operands."""
 
 import dataclasses
+from typing import Self
 
 import numpy as np
 
@@ -32,3 +33,18 @@ class Spec:
     soft_cap: float | None
     by_heads: bool
     dtype: np.dtype
+
+    @classmethod
+    def usual(cls, *, slots: int, kv_heads: int, head_size: int, dtype: np.dtype) -> Self:
+        """Of a call that leaves everything at its default, over `slots` positions a rank."""
+        return cls(
+            placement=Placement(stretch=slots, slots=slots),
+            page_size=None,
+            kv_heads=kv_heads,
+            head_major=False,
+            scale=head_size**-0.5,
+            window=None,
+            soft_cap=None,
+            by_heads=False,
+            dtype=dtype,
+        )

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
@@ -31,7 +32,7 @@ def matmul_all_reduce(
     axis_name: str | Sequence[str],
     *,
     precision: lax.PrecisionLike = None,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,

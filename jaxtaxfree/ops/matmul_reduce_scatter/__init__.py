@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
@@ -33,7 +34,7 @@ def matmul_reduce_scatter(
     *,
     scatter_dimension: int = 0,
     precision: lax.PrecisionLike = None,
-    preferred_element_type: Any = None,
+    preferred_element_type: DTypeLike | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,

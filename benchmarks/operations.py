@@ -1,0 +1,29 @@
+"""All that can be timed: each operation of the register, and programs that are made of several."""
+
+from benchmarks.attention import DecodeAttention
+from benchmarks.collectives import AllGather, Psum, PsumScatter
+from benchmarks.decode_step import DecodeStep
+from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
+from benchmarks.mlp import MlpGradients
+from benchmarks.operation import Operation
+from jaxtaxfree.ops import register
+
+# How each operation of the register is timed, by its name. Another one is a subclass of `Operation`, and an entry here.
+TIMED: dict[str, Operation] = {
+    timed.name: timed
+    for timed in (
+        AllGatherMatmul(),
+        MatmulReduceScatter(),
+        MatmulAllReduce(),
+        DecodeAttention(),
+        Psum(),
+        AllGather(),
+        PsumScatter(),
+    )
+}
+PROGRAMS: tuple[Operation, ...] = (GatedAllGatherMatmul(), MlpGradients(), DecodeStep())
+
+OPERATIONS: dict[str, Operation] = {
+    **{name: TIMED[name] for name in register.OPERATIONS if name in TIMED},
+    **{program.name: program for program in PROGRAMS},
+}

@@ -1,0 +1,79 @@
+"""What a shape is at which an operation is tested, tuned and timed; `shapes.py` of each operation lists its own.
+
+A class of shapes has `sizes`, the attributes by which people tell one from another, and `of`, which makes one of them.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatmulShape:
+    """One product [m, k] @ [k, n]. The sizes are those of the whole arrays, before they are sharded."""
+
+    name: str
+    m: int
+    k: int
+    n: int
+    sizes: ClassVar[tuple[str, ...]] = ("m", "k", "n")
+
+    @classmethod
+    def of(cls, m: int, k: int, n: int) -> Self:
+        """Named by its sizes."""
+        return cls(name=f"{m}x{k}x{n}", m=m, k=k, n=n)
+
+    def wire_bytes(self, world: int, itemsize: int = 2) -> int:
+        """Bytes of lhs that each rank of an all-gather receives from its peers."""
+        return self.m * self.k * itemsize * (world - 1) // world
+
+    def scattered_bytes(self, world: int, itemsize: int = 2) -> int:
+        """Bytes of the result that each rank of a reduce-scatter sends to its peers."""
+        return self.m * self.n * itemsize * (world - 1) // world
+
+    def flops(self, world: int) -> int:
+        """Floating-point operations of one rank: [m, k] @ [k, n / world], or [m, k / world] @ [k / world, n]."""
+        return 2 * self.m * self.k * self.n // world
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Attention of one new token over a cache that is sharded along the sequence.
+
+    Attributes:
+      b: sequences.
+      s: keys of a sequence that each rank keeps, so that world * s are attended to.
+      n: query heads.
+      kv_heads: key/value heads, K in docstrings.
+      h: head size of queries, keys and values.
+    """
+
+    name: str
+    b: int
+    s: int
+    n: int
+    kv_heads: int
+    h: int
+    sizes: ClassVar[tuple[str, ...]] = ("b", "s")
+
+    @classmethod
+    def of(cls, b: int, s: int, n: int = 64, kv_heads: int = 8, h: int = 128) -> Self:
+        """Named by its sizes, with the heads of Llama 3 70B."""
+        return cls(name=f"{b}x{s}x{n}x{kv_heads}x{h}", b=b, s=s, n=n, kv_heads=kv_heads, h=h)
+
+    def kv_bytes(self, itemsize: int = 2) -> int:
+        """Bytes of keys and values that one rank reads."""
+        return 2 * self.b * self.s * self.kv_heads * self.h * itemsize
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveShape:
+    """A collective of arrays of so many bytes a rank."""
+
+    name: str
+    nbytes: int
+    sizes: ClassVar[tuple[str, ...]] = ("nbytes",)
+
+    @classmethod
+    def of(cls, nbytes: int) -> Self:
+        """Named by its size."""
+        return cls(name=f"{nbytes} B", nbytes=nbytes)
