@@ -21,9 +21,9 @@ class Tile(Settings):
     """The settings of every product.
 
     Attributes:
-      block_m, block_n: rows and columns of a tile, powers of 2, at least 16. With a gate a tile has half of its columns
-        from each of the two products.
-      block_k: the part of K that a step of the loop takes, a power of 2, at least 16.
+      block_m, block_n: rows and columns of a tile, powers of 2 from 8 to 256. With a gate a tile has half of its
+        columns from each of the two products.
+      block_k: the part of K that a step of the loop takes, a power of 2 from 8 to 1024.
       num_warps: warps of a program.
       num_stages: steps of the loop in flight.
     """
