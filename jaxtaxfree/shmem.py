@@ -27,7 +27,7 @@ from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, 
 
 
 class CompileError(RuntimeError):
-    """A kernel cannot be compiled as it is called, or the GPU has no room for what was compiled."""
+    """A kernel does not compile as it is called, or the GPU has no room for the compiled kernel."""
 
 
 def shmem_call(
@@ -50,62 +50,65 @@ def shmem_call(
 ) -> Any:
     """Runs a Triton kernel on every rank of a mesh axis, with scratch memory and signals that the ranks share.
 
-    Call it inside `jax.shard_map`. All ranks launch the kernel on the same grid; in it they reach each other through
-    `jaxtaxfree.kernels.shmem`. The kernel's parameters are, in this order and under any names but the two given:
+    Call it inside `jax.shard_map`. All ranks launch the kernel on the same grid. In the kernel they reach each other
+    through `jaxtaxfree.kernels.shmem`. These are the kernel's parameters, in this order. Only `team`, the names of the
+    buffers and `WORLD` have fixed names.
 
-    * one pointer for each array of `args`;
-    * `team`, which goes to `shmem.start`, and the names of `scratch`, `messages` and `signals`, which go to
-      `shmem.scratch`, to `shmem.messages`, and as first index to `shmem.signal` and `shmem.wait`; these may stand
-      anywhere before the outputs;
-    * one pointer for each leaf of `out_type`;
-    * constants (`tl.constexpr`), given by `params`. `WORLD`, if there is one, is filled in: the number of ranks.
+    * One pointer for each array of `args`.
+    * `team`, which goes to `shmem.start`, and the names of `scratch`, `messages` and `signals`. They go to
+      `shmem.scratch`, to `shmem.messages`, and as first index to `shmem.signal` and `shmem.wait`. These parameters may
+      stand anywhere before the outputs.
+    * One pointer for each leaf of `out_type`.
+    * Constants (`tl.constexpr`), which `params` gives. If the kernel has a parameter `WORLD`, it is the number of ranks
+      and filled in automatically.
 
-    A pointer may be missing: a parameter that `params` makes None is None in a Triton kernel, and takes no array.
+    A pointer may be missing: if `params` sets a parameter to None, it is None in a Triton kernel and takes no array.
 
-    The kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`, in every program. A program may
-    wait only for programs of a lower id (on any rank), or of its own id: those are sure to run. With `together` it may
-    wait for the next ones, too. See `examples/custom_kernel.py`.
+    Every program of the kernel begins with `me = shmem.start(team)` and ends with `shmem.finish(me)`. A program may
+    wait only for programs of a lower id (on any rank), or of its own id, because those are sure to run. With `together`
+    it may wait for the next ones, too. See `examples/custom_kernel.py`.
 
-    A Gluon kernel reaches its peers through `jaxtaxfree.kernels.shmem_gluon`, may have partitions of warps
+    A Gluon kernel reaches its peers through `jaxtaxfree.kernels.shmem_gluon`. It may have partitions of warps
     (`gl.warp_specialize`), and may take operands and results as TMA descriptors. It needs NVIDIA GPUs of compute
     capability 9.0 or higher.
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *args: this rank's operands.
-      axis_name: the mesh axis, or axes, along which the ranks work together. Ranks count as in
+      axis_name: the mesh axis, or axes, along which the ranks work together. A rank's number is
         `lax.axis_index(axis_name)`.
       out_type: pytree of objects with `shape` and `dtype`: this rank's results.
-      grid: number of programs, of one to three dimensions, the same on every rank.
-      scratch: for each name an object with `shape` and `dtype`. Every rank has that much memory for peers to write
-        into, twice: calls take turns, so a rank that is one call ahead disturbs nobody. It is not zeroed.
-      signals: for each name the number of counters, or their shape. They only grow.
-      messages: for each name the number of f32 values, or their shape, that `shmem.send` and `shmem.receive` exchange,
-        each in every call; or an object with `shape` and dtype int32, of which `shmem.send_words` and
-        `shmem.receive_words` exchange as many as they like. In every call each rank must wait for something of each
-        other one.
-      descriptors: of a Gluon kernel, for each name of a pointer the shape of a block: the parameter then is a TMA
-        descriptor of the whole operand or result, in the layout `gl.NVMMASharedLayout.get_default_for` of the block.
-        An operand that the kernel takes in several ways is passed several times, which costs nothing.
-      name: of the operation in profiles and errors; the kernel's name if None.
-      num_warps, num_stages: for Triton. Of a Gluon kernel `num_warps` are those of the first partition.
-      together: how many programs of ids that follow each other may wait for each other. If other work leaves the GPU no
-        places for so many at a time, they wait for its end.
+      grid: number of programs, in one to three dimensions, the same on every rank.
+      scratch: an object with `shape` and `dtype` for each name. Peers write into this memory, and every rank has it
+        twice: calls take turns, so a rank that is one call ahead disturbs nobody. It is not zeroed.
+      signals: the number of counters, or their shape, for each name. Counters only grow.
+      messages: for each name either the number or shape of f32 values, or an object with `shape` and dtype int32.
+        `shmem.send` and `shmem.receive` exchange every f32 value once in each call. `shmem.send_words` and
+        `shmem.receive_words` exchange as many int32 words as they like. In every call each rank must wait for something
+        from each other rank.
+      descriptors: the shape of a block for each name of a pointer, for Gluon kernels. The parameter is then a TMA
+        descriptor of the whole operand or result. Its layout is `gl.NVMMASharedLayout.get_default_for` of the block.
+        To take an operand in several ways, pass it several times, which costs nothing.
+      name: the operation's name in profiles and errors; the kernel's name if None.
+      num_warps, num_stages: as in Triton. In a Gluon kernel `num_warps` are those of the first partition.
+      together: how many programs with consecutive ids may wait for each other. If other work leaves the GPU too few
+        places for them, they wait until it ends.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
-      implementation: "simulate" runs the kernel for all ranks on the CPU, and raises what a GPU would hide; see
-        `jaxtaxfree.simulator`. None and "fused" run it on GPUs.
+      implementation: None and "fused" run the kernel on GPUs. "simulate" runs it for all ranks on the CPU, and raises
+        what a GPU would hide; see `jaxtaxfree.simulator`.
       **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
 
-    Returns: the results, as `out_type`. They vary along `axis_name`.
+    Returns: the results, in the structure of `out_type`. They vary along `axis_name`.
 
     Raises:
-      ValueError: if there is no such implementation, messages are of another dtype, a number is out of range (a grid of
-        0, 64 warps, -1 signals), or two things have one name.
+      ValueError: if the implementation does not exist, messages have another dtype, a number is out of range (a grid of
+        0, 64 warps, -1 signals), or two things have the same name.
       TypeError: if the kernel is not decorated, its parameters and the arguments do not match, a constant cannot be
-        hashed, or an axis, a result or scratch is of another kind.
+        hashed, or an axis, a result or scratch has the wrong type.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
-      NotImplementedError: where the kernel cannot run, such as on a CPU; when the program is lowered.
-      jaxtaxfree.CompileError: if the kernel cannot be compiled, or needs more shared memory than there is; likewise.
+      NotImplementedError: when the program is lowered, if the kernel cannot run there, such as on a CPU.
+      jaxtaxfree.CompileError: when the program is lowered, if the kernel does not compile, or needs more shared memory
+        than there is.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
     """
     check_kernel(kernel, "shmem_call")

@@ -1,4 +1,4 @@
-"""A key/value cache sharded along the sequence: which rank has which position, and `append_kv`."""
+"""A key/value cache that is sharded along the sequence: which rank keeps which position, and `append_kv`."""
 
 import dataclasses
 import math
@@ -23,11 +23,11 @@ class KVCache(NamedTuple):
     """One rank's part of a cache, as `append_kv` takes and returns it.
 
     Attributes:
-      key: [B, S, K, H], or [B, K, S, H] with kv_layout="BKSH"; paged [pages, page_size, K, H] or [pages, K, page_size,
-        H].
-      value: the same, with its own head size.
-      key_scale, value_scale: f32 [], [K], or one for each token and head: the shape of `key` without its last
-        dimension. By these the cached numbers have to be multiplied. None if the cache is not quantised.
+      key: [B, S, K, H], or [B, K, S, H] with kv_layout="BKSH". A paged cache is [pages, page_size, K, H] or
+        [pages, K, page_size, H].
+      value: like key. Its head size may differ.
+      key_scale, value_scale: f32 factors of the cached numbers: [], [K], or one for each token and head (the shape of
+        `key` without its last dimension). None if the cache is not quantised.
     """
 
     key: jax.Array
@@ -41,20 +41,20 @@ class Placement:
     """Which positions of a sequence a rank keeps.
 
     Attributes:
-      stretch: positions that a rank keeps next to each other before those of the next rank follow.
-      slots: positions that a rank has room for.
+      stretch: number of consecutive positions that a rank keeps, before those of the next rank follow.
+      slots: number of positions that a rank has room for.
     """
 
     stretch: int
     slots: int
 
     def positions(self, rank: Any, world: int) -> jax.Array:
-        """The position that each slot of a rank stands for: i32 [S]."""
+        """The position that each slot of a rank holds: i32 [S]."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)
         return (slot // self.stretch * world + rank) * self.stretch + slot % self.stretch
 
     def slot_of(self, position: jax.Array, rank: Any, world: int) -> jax.Array:
-        """The slot in which a rank keeps a position; `slots`, which does not exist, if it does not keep it."""
+        """The slot in which a rank keeps a position, or `slots`, which does not exist, if the rank does not keep it."""
         stretch = position // self.stretch
         slot = stretch // world * self.stretch + position % self.stretch
         return jnp.where((stretch % world == rank) & (position >= 0) & (slot < self.slots), slot, self.slots)
@@ -73,11 +73,11 @@ def placement_of(
       placement, block_size: as in `decode_attention`.
       slots: positions of a sequence that a rank has room for.
       page_size: None if the cache is not paged.
-      operation: who asks, for errors.
+      operation: its name, for errors.
 
     Raises:
-      ValueError: if there is no such placement.
-      TypeError: if `block_size` is no whole number, or None where symbolic shapes leave it open.
+      ValueError: if the placement does not exist.
+      TypeError: if `block_size` is not an integer, or is None where a symbolic shape leaves it open.
     """
     if placement not in PLACEMENTS:
         raise ValueError(f"{operation} has no placement {placement!r}: choose one of {_listed(PLACEMENTS)}.")
@@ -114,10 +114,10 @@ def _default_block_size(operation: str, slots: int) -> int:
 
 
 def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> tuple[int, int | None, int]:
-    """(positions of a sequence that this rank has room for, page size or None, heads) of a cache.
+    """The sizes of a cache: (positions of a sequence that this rank has room for, page size or None, heads).
 
     Raises:
-      ValueError: if it cannot be one.
+      ValueError: if `key` cannot be the keys of a cache.
     """
     if kv_layout not in KV_LAYOUTS:
         raise ValueError(f"{operation} has no kv_layout {kv_layout!r}: choose one of {_listed(KV_LAYOUTS)}.")
@@ -138,7 +138,7 @@ def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> 
 
 
 def cache_faults(cache: KVCache, heads: int) -> list[str]:
-    """All that keeps arrays, of which `cache_sizes` has taken the keys, from being the parts of one cache."""
+    """All reasons for which arrays are not the parts of one cache. `cache_sizes` has accepted the keys."""
     key, value = cache.key, cache.value
     shapes = (), (heads,), key.shape[:3]
     wrong = []
@@ -157,10 +157,10 @@ def cache_faults(cache: KVCache, heads: int) -> list[str]:
 
 
 def check_sharded(operation: str, key: jax.Array, value: jax.Array, block_tables: Any, axes: tuple[str, ...]) -> None:
-    """Raises ValueError if a cache is known to be the same on several ranks, each of which would count it again."""
+    """Raises ValueError if a cache is known to be the same on several ranks: each rank would count it again."""
     for name, x in (("key", key), ("value", value)):
         same = replicated(x, axes)
-        if block_tables is not None:  # by which ranks may have pages of their own in one pool
+        if block_tables is not None:  # Ranks may have pages of their own in one pool.
             same = [axis for axis in same if axis in replicated(block_tables, axes)]
         if same:
             along = tuple(same)
@@ -184,29 +184,30 @@ def append_kv(
     kv_layout: str = "BSKH",
     block_tables: jax.Array | None = None,
 ) -> Any:
-    """Puts the keys and values of new tokens where they belong in a cache that is sharded along the sequence.
+    """Puts the keys and values of new tokens into a cache that is sharded along the sequence.
 
-    Call it inside `jax.shard_map`, before `decode_attention` with the lengths that result. Nothing is sent: every rank
-    has the new tokens and keeps those that are its own.
+    Call it inside `jax.shard_map`, before `decode_attention` with the new lengths. Nothing is sent: every rank has all
+    new tokens, and keeps those that belong to it.
 
     Args:
-      cache: this rank's part: a `KVCache`, or a tuple (key, value) or (key, value, key_scale, value_scale). Where the
-        scales are there for each token and head, those of the new tokens are chosen here (the largest magnitude takes
-        the largest number of a dtype of 8 bits, and 1 of a wider one); scales of a tensor or a head are taken as they
-        are.
-      key: of the new tokens, [B, K, H] or [B, T, K, H], the same on every rank.
-      value: the same, with its own head size.
+      cache: this rank's part: a `KVCache`, or a tuple (key, value) or (key, value, key_scale, value_scale). Scales of a
+        tensor or a head are taken as they are. Where there is a scale for each token and head, `append_kv` chooses the
+        scales of the new tokens: the largest magnitude becomes the largest number of an 8-bit dtype, or 1 in a wider
+        dtype.
+      key: keys of the new tokens, [B, K, H] or [B, T, K, H], the same on every rank.
+      value: like key. Its head size may differ.
       lengths: i32[B], keys in the cache so far, counted over all ranks. The first new token gets this position.
       axis_name: the mesh axis, or axes, along which the cache is sharded.
       placement, block_size, kv_layout, block_tables: as in `decode_attention`.
 
-    Returns: the cache with the new tokens, of the type of `cache`. Tokens at positions past its end, or before its
-      beginning, are dropped, and so are those of pages that are -1: a sequence that takes no token has the length -T.
+    Returns: the cache with the new tokens. It has the type of `cache`. Tokens at positions past its end or before its
+      beginning are dropped, and so are tokens on pages that are -1. To give a sequence no token, set its length to -T.
 
     Raises:
-      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
-        the same cache; of an empty one that is made inside say `jax.lax.pcast(cache, axis_name, to="varying")`.
-      TypeError: if `block_size` is no whole number, or None where a symbolic shape leaves it open.
+      ValueError: if the arguments do not fit together. Also if `shard_map` knows (`check_vma=True`) that several ranks
+        have the same cache. For an empty cache that you make inside, say
+        `jax.lax.pcast(cache, axis_name, to="varying")`.
+      TypeError: if `block_size` is not an integer, or is None where a symbolic shape leaves it open.
       NameError: if `axis_name` is not bound.
     """
     axes = check_axes(axis_name, "append_kv")
@@ -233,7 +234,7 @@ def append_kv(
     else:
         row = jnp.take_along_axis(block_tables, jnp.minimum(slot // page_size, block_tables.shape[1] - 1), axis=1)
         inside = slot % page_size
-    # What is not this rank's, or on no page, goes past the end, each to a row of its own, and is dropped.
+    # A token of another rank, or on no page, gets a row past the end, each its own, and is dropped.
     row = jnp.where((slot < slots) & (row >= 0), row, parts.key.shape[0] + jnp.arange(slot.size).reshape(slot.shape))
     at = (row, inside) if kv_layout == "BSKH" else (row, slice(None), inside)
 
@@ -258,19 +259,19 @@ def append_kv(
 
 
 def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-    """x [B, T, K, H] in the numbers of the cache, and its scales [B, T, K] if the cache has them for each token."""
+    """x [B, T, K, H] in the cache's dtype, and its scales [B, T, K] if the cache has one for each token and head."""
     if scale is None:
         return x, None
     x = x.astype(jnp.float32)
     integers = jnp.issubdtype(dtype, jnp.integer)
     largest = float(jnp.iinfo(dtype).max if integers else jnp.finfo(dtype).max)
     if scale.ndim >= 3:
-        # Of wider floats the largest number would make scales that f32 does not hold, and gain nothing.
+        # In wider floats the largest number would give scales that f32 does not hold, and gain nothing.
         scale = jnp.max(jnp.abs(x), axis=-1) / (largest if jnp.dtype(dtype).itemsize == 1 else 1.0)
         by = scale[..., None]
     else:
         by = scale if scale.ndim == 0 else scale[None, None, :, None]
-    # Where a scale is 0 nothing is divided by it, not even in derivatives, where 0 * NaN would be NaN.
+    # Nothing is divided by a scale of 0, not even in derivatives, where 0 * NaN would be NaN.
     x = jnp.clip(jnp.where(by > 0, x / jnp.where(by > 0, by, 1.0), 0.0), -largest, largest)
     return (jnp.round(x) if integers else x), scale
 

@@ -1,4 +1,4 @@
-"""A simulation: the ranks of one team and their region, through as many calls as one likes."""
+"""A simulation: the ranks of one team and their region, through any number of calls."""
 
 import dataclasses
 import math
@@ -214,15 +214,16 @@ def run(kernel: JITFunction, *arrays: Sequence[np.ndarray], calls: int = 3, **ke
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      *arrays: operands, the same in each call: for each one a sequence with an array for each rank.
-      calls: how many times each rank makes the call, one after the other. Double buffers and counters need three to
-        show their faults.
-      **keywords: as of `run_calls`.
+      *arrays: the operands, the same in each call. Each one is a sequence with an array for each rank.
+      calls: how many times each rank makes the call, one after the other. Double buffers and counters need three calls
+        to show their faults.
+      **keywords: as in `run_calls`.
 
-    Returns: (for each rank its result in the last call, or its results if `out_type` is a sequence; the trace).
+    Returns: (results, trace). `results` has each rank's result in the last call, or its results if `out_type` is a
+      sequence.
 
     Raises:
-      SimulationError, TypeError, ValueError: as `run_calls`.
+      SimulationError, TypeError, ValueError: as `run_calls` does.
     """
     if calls < 1:
         raise ValueError(f"simulator.run takes calls of at least 1, not {calls}.")
@@ -253,26 +254,28 @@ def run_calls(
     cost_estimate: Mapping[str, int] | None = None,
     **params: Any,
 ) -> tuple[list[list[Any]], Trace]:
-    """Runs several calls, one after the other, with operands of their own.
+    """Runs several calls, one after the other, each with operands of its own.
 
-    As in a loop. What depends on data, such as counts, needs calls that differ: a tile that is empty in one of them,
-    say.
+    Use it for kernels whose messages depend on data, such as counts. They need calls that differ, for example a tile
+    that is empty in one call only.
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      calls: for each call its operands: for each one a sequence with an array for each rank.
+      calls: the operands of each call. Each operand is a sequence with an array for each rank.
       world: number of ranks.
-      grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as for `shmem_call`. `out_type`
+      grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as in `shmem_call`. `out_type`
         is one object with `shape` and `dtype`, or a sequence of them.
       seed, policy, slots, patience, tickets: as in `Settings`.
-      num_warps: what `gl.num_warps` says outside of partitions.
-      num_stages, cost_estimate: taken and ignored, as they mean nothing here.
+      num_warps: what `gl.num_warps` returns outside of partitions.
+      num_stages, cost_estimate: accepted and ignored, because they mean nothing here.
 
-    Returns: (for each call, for each rank its result, or its results if `out_type` is a sequence; the trace).
+    Returns: (results, trace). `results` has a list for each call, with each rank's result, or its results if `out_type`
+      is a sequence.
 
     Raises:
-      SimulationError: one of its kinds, with the source lines of both sides.
-      TypeError, ValueError: as `shmem_call`; or the ranks and calls have not operands of the same shapes and dtypes.
+      SimulationError: if the kernel breaks a rule. The error is of one of its kinds, with the source lines of both
+        sides.
+      TypeError, ValueError: as `shmem_call` does, or if operands differ in shape or dtype between ranks or calls.
     """
     del cost_estimate
     check_kernel(kernel, "simulator.run")

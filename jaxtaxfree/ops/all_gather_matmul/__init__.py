@@ -23,7 +23,7 @@ from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, ch
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import Team, check_axes
 
-# The kernels. Of those that do not refuse a call the cheapest one takes it.
+# The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
@@ -102,47 +102,47 @@ def all_gather_matmul(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
 
-    The ranks send their rows to each other while they multiply those that they have, so the gathered matrix makes no
-    trip through memory of its own and nobody waits for all. Call it inside `jax.shard_map`. The method is that of the
-    all-gather + GEMM of "Eliminating Multi-GPU Performance Taxes" (arXiv 2511.02168), with rows pushed by the
-    programs that a GPU starts first.
+    The ranks send their rows to each other while they multiply the rows that they have. So the gathered matrix makes
+    no trip through device memory, and no rank waits for all others. Call it inside `jax.shard_map`. The method is the
+    all-gather + GEMM of "Eliminating Multi-GPU Performance Taxes" (arXiv 2511.02168). Here the programs that a GPU
+    starts first push the rows.
 
     Args:
       lhs: this rank's rows, [..., M, ..., K].
-      rhs: this rank's columns, [K, N]; by the reference also a vector [K].
+      rhs: this rank's columns, [K, N]. The reference also takes a vector [K].
       axis_name: the mesh axis, or axes, over which `lhs` is sharded.
-      axis: the dimension of `lhs` that is sharded.
-      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+      axis: the sharded dimension of `lhs`.
+      precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. Sums are f32 in any case.
-      gate: [K, N], a second `rhs`, as of SwiGLU: the result is `activation(G @ gate) * (G @ rhs)`, for G the gathered
-        lhs. So the activation is that of the gate's product alone.
+      preferred_element_type: dtype of the result. Sums are always f32.
+      gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
+        `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
-      residual: of the result's shape, added last.
-      return_gathered: return the gathered lhs as well. Its bytes are written once more, and the gradient of rhs then
+      residual: has the result's shape, and is added last.
+      return_gathered: return the gathered lhs as well. The kernel writes its bytes once more. The gradient of rhs then
         needs no second gather.
-      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to
-        be slower, decided when the program is lowered, from shapes and tables alone. The logger "jaxtaxfree" says at
-        DEBUG level why not. The gradient of `lhs` is fused with "fused" alone, because XLA's is faster. "simulate": the
-        kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: which kernel runs, and how it splits its work: a mapping such as `{"kernel": "hopper_few", "splits": 4}`,
-        or the `Config` of a kernel. What it does not say is chosen by shape. `VARIANTS` has the kernels; each has its
-        own settings.
+      implementation: "fused": the kernel. "xla": plain `lax`. None: the kernel, where it can run and is not known to
+        be slower. Shapes and tables alone decide this, when the program is lowered, and the logger "jaxtaxfree" says
+        at DEBUG level why a kernel is not taken. "simulate": the kernel, run for all ranks on the CPU; see
+        `jaxtaxfree.simulator`. The gradient of `lhs` is fused with "fused" only, because XLA's is faster.
+      config: names the kernel and its settings: a mapping such as `{"kernel": "hopper_few", "splits": 4}`, or the
+        `Config` of a kernel. The shape decides whatever it leaves out. `VARIANTS` has the kernels; each has settings
+        of its own.
 
-    Returns: [..., world * M, ..., N]. The gathered half is exact; sums may be added in another order than XLA's. With
-      `return_gathered` a pair of it and [..., world * M, ..., K].
+    Returns: [..., world * M, ..., N], or with `return_gathered` a pair of it and the gathered lhs,
+      [..., world * M, ..., K]. The gathered lhs is exact. Sums may be added in another order than XLA's.
 
-    Gate, bias, activation and residual are applied to the product's f32 sums, in f32, and the result is rounded once.
-    In a program that is differentiated the product is an operation by itself, so that its gradients stay fused: it is
-    rounded to the dtype of the result before they are applied.
+    Gate, bias, activation and residual are applied in f32 to the product's f32 sums, and the result is rounded once.
+    In a program that is differentiated the product is an operation of its own, so that its gradients stay fused. There
+    it is rounded to the dtype of the result before they are applied.
 
     Raises:
-      ValueError: if the operands do not fit together, the dimension that is sharded is 0, or there is no such
-        implementation, activation or setting.
-      TypeError: if an axis or `config` is of another kind.
+      ValueError: if the operands do not fit together, the sharded dimension is 0, or the implementation, activation or
+        setting does not exist.
+      TypeError: if an axis or `config` has the wrong type.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "all_gather_matmul")
@@ -273,7 +273,7 @@ def _unsupported(
     preferred_element_type: Any,
     epilogue: Epilogue,
 ) -> list[str]:
-    """All that keeps the kernel from taking these operands."""
+    """All reasons for which the kernel cannot take these operands."""
     del axes
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
     if axis == lhs.ndim - 1 and lhs.ndim > 1 and rhs.ndim == 2:

@@ -19,7 +19,7 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      pushers: programs that send.
+      pushers: number of programs that send.
       chunk: elements that a pusher moves at a time, a power of 2.
     """
 
@@ -28,7 +28,7 @@ class Config(portable.Tile):
 
 
 class Few(Variant[Call]):
-    """A tile has rows of all ranks, all of them if they are no more than `block_m`, so that rhs is read once."""
+    """A tile has rows of all ranks. If `block_m` holds all of them, rhs is read once."""
 
     name, Config, kernel = "few", Config, all_gather_matmul_few_kernel
 

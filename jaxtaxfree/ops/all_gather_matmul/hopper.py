@@ -17,13 +17,13 @@ from jaxtaxfree.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(hopper.Tile):
-    """How the kernel splits its work. The pushers are warps of all programs.
+    """How the kernel splits its work. Two warps of every program push.
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
-      part: columns that are sent together: a multiple of `block_k`.
-      unit: rows that are sent together: a divisor of `block_m`.
-      pace: the share of the time that others' rows are multiplied in which rows are sent; 0: as soon as they can be.
+      part: columns that are sent together, a multiple of `block_k`.
+      unit: rows that are sent together, a divisor of `block_m`.
+      pace: rows are sent in this share of the time in which rows of other ranks are multiplied. 0: as soon as possible.
     """
 
     part: int = setting(512, least=8)
@@ -39,7 +39,7 @@ class Config(hopper.Tile):
 
 
 class Hopper(Variant[Call]):
-    """Two warps of each program push, one loads, two groups of four multiply half of a tile's rows each."""
+    """In each program two warps push, one loads, and two groups of four warps multiply half of a tile's rows each."""
 
     name, Config, kernel = "hopper", Config, all_gather_matmul_hopper_kernel
 

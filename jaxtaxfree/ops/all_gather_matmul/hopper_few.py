@@ -21,9 +21,9 @@ class Config(hopper_few.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, splits, whole: as in `hopper_few.Tile`.
-      pushers: programs that send.
+      pushers: number of programs that send.
       chunk: elements that a pusher moves at a time, a power of 2.
-      part: columns that are sent together: a multiple of `block_k`.
+      part: columns that are sent together, a multiple of `block_k`.
     """
 
     pushers: int = setting(16, least=1)
@@ -32,7 +32,7 @@ class Config(hopper_few.Tile):
 
 
 class HopperFew(Variant[Call]):
-    """The product is turned round, and the weights are on their way before the first row is there."""
+    """The tensor cores take the weights' columns as rows. The weights are on their way before the first row arrives."""
 
     name, Config, kernel = "hopper_few", Config, all_gather_matmul_hopper_few_kernel
 

@@ -19,10 +19,10 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      pushers: programs that send.
+      pushers: number of programs that send.
       chunk: elements that a pusher moves at a time, a power of 2.
-      units: parts in which a block of rows is sent, each with a signal.
-      group_m: row blocks whose tiles run together, for the L2 cache.
+      units: number of parts in which a block of rows is sent, each with a signal.
+      group_m: number of row blocks whose tiles run together, for the L2 cache.
     """
 
     pushers: int = setting(16, least=1)

@@ -26,9 +26,9 @@ class Tile(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps: as in `portable.Tile`, for the warps that multiply.
-      num_stages: steps of the loop in flight, at least 2: a stage is released one step late.
-      group_m: row blocks whose tiles run together, for the L2 cache.
-      programs: as many as the GPU has multiprocessors.
+      num_stages: steps of the loop in flight, at least 2, because a stage is released one step late.
+      group_m: number of row blocks whose tiles run together, for the L2 cache.
+      programs: number of programs, by default one for each multiprocessor of the GPU.
     """
 
     num_stages: int = setting(4, least=2, most=32)

@@ -29,12 +29,12 @@ class Tile(portable.Tile):
     """The settings of a product of few rows.
 
     Attributes:
-      block_m: rows of a tile, at least 8: a power of 2, or the sum of two.
-      block_n: its columns of each product, 16 of all of them for each warp.
+      block_m: rows of a tile, at least 8. A power of 2, or the sum of two powers of 2.
+      block_n: columns that a tile has of each product. Each warp takes 16 of the columns of all products.
       block_k, num_warps: as in `portable.Tile`.
       num_stages: steps of the loop in flight, at least 2.
-      splits: programs that share a tile. Each multiplies a part of K.
-      whole: this many leading tiles have one program each, even where `splits` is more than 1.
+      splits: number of programs that share a tile. Each multiplies a part of K.
+      whole: number of leading tiles that one program computes alone, even where `splits` is more than 1.
     """
 
     block_m: int = setting(128, least=8, most=256)

@@ -21,9 +21,11 @@ class Tile(Settings):
     """The settings of every product.
 
     Attributes:
-      block_m, block_n, block_k: rows and columns of a tile, and the part of K that a step of its loop takes: powers of
-        2, at least 16. With a gate a tile has half of its columns of each of the two products.
-      num_warps, num_stages: warps of a program, and steps of the loop in flight.
+      block_m, block_n: rows and columns of a tile, powers of 2 from 8 to 256. With a gate a tile has half of its
+        columns from each of the two products.
+      block_k: the part of K that a step of the loop takes, a power of 2 from 8 to 1024.
+      num_warps: warps of a program.
+      num_stages: steps of the loop in flight.
     """
 
     block_m: int = setting(128, least=8, most=256, power_of_2=True)

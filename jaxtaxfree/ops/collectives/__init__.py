@@ -1,4 +1,4 @@
-"""`psum`, `all_gather` and `psum_scatter`: `lax`'s collectives for small arrays, where latency is all that counts."""
+"""`psum`, `all_gather` and `psum_scatter`: `lax`'s collectives for small arrays, where only latency counts."""
 
 import functools
 import math
@@ -44,18 +44,18 @@ def psum(
     Args:
       x: pytree of this rank's arrays, of any shape.
       axis_name: the mesh axis, or axes, to sum along.
-      implementation: "fused": the kernel; "xla": plain `lax`; None: whichever is faster as far as it was measured.
+      implementation: "fused": the kernel. "xla": plain `lax`. None: the one that was measured to be faster.
         "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: how the kernel splits its work; what it does not say is chosen by size.
+      config: how the kernel splits its work. The size decides whatever it leaves out.
 
-    Returns: the sums, the same bits on every rank. The kernel adds up in f32, in the order of the ranks, and rounds
-      once; integers wrap around.
+    Returns: the sums, with the same bits on every rank. The kernel adds up in f32, in the order of the ranks, and
+      rounds once. Sums of integers wrap around.
 
     Raises:
-      ValueError: if there is no such implementation or setting.
-      TypeError: if the axis or `config` is of another kind.
+      ValueError: if the implementation or setting does not exist.
+      TypeError: if the axis or `config` has the wrong type.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
-      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
     axes = check_axes(axis_name, "psum")
 
@@ -81,14 +81,14 @@ def all_gather(
 
     Args:
       x: pytree of this rank's arrays [..., M, ...].
-      axis: where the new dimension stands; if tiled, the dimension along which the arrays are concatenated.
-      The others are those of `psum`.
+      axis: the position of the new dimension. If tiled, the dimension along which the arrays are concatenated.
+      The other arguments are those of `psum`.
 
-    Returns: [..., world, M, ...], or [..., world * M, ...] if tiled: bit for bit what the ranks have.
+    Returns: [..., world, M, ...], or [..., world * M, ...] if tiled, bit for bit what the ranks have.
 
     Raises: what `psum` raises, and
-      ValueError: if there is no such dimension, or arrays are to be concatenated along one of size 0.
-      TypeError: if `axis` is no whole number.
+      ValueError: if the dimension does not exist, or is concatenated and has size 0.
+      TypeError: if `axis` is not an integer.
     """
     axes = check_axes(axis_name, "all_gather")
 
@@ -118,13 +118,13 @@ def psum_scatter(
     Args:
       x: pytree of this rank's arrays [..., world, ...], or [..., world * M, ...] if tiled.
       scatter_dimension: the dimension whose parts go to the ranks.
-      The others are those of `psum`.
+      The other arguments are those of `psum`.
 
-    Returns: this rank's part of the sum, [...], or [..., M, ...] if tiled; computed as by `psum`.
+    Returns: this rank's part of the sum, [...], or [..., M, ...] if tiled. It is computed as in `psum`.
 
     Raises: what `psum` raises, and
-      ValueError: if there is no such dimension, it is 0, or the ranks do not divide it.
-      TypeError: if `scatter_dimension` is no whole number.
+      ValueError: if the dimension does not exist, has size 0, or is not divisible by the number of ranks.
+      TypeError: if `scatter_dimension` is not an integer.
     """
     axes = check_axes(axis_name, "psum_scatter")
     world = lax.axis_size(axes)

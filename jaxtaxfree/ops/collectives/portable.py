@@ -26,10 +26,10 @@ class Call:
     """All that decides how a collective travels.
 
     Attributes:
-      size: elements of x in `psum`; of a rank's part in the others.
-      outer: how many pieces a rank's part lies in, in the whole array.
+      size: number of elements of x in `psum`, and of a rank's part in the others.
+      outer: number of pieces of a rank's part in the whole array.
       world: number of ranks.
-      dtype: of the elements.
+      dtype: dtype of the elements.
     """
 
     size: int
@@ -53,11 +53,12 @@ class Config(Settings):
     """How a kernel splits its work.
 
     Attributes:
-      protocol: "messages": elements travel in words that say by themselves whether they have arrived, which is twice
-        the bytes without a fence; "words": the same at half the bytes, for sums of floats, and for gathers of elements
-        of 16 and 32 bits, in which words of ones alone (-1, NaN) take longer; "signals": as they are, and a signal
-        after them.
-      block: elements that a program takes, of each rank's part: a power of 2.
+      protocol: how elements travel.
+        "messages": in words that show whether they have arrived. This takes twice the bytes, and no fence.
+        "words": the same with half the bytes, for sums of floats and for gathers of elements of 16 and 32 bits. In a
+        gather, words of ones only (-1, NaN) take longer.
+        "signals": as they are, with a signal after them.
+      block: elements of each rank's part that a program takes, a power of 2.
       num_warps: warps of a program.
     """
 
@@ -77,15 +78,14 @@ class PsumConfig(Config):
 
     Attributes:
       protocol, block, num_warps: as in `Config`.
-      shots: 1, and every rank adds up everything; or 2, and each adds up its share, of which the ranks then gather the
-        sums.
+      shots: 1: every rank adds up everything. 2: each rank adds up its share, and the ranks then gather the sums.
     """
 
     shots: int = setting(1, least=1, most=2)
 
 
 class _Collective(Variant[Call]):
-    """A program talks with its twins on the other ranks alone.
+    """A program talks only with the programs of its id on the other ranks.
 
     Attributes:
       operation: "psum", "all_gather" or "psum_scatter".

@@ -139,56 +139,57 @@ def decode_attention(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Attention of one or a few new tokens over keys and values sharded along the sequence, as one kernel.
 
-    Each rank attends to its own keys, in parts that run side by side (FlashDecoding, Dao et al. 2023), and sends the
-    partial results to the ranks that need them as soon as they are there; the merge takes them as they arrive. Call it
-    inside `jax.shard_map`, after `append_kv` has put the new tokens into the cache. Letters are those of `jax.nn`: B
-    sequences, T new tokens, N query heads, K key/value heads (N is a multiple of K), H head size, S keys of a sequence
-    that a rank has room for.
+    Each rank attends to its own keys, in parts that run side by side (FlashDecoding, Dao et al. 2023). It sends each
+    partial result to the ranks that need it as soon as it is ready, and the merge takes results as they arrive. Call it
+    inside `jax.shard_map`, after `append_kv` has put the new tokens into the cache. The letters are those of `jax.nn`:
+    B sequences, T new tokens, N query heads, K key/value heads (N is a multiple of K), H the head size, and S the keys
+    of a sequence that a rank has room for.
 
     Args:
-      query: [B, N, H] or [B, T, N, H], the same on every rank. The T tokens are the last T of their sequence, and do
-        not attend to later ones.
-      key: this rank's part, [B, S, K, H], or what `kv_layout` says; of query's dtype, or int8, float8_e4m3fn or
-        float8_e5m2 with a scale.
-      value: the same, with a head size of its own if need be.
+      query: [B, N, H] or [B, T, N, H], the same on every rank. The T tokens are the last T of their sequence. A token
+        does not attend to later ones.
+      key: this rank's part, [B, S, K, H], or in the layout of `kv_layout`. The dtype is that of query, or int8,
+        float8_e4m3fn or float8_e5m2 with a scale.
+      value: like key. Its head size Hv may differ.
       axis_name: the mesh axis, or axes, along which the cache is sharded.
-      scale: of the logits; None means 1 / sqrt(H).
-      key_value_seq_lengths: i32[B], keys of each sequence over all ranks, the new tokens' included; the same on
+      scale: multiplies the logits. None means 1 / sqrt(H).
+      key_value_seq_lengths: i32[B], keys of each sequence over all ranks, including the new tokens. It is the same on
         every rank. None: the cache is full.
-      placement: "contiguous": rank r has the positions from r * S on; "round_robin": blocks of positions are dealt out,
-        the first to rank 0, so that a cache that grows loads all ranks alike.
-      block_size: positions in such a block; None means a page, or 64 if there are no pages (or the largest power of 2
-        below that divides S).
+      placement: "contiguous": rank r has the positions from r * S on. "round_robin": blocks of positions are dealt out,
+        the first to rank 0, so that a growing cache loads all ranks alike.
+      block_size: positions in a block of "round_robin". None means a page, or without pages the largest power of 2 up
+        to 64 that divides S.
       kv_layout: "BSKH" or "BKSH".
-      block_tables: i32[B, pages of a sequence], for a paged cache: which of this rank's pages hold the sequence, in
-        order. `key` and `value` are pools [pages, page_size, K, H] then (or [pages, K, page_size, H]), and S is
+      block_tables: i32[B, pages of a sequence], for a paged cache: the pages of this rank that hold the sequence, in
+        order. Then `key` and `value` are pools [pages, page_size, K, H] (or [pages, K, page_size, H]), and S is
         page_size times the pages of a sequence.
-      key_scale, value_scale: f32, by which cached keys and values have to be multiplied: [], [K], or one for each token
-        and head: the shape of `key` without its last dimension.
-      local_window_size: a token attends to so many positions before it, and itself; or (before, after), of which only
-        the first matters.
-      logits_soft_cap: c makes of a logit c * tanh(logit / c).
-      sinks: [N], a logit for each head that takes its part of the softmax and has no value.
-      output: "replicated": every rank has the result of all heads; "heads": each has its N / world heads, rank 0 the
-        first ones, as a row-parallel projection takes them.
+      key_scale, value_scale: f32 factors of the cached keys and values: [], [K], or one for each token and head (the
+        shape of `key` without its last dimension).
+      local_window_size: the number of positions before a token that it attends to, besides itself. Of a pair (before,
+        after) only the first matters.
+      logits_soft_cap: c. A logit becomes c * tanh(logit / c).
+      sinks: [N], one more logit for each head. It takes part in the softmax and has no value.
+      output: "replicated": every rank has the result of all heads. "heads": each rank has its N / world heads, rank 0
+        the first ones, as a row-parallel projection takes them.
       return_residual: return the log-sum-exp as well, for `merge_attention`.
-      preferred_element_type: dtype of the result; query's if None. Sums are f32 in any case.
+      preferred_element_type: dtype of the result; query's if None. Sums are always f32.
       implementation: as in `all_gather_matmul`.
-      config: how the kernel splits its work; what it does not say is chosen by shape.
+      config: how the kernel splits its work. The shape decides whatever it leaves out.
 
-    Returns: [B, N, Hv] or [B, T, N, Hv] (N / world with output="heads"), or with `return_residual` a pair of that and
-    the f32 natural logarithm of the softmax's denominator, sinks included: [B, N] or [B, T, N]. A token that attends to
-    nothing gets zeros, and -inf, and the derivatives of both are 0. Results are the same bits every time, and on every
-    rank. It is differentiated through the reference. `jax.vmap` makes one call of several sequences, or of several
-    queries over the same keys.
+    Returns: [B, N, Hv] or [B, T, N, Hv] (N / world with output="heads"). With `return_residual` a pair of that and the
+      log-sum-exp, f32 [B, N] or [B, T, N]: the natural logarithm of the softmax's denominator, sinks included.
+
+    A token that attends to nothing gets zeros and a log-sum-exp of -inf, and the derivatives of both are 0. Results are
+    the same bits every time and on every rank. Derivatives are those of the reference. `jax.vmap` over several
+    sequences, or over several queries of the same keys, becomes one call.
 
     Raises:
-      ValueError: if the arguments do not fit together, or `shard_map` knows (`check_vma=True`) that several ranks have
-        the same cache, which would count as other positions on each.
-      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or is no number, or is
-        None where its default depends on a symbolic shape.
+      ValueError: if the arguments do not fit together. Also if `shard_map` knows (`check_vma=True`) that several ranks
+        have the same cache: each copy would count as other positions.
+      TypeError: if `scale`, `logits_soft_cap`, `local_window_size` or `block_size` is traced, or not a number, or None
+        where its default depends on a symbolic shape.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
     axes = check_axes(axis_name, "decode_attention")
     check_implementation(implementation)
@@ -244,18 +245,19 @@ def merge_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """The attention over two sets of keys, from the attention over each.
 
-    It is plain `jax.numpy`, differentiable in all operands, forward and backward and as often as you like. What a set
-    without keys has, a result of zeros and a log-sum-exp of -inf, changes neither results nor derivatives; where no set
-    has a key, the derivatives are 0.
+    This is plain `jax.numpy`. It is differentiable in all operands, forward and backward, any number of times. A set
+    without keys has a result of zeros and a log-sum-exp of -inf. It changes neither results nor derivatives. Where no
+    set has a key, the derivatives are 0.
 
     Args:
-      out, other: [..., N, H], results of attention of the same queries over different keys.
-      residual, other_residual: f32 [..., N], their log-sum-exp (natural logarithm), -inf where there was no key.
+      out, other: [..., N, H], the results of attention of the same queries over different keys.
+      residual, other_residual: f32 [..., N], their log-sum-exp (natural logarithm), -inf where there was no key. Only
+        one of the two may count a sink.
 
-    Returns: (result of `out`'s dtype, its log-sum-exp). A sink may be counted in one of the two only.
+    Returns: (result of `out`'s dtype, its log-sum-exp f32 [..., N]).
 
     Raises:
-      ValueError: if the shapes do not fit together, or if `out` is not floating-point.
+      ValueError: if the shapes do not fit together, or `out` is not floating-point.
     """
     out, residual, other, other_residual = map(jnp.asarray, (out, residual, other, other_residual))
     shapes = [list(x.shape) for x in (out, residual, other, other_residual)]

@@ -25,10 +25,10 @@ class Call:
 
     Attributes:
       query_shape: [B, T, N, H].
-      value_head_size: of values.
+      value_head_size: Hv, the head size of the values.
       world: number of ranks.
       spec: what the call means.
-      dtype, cache_dtype: of the query, and of the cache.
+      dtype, cache_dtype: dtypes of the query and of the cache.
       target: the GPU.
       key_scale, value_scale: "none", "tensor", "head" or "token".
       sinks: whether there are any.
@@ -56,11 +56,12 @@ class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
-      splits: parts of a rank's keys that run side by side, for each sequence and key/value head.
+      splits: number of parts of a rank's keys that run side by side, for each sequence and key/value head.
       block_s: keys of a tile, a power of 2, at least 16.
       block_r: rows of a tile (new tokens times the query heads of a key/value head), a power of 2, at least 16.
       merge_rows: rows that a merging program takes, a power of 2.
-      alone: each warp attends to a part of a tile of its own and waits for no other one, if that makes 16 keys or more.
+      alone: whether each warp attends to its own part of a tile and waits for no other warp. This needs parts of 16
+        keys or more.
       num_warps, num_stages: warps of a program, and tiles of keys and values in flight.
     """
 
@@ -74,7 +75,7 @@ class Config(Settings):
 
 
 class Portable(Variant[Call]):
-    """The first programs attend, each to a part of this rank's keys; the later ones merge."""
+    """The first programs attend, each to a part of this rank's keys. The later ones merge."""
 
     name, Config, kernel = "portable", Config, decode_attention_kernel
 

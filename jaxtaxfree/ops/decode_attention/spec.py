@@ -16,12 +16,12 @@ class Spec:
       placement: which positions a rank keeps.
       page_size: None if the cache is not paged.
       kv_heads: K.
-      head_major: the cache is BKSH.
-      scale: of the logits.
-      window: positions before a token that it attends to; None for all.
-      soft_cap: of the logits, or None.
-      by_heads: each rank gets the result of its own heads.
-      dtype: of the result.
+      head_major: whether the cache is BKSH.
+      scale: factor of the logits.
+      window: number of positions before a token that it attends to; None for all.
+      soft_cap: soft cap of the logits, or None.
+      by_heads: whether each rank gets the result of its own heads only.
+      dtype: dtype of the result.
     """
 
     placement: Placement

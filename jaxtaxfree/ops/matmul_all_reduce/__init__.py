@@ -22,7 +22,7 @@ from jaxtaxfree.primitive import Lasting, Unsupported, bilinear, check_implement
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import Team, check_axes, varying
 
-# The kernels. Of those that do not refuse a call the cheapest one takes it.
+# The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
@@ -41,44 +41,47 @@ def matmul_all_reduce(
 ) -> jax.Array:
     """`lax.psum(lhs @ rhs, axis_name)`, as one kernel on GPUs.
 
-    For the few rows of a decode step, every tile of the product is sent as soon as it is done, in one shot to all ranks
-    or in two to its owner and from there to all (as one-shot and two-shot all-reduce of TensorRT-LLM, in words that say
-    by themselves whether they have arrived), while the weights of later tiles are still being read. For many rows it is
-    the two-shot way with tiles in scratch memory. Call it inside `jax.shard_map`.
+    For the few rows of a decode step, the kernel sends every tile of the product as soon as it is done, while it still
+    reads the weights of later tiles. It sends a tile in one shot to all ranks, or in two shots: to its owner, and from
+    there to all. (TensorRT-LLM has the same one-shot and two-shot all-reduce. Here the data are words that carry the
+    news of their own arrival.) For many rows it takes two shots, with tiles in scratch memory. Call it inside
+    `jax.shard_map`.
 
     Args:
       lhs: this rank's part of the contracted dimension, [..., M, K] or [K].
-      rhs: the same part, [K, N]; by the reference also a vector [K].
+      rhs: the same part, [K, N]. The reference also takes a vector [K].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
-      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+      precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case, and rounded once. Each rank's
-        part is rounded to the operands' dtype on its way, as XLA does, unless the result is to be of more bits, the
-        operands of so few rows that it saves nothing, or `config` asks for `exact_wire`. (Of many rows, on other GPUs
-        than Hopper, parts travel as f32.)
-      bias: [N], the same on every rank, added once to the sum over all ranks, before the activation.
+      preferred_element_type: dtype of the result. The kernel's sums are always f32, and are rounded once. Each rank's
+        part is rounded to the operands' dtype on its way, as XLA does. It travels as f32 if the result has more bits
+        than the operands, if there are so few rows that rounding saves nothing, if `config` asks for `exact_wire`, or
+        if there are many rows on a GPU other than Hopper.
+      bias: [N], the same on every rank. It is added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
-      residual: of the result's shape, the same on every rank, added last.
-      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
-        slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
-        not. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
-      config: which kernel runs, and how it splits its work: a mapping such as `{"kernel": "hopper_few", "splits": 4}`,
-        or the `Config` of a kernel. What it does not say is chosen by shape. `VARIANTS` has the kernels; each has its
-        own settings.
+      residual: has the result's shape, is the same on every rank, and is added last.
+      implementation: "fused": the kernel. "xla": plain `lax`. None: the kernel, where it can run and is not known to
+        be slower. Shapes and tables alone decide this, when the program is lowered, and the logger "jaxtaxfree" says
+        at DEBUG level why a kernel is not taken. "simulate": the kernel, run for all ranks on the CPU; see
+        `jaxtaxfree.simulator`.
+      config: names the kernel and its settings: a mapping such as `{"kernel": "hopper_few", "splits": 4}`, or the
+        `Config` of a kernel. The shape decides whatever it leaves out. `VARIANTS` has the kernels; each has settings
+        of its own.
 
     Returns: [..., M, N] or [N], the sum over all ranks, the same on every rank. The kernel adds up in the same order in
-      every call and on every rank, which may be another one than XLA's.
+      every call and on every rank. XLA's order may be another one.
 
-    Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
-    to what `lax.psum` gives. In a program that is differentiated they follow the product, rounded to the dtype of the
-    result. Where `shard_map` keeps account of what is the same on all ranks (`check_vma=True`), the kernel refuses a
-    bias or residual that is not; elsewhere it takes each rank's for a part of the result.
+    Bias, activation and residual are applied in f32. The kernel applies them to its f32 sums, before it rounds; XLA
+    applies them to the result of `lax.psum`. In a program that is differentiated the product is rounded to the dtype of
+    the result first. With `check_vma=True` `shard_map` knows what is the same on all ranks, and the kernel refuses a
+    bias or residual that is not. Without it, each part of the result gets the bias and residual of the rank that
+    computes it.
 
     Raises:
-      ValueError: if the operands do not fit together, or there is no such implementation, activation or setting.
-      TypeError: if the axis or `config` is of another kind.
+      ValueError: if the operands do not fit together, or the implementation, activation or setting does not exist.
+      TypeError: if the axis or `config` has the wrong type.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_all_reduce")

@@ -24,11 +24,12 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      exact_wire: partial sums travel as f32, otherwise in the operands' dtype.
-      shots: 1 if every rank adds up all rows, 2 if each adds up some and sends the sums.
-      apart: programs of their own add up, so that those who multiply do not wait.
-      linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
-      add_rows: rows of a tile that are added up at once, a power of 2.
+      exact_wire: whether partial sums travel as f32. Otherwise they travel in the operands' dtype.
+      shots: 1: every rank adds up all rows. 2: each rank adds up some rows, and sends the sums to all.
+      apart: whether separate programs add up, so that the programs that multiply do not wait.
+      linger: whether a program that adds up waits for one word of each rank before it looks at all words. This pays
+        where there are many words.
+      add_rows: rows of a tile that a program adds up at once, a power of 2.
     """
 
     exact_wire: bool = True
@@ -39,7 +40,7 @@ class Config(portable.Tile):
 
 
 class Few(Variant[Call]):
-    """Every program sends its tile as words, to all ranks or to those who own its rows."""
+    """Every program sends its tile as words, to all ranks or to those that own its rows."""
 
     name, Config, kernel = "few", Config, matmul_all_reduce_few_kernel
 

@@ -18,16 +18,17 @@ from jaxtaxfree.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(hopper.Tile):
-    """How the kernel splits its work. Partial sums are rounded, as is the result, to the operands' dtype.
+    """How the kernel splits its work. Partial sums and the result are rounded to the operands' dtype.
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
       chunk: elements of a tile that are sent at a time, a power of 2.
-      pace: the share of the time that tiles for others are multiplied in which they are sent, where products follow
-        that hide it; all else at the speed of the wire. 0: as soon as it can be.
-      groups: of a rank's tiles. The sums of a group travel while later ones are multiplied.
-      lag: others' tiles of this many more groups are multiplied before the own ones of a group, while its parts arrive.
-      exact_wire: False. This kernel rounds partial sums, and refuses to send f32.
+      pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. This holds where
+        later products hide the sending. All other data is sent at the speed of the wire. 0: as soon as possible.
+      groups: number of groups of a rank's tiles. The sums of a group travel while later groups are multiplied.
+      lag: number of further groups whose tiles for other ranks are multiplied before a group's own tiles. Meanwhile the
+        parts of the group arrive.
+      exact_wire: must be False. This kernel rounds partial sums, and refuses to send f32.
     """
 
     chunk: int = setting(1024, least=16, most=1 << 16, power_of_2=True)
@@ -38,7 +39,7 @@ class Config(hopper.Tile):
 
 
 class Hopper(Variant[Call]):
-    """The roles of `matmul_reduce_scatter`'s kernel; a rank's tiles come in groups, whose sums travel meanwhile."""
+    """The roles are those of `matmul_reduce_scatter`. A rank's tiles come in groups, whose sums travel meanwhile."""
 
     name, Config, kernel = "hopper", Config, matmul_all_reduce_hopper_kernel
 

@@ -14,14 +14,15 @@ from jaxtaxfree.settings import setting
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(hopper_few.Tile):
-    """How the kernel splits its work. Partial sums and sums travel as words, and who multiplies adds up.
+    """How the kernel splits its work. Partial sums and sums travel as words. The programs that multiply also add up.
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, splits, whole: as in `hopper_few.Tile`.
-      exact_wire: partial sums travel as f32, otherwise in the operands' dtype.
-      shots: 1 if every rank adds up all rows, 2 if each adds up some and sends the sums.
-      linger: who adds up waits for a word of each rank before it looks at all of them, which pays where there are many.
-      add_rows: rows of a tile that are added up at once, a power of 2.
+      exact_wire: whether partial sums travel as f32. Otherwise they travel in the operands' dtype.
+      shots: 1: every rank adds up all rows. 2: each rank adds up some rows, and sends the sums to all.
+      linger: whether a program that adds up waits for one word of each rank before it looks at all words. This pays
+        where there are many words.
+      add_rows: rows of a tile that a program adds up at once, a power of 2.
     """
 
     exact_wire: bool = True

@@ -21,9 +21,9 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      group_m: row blocks whose tiles run together, for the L2 cache.
-      exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
-        the bytes of bf16 and f16, and is what XLA does.
+      group_m: number of row blocks whose tiles run together, for the L2 cache.
+      exact_wire: whether partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, as
+        in XLA. That halves the bytes of bf16 and f16.
     """
 
     group_m: int = setting(8, least=1)

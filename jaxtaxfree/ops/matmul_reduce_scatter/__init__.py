@@ -23,7 +23,7 @@ from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, ch
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import Team, check_axes
 
-# The kernels. Of those that do not refuse a call the cheapest one takes it.
+# The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
@@ -43,43 +43,43 @@ def matmul_reduce_scatter(
 ) -> jax.Array:
     """`lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`, as one kernel on GPUs.
 
-    Each rank multiplies the rows that others own first and sends them as they are done, tile by tile, so the transfer
-    hides behind the product of the rows that are still to come. Call it inside `jax.shard_map`.
+    Each rank multiplies the rows of other ranks first, and sends each tile when it is done. So the transfer hides
+    behind the product of the rows that are still to come. Call it inside `jax.shard_map`.
 
     Args:
       lhs: this rank's part of the contracted dimension, for the rows of all ranks, [..., world * M, ..., K].
-      rhs: the same part, [K, N]; by the reference also a vector [K].
+      rhs: the same part, [K, N]. The reference also takes a vector [K].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded and the result will be.
-      scatter_dimension: the dimension of the result that is scattered.
-      precision: as in `jnp.matmul`; of f32 operands on GPUs, None means TF32 unless `jax_default_matmul_precision`
+      scatter_dimension: the scattered dimension of the result.
+      precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. The kernel's sums are f32 in any case. Each rank's part is rounded to
-        the operands' dtype on its way, unless the result is small or `config` asks for `exact_wire`, and the sum is
-        rounded once.
-      bias: [N], the whole of it on every rank, added once to the sum over all ranks, before the activation.
+      preferred_element_type: dtype of the result. The kernel's sums are always f32, and the sum is rounded once. Each
+        rank's part is rounded to the operands' dtype on its way, unless the result is small or `config` asks for
+        `exact_wire`.
+      bias: [N]. Every rank has the whole bias. It is added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
-      residual: of the result's shape, added last.
-      implementation: "fused": the kernel; "xla": plain `lax`; None: the kernel where it can run and is not known to be
-        slower, decided when the program is lowered, from shapes and tables. The logger "jaxtaxfree" says at DEBUG why
-        not. Gradients gather in a kernel where there are 2048 rows or more. "simulate": the kernel, run for all ranks
-        on the CPU; see `jaxtaxfree.simulator`.
-      config: which kernel runs, and how it splits its work: a mapping such as `{"kernel": "hopper_few", "splits": 4}`,
-        or the `Config` of a kernel. What it does not say is chosen by shape. `VARIANTS` has the kernels; each has its
-        own settings.
+      residual: has the result's shape, and is added last.
+      implementation: "fused": the kernel. "xla": plain `lax`. None: the kernel, where it can run and is not known to
+        be slower. Shapes and tables alone decide this, when the program is lowered, and the logger "jaxtaxfree" says
+        at DEBUG level why a kernel is not taken. "simulate": the kernel, run for all ranks on the CPU; see
+        `jaxtaxfree.simulator`. With None, gradients gather in a kernel where there are 2048 rows or more.
+      config: names the kernel and its settings: a mapping such as `{"kernel": "hopper_few", "splits": 4}`, or the
+        `Config` of a kernel. The shape decides whatever it leaves out. `VARIANTS` has the kernels; each has settings
+        of its own.
 
     Returns: [..., M, ..., N], this rank's rows of the sum over all ranks. The kernel adds up in the same order in every
-      call, which may be another one than XLA's.
+      call. XLA's order may be another one.
 
-    Bias, activation and residual are applied in f32; by the kernel to its f32 sums, before they are rounded, and by XLA
-    to what `lax.psum_scatter` gives. In a program that is differentiated the product is an operation by itself, so
-    that its gradients stay fused: it is rounded to the dtype of the result before they are applied.
+    Bias, activation and residual are applied in f32. The kernel applies them to its f32 sums, before it rounds; XLA
+    applies them to the result of `lax.psum_scatter`. In a program that is differentiated the product is an operation of
+    its own, so that its gradients stay fused. There it is rounded to the dtype of the result before they are applied.
 
     Raises:
-      ValueError: if the operands do not fit together, the dimension that is scattered is 0, or there is no such
-        implementation, activation or setting.
-      TypeError: if an axis or `config` is of another kind.
+      ValueError: if the operands do not fit together, the scattered dimension is 0, or the implementation, activation
+        or setting does not exist.
+      TypeError: if an axis or `config` has the wrong type.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: if implementation="fused" (or "simulate") cannot run here, with all reasons.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_reduce_scatter")

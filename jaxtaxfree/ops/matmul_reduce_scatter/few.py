@@ -21,14 +21,14 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      exact_wire: partial sums travel as f32, otherwise in the operands' dtype.
+      exact_wire: whether partial sums travel as f32. Otherwise they travel in the operands' dtype.
     """
 
     exact_wire: bool = False
 
 
 class Few(Variant[Call]):
-    """A tile has rows for all ranks, all of them if they are no more than `block_m`, so that rhs is read once."""
+    """A tile has rows for all ranks. If `block_m` holds all of them, rhs is read once."""
 
     name, Config, kernel = "few", Config, matmul_reduce_scatter_few_kernel
 

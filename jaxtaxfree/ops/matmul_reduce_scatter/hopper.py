@@ -21,10 +21,11 @@ class Config(hopper.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
-      chunk: elements of a tile that are sent at a time: a power of 2.
-      pace: the share of the time that tiles for others are multiplied in which they are sent; 0: as soon as they can
-        be.
-      exact_wire: False. This kernel rounds partial sums to the operands' dtype on the way, and refuses to send f32.
+      chunk: elements of a tile that are sent at a time, a power of 2.
+      pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. 0: as soon as
+        possible.
+      exact_wire: must be False. This kernel rounds partial sums to the operands' dtype on the way, and refuses to
+        send f32.
     """
 
     chunk: int = setting(1024, least=16, most=1 << 16, power_of_2=True)
@@ -33,7 +34,7 @@ class Config(hopper.Tile):
 
 
 class Hopper(Variant[Call]):
-    """One warp of a program claims tiles and loads them, two groups of four multiply, two carry tiles to others."""
+    """In a program one warp claims and loads tiles, two groups of four warps multiply, and two warps send tiles."""
 
     name, Config, kernel = "hopper", Config, matmul_reduce_scatter_hopper_kernel
 

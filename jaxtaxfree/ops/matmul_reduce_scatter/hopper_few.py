@@ -21,14 +21,14 @@ class Config(hopper_few.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages, splits, whole: as in `hopper_few.Tile`.
-      exact_wire: partial sums travel as f32, otherwise in the operands' dtype.
+      exact_wire: whether partial sums travel as f32. Otherwise they travel in the operands' dtype.
     """
 
     exact_wire: bool = False
 
 
 class HopperFew(Variant[Call]):
-    """The weights are on their way before anything else; sums travel as words that say whether they have arrived."""
+    """The weights are on their way before anything else. Sums travel as words, which show whether they have arrived."""
 
     name, Config, kernel = "hopper_few", Config, matmul_reduce_hopper_few_kernel
 

@@ -23,11 +23,12 @@ class Config(portable.Tile):
 
     Attributes:
       block_m, block_n, block_k, num_warps, num_stages: as in `portable.Tile`.
-      group_m: row blocks whose tiles run together, for the L2 cache.
-      lag: from a program to the one that carries its tile, at least 1. If fewer programs than run at a time lie in
-        between, they wait for each other; if more than a rank has tiles of its own, the last tiles are not carried.
-      exact_wire: partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, which halves
-        the bytes of bf16 and f16, and is what XLA does.
+      group_m: number of row blocks whose tiles run together, for the L2 cache.
+      lag: distance from a program to the one that carries its tile, at least 1. If it is less than the number of
+        programs that run at a time, programs wait for each other. If it is more than the number of a rank's own tiles,
+        the last tiles are not carried.
+      exact_wire: whether partial sums travel as f32. Otherwise they are rounded to the operands' dtype on the way, as
+        in XLA. That halves the bytes of bf16 and f16.
     """
 
     group_m: int = setting(16, least=1)
@@ -36,7 +37,7 @@ class Config(portable.Tile):
 
 
 class Portable(Variant[Call]):
-    """Tiles for other ranks come first; each is carried, in slices, while a later one is multiplied."""
+    """Tiles for other ranks come first. A later program carries each one, in slices, while it multiplies its own."""
 
     name, Config, kernel = "portable", Config, matmul_reduce_scatter_kernel
 
