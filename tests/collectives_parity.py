@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import register
 from jaxtaxfree.ops.collectives import DTYPES
+from jaxtaxfree.ops.variant import fields
 from tests.parity import program, run_all
 
 NAMES = ("psum", "all_gather", "psum_scatter")
@@ -66,7 +67,7 @@ def on_ranks(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> np.ndarray:
 
 
 def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimension: int = 0, **keywords: Any) -> Any:
-    """An operation by the kernel, or by `lax` itself."""
+    """An operation by the kernel, or by `lax` itself; of a configuration, the settings that the kernel has."""
     if name == "all_gather":
         keywords |= {"axis": dimension, "tiled": True}
     elif name == "psum_scatter":
@@ -74,6 +75,9 @@ def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimensi
     if implementation is None:
         keywords.pop("config", None)
         return getattr(lax, name)(x, axes, **keywords)
+    if keywords.get("config"):
+        (variant,) = register.OPERATIONS[name].variants
+        keywords["config"] = {key: value for key, value in keywords["config"].items() if key in fields(variant)}
     return getattr(jtf, name)(x, axes, implementation=implementation, **keywords)
 
 
@@ -154,7 +158,7 @@ def check_every_pattern(mesh: Mesh) -> None:
                 x = lax.bitcast_convert_type(patterns.reshape(-1, 2), dtype)
             else:
                 x = lax.bitcast_convert_type(patterns, dtype)
-            found = jtf.all_gather(x, "tp", implementation="fused", config=config)
+            found = call("all_gather", x, "tp", "fused", config=config)
             wrong.append(jnp.sum(lax.bitcast_convert_type(found, jnp.uint16).reshape(wanted.shape) != wanted))
         return jnp.stack(wrong)
 

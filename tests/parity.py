@@ -275,7 +275,7 @@ def check_reduce_scatter_rounds_once(mesh: Mesh) -> None:
 def check_all_reduce_is_the_same_everywhere(mesh: Mesh) -> None:
     """Every rank has the same bits, and of small integers their sum as bf16, in forms that do not round parts."""
     small = [
-        (rows, {"shots": shots, "exact_wire": exact, "apart": apart, "linger": apart})
+        (rows, {"kernel": "few", "shots": shots, "exact_wire": exact, "apart": apart, "linger": apart})
         for rows, shots in ((13, 1), (100, 1), (100, 2))
         for exact in (True, False)
         for apart in (False, True)
