@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import register
 from jaxtaxfree.ops.collectives import DTYPES
+from jaxtaxfree.ops.variant import fields
 from tests.parity import program, run_all
 
 NAMES = ("psum", "all_gather", "psum_scatter")
@@ -66,7 +67,7 @@ def on_ranks(mesh: Mesh, local: Callable[[jax.Array], jax.Array]) -> np.ndarray:
 
 
 def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimension: int = 0, **keywords: Any) -> Any:
-    """An operation by the kernel, or by `lax` itself."""
+    """An operation by the kernel, or by `lax` itself; of a configuration, the settings that the kernel has."""
     if name == "all_gather":
         keywords |= {"axis": dimension, "tiled": True}
     elif name == "psum_scatter":
@@ -74,8 +75,9 @@ def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimensi
     if implementation is None:
         keywords.pop("config", None)
         return getattr(lax, name)(x, axes, **keywords)
-    if name != "psum" and keywords.get("config"):
-        keywords["config"] = {key: value for key, value in keywords["config"].items() if key != "shots"}
+    if keywords.get("config"):
+        (variant,) = register.OPERATIONS[name].variants
+        keywords["config"] = {key: value for key, value in keywords["config"].items() if key in fields(variant)}
     return getattr(jtf, name)(x, axes, implementation=implementation, **keywords)
 
 
