@@ -24,10 +24,11 @@ from jaxtaxfree.simulator.errors import (
     UnfinishedOperationError,
 )
 from jaxtaxfree.simulator.events import Event, stack, where
-from jaxtaxfree.simulator.machine import Machine, Sleep, Work
+from jaxtaxfree.simulator.machine import Machine
 from jaxtaxfree.simulator.memory import Heap, Space
 from jaxtaxfree.simulator.scheduler import Program
 from jaxtaxfree.simulator.shared import Buffer, Mbarrier, Memory, TensorDescriptor, numpy_type, tensor, whole
+from jaxtaxfree.simulator.waits import Sleep, Work
 
 _EVERYTHING = slice(None)
 _LAG = 8  # steps of its own by which an operation may be late at most

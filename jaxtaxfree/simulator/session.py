@@ -12,7 +12,10 @@ from jaxtaxfree import language
 from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
 from jaxtaxfree.diagnosis import about_tuples
 from jaxtaxfree.heap.layout import Layout, header
-from jaxtaxfree.simulator import interpreter
+from jaxtaxfree.simulator import (
+    hooks,  # noqa: F401  they belong to every simulation
+    interpreter,
+)
 from jaxtaxfree.simulator.clocks import AgentClocks, Clocks
 from jaxtaxfree.simulator.errors import SimulationError
 from jaxtaxfree.simulator.events import kernel_lines, who

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import triton.language as tl
@@ -16,11 +16,20 @@ from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import POISON, Part
 from jaxtaxfree.simulator.scalars import Scalar
 
-if TYPE_CHECKING:
-    from jaxtaxfree.simulator.agents import GluonMachine
-
 _ALIGNMENT = 16  # bytes, of what TMA reads and writes outside of shared memory
 _UNIT = 4  # log2 of the bytes by which accesses to shared memory are told apart, unless they are smaller
+
+
+class SharedMachine(Protocol):
+    """What runs the accesses to shared memory."""
+
+    def load_shared(self, view: "Memory") -> np.ndarray: ...
+
+    def store_shared(self, view: "Memory", values: np.ndarray) -> None: ...
+
+    def outside(self, view: "Memory", what: str) -> Exception:
+        """The error of an index that is out of bounds."""
+        ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -155,7 +164,7 @@ class Memory:
       pattern: what of it.
     """
 
-    def __init__(self, machine: "GluonMachine", buffer: Buffer, pattern: Pattern, dtype: Any, layout: Any):
+    def __init__(self, machine: "SharedMachine", buffer: Buffer, pattern: Pattern, dtype: Any, layout: Any):
         self._machine = machine
         self.buffer, self.pattern, self.dtype, self.layout = buffer, pattern, dtype, layout
         offsets = self.offsets = pattern.offsets
