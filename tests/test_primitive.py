@@ -19,7 +19,7 @@ from jaxtaxfree import dispatch, primitive
 from jaxtaxfree.ops import collectives, matmul_all_reduce
 from jaxtaxfree.teams import Team
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded
+from tests.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
 
 # Each takes x, [8, 16] on every rank.
 CALLS: dict[str, Callable] = {
@@ -57,7 +57,7 @@ def scaled(mesh: Mesh, call: Callable, **keywords: str) -> Callable:
     def local(x: jax.Array, scales: jax.Array) -> jax.Array:
         return jax.vmap(lambda scale: scale * call(x, **keywords))(scales)[None]
 
-    return one_program(local, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"), check_vma=False)
+    return jax.shard_map(local, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P("tp"), check_vma=False)
 
 
 @each_call
@@ -86,7 +86,7 @@ def test_gradients_inside_vmap_over_something_else(mesh: Mesh) -> None:
             return jax.vmap(jax.grad(loss), in_axes=(None, 0))(w, scales)
 
         specs = (P("tp"), P(None, "tp"), P())
-        return one_program(local, mesh=mesh, in_specs=specs, out_specs=P(None, None, "tp"), check_vma=False)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P(None, None, "tp"), check_vma=False)
 
     found = gradient(lambda x, w: jtf.all_gather_matmul(x, w, "tp", precision="highest"))
     wanted = gradient(lambda x, w: jnp.matmul(jax.lax.all_gather(x, "tp", tiled=True), w, precision="highest"))
