@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import decode_attention
+from tests.support import one_program
 
 WORLDS = (1, 2, 3, 4, 8)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -251,7 +251,7 @@ def program(
     heads = axis_name if case.output == "heads" else None
     out = P(batch, None, heads) if case.t else P(batch, heads)
     operands = Operands(P(batch) if batch else P(), P(axis_name, batch) if batch else P(axis_name))
-    return jax.shard_map(local, mesh=mesh, in_specs=(operands,), out_specs=(out, out), check_vma=check_vma)
+    return one_program(local, mesh=mesh, in_specs=(operands,), out_specs=(out, out), check_vma=check_vma)
 
 
 def assert_right(case: Case, found: Any, expected: Expected) -> None:

@@ -280,6 +280,11 @@ def lower_for_cuda(function: Callable, *operands: Any, platforms: tuple[str, ...
     return jax.jit(function).trace(*operands).lower(lowering_platforms=platforms).as_text()
 
 
+def one_program(function: Callable, **keywords: Any) -> Callable:
+    """`jax.shard_map` inside of `jax.jit`; without that XLA compiles each operation by itself, which takes long."""
+    return jax.jit(jax.shard_map(function, **keywords))
+
+
 def sharded(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 

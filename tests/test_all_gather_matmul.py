@@ -31,6 +31,7 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    one_program,
     sharded,
     whole_numbers,
 )
@@ -41,7 +42,7 @@ M, K, N = 60, 129, 37  # of the whole lhs, and of one rank's rhs
 
 def column_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
     """all_gather(lhs) @ rhs of whole arrays, by `all_gather_matmul`."""
-    return jax.shard_map(
+    return one_program(
         functools.partial(all_gather_matmul, axis_name=axis_name, **keywords),
         mesh=mesh,
         in_specs=(P(axis_name), P(None, axis_name)),
@@ -52,7 +53,7 @@ def column_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True
 
 def plain(mesh: Mesh) -> Callable:
     """The same in `lax`, for derivatives to be compared with."""
-    return jax.shard_map(
+    return one_program(
         lambda lhs, rhs: lax.all_gather(lhs, "tp", tiled=True) @ rhs,
         mesh=mesh,
         in_specs=(ROWS, COLUMNS),
@@ -207,7 +208,7 @@ def test_donated_operand(mesh: Mesh) -> None:
 
 def gathered_too(mesh: Mesh, **keywords: Any) -> Callable:
     """The product, and for each rank the gathered lhs."""
-    return jax.shard_map(
+    return one_program(
         functools.partial(all_gather_matmul, axis_name="tp", return_gathered=True, **keywords),
         mesh=mesh,
         in_specs=(ROWS, COLUMNS),

@@ -24,7 +24,16 @@ from jaxtaxfree.ops.collectives import DTYPES, FASTER_UP_TO, VARIANTS, Call
 from jaxtaxfree.ops.collectives.portable import Config, PsumConfig
 from jaxtaxfree.ops.variant import choose
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, assert_fused, assert_not_fused, fails, lower_for_cuda, mesh_of, sharded
+from tests.support import (
+    TRITON_CALL,
+    assert_fused,
+    assert_not_fused,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    one_program,
+    sharded,
+)
 
 NAMES = ("psum", "all_gather", "psum_scatter")
 HLO = {"psum": "all_reduce", "all_gather": "all_gather", "psum_scatter": "reduce_scatter"}
@@ -49,7 +58,7 @@ def on_mesh(mesh: Mesh, function: Callable, *, check_vma: bool = False, varies: 
         return jax.tree.map(lambda leaf: leaf[None] if varies else leaf, out)
 
     axes = mesh.axis_names
-    return jax.shard_map(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if varies else P(), check_vma=check_vma)
+    return one_program(local, mesh=mesh, in_specs=P(axes), out_specs=P(axes) if varies else P(), check_vma=check_vma)
 
 
 def ours(name: str, axis_name: Any = "tp", **keywords: Any) -> Callable:
@@ -323,6 +332,20 @@ def test_terms_of_an_unreduced_sum_are_added_by_xla(name: str) -> None:
         assert_same(total(ours(name, **keywords)), np.full((4, 4), 8, np.float32))
         with fails(NotImplementedError, name, "unreduced along ['tp']"):
             total(ours(name, implementation="fused", **keywords))
+
+
+@each_name
+@each_implementation
+def test_outside_of_jit(mesh: Mesh, name: str, implementation: str | None) -> None:
+    """Operation by operation, as in a notebook."""
+    keywords = {} if name == "psum" else {"tiled": True}
+    x = integers("float32", 4, 8)
+
+    def results(function: Callable) -> jax.Array:
+        local = lambda x: function(x[0])[None]  # noqa: E731
+        return jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)(x)
+
+    assert_same(results(ours(name, implementation=implementation, **keywords)), results(laxs(name, **keywords)))
 
 
 @each_name

@@ -42,7 +42,7 @@ from tests.attention_cases import (
     shuffled_tables,
 )
 from tests.conftest import MeshFactory
-from tests.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, sharded
+from tests.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 # Small enough for the simulator: a few programs of each kind, tiles that nothing fills.
 SPLIT = {"splits": 3, "block_s": 16, "block_r": 16, "merge_rows": 2}
@@ -408,7 +408,7 @@ def test_gradient_by_a_scale_of_zero() -> None:
     def total(scale: jax.Array) -> jax.Array:
         call = lambda scale, key, value: decode_attention(query, key, value, "tp", value_scale=scale)  # noqa: E731
         specs = (P(), P(None, "tp"), P(None, "tp"))
-        return jax.shard_map(call, mesh=mesh_of(2), in_specs=specs, out_specs=P())(scale, key, value).sum()
+        return one_program(call, mesh=mesh_of(2), in_specs=specs, out_specs=P())(scale, key, value).sum()
 
     gradient = jax.jit(jax.grad(total))
     np.testing.assert_allclose([gradient(scale) for scale in (0.0, 1e-3, 1.0)], 16, rtol=1e-5)
@@ -457,7 +457,7 @@ def mapped_program(case: Case, kind: str, **keywords: Any) -> Callable:
         return jax.tree.map(join, found)
 
     out = P(None, *[None] * (case.t is not None), "tp" if case.output == "heads" else None)
-    return jax.shard_map(local, mesh=mesh_of(case.world), in_specs=(Operands(P(), P("tp")),), out_specs=(out, out))
+    return one_program(local, mesh=mesh_of(case.world), in_specs=(Operands(P(), P("tp")),), out_specs=(out, out))
 
 
 # Of which operands are mapped in different ways.
@@ -756,7 +756,7 @@ def test_lists_and_python_numbers() -> None:
             return *cache[:2], decode_attention(new[0], *cache[:2], "tp", **paged, **scaled)
 
         specs = (P("tp"), P("tp"), P())
-        return jax.shard_map(local, mesh=mesh_of(2), in_specs=(growth.specs,), out_specs=specs)(growth.cache)
+        return one_program(local, mesh=mesh_of(2), in_specs=(growth.specs,), out_specs=specs)(growth.cache)
 
     lists = [3, 9], [4, 10], [[0, 1], [2, 3]], (0.01, 0.02)
     wanted = found(new, *map(jnp.array, lists))
@@ -1388,7 +1388,7 @@ def test_lengths_of_unsigned_integers() -> None:
         def local(cache: jax.Array) -> jax.Array:
             return decode_attention(query, cache, cache, "tp", key_value_seq_lengths=jnp.array([1], dtype))
 
-        return jax.shard_map(local, mesh=mesh_of(1), in_specs=P(None, "tp"), out_specs=P())(cache)
+        return one_program(local, mesh=mesh_of(1), in_specs=P(None, "tp"), out_specs=P())(cache)
 
     np.testing.assert_array_equal(call(jnp.uint8), call(jnp.int32))
 

@@ -36,6 +36,7 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    one_program,
     sharded,
     whole_numbers,
 )
@@ -492,7 +493,7 @@ def mapped(operation: Operation, mesh: Mesh, given: dict[str, Any], over: dict[s
             axes.insert(over[name], None)
         return P(*axes)
 
-    return jax.shard_map(
+    return one_program(
         jax.vmap(local, in_axes=tuple(over.get(name) for name in names)),
         mesh=mesh,
         in_specs=tuple(map(spec, names)),
@@ -597,7 +598,7 @@ def test_a_residual_that_differs_between_ranks(mesh: Mesh) -> None:
             return matmul_all_reduce(lhs, rhs, "tp", residual=residual[0], **keywords)[None]
 
         specs = (REDUCE.specs["lhs"], REDUCE.specs["rhs"], P("tp"))
-        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P("tp"))
+        return one_program(call, mesh=mesh, in_specs=specs, out_specs=P("tp"))
 
     residuals = np.stack([rank * arrays["residual"] for rank in range(4)])
     out = local(None)(arrays["lhs"], arrays["rhs"], residuals)

@@ -35,6 +35,7 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    one_program,
     portable_choice,
     product_call,
     row_parallel_operands,
@@ -63,7 +64,7 @@ MANY_ON_HOPPER = {
 
 def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
     """lhs @ rhs of whole arrays, by `matmul_all_reduce`."""
-    return jax.shard_map(
+    return one_program(
         functools.partial(matmul_all_reduce, axis_name=axis_name, **keywords),
         mesh=mesh,
         in_specs=(P(None, axis_name), P(axis_name)),
@@ -74,7 +75,7 @@ def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, *
 
 def plain(mesh: Mesh, *, check_vma: bool = True) -> Callable:
     """The same in `lax`, for derivatives to be compared with."""
-    return jax.shard_map(
+    return one_program(
         lambda lhs, rhs: lax.psum(lhs @ rhs, "tp"),
         mesh=mesh,
         in_specs=(COLUMNS, ROWS),
@@ -378,9 +379,9 @@ def test_gradients_inside_shard_map(mesh: Mesh, check_vma: bool) -> None:
 
     def gradients(function: Callable) -> Any:
         local = jax.grad(lambda a, b: (function(a, b) ** 2).sum(), (0, 1))
-        return jax.shard_map(
-            local, mesh=mesh, in_specs=(COLUMNS, ROWS), out_specs=(COLUMNS, ROWS), check_vma=check_vma
-        )(lhs, rhs)
+        return one_program(local, mesh=mesh, in_specs=(COLUMNS, ROWS), out_specs=(COLUMNS, ROWS), check_vma=check_vma)(
+            lhs, rhs
+        )
 
     found = gradients(lambda a, b: matmul_all_reduce(a, b, "tp"))
     for mine, lax_s in zip(found, gradients(lambda a, b: lax.psum(a @ b, "tp"))):
@@ -491,7 +492,7 @@ def test_vmap_over_rows_keeps_the_kernel(mesh: Mesh) -> None:
     stacked = np.stack([lhs, 2 * lhs])
 
     def program(implementation: str) -> Callable:
-        return jax.shard_map(
+        return one_program(
             jax.vmap(lambda a, b: matmul_all_reduce(a, b, "tp", implementation=implementation), in_axes=(0, None)),
             mesh=mesh,
             in_specs=(P(None, None, "tp"), ROWS),
@@ -515,7 +516,7 @@ def test_one_row(mesh: Mesh, implementation: str | None, batched: bool) -> None:
             product = matmul_all_reduce(lhs, rhs, "tp", implementation=implementation)
             return product, matmul_all_reduce(lhs, rhs, "tp", residual=residual, implementation=implementation)
 
-        return jax.shard_map(
+        return one_program(
             jax.vmap(local, in_axes=(dim, None, None)) if batched else local,
             mesh=mesh,
             in_specs=(P(*[None] * batched, "tp"), ROWS, P()),

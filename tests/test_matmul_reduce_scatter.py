@@ -34,6 +34,7 @@ from tests.support import (
     fails,
     lower_for_cuda,
     mesh_of,
+    one_program,
     portable_choice,
     product_call,
     row_parallel_operands,
@@ -50,7 +51,7 @@ M, K, N = 60, 33, 37  # of the whole lhs and result, but K is that of a rank
 
 def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, **keywords: Any) -> Callable:
     """lhs @ rhs of whole arrays, by `matmul_reduce_scatter`."""
-    return jax.shard_map(
+    return one_program(
         functools.partial(matmul_reduce_scatter, axis_name=axis_name, **keywords),
         mesh=mesh,
         in_specs=(P(None, axis_name), P(axis_name)),
@@ -61,7 +62,7 @@ def row_parallel(mesh: Mesh, axis_name: Any = "tp", *, check_vma: bool = True, *
 
 def plain(mesh: Mesh) -> Callable:
     """The same in `lax`, for derivatives to be compared with."""
-    return jax.shard_map(
+    return one_program(
         lambda lhs, rhs: lax.psum_scatter(lhs @ rhs, "tp", tiled=True),
         mesh=mesh,
         in_specs=(COLUMNS, ROWS),
@@ -384,7 +385,7 @@ def mlp(mesh: Mesh, check_vma: bool = True, **keywords: Any) -> Callable:
         h = jax.nn.silu(all_gather_matmul(x, up, "tp", **keywords))
         return matmul_reduce_scatter(h, down, "tp", **keywords)
 
-    return jax.shard_map(local, mesh=mesh, in_specs=(ROWS, COLUMNS, ROWS), out_specs=ROWS, check_vma=check_vma)
+    return one_program(local, mesh=mesh, in_specs=(ROWS, COLUMNS, ROWS), out_specs=ROWS, check_vma=check_vma)
 
 
 def mlp_operands(m: int = 20, k: int = 18, f: int = 32) -> tuple[jax.Array, ...]:
