@@ -448,14 +448,11 @@ def test_unknown_implementation(mesh: Mesh) -> None:
 
 
 def test_fused_names_all_reasons_at_once(mesh: Mesh) -> None:
-    program = jax.shard_map(
-        lambda a, b: all_gather_matmul(a, b, "tp", implementation="fused"),
-        mesh=mesh,
-        in_specs=(ROWS, P(None, None, "tp")),
-        out_specs=P(None, None, "tp"),
+    program = column_parallel(
+        mesh, implementation="fused", preferred_element_type="int32", precision="BF16_BF16_F32_X9"
     )
-    with fails(NotImplementedError, "not int8", "not 2 and 3", "implementation=None or 'xla'") as found:
-        program(np.ones((8, 5), np.int8), np.ones((2, 5, 8), np.int8))
+    with fails(NotImplementedError, "not int8", "not int32", "no precision", "implementation=None or 'xla'") as found:
+        program(np.ones((8, 5), np.int8), np.ones((5, 8), np.int8))
     assert "float32, bfloat16, float16" in str(found.value)
 
 
