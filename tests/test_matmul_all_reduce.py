@@ -600,7 +600,7 @@ def test_xla_lowers_to_none(mesh: Mesh) -> None:
     "config",
     (
         few_kernel.Config(),
-        {"block_m": 32, "block_n": 32, "num_warps": 8},
+        {"kernel": "few", "block_m": 32, "block_n": 32, "num_warps": 8},
         {"shots": 1},
         {"kernel": "few", "apart": True, "exact_wire": False},
     ),
@@ -652,12 +652,20 @@ def test_the_kernel_by_shape(mesh: Mesh) -> None:
     assert kernel_of(mesh, "bfloat16", 256, 512, 8192, config={"shots": 1}) == few
     with fails(ValueError, "'hopper' of matmul_all_reduce has no setting 'shots'", "'hopper_few', 'few' have it"):
         kernel_of(mesh, *shape, config={"shots": 1})
+    refused = (
+        {"preferred_element_type": "float32"},
+        {"residual": jnp.zeros((512, 8192))},
+        {"config": {"exact_wire": True}},
+    )
+    for keywords in refused:  # of up to 512 rows the kernel for few takes what that for many does not
+        assert kernel_of(mesh, *shape, **keywords) == few
+    many = ("bfloat16", 516, 512, 8192)
     others = (
         ("float32", 512, 512, 8192, {}),
         ("bfloat16", 512, 500, 8192, {}),  # rows that TMA does not take
-        (*shape, {"preferred_element_type": "float32"}),
-        (*shape, {"residual": jnp.zeros((512, 8192))}),
-        (*shape, {"config": {"exact_wire": True}}),
+        (*many, {"preferred_element_type": "float32"}),
+        (*many, {"residual": jnp.zeros((516, 8192))}),
+        (*many, {"config": {"exact_wire": True}}),
     )
     for *other, keywords in others:
         assert kernel_of(mesh, *other, **keywords) == "matmul_all_reduce_kernel"
