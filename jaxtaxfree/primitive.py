@@ -423,7 +423,7 @@ def _sharded(avals: Sequence[Any], labels: Labels) -> dict[str | None, Any]:
     """How the dimensions of each label are sharded: the entry of a `PartitionSpec`."""
     found: dict[str | None, Any] = {}
     for aval, names in zip(avals, labels, strict=True):
-        for label, entry in zip(names, aval.sharding.spec, strict=True):
+        for label, entry in zip(names, aval.sharding.spec.partitions, strict=True):
             if label is not None and entry is not None:
                 found.setdefault(label, entry)
     return found
@@ -434,7 +434,7 @@ def _inseparable(avals: Sequence[Any], labels: Labels) -> list[str]:
     sharded = _sharded(avals, labels)
     reasons: list[str] = []
     for aval, names in zip(avals, labels, strict=True):
-        for i, (label, entry) in enumerate(zip(names, aval.sharding.spec, strict=True)):
+        for i, (label, entry) in enumerate(zip(names, aval.sharding.spec.partitions, strict=True)):
             if entry is None or sharded.get(label) == entry:
                 continue
             needed = "whole" if label is None else f"sharded along {sharded[label]!r}, as another operand is"

@@ -152,8 +152,11 @@ def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
 
 def whole(x: jax.Array, dimension: int) -> jax.Array:
     """`x` without the sharding of a dimension along Explicit axes that are not manual."""
-    spec = jax.typeof(x).sharding.spec
-    return resharded(x, PartitionSpec(*(None if i == dimension else entry for i, entry in enumerate(spec))))
+    spec = list(jax.typeof(x).sharding.spec.partitions)
+    if spec[dimension] is None:
+        return x
+    spec[dimension] = None
+    return jax.reshard(x, PartitionSpec(*spec))
 
 
 def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:

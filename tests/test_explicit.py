@@ -384,6 +384,20 @@ def test_layers(shape: tuple[int, ...], names: tuple[str, ...], over: Any) -> No
             assert_close(x, wanted)
 
 
+@pytest.mark.parametrize("name", ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"))
+def test_weights_whose_gradients_are_added_up_later(mesh: Mesh, name: str) -> None:
+    """Those that are `reduced` along the axis have terms of a sum for their gradient."""
+    case, arrays = CASES[name], operands(CASES[name])
+    call = program(None, case, implementation="simulate")
+
+    def of_reduced(x: jax.Array, w: jax.Array) -> jax.Array:
+        return call(x, jax.reshard(w, P(*case.specs[1], reduced={"dp"})))
+
+    with jax.set_mesh(mesh):
+        (found,) = gradients(of_reduced, on(mesh, arrays, case.specs), [1])
+    assert_close(found, gradients(case.plain, arrays)[1])
+
+
 def test_kernels_of_a_gradient(mesh: Mesh) -> None:
     """Of a layer's forward pass two, and of its backward pass, which repeats it, two more."""
     given = on(mesh, operands(LAYERS), LAYERS.specs)

@@ -78,6 +78,7 @@ def _bind(
         precision = precision[0] if precision[0] == precision[1] else None
     if lhs.dtype != rhs.dtype:
         implementation = None  # the kernels take one dtype, and who insisted on them gave one
+    spec = like.sharding.spec
     outs = matmul.bind(
         primitive,
         lhs,
@@ -91,8 +92,8 @@ def _bind(
         **own,
     )
     if primitive.multiple_results:
-        return [resharded(outs[0], like.sharding.spec), *outs[1:]]
-    return resharded(outs, like.sharding.spec)
+        return [resharded(outs[0], spec), *outs[1:]]
+    return resharded(outs, spec)
 
 
 def _gather_lhs(ct: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any) -> jax.Array:
@@ -189,12 +190,12 @@ ad.primitive_jvps[matmul_reduce_scatter_p] = _scatter_jvp
 
 def _reduce_lhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
     del implementation
-    return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval)(ct)[0]
+    return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval.to_ct_aval())(ct)[0]
 
 
 def _reduce_rhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
     del implementation
-    return jax.linear_transpose(lambda rhs: matmul_then_psum(lhs, rhs, **params), rhs.aval)(ct)[0]
+    return jax.linear_transpose(lambda rhs: matmul_then_psum(lhs, rhs, **params), rhs.aval.to_ct_aval())(ct)[0]
 
 
 # Through the reference: with check_vma=True the result counts as the same on all ranks, so its gradient is there on all
