@@ -384,6 +384,7 @@ def test_layers(shape: tuple[int, ...], names: tuple[str, ...], over: Any) -> No
             assert_close(x, wanted)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason="shard_map of JAX 0.11 wants reduced axes in in_specs")
 @pytest.mark.parametrize("name", ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"))
 def test_weights_whose_gradients_are_added_up_later(mesh: Mesh, name: str) -> None:
     """Those that are `reduced` along the axis have terms of a sum for their gradient."""
