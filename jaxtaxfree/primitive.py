@@ -17,12 +17,13 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
-from jax._src.core import NamedAxisEffect
+from jax._src.core import NamedAxisEffect, ShardingTypeError
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 
 from jaxtaxfree import dispatch
-from jaxtaxfree.teams import ArrangementError, team_of
+from jaxtaxfree.teams import ArrangementError, concrete_mesh, explicit_axes, resharded, team_of
 
 _log = logging.getLogger("jaxtaxfree")
 
@@ -34,6 +35,12 @@ DTYPES = ("float32", "bfloat16", "float16")
 # (call, operands, their batch dimensions or None, size of the batch, **params) -> the results for all examples, these
 # along the first dimension, by one `call(*operands, **parameters that change)`; or why there is none such.
 Batch = Callable[..., Any]
+
+# A name for each dimension of each array. What a call computes at one place of a named dimension depends on that place
+# of the dimensions of this name alone, in all operands. None: the dimension is contracted, exchanged or mixed.
+Labels = Sequence[Sequence[str | None]]
+# (*types of the operands, **params) -> (labels of the operands, labels of the results).
+Dimensions = Callable[..., tuple[Labels, Labels]]
 
 
 class Lasting(str):
@@ -137,6 +144,7 @@ def bilinear(
     reference: Callable[..., jax.Array],
     fused: Callable[..., jax.Array],
     slower: Callable[..., str | None],
+    dimensions: Dimensions,
     case: Callable[..., dispatch.Case | None] | None = None,
     batch: Batch | None = None,
 ) -> Any:
@@ -153,12 +161,15 @@ def bilinear(
         for 9.0); raises NotImplementedError, when it is traced or lowered, where the kernel cannot run.
       slower: (lhs aval, rhs aval, *, axes, compute_capability, **params) -> why `reference` is taken, which is known to
         be faster, or None; asked where the tables say nothing.
+      dimensions: their labels, which say along which ones a call falls into parts.
       case: (lhs aval, rhs aval, *, team, axes, **params) -> what the tables know the call by.
       batch: for `jax.vmap`, which maps the reference where there is none, or along `axes`.
 
     Returns: the primitive.
     """
-    return _communicating(name, reference=reference, fused=fused, slower=slower, case=case, batch=batch)
+    return _communicating(
+        name, reference=reference, fused=fused, slower=slower, dimensions=dimensions, case=case, batch=batch
+    )
 
 
 def linear(
@@ -167,6 +178,7 @@ def linear(
     reference: Callable[..., jax.Array],
     fused: Callable[..., jax.Array],
     slower: Callable[..., str | None],
+    dimensions: Dimensions,
     case: Callable[..., dispatch.Case | None] | None = None,
     transpose: Callable[..., jax.Array],
     batch_dimension: Callable[..., tuple[int, dict[str, Any]]],
@@ -174,14 +186,14 @@ def linear(
     """Defines a primitive of one operand that is linear in it and communicates along mesh axes.
 
     Args:
-      name, reference, fused, slower, case: as of `bilinear`, of one operand.
+      name, reference, fused, slower, dimensions, case: as of `bilinear`, of one operand.
       transpose: (cotangent, the operand as an undefined primal, **params) -> the operand's cotangent.
       batch_dimension: (batch dimension of the operand, **params) -> (that of the result, the parameters that change),
         for `jax.vmap` over another axis.
 
     Returns: the primitive.
     """
-    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, case=case)
+    primitive = _communicating(name, reference=reference, fused=fused, slower=slower, dimensions=dimensions, case=case)
     ad.deflinear2(primitive, lambda ct, x, **params: [transpose(ct, x, **params)])
 
     def map_(axis_data: Any, operands: Any, dims: Any, **params: Any) -> Any:
@@ -231,17 +243,26 @@ def collective(
     reference: Callable[..., list[jax.Array]],
     fused: Callable[..., list[jax.Array]],
     slower: Callable[..., str | None],
+    dimensions: Dimensions | None = None,
     case: Callable[..., dispatch.Case | None] | None = None,
     batch: Batch | None = None,
 ) -> Any:
     """Defines a primitive that communicates along mesh axes, of any number of operands and results.
 
-    It is differentiated through its reference. The arguments are those of `bilinear`, but for lists of results.
+    It is differentiated through its reference. The arguments are those of `bilinear`, but for lists of results. Without
+    `dimensions` there is no kernel where `jax.shard_map` leaves axes over.
 
     Returns: the primitive.
     """
     primitive = _communicating(
-        name, reference=reference, fused=fused, slower=slower, case=case, batch=batch, multiple_results=True
+        name,
+        reference=reference,
+        fused=fused,
+        slower=slower,
+        dimensions=dimensions,
+        case=case,
+        batch=batch,
+        multiple_results=True,
     )
 
     def jvp(primals: Any, tangents: Any, *, implementation: str | None, **params: Any) -> Any:
@@ -287,6 +308,7 @@ def _communicating(
     reference: Callable[..., Any],
     fused: Callable[..., Any],
     slower: Callable[..., str | None],
+    dimensions: Dimensions | None,
     case: Callable[..., dispatch.Case | None] | None,
     batch: Batch | None = None,
     multiple_results: bool = False,
@@ -298,14 +320,20 @@ def _communicating(
     @primitive.def_effectful_abstract_eval
     def _abstract_eval(*operands: Any, axes: tuple[str, ...], implementation: str | None, **params: Any) -> Any:
         del implementation
-        outs = jax.make_jaxpr(functools.partial(reference, axes=axes, **params))(*operands).out_avals
+        try:
+            outs = jax.make_jaxpr(functools.partial(reference, axes=axes, **params))(*operands).out_avals
+        except ShardingTypeError as error:
+            labels = dimensions(*operands, axes=axes, **params)[0] if dimensions else None
+            if labels and (reasons := _inseparable(operands, labels)):
+                raise ValueError(f"{name} cannot take these operands: {'; '.join(reasons)}.") from error
+            raise
         return outs if multiple_results else outs[0], {NamedAxisEffect(axis) for axis in axes}
 
     @primitive.def_impl
     def _impl(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
 
-    _register_lowerings(primitive, reference=reference, fused=fused, slower=slower, case=case)
+    _register_lowerings(primitive, reference=reference, fused=fused, slower=slower, dimensions=dimensions, case=case)
     _register_map(primitive, reference=reference, batch=batch)
     return primitive
 
@@ -316,6 +344,7 @@ def _register_lowerings(
     reference: Callable[..., Any],
     fused: Callable[..., Any],
     slower: Callable[..., str | None],
+    dimensions: Dimensions | None,
     case: Callable[..., dispatch.Case | None] | None,
 ) -> None:
     """The reference for every platform, and on CUDA the kernel where nothing speaks against it."""
@@ -368,8 +397,84 @@ def _register_lowerings(
         log_reference(name, ctx.avals_in, reasons)
         return lower(reference, ctx, *operands, **params)
 
-    mlir.register_lowering(primitive, lower_reference)
-    mlir.register_lowering(primitive, lower_fused, platform="cuda")
+    def register(lower_part: Callable, platform: str | None = None) -> None:
+        def rule(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+            axes = explicit_axes(ctx)
+            if not axes or dimensions is None:
+                return lower_part(ctx, *operands, implementation=implementation, **params)
+            ins, outs = dimensions(*ctx.avals_in, **params)
+            function = functools.partial(primitive.bind, implementation=implementation)
+            if reasons := _inseparable(ctx.avals_in, ins):
+                if implementation is not None:
+                    raise Unsupported(name, reasons)
+                log_reference(name, ctx.avals_in, reasons)
+                function = reference
+            split = _split(functools.partial(function, **params), ctx.avals_in, ins, ctx.avals_out, outs, axes)
+            with concrete_mesh(ctx):
+                return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
+
+        mlir.register_lowering(primitive, rule, platform=platform)
+
+    register(lower_reference)
+    register(lower_fused, "cuda")
+
+
+def _sharded(avals: Sequence[Any], labels: Labels) -> dict[str | None, Any]:
+    """How the dimensions of each label are sharded: the entry of a `PartitionSpec`."""
+    found: dict[str | None, Any] = {}
+    for aval, names in zip(avals, labels, strict=True):
+        for label, entry in zip(names, aval.sharding.spec.partitions, strict=True):
+            if label is not None and entry is not None:
+                found.setdefault(label, entry)
+    return found
+
+
+def _inseparable(avals: Sequence[Any], labels: Labels) -> list[str]:
+    """Why a call is not one for each part of its operands, as their types say they are sharded."""
+    sharded = _sharded(avals, labels)
+    reasons: list[str] = []
+    for aval, names in zip(avals, labels, strict=True):
+        for i, (label, entry) in enumerate(zip(names, aval.sharding.spec.partitions, strict=True)):
+            if entry is None or sharded.get(label) == entry:
+                continue
+            needed = "whole" if label is None else f"sharded along {sharded[label]!r}, as another operand is"
+            reasons.append(
+                Lasting(
+                    f"jax.shard_map leaves the mesh axis {entry!r} over, along which dimension {i} of an operand of "
+                    f"{len(aval.shape)} dimensions is sharded, and the kernel needs it {needed}: jax.reshard the "
+                    "operand, or make all axes manual"
+                )
+            )
+    return list(dict.fromkeys(reasons))
+
+
+def _split(
+    function: Callable[..., Any],
+    avals_in: Sequence[Any],
+    ins: Labels,
+    avals_out: Sequence[Any],
+    outs: Labels,
+    axes: tuple[str, ...],
+) -> Callable[..., list[Any]]:
+    """The function of each part of its operands, by a `jax.shard_map` over all axes along which they are sharded.
+
+    Operands are resharded first: one that is whole where another one is sharded, or is sharded where it must be whole.
+    """
+    sharded = _sharded(avals_in, ins)
+    in_specs, out_specs = ([PartitionSpec(*(sharded.get(label) for label in x)) for x in each] for each in (ins, outs))
+
+    def split(*operands: Any) -> list[Any]:
+        nested = jax.shard_map(
+            lambda *parts: jax.tree.leaves(function(*parts)),
+            in_specs=tuple(in_specs),
+            out_specs=out_specs,
+            axis_names=set(axes),
+            check_vma=False,
+        )
+        results = nested(*map(resharded, operands, in_specs))
+        return [resharded(x, aval.sharding.spec) for x, aval in zip(results, avals_out)]
+
+    return split
 
 
 def _register_map(primitive: Any, *, reference: Callable[..., Any], batch: Batch | None) -> None:
@@ -389,12 +494,12 @@ def _register_map(primitive: Any, *, reference: Callable[..., Any], batch: Batch
             found = Lasting(f"jax.vmap maps over the axis {axis_data.name!r} itself: take jax.shard_map for that")
         elif all(dim is None for dim in dims):
             return call(*operands), None
+        elif not jax.export.is_symbolic_dim(axis_data.size) and axis_data.size == 0:
+            found = "jax.vmap maps over no examples"
         else:
-            found = _unmappable(operands, dims, axis_data.size)
-            if found is None:
-                found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
-                if isinstance(found, str):
-                    found = Lasting(f"{found}: jax.lax.map, over the same examples, keeps it")
+            found = batch(call, operands, dims, axis_data.size, **params) if batch else "jax.vmap maps over it"
+            if isinstance(found, str):
+                found = Lasting(f"{found}: jax.lax.map, over the same examples, keeps it")
         if not isinstance(found, str):
             return found, 0
         if implementation in ("fused", "simulate"):
@@ -404,16 +509,3 @@ def _register_map(primitive: Any, *, reference: Callable[..., Any], batch: Batch
         return jax.vmap(call, in_axes=dims, axis_name=axis_data.name, axis_size=axis_data.size)(*operands), 0
 
     batching.fancy_primitive_batchers[primitive] = map_
-
-
-def _unmappable(operands: Any, dims: Any, size: int) -> str | None:
-    """Why no kernel can take operands that `jax.vmap` maps, of so many examples."""
-    if not jax.export.is_symbolic_dim(size) and size == 0:
-        return "jax.vmap maps over no examples"
-    specs = [(jax.typeof(x).sharding.spec, dim) for x, dim in zip(operands, dims) if dim is not None]
-    if along := [spec[dim] for spec, dim in specs if spec[dim] is not None]:
-        return Lasting(
-            f"jax.vmap maps over a dimension that is sharded along {along[0]!r}: make that an axis of "
-            "jax.shard_map, and map inside of it"
-        )
-    return None

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.core import get_axis_env
-from jax._src.sharding_impls import SPMDAxisContext
-from jax.sharding import Mesh
+from jax._src.sharding_impls import SPMDAxisContext, _internal_use_concrete_mesh
+from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxtaxfree import environment
 
@@ -113,6 +114,51 @@ def replicated(x: jax.Array, axes: Iterable[str]) -> list[str]:
     return [axis for axis in same if axis in varying(lax.axis_index(axis)) and lax.axis_size(axis) > 1]
 
 
+def explicit_axes(ctx: Any) -> tuple[str, ...]:
+    """The Explicit axes that `jax.shard_map` leaves over where a program is lowered: those that types name.
+
+    None if it leaves others over, too, or the mesh is abstract.
+    """
+    context = ctx.module_context.axis_context
+    mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
+    if not isinstance(mesh, Mesh):
+        return ()
+    explicit = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit}
+    if not explicit.issuperset(_left_over(context)):
+        return ()
+    return tuple(axis for axis in mesh.axis_names if axis in explicit - context.manual_axes)
+
+
+def _left_over(context: SPMDAxisContext) -> list[str]:
+    """The axes of several devices that are not manual."""
+    mesh = context.mesh
+    return [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
+
+
+def concrete_mesh(ctx: Any) -> AbstractContextManager[None]:
+    """In which a `jax.shard_map` that is traced where a program is lowered knows the program's devices."""
+    return _internal_use_concrete_mesh(ctx.module_context.axis_context.mesh)
+
+
+def explicit_sharding(aval: Any) -> Any:
+    """A type's sharding as the `out_sharding` of a function of `lax`; None where no axis is Explicit."""
+    return aval.sharding if aval.sharding.mesh.explicit_axes else None
+
+
+def resharded(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """`x`, sharded like this along Explicit axes that are not manual."""
+    return x if jax.typeof(x).sharding.spec == spec else jax.reshard(x, spec)
+
+
+def whole(x: jax.Array, dimension: int) -> jax.Array:
+    """`x` without the sharding of a dimension along Explicit axes that are not manual."""
+    spec = list(jax.typeof(x).sharding.spec.partitions)
+    if spec[dimension] is None:
+        return x
+    spec[dimension] = None
+    return jax.reshard(x, PartitionSpec(*spec))
+
+
 def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     """The team of these axes where a program is lowered.
 
@@ -126,11 +172,10 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
         raise ArrangementError(
             "the mesh is abstract: set a concrete one with jax.set_mesh, or pass it to jax.shard_map (not if nested)"
         )
-    automatic = [axis for axis in mesh.axis_names if axis not in context.manual_axes and mesh.shape[axis] > 1]
-    if automatic:
+    if automatic := _left_over(context):
         raise ArrangementError(
             f"jax.shard_map leaves the mesh axes {automatic} to the compiler, and a kernel cannot be split by it: "
-            "make all axes manual"
+            "make all axes manual, which they are if axis_names is left out and the specs name them"
         )
     others = tuple(axis for axis in mesh.axis_names if axis not in axes and axis in context.manual_axes)
     hidden = tuple(axis for axis in mesh.axis_names if axis not in context.manual_axes)

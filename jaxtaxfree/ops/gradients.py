@@ -26,11 +26,13 @@ from jax.interpreters import ad
 
 from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
+from jaxtaxfree.ops.collectives import psum_scatter
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
 from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
 from jaxtaxfree.primitive import composed, jvp_of
+from jaxtaxfree.teams import explicit_sharding, resharded, whole
 
 
 def _gather(
@@ -38,65 +40,82 @@ def _gather(
     w: Any,
     axis: int,
     transposed: bool,
-    dtype: Any,
+    like: Any,
     params: dict[str, Any],
     primitive: Any = all_gather_matmul_p,
 ) -> Any:
     """G @ w, or G @ w^T; by `gathered_too_p` G as well."""
-    return _bind(primitive, x, w, dtype, params, axis=axis, rhs_transposed=transposed)
+    return _bind(primitive, x, w, like, params, axis=axis, rhs_transposed=transposed)
 
 
-def _scatter(y: Any, w: Any, dimension: int, transposed: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
+def _scatter(y: Any, w: Any, dimension: int, transposed: bool, like: Any, params: dict[str, Any]) -> jax.Array:
     """S(y @ w), or S(y @ w^T)."""
-    return _bind(matmul_reduce_scatter_p, y, w, dtype, params, scatter_dimension=dimension, rhs_transposed=transposed)
+    return _bind(matmul_reduce_scatter_p, y, w, like, params, scatter_dimension=dimension, rhs_transposed=transposed)
 
 
-def _contract(x: Any, y: Any, swapped: bool, dtype: Any, params: dict[str, Any]) -> jax.Array:
-    """x^T @ y, or y^T @ x, over all dimensions but the last."""
-    left, right = (operand.reshape(-1, operand.shape[-1]) for operand in ((y, x) if swapped else (x, y)))
-    dimensions = (((0,), (0,)), ((), ()))
-    return lax.dot_general(left, right, dimensions, precision=params["precision"], preferred_element_type=dtype)
+def _contract(x: Any, y: Any, swapped: bool, weights: Any, params: dict[str, Any]) -> jax.Array:
+    """x^T @ y, or y^T @ x, over all dimensions but the last: the gradient of weights of this type."""
+    left, right = (y, x) if swapped else (x, y)
+    rows = tuple(range(left.ndim - 1))
+    return lax.dot_general(
+        left,
+        right,
+        ((rows, rows), ((), ())),
+        precision=params["precision"],
+        preferred_element_type=weights.dtype,
+        out_sharding=explicit_sharding(weights),
+    )
 
 
-def _bind(primitive: Any, lhs: Any, rhs: Any, dtype: Any, params: dict[str, Any], **own: Any) -> Any:
+def _bind(
+    primitive: Any, lhs: Any, rhs: Any, like: Any, params: dict[str, Any], *, rhs_transposed: bool, **own: Any
+) -> Any:
+    """A product that is the gradient of an operand of the type `like`."""
+    # In a gradient these are columns of the weights, which may be sharded along an Explicit axis.
+    lhs, rhs = whole(lhs, lhs.ndim - 1), whole(rhs, 1 if rhs_transposed else 0)
     axes, precision, implementation = (params[name] for name in ("axes", "precision", "implementation"))
     if isinstance(precision, tuple) and not isinstance(precision, lax.DotAlgorithm):
         precision = precision[0] if precision[0] == precision[1] else None
     if lhs.dtype != rhs.dtype:
         implementation = None  # the kernels take one dtype, and who insisted on them gave one
-    return matmul.bind(
+    spec = like.sharding.spec
+    outs = matmul.bind(
         primitive,
         lhs,
         rhs,
         axes=axes,
         precision=precision,
-        preferred_element_type=dtype,
+        preferred_element_type=like.dtype,
         implementation=implementation,
         config=None,  # is of another kernel
+        rhs_transposed=rhs_transposed,
         **own,
     )
+    if primitive.multiple_results:
+        return [resharded(outs[0], spec), *outs[1:]]
+    return resharded(outs, spec)
 
 
 def _gather_lhs(ct: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any) -> jax.Array:
-    return _scatter(ct, rhs, axis, not rhs_transposed, lhs.aval.dtype, params)
+    return _scatter(ct, rhs, axis, not rhs_transposed, lhs.aval, params)
 
 
 def _gather_rhs(ct: Any, lhs: Any, rhs: Any, *, axis: int, rhs_transposed: bool, **params: Any) -> jax.Array:
     gathered = lax.all_gather(lhs, params["axes"], axis=axis, tiled=True)
-    return _contract(gathered, ct, rhs_transposed, rhs.aval.dtype, params)
+    return _contract(gathered, ct, rhs_transposed, rhs.aval, params)
 
 
 def _scatter_lhs(
     ct: Any, lhs: Any, rhs: Any, *, scatter_dimension: int, rhs_transposed: bool, **params: Any
 ) -> jax.Array:
-    return _gather(ct, rhs, scatter_dimension, not rhs_transposed, lhs.aval.dtype, params)
+    return _gather(ct, rhs, scatter_dimension, not rhs_transposed, lhs.aval, params)
 
 
 def _scatter_rhs(
     ct: Any, lhs: Any, rhs: Any, *, scatter_dimension: int, rhs_transposed: bool, **params: Any
 ) -> jax.Array:
     gathered = lax.all_gather(ct, params["axes"], axis=scatter_dimension, tiled=True)
-    return _contract(lhs, gathered, rhs_transposed, rhs.aval.dtype, params)
+    return _contract(lhs, gathered, rhs_transposed, rhs.aval, params)
 
 
 ad.defbilinear(all_gather_matmul_p, _gather_lhs, _gather_rhs)
@@ -160,9 +179,8 @@ def _scatter_tangent_transpose(
         return [_scatter_lhs(ct, lhs_dot, rhs, **own, **params), None, None, None]
     if not ad.is_undefined_primal(lhs_dot):
         return [None, _scatter_rhs(ct, lhs, rhs_dot, **own, **params), None, None]
-    dtype = lhs_dot.aval.dtype
-    lhs_bar, gathered = _gather(ct, rhs, scatter_dimension, not rhs_transposed, dtype, params, gathered_too_p)
-    return [lhs_bar, _contract(lhs, gathered, rhs_transposed, rhs_dot.aval.dtype, params), None, None]
+    lhs_bar, gathered = _gather(ct, rhs, scatter_dimension, not rhs_transposed, lhs_dot.aval, params, gathered_too_p)
+    return [lhs_bar, _contract(lhs, gathered, rhs_transposed, rhs_dot.aval, params), None, None]
 
 
 # One linear function of both tangents, so that its transpose gathers once.
@@ -172,12 +190,12 @@ ad.primitive_jvps[matmul_reduce_scatter_p] = _scatter_jvp
 
 def _reduce_lhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
     del implementation
-    return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval)(ct)[0]
+    return jax.linear_transpose(lambda lhs: matmul_then_psum(lhs, rhs, **params), lhs.aval.to_ct_aval())(ct)[0]
 
 
 def _reduce_rhs(ct: Any, lhs: Any, rhs: Any, *, implementation: str | None, **params: Any) -> jax.Array:
     del implementation
-    return jax.linear_transpose(lambda rhs: matmul_then_psum(lhs, rhs, **params), rhs.aval)(ct)[0]
+    return jax.linear_transpose(lambda rhs: matmul_then_psum(lhs, rhs, **params), rhs.aval.to_ct_aval())(ct)[0]
 
 
 # Through the reference: with check_vma=True the result counts as the same on all ranks, so its gradient is there on all
@@ -205,9 +223,9 @@ def _gathered_too_transpose(
         return [None, _gather_rhs(ct, lhs, rhs, axis=axis, rhs_transposed=rhs_transposed, **params)]
     parts = []
     if type(ct) is not ad.Zero:
-        parts.append(_scatter(ct, rhs, axis, not rhs_transposed, lhs.aval.dtype, params))
+        parts.append(_scatter(ct, rhs, axis, not rhs_transposed, lhs.aval, params))
     if type(gathered_ct) is not ad.Zero:
-        parts.append(lax.psum_scatter(gathered_ct, params["axes"], scatter_dimension=axis, tiled=True))
+        parts.append(psum_scatter(gathered_ct, params["axes"], scatter_dimension=axis, tiled=True))
     return [functools.reduce(ad.add_tangents, parts), None]
 
 

@@ -12,6 +12,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.variant import Choice, Variant, choose
+from jaxtaxfree.primitive import Labels
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import Target, target_of
 from jaxtaxfree.teams import Team
@@ -133,6 +134,28 @@ def slower(variants: Sequence[Variant[Call]], call: Call) -> str | None:
     """Why XLA is known to be faster than the kernel that would be chosen, if it is."""
     chosen = choose(call.operation, variants, call, {})
     return chosen.variant.slower(call, chosen.config)
+
+
+def dimensions(
+    lhs: Any,
+    rhs: Any,
+    *others: Any,
+    moved: int | None = None,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    return_gathered: bool = False,
+) -> tuple[Labels, Labels]:
+    """The `jaxtaxfree.primitive.Dimensions` of a product.
+
+    Args:
+      moved: the dimension of lhs that is gathered or scattered.
+    """
+    del others
+    rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
+    weights, product = [None, "column"], [*rows, "column"]
+    labels = {"gate": weights, "bias": ["column"], "residual": product}
+    ins = [[*rows, None], weights[::-1] if rhs_transposed else weights, *(labels[name] for name in epilogue.operands)]
+    return ins, [product, [*rows, None]] if return_gathered else [product]
 
 
 def case(

@@ -326,9 +326,22 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     return product.case("all_gather_matmul", VARIANTS, lhs, rhs, rows=lambda m: team.world * m, team=team, **params)
 
 
+def _dimensions(*operands: Any, axis: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **params: Any) -> Any:
+    gathered = params.get("return_gathered", False)
+    return product.dimensions(
+        *operands, moved=axis, rhs_transposed=rhs_transposed, epilogue=epilogue, return_gathered=gathered
+    )
+
+
 _batch = functools.partial(epilogues.batch, moved="axis")
 all_gather_matmul_p = bilinear(
-    "all_gather_matmul", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
+    "all_gather_matmul",
+    reference=reference,
+    fused=fused,
+    slower=_slower,
+    dimensions=_dimensions,
+    case=case,
+    batch=_batch,
 )
 # With the gathered lhs as a second result.
 gathered_too_p = collective(
@@ -336,6 +349,7 @@ gathered_too_p = collective(
     reference=functools.partial(reference, return_gathered=True),
     fused=functools.partial(fused, return_gathered=True),
     slower=_slower,
+    dimensions=functools.partial(_dimensions, return_gathered=True),
     batch=_batch,
 )
 # With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
@@ -344,5 +358,6 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: jax.tree.leaves(reference(*operands, **params)),
     fused=lambda *operands, **params: jax.tree.leaves(fused(*operands, **params)),
     slower=_slower,
+    dimensions=_dimensions,
     batch=_batch,
 )

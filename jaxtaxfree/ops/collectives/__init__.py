@@ -15,6 +15,7 @@ from jaxtaxfree.ops.collectives.portable import VARIANTS, Call
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.variant import choose, settings_of
 from jaxtaxfree.primitive import (
+    Labels,
     Lasting,
     Unsupported,
     check_implementation,
@@ -295,6 +296,29 @@ def case(operation: str, x: Any, *, team: Team, **_: Any) -> Case:
     )
 
 
+def _dimensions_psum(x: Any, **_: Any) -> tuple[Labels, Labels]:
+    labels = _labels(x)
+    return [labels], [labels]
+
+
+def _dimensions_all_gather(x: Any, *, dimension: int, tiled: bool, **_: Any) -> tuple[Labels, Labels]:
+    labels = _labels(x)
+    if tiled:
+        labels[dimension] = None
+        return [labels], [labels]
+    return [labels], [[*labels[:dimension], None, *labels[dimension:]]]
+
+
+def _dimensions_psum_scatter(x: Any, *, dimension: int, tiled: bool, **_: Any) -> tuple[Labels, Labels]:
+    labels = _labels(x)
+    labels[dimension] = None
+    return [labels], [labels if tiled else [*labels[:dimension], *labels[dimension + 1 :]]]
+
+
+def _labels(x: Any) -> list[str | None]:
+    return [str(i) for i in range(len(x.shape))]
+
+
 def _transpose_psum(ct: Any, x: Any, *, axes: tuple[str, ...], **params: Any) -> jax.Array:
     if set(axes) <= x.aval.mat.varying:
         return vary(ct, axes)  # with types that say so, the sum is the same everywhere, and so is its cotangent
@@ -330,6 +354,7 @@ psum_p = linear(
     reference=_psum,
     fused=_fused_psum,
     slower=_slower("psum"),
+    dimensions=_dimensions_psum,
     case=functools.partial(case, "psum"),
     transpose=_transpose_psum,
     batch_dimension=_batch_psum,
@@ -339,6 +364,7 @@ all_gather_p = linear(
     reference=_all_gather,
     fused=_fused_all_gather,
     slower=_slower("all_gather"),
+    dimensions=_dimensions_all_gather,
     case=functools.partial(case, "all_gather"),
     transpose=_transpose_all_gather,
     batch_dimension=_batch_all_gather,
@@ -348,6 +374,7 @@ psum_scatter_p = linear(
     reference=_psum_scatter,
     fused=_fused_psum_scatter,
     slower=_slower("psum_scatter"),
+    dimensions=_dimensions_psum_scatter,
     case=functools.partial(case, "psum_scatter"),
     transpose=_transpose_psum_scatter,
     batch_dimension=_batch_psum_scatter,

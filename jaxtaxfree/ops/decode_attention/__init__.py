@@ -21,6 +21,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, cache_faults, cache_sizes, check_sh
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
+    Labels,
     Lasting,
     Unsupported,
     check_implementation,
@@ -31,7 +32,7 @@ from jaxtaxfree.primitive import (
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import target_of
-from jaxtaxfree.teams import Team, check_axes, varying
+from jaxtaxfree.teams import Team, check_axes, explicit_sharding, varying
 
 OUTPUTS = ("replicated", "heads")
 
@@ -295,7 +296,10 @@ def reference(
         if spec.head_major:
             x = jnp.swapaxes(x, 1, 2)
         if spec.page_size is not None:
-            x = x[given["tables"]]  # [B, pages, page_size, K, ...]
+            tables = given["tables"]
+            # JAX does not choose how a gather is sharded along Explicit axes.
+            sharding = explicit_sharding(jax.typeof(tables)) and jax.typeof(tables).sharding.spec
+            x = x.at[tables].get(out_sharding=sharding)  # [B, pages, page_size, K, ...]
             x = x.reshape(b, -1, *x.shape[3:])
         return x
 
@@ -555,6 +559,27 @@ def case(
     )
 
 
+def _dimensions(*operands: Any, names: tuple[str, ...], **_: Any) -> tuple[Labels, Labels]:
+    """Sequences are independent of each other, but for the pages of a paged cache."""
+    of_sequences = {"query", "lengths", "tables"}
+    if "tables" not in names:
+        of_sequences |= {"key", "value"}
+        # Those of tokens are a part of the cache; others are the same for all sequences.
+        of_sequences |= {name for name, x in zip(names, operands) if name.endswith("scale") and len(x.shape) > 2}
+
+    def labels(dimensions: int, by_sequence: bool) -> list[str | None]:
+        return ["sequence" if i == 0 and by_sequence else None for i in range(dimensions)]
+
+    ins = [labels(len(x.shape), name in of_sequences) for name, x in zip(names, operands)]
+    return ins, [labels(4, True), labels(3, True)]
+
+
 decode_attention_p = collective(
-    "decode_attention", reference=reference, fused=fused, slower=_slower, case=case, batch=batch
+    "decode_attention",
+    reference=reference,
+    fused=fused,
+    slower=_slower,
+    dimensions=_dimensions,
+    case=case,
+    batch=batch,
 )

@@ -32,6 +32,8 @@ def batch(
         for name, x, dim in zip(names, operands, dims, strict=True)
     }
     if {"query", "sinks"}.issuperset(mapped) and not (spec.by_heads and spec.kv_heads % lax.axis_size(axes)):
+        if along := jax.typeof(stacked["query"]).sharding.spec[0]:
+            return f"jax.vmap maps over queries of the same keys, and they are sharded along {along!r}"
         return _as_heads(call, given, stacked, size, spec.kv_heads)
     if alike := [name for name in mapped if name not in ("query", "lengths", "tables", *cache)]:
         return f"jax.vmap maps over {', '.join(alike)}, and the kernel takes one for all sequences"
@@ -41,10 +43,15 @@ def batch(
     if "tables" in given:  # one pool of all examples' pages
         pages = 0 if shared else stacked["key"].shape[1]
         stacked["tables"] = stacked["tables"].astype(jnp.int32) + pages * jnp.arange(size)[:, None, None]
+    # JAX joins two dimensions, and parts them, if the second is not sharded (along an Explicit axis).
+    b, sharded = stacked["query"].shape[1], jax.typeof(stacked["query"]).sharding.spec[1] is not None
     for name in ("query", "lengths", "tables", *([] if shared else cache)):
         if name in given:
-            given[name] = lax.collapse(stacked[name], 0, 2)
-    return [x.reshape(size, x.shape[0] // size, *x.shape[1:]) for x in call(*given.values())]
+            given[name] = lax.collapse(jnp.swapaxes(stacked[name], 0, 1) if sharded else stacked[name], 0, 2)
+    outs = call(*given.values())
+    if sharded:
+        return [jnp.swapaxes(x.reshape(b, size, *x.shape[1:]), 0, 1) for x in outs]
+    return [x.reshape(size, b, *x.shape[1:]) for x in outs]
 
 
 def _as_heads(

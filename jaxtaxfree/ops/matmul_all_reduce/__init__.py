@@ -89,7 +89,7 @@ def matmul_all_reduce(
     matmul.check_operands("matmul_all_reduce", lhs, rhs)
     matmul.check_contraction("matmul_all_reduce", lhs, rhs)
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
-    shape = jax.eval_shape(jnp.matmul, lhs, rhs).shape
+    shape = (*lhs.shape[:-1], *rhs.shape[1:])
     one_row = lhs.ndim == 1 and rhs.ndim == 2
     lhs = lhs[None] if one_row else lhs
     epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
@@ -223,8 +223,18 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     return product.case("matmul_all_reduce", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
 
 
+def _dimensions(*operands: Any, epilogue: Epilogue = NONE, **_: Any) -> Any:
+    return product.dimensions(*operands, epilogue=epilogue)
+
+
 matmul_all_reduce_p = bilinear(
-    "matmul_all_reduce", reference=reference, fused=fused, slower=_slower, case=case, batch=epilogues.batch
+    "matmul_all_reduce",
+    reference=reference,
+    fused=fused,
+    slower=_slower,
+    dimensions=_dimensions,
+    case=case,
+    batch=epilogues.batch,
 )
 # With an epilogue.
 with_epilogue_p = collective(
@@ -232,5 +242,6 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: [reference(*operands, **params)],
     fused=lambda *operands, **params: [fused(*operands, **params)],
     slower=_slower,
+    dimensions=_dimensions,
     batch=epilogues.batch,
 )

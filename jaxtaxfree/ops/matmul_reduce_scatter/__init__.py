@@ -173,7 +173,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
     dimension = check_whole("matmul_reduce_scatter", "scatter_dimension", dimension)
     matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
-    result = list(jax.eval_shape(jnp.matmul, lhs, rhs).shape)
+    result = [*lhs.shape[:-1], *rhs.shape[1:]]
     if not -len(result) <= dimension < len(result):
         raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result}.")
     dimension %= len(result)
@@ -247,9 +247,21 @@ def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     return product.case("matmul_reduce_scatter", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
 
 
+def _dimensions(
+    *operands: Any, scatter_dimension: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **_: Any
+) -> Any:
+    return product.dimensions(*operands, moved=scatter_dimension, rhs_transposed=rhs_transposed, epilogue=epilogue)
+
+
 _batch = functools.partial(epilogues.batch, moved="scatter_dimension")
 matmul_reduce_scatter_p = bilinear(
-    "matmul_reduce_scatter", reference=reference, fused=fused, slower=_slower, case=case, batch=_batch
+    "matmul_reduce_scatter",
+    reference=reference,
+    fused=fused,
+    slower=_slower,
+    dimensions=_dimensions,
+    case=case,
+    batch=_batch,
 )
 # With an epilogue.
 with_epilogue_p = collective(
@@ -257,5 +269,6 @@ with_epilogue_p = collective(
     reference=lambda *operands, **params: [reference(*operands, **params)],
     fused=lambda *operands, **params: [fused(*operands, **params)],
     slower=_slower,
+    dimensions=_dimensions,
     batch=_batch,
 )
