@@ -224,8 +224,9 @@ def _dot(slow: Callable) -> Callable:
 
     def dot(x: Any, y: Any, acc: Any = None, input_precision: Any = None, **options: Any) -> Any:
         if not options and type(x) is type(y) is type(acc) is tl.tensor and x.dtype is y.dtype and acc.dtype is F32:
-            (rows, depth), (other, columns) = x.handle.data.shape, y.handle.data.shape
-            if depth == other and acc.handle.data.shape == (rows, columns) and x.dtype in (F32, tl.bfloat16):
+            left, right, sums = (block.handle.data.shape for block in (x, y, acc))
+            plain = len(left) == 2 and left[1] == right[0] and sums == (left[0], right[1])
+            if plain and x.dtype in (F32, tl.bfloat16):
                 total = semantic.builder.create_dot(x.handle, y.handle, acc.handle, input_precision, 0)
                 return tensor(total.data, F32, acc)
         return slow(x, y, acc, input_precision, **options)
