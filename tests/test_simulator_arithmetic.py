@@ -172,10 +172,11 @@ def test_places_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
 
-    def block(rows: int, columns: int, type_: Any) -> Callable[[], Any]:
-        data = rng.integers(-3, 4, (rows, columns)).astype(np.float32)
+    def block(*args: Any) -> Callable[[], Any]:
+        *sizes, type_ = args
+        data = rng.integers(-3, 4, sizes).astype(np.float32)
         data = data.astype(jnp.bfloat16).view(np.uint16) if type_ is tl.bfloat16 else data
-        return lambda: tl.tensor(TensorHandle(data, type_), tl.block_type(type_, [rows, columns]))
+        return lambda: tl.tensor(TensorHandle(data, type_), tl.block_type(type_, sizes))
 
     calls = []
     for type_, other in itertools.product((tl.float32, tl.bfloat16), repeat=2):
@@ -184,4 +185,6 @@ def test_products(monkeypatch: pytest.MonkeyPatch) -> None:
         calls += [(lambda x, y, acc: tl.dot(x, y, acc=acc, input_precision="ieee"), x, y, acc)]
         calls += [(lambda x, y, acc: tl.dot(x, y, acc), x, y, block(2, 4, tl.float32))]
         calls += [(lambda x, y, acc: tl.dot(x, y, acc), y, y, acc)]
+        batch = block(2, 4, 8, type_), block(2, 8, 4, other), block(2, 4, 4, tl.float32)
+        calls += [(lambda x, y, acc: tl.dot(x, y, acc), *batch)]
     check(calls, monkeypatch, 6)
