@@ -97,7 +97,8 @@ def config(case: Case | None) -> dict[str, Any] | None:
     if case is None or case.size == 0:  # of empty operands
         return None
     by_size = {row[case.along]: row["config"] for row in case.rows()}
-    alike = [size for size in by_size if size == case.size or case.choose(size, {}) == case.default]
+    default = case.default if by_size else None
+    alike = [size for size in by_size if size == case.size or case.choose(size, {}) == default]
     nearest = min(alike, key=lambda size: (abs(math.log(size / case.size)), size), default=None)
     if nearest is None or not by_size[nearest]:
         return None

@@ -71,6 +71,10 @@ class Call:
         """Bytes of an element of the operands."""
         return self.dtype.itemsize
 
+    def wire(self, exact_wire: bool) -> np.dtype:
+        """In which dtype partial sums travel."""
+        return np.dtype(np.float32) if exact_wire else self.dtype
+
 
 def call_of(
     operation: str,

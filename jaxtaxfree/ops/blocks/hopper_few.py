@@ -221,7 +221,7 @@ def reduce_keywords(
     blocks = math.ceil(rows / config.block_m)
     adders = blocks * found["ADDERS"]
     columns = math.ceil(call.n / config.block_n) * config.block_n
-    wire = np.dtype(np.float32) if config.exact_wire else call.dtype
+    wire = call.wire(config.exact_wire)
     add_rows = add_rows or rows_added_at_once(owned, world, wire.itemsize)
     if adders > 1:
         add_rows = max(8, min(add_rows, next_power_of_2(math.ceil(owned / adders))))

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtaxfree.ops.blocks import hopper_few, portable
 from jaxtaxfree.ops.product import Call
@@ -42,12 +41,11 @@ def exchange_of_few(call: Call, asked: Mapping[str, Any]) -> dict[str, Any]:
     wider = call.out_dtype.itemsize > call.itemsize
     exact_wire = asked.get("exact_wire", wider or size <= EXACT_SIZE)
     owned = call.rows if shots == 1 else math.ceil(call.rows / call.world)
-    itemsize = np.dtype(np.float32).itemsize if exact_wire else call.itemsize
     return {
         "shots": shots,
         "exact_wire": exact_wire,
         "linger": owned > 16,
-        "add_rows": hopper_few.rows_added_at_once(owned, call.world, itemsize),
+        "add_rows": hopper_few.rows_added_at_once(owned, call.world, call.wire(exact_wire).itemsize),
     }
 
 

@@ -63,7 +63,7 @@ class Few(Variant[Call]):
             elements = boxes * owned * column_blocks * config.block_n
             return jax.ShapeDtypeStruct((elements * of.itemsize // 4,), np.int32)
 
-        wire = np.dtype(np.float32) if config.exact_wire else call.dtype
+        wire = call.wire(config.exact_wire)
         return {
             **common(call),
             **keywords(call, config),

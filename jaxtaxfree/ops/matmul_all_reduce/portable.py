@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxtaxfree.kernels.matmul_all_reduce.portable import matmul_all_reduce_kernel
 from jaxtaxfree.ops.blocks import portable
@@ -44,7 +43,7 @@ class Portable(Variant[Call]):
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         tiles, peers, block = exchanged(call, config)
-        wire = np.dtype(np.float32) if config.exact_wire else call.dtype
+        wire = call.wire(config.exact_wire)
         return {
             **common(call),
             **keywords(call, config),

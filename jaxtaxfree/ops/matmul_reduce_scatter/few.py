@@ -9,7 +9,7 @@ import jax
 
 from jaxtaxfree.kernels.matmul_reduce_scatter.few import matmul_reduce_scatter_few_kernel
 from jaxtaxfree.ops.blocks import portable
-from jaxtaxfree.ops.matmul_reduce_scatter.common import common, wire_of
+from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.matmul_reduce_scatter.portable import keywords
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
@@ -41,7 +41,7 @@ class Few(Variant[Call]):
         return portable.FEW if call.rows <= portable.FEW_ROWS else math.inf
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
-        wire = wire_of(call, config.exact_wire)
+        wire = call.wire(config.exact_wire)
         programs = portable.tiles(call.rows, call.n, config)
         return {
             **common(call, config.exact_wire),

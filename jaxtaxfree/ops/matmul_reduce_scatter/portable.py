@@ -10,7 +10,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
 from jaxtaxfree.ops.blocks import portable
-from jaxtaxfree.ops.matmul_reduce_scatter.common import common, wire_of
+from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import setting
@@ -52,7 +52,7 @@ class Portable(Variant[Call]):
         return portable.MANY
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
-        wire, tile = wire_of(call, config.exact_wire), (config.block_m, config.block_n)
+        wire, tile = call.wire(config.exact_wire), (config.block_m, config.block_n)
         tiles, peers = portable.tiles(call.m, call.n, config), max(1, call.world - 1)  # no scratch is empty
         places = config.lag if config.lag <= peers * tiles else 1  # with a longer lag nothing is carried
         # A step of K carries whole lines of 128 bytes, at most 16 bytes a thread. The last steps carry nothing, so that
