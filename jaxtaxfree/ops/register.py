@@ -2,7 +2,7 @@
 
 To add an operation is to write its folder, its kernels, and one entry here. What a test or a benchmark has to know
 besides (how a peer is called, which small shapes meet all branches of a kernel) it keeps by the name of the operation;
-`tests/test_register.py` says where an entry is missing.
+`tests/choice/test_register.py` says where an entry is missing.
 """
 
 import dataclasses

@@ -1,0 +1,500 @@
+"""The kernels that the simulator runs in the tests: how to call each with small shapes, and what must come out."""
+
+import dataclasses
+import functools
+import importlib.util
+import itertools
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+
+from jaxtaxfree import simulator
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import collectives as collective_ops
+from jaxtaxfree.ops import decode_attention as attention_op
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops import register
+from jaxtaxfree.ops.kv_cache import Placement
+from jaxtaxfree.ops.variant import named
+from jaxtaxfree.simulator.scheduler import POLICIES
+from jaxtaxfree.target import target_of
+from tests.helpers.attention_cases import TOLERANCE, Case, make
+from tests.helpers.support import product_call, variant_of
+
+ROOT = Path(__file__).parents[2]
+WORLDS = (2, 3, 4, 8)
+DTYPES = (np.dtype(np.float32), np.dtype(jnp.bfloat16))
+SLOTS = (1, 2, None)
+TILES = {"block_m": 16, "block_n": 16, "block_k": 32}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call of a kernel by all ranks.
+
+    Attributes:
+      arrays: for each operand the array of each rank.
+      keywords: of `simulator.run`.
+      expected: the result of each rank, or its results.
+      tolerance: how far results may be from that, absolutely and relatively; 0 for exact ones.
+    """
+
+    arrays: Sequence[Sequence[np.ndarray]]
+    keywords: dict[str, Any]
+    expected: Sequence[Any]
+    tolerance: float = 0
+
+    def run(self, kernel: Any, **settings: Any) -> simulator.Trace:
+        """Simulates the call and compares its results."""
+        outs, trace = simulator.run(kernel, *self.arrays, **{**self.keywords, **settings})
+        for rank, pair in enumerate(zip(outs, self.expected)):
+            for found, expected in zip(*map(jax.tree.leaves, pair), strict=True):
+                found, expected = np.asarray(found, np.float64), np.asarray(expected, np.float64)
+                np.testing.assert_allclose(
+                    found, expected, rtol=self.tolerance, atol=self.tolerance, err_msg=f"result of rank {rank}"
+                )
+        return trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Simulated:
+    """A kernel.
+
+    Attributes:
+      name: in the names of tests.
+      module: the kernel's file.
+      function: the kernel's name in it.
+      call: (world, dtype, shape) -> Call.
+      shapes: to choose from, by world size.
+    """
+
+    name: str
+    module: ModuleType
+    function: str
+    call: Callable[[int, np.dtype, Any], Call]
+    shapes: Callable[[int], Sequence[Any]]
+
+    @property
+    def kernel(self) -> Any:
+        return getattr(self.module, self.function)
+
+    def case(self, seed: int, world: int, most: int | None = None) -> tuple[Call, dict[str, Any]]:
+        """The call and the settings of a seed. Seeds next to each other differ in everything.
+
+        Args:
+          most: of so many shapes, the first ones; None for all.
+        """
+        shapes, settings = self.shapes(world)[:most], list(itertools.product(DTYPES, SLOTS, POLICIES))
+        # Shifted after each round of all settings, or a shape would meet some of them alone.
+        dtype, slots, policy = settings[(seed * 7 + seed // len(settings)) % len(settings)]
+        return self.call(world, dtype, shapes[seed % len(shapes)]), {"seed": seed, "slots": slots, "policy": policy}
+
+    def run(self, seeds: Iterable[int], world: int) -> None:
+        """Runs the calls of these seeds, which have to be right, without an alarm, and without wasted traffic."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", simulator.WastedTrafficWarning)
+            for seed in seeds:
+                call, settings = self.case(seed, world)
+                call.run(self.kernel, **settings)
+
+
+def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Small integers: every order of adding up their products gives the same, even in bf16."""
+    return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
+
+
+def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **config: Any) -> Call:
+    """As the operation launches it, with tiles of 16 x 16."""
+    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    gathered = np.concatenate(lhs).astype(np.float32)
+    expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+
+
+def _launch(
+    operation: ModuleType,
+    rows: int,
+    k: int,
+    n: int,
+    world: int,
+    dtype: np.dtype,
+    kernel: str = "portable",
+    **config: Any,
+) -> dict:
+    kind = named(operation.__name__, operation.VARIANTS, kernel).Config
+    grouped = {"group_m": 2} if kernel == "portable" else {}
+    return launched(operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}))
+
+
+def launched(
+    operation: ModuleType, rows: int, k: int, n: int, world: int, dtype: np.dtype, config: Any, **form: Any
+) -> dict:
+    """The keywords of `simulator.run` for a kernel as its operation launches it; `form` is that of `product_call`."""
+    call = product_call(operation, rows, k, n, world=world, dtype=dtype, precision="ieee", **form)
+    keywords = variant_of(operation, config).launch(call, config)
+    del keywords["name"]  # reports name the kernel, because several belong to one operation
+    return {"world": world, **keywords}
+
+
+def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, units, chunk = shape
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, units=units, chunk=chunk)
+
+
+def _few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, chunk = shape
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few")
+
+
+def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    m, n, k, pushers, chunk, part, stages, splits, *tile = shape
+    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
+
+
+def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
+    """Settings of a tile, by default of one that has all rows; of many of them it is handled in pieces."""
+    block_m = block_m or triton.next_power_of_2(max(8, rows))
+    return {"block_m": block_m, "whole": whole, **({"block_n": 64, "num_warps": 4} if block_m > 128 else {})}
+
+
+def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
+    m, n, k = shape
+    lhs = [integers(rank, (world * m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    expected = np.split(total.astype(dtype), world)
+    keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+
+
+def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    *sizes, lag = shape
+    # With one warp a step of K carries so little that something is left after the last one.
+    return _matmul_reduce_scatter(world, dtype, tuple(sizes), lag=lag, num_warps=1, exact_wire=True)
+
+
+def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int], **config: Any) -> Call:
+    m, n, k = shape
+    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
+    return Call(arrays=(lhs, rhs), keywords=keywords, expected=[total.astype(dtype)] * world)
+
+
+def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    m, n, k, shots, exact_wire, apart, add_rows = shape
+    config = {
+        "shots": shots,
+        "exact_wire": exact_wire,
+        "apart": apart,
+        "linger": apart,
+        "add_rows": add_rows,
+    }
+    return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config)
+
+
+def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
+    m, n, k, shots, exact_wire, add_rows, stages, splits, *tile = shape
+    rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
+    config = {
+        **_tile(rows, *tile),
+        "num_stages": stages,
+        "splits": splits,
+        "exact_wire": exact_wire,
+        "kernel": "hopper_few",
+    }
+    if shots == 0:
+        return _matmul_reduce_scatter(world, dtype, (m, n, k), **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k), **config, shots=shots, add_rows=add_rows)
+
+
+def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_op.portable.Config]) -> Call:
+    """As the operation launches it."""
+    case, config = dataclasses.replace(shape[0], dtype=dtype.name), shape[1]
+    (whole, parts), (out, residual) = make(case)
+    given = {**{name: [x] * world for name, x in whole.items()}, **{name: list(x) for name, x in parts.items()}}
+    names = ("block_tables", "key_scale", "value_scale", "sinks")
+    lengths = given["key_value_seq_lengths"]  # stands for what is not there
+    arrays = (given["query"], given["key"], given["value"], lengths, *(given.get(name, lengths) for name in names))
+    assert isinstance(case.window, int | None)
+    spec = attention_op.Spec(
+        placement=Placement(stretch=case.stretch, slots=case.s),
+        page_size=case.page_size,
+        kv_heads=case.k,
+        head_major=case.kv_layout == "BKSH",
+        scale=case.h**-0.5 if case.scale is None else case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        by_heads=case.output == "heads",
+        dtype=dtype,
+    )
+    kind = case.scales if case.cache else "none"
+    call = attention_op.Call(
+        query_shape=whole["query"].shape,
+        value_head_size=case.hv or case.h,
+        world=world,
+        spec=spec,
+        dtype=dtype,
+        cache_dtype=parts["key"].dtype,
+        target=target_of(90),
+        key_scale=kind,
+        value_scale=kind,
+        sinks=case.sinks,
+    )
+    (variant,) = attention_op.VARIANTS
+    keywords = variant.launch(call, config)
+    del keywords["name"]
+    own = [slice(None)] * world
+    if spec.by_heads:
+        own = [slice(rank * case.n // world, (rank + 1) * case.n // world) for rank in range(world)]
+    return Call(
+        arrays=arrays,
+        keywords={"world": world, **keywords},
+        expected=[(out[:, :, heads], residual[:, :, heads]) for heads in own],
+        tolerance=TOLERANCE[dtype.name],
+    )
+
+
+def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.portable.Config], ...]:
+    split = functools.partial(attention_op.portable.Config, block_s=16)
+    case = functools.partial(Case, world=world, b=1, t=1, k=1, h=16)
+    few = world > 4  # ranks take most of the time
+    return (
+        (
+            case(b=2, n=2, s=32, lengths=(world * 32 - 3, 5), sinks=True),
+            split(splits=2, merge_rows=1),
+        ),
+        (
+            case(
+                t=1 if few else 2,
+                n=world,
+                s=24 if few else 48,
+                hv=24,
+                lengths=(world * (20 if few else 40),),
+                placement="round_robin",
+                block_size=8,
+                window=world * (10 if few else 20),
+                output="heads",
+            ),
+            split(splits=2 if few else 3, merge_rows=max(2, world // 2)),
+        ),
+        (
+            case(n=3, s=32, page_size=16, cache="int8", lengths=(33,), kv_layout="BKSH"),
+            split(splits=2, merge_rows=4),
+        ),
+    )
+
+
+def _collective(world: int, dtype: np.dtype, shape: tuple, *, operation: str) -> Call:
+    size, outer, config = shape
+    x = [integers(rank, (world * size if operation == "psum_scatter" else size,), dtype) for rank in range(world)]
+    total = sum(part.astype(np.float32) for part in x).astype(dtype)
+    expected = {
+        "psum": lambda: [total] * world,
+        "all_gather": lambda: [np.stack([part.reshape(outer, -1) for part in x], 1).reshape(-1)] * world,
+        "psum_scatter": lambda: [total.reshape(outer, world, -1)[:, rank].reshape(-1) for rank in range(world)],
+    }[operation]()
+    (variant,) = collective_ops.VARIANTS[operation]
+    call = collective_ops.Call(size=size, outer=outer, world=world, dtype=dtype)
+    keywords = variant.launch(call, variant.Config(**config))
+    del keywords["name"]
+    return Call(arrays=(x,), keywords={"world": world, **keywords}, expected=expected)
+
+
+def _collective_shapes(world: int, *, operation: str) -> tuple[tuple[int, int, dict[str, Any]], ...]:
+    """(elements, pieces of a rank's part, configuration)"""
+    sizes = ((70 if world <= 4 else 20, 1), (3, 1) if operation == "psum" else (24, 3))
+    shots = ({"shots": 1}, {"shots": 2}) if operation == "psum" else ({},)
+    return tuple(
+        (size, outer, {"protocol": protocol, "block": 16 if size < 70 or number == {"shots": 2} else 32, **number})
+        for size, outer in sizes
+        for protocol in ("messages", "words", "signals")
+        for number in shots
+    )
+
+
+def _custom_kernel(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
+    size, block = shape
+    x = [integers(rank, (size,), dtype) for rank in range(world)]
+    everybodys = jax.ShapeDtypeStruct((world, size), dtype)
+    grid = math.ceil(size / block)
+    keywords = {
+        "world": world,
+        "grid": grid,
+        "out_type": everybodys,
+        "scratch": {"inbox": everybodys},
+        "signals": {"arrived": (world, grid)},
+        "SIZE": size,
+        "BLOCK": block,
+    }
+    return Call(arrays=(x,), keywords=keywords, expected=[np.stack(x)] * world)
+
+
+def load(path: Path, name: str, **names: Any) -> ModuleType:
+    """The module in a file, as if its name were `name`, with these other globals."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    vars(module).update(names)
+    return module
+
+
+# By the name of a kernel: (world, dtype, shape) -> Call, and the shapes to choose from, by world size. A kernel that is
+# added here gets every test of test_simulator_kernels.py.
+SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int], Sequence[Any]]]] = {
+    "all_gather_matmul": (
+        _large,
+        # M, N, K, PUSHERS, UNITS, CHUNK
+        lambda world: (
+            ((17, 9, 21, 2, 2, 128), (5, 19, 9, 1, 1, 32), (16, 16, 32, 3, 1, 256))
+            if world <= 4
+            else ((5, 9, 21, 2, 1, 64), (16, 16, 16, 1, 2, 128))
+        ),
+    ),
+    "all_gather_matmul_few": (
+        _few,
+        # M, N, K, PUSHERS, CHUNK
+        lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+    ),
+    "all_gather_matmul_hopper_few": (
+        _hopper_few,
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        lambda world: (
+            (
+                (3, 24, 136, 2, 32, 96, 2, 1),
+                (1, 16, 40, 1, 32, 40, 3, 2),
+                (5, 40, 104, 3, 64, 32, 2, 2),
+                (2, 16, 392, 1, 256, 392, 10, 1),
+                (2, 16, 584, 1, 256, 584, 10, 2),
+                (3, 24, 136, 3, 32, 64, 2, 3),
+                (256 // world, 40, 40, 2, 2048, 32, 2, 2),
+                (11, 24, 136, 4, 256, 32, 2, 4),
+                (11, 40, 104, 3, 64, 32, 2, 3, 16),
+                (12, 24, 72, 2, 128, 64, 2, 1, 8),
+                (11, 24, 104, 3, 64, 32, 3, 2, 24),
+                (23, 40, 136, 2, 256, 64, 2, 3, 48),
+                (11, 56, 104, 3, 64, 32, 2, 2, 16, 3),
+            )
+            if world <= 4
+            else (
+                (3, 24, 72, 2, 64, 64, 2, 1),
+                (1, 16, 32, 1, 32, 32, 3, 2),
+                (5, 16, 136, 4, 64, 32, 2, 4),
+                (3, 16, 104, 3, 64, 32, 2, 3, 16),
+                (3, 16, 104, 2, 64, 32, 2, 2, 24),
+                (3, 40, 104, 2, 64, 32, 2, 3, 24, 2),
+            )
+        ),
+    ),
+    "matmul_reduce_scatter": (
+        _large_scatter,
+        # M, N, K, LAG
+        lambda world: (
+            ((17, 39, 21, 4), (5, 19, 99, 2), (16, 16, 32, 1), (17, 9, 21, 3), (5, 9, 9, 9))
+            if world <= 4
+            else ((5, 9, 70, 2), (5, 9, 9, 1), (5, 9, 16, 9))
+        ),
+    ),
+    "matmul_reduce_scatter_few": (
+        functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
+        # M, N, K
+        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
+    ),
+    "matmul_all_reduce": (
+        _matmul_all_reduce,
+        # M, N, K
+        lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
+    ),
+    "matmul_all_reduce_few": (
+        _matmul_all_reduce_few,
+        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS
+        lambda world: (
+            (3, 21, 19, 1, True, True, 2),
+            (1, 16, 32, 1, True, False, 1),
+            (17, 9, 5, 1, False, False, 16),
+            (7, 21, 33, 2, True, False, 1),
+            (5, 17, 9, 2, True, True, 4),
+            (18, 9, 17, 2, False, False, 2),
+            (9, 33, 5, 2, False, True, 1),
+        ),
+    ),
+    "matmul_reduce_hopper_few": (
+        _reduce_hopper_few,
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        lambda world: (
+            (3, 24, 136, 0, True, None, 2, 1),
+            (1, 16, 40, 0, False, None, 3, 2),
+            (5, 40, 72, 1, False, 2, 2, 2),
+            (1, 16, 392, 1, True, 1, 10, 1),
+            (5, 24, 136, 2, False, 1, 2, 3),
+            (1, 40, 72, 2, True, 1, 2, 1),
+            (256 // world, 40, 40, 0, False, 16, 2, 2),
+            (11, 24, 136, 0, True, None, 2, 4),
+            (29, 24, 136, 2, False, 2, 2, 4),
+            (21, 24, 136, 1, False, 1, 2, 2),
+            (19, 40, 72, 0, False, None, 2, 1, 16),
+            (45, 24, 136, 2, True, 2, 2, 3, 16),
+            (21, 24, 72, 1, False, 1, 2, 1, 8),
+            (11, 24, 104, 0, True, None, 3, 2, 24),
+            (47, 40, 136, 2, False, 2, 2, 3, 48),
+            (23, 24, 72, 1, True, 1, 2, 1, 24),
+            (19, 40, 72, 0, False, None, 2, 2, 16, 4),
+            (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
+        ),
+    ),
+    "decode_attention": (
+        _decode_attention,
+        _decode_attention_shapes,
+    ),
+    **{
+        operation: (
+            functools.partial(_collective, operation=operation),
+            functools.partial(_collective_shapes, operation=operation),
+        )
+        for operation in ("psum", "all_gather", "psum_scatter")
+    },
+}
+
+
+def _simulated(kernel: Any) -> Simulated:
+    name = kernel.__name__.removesuffix("_kernel")
+    call, shapes = SIMULATED[name]
+    module = sys.modules[kernel.fn.__module__]
+    return Simulated(name=name, module=module, function=kernel.__name__, call=call, shapes=shapes)
+
+
+KERNELS = (
+    *(
+        _simulated(kernel)
+        # Several operations may share a kernel.
+        for kernel in dict.fromkeys(
+            variant.kernel for entry in register.OPERATIONS.values() for variant in reversed(entry.variants)
+        )
+        if kernel.__name__.removesuffix("_kernel") in SIMULATED
+    ),
+    Simulated(
+        name="custom_kernel",
+        module=load(ROOT / "examples" / "custom_kernel.py", "custom_kernel"),
+        function="all_gather_kernel",
+        call=_custom_kernel,
+        # SIZE, BLOCK
+        shapes=lambda world: ((37, 16), (8, 8), (70, 32)),
+    ),
+)

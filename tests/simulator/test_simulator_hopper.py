@@ -1,0 +1,637 @@
+"""The kernels for Hopper alone, in the simulator: right in every interleaving, and planted faults are found."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree import all_gather_matmul as operation
+from jaxtaxfree import simulator
+from jaxtaxfree.kernels.all_gather_matmul import hopper as all_gather_matmul_hopper
+from jaxtaxfree.kernels.blocks import hopper as matmul_hopper
+from jaxtaxfree.kernels.matmul_all_reduce import hopper as matmul_all_reduce_hopper
+from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as matmul_reduce_scatter_hopper
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.epilogue import Epilogue
+from jaxtaxfree.simulator import (
+    DataRaceError,
+    DeadlockError,
+    MbarrierError,
+    MissingFenceError,
+    OutOfBoundsError,
+    SignalCountError,
+    SimulationError,
+    UnfinishedOperationError,
+)
+from tests.conftest import MeshFactory
+from tests.helpers.attention_cases import TOLERANCE
+from tests.helpers.simulator_kernels import WORLDS, Call, Simulated, integers, launched, load
+from tests.simulator.test_simulator_gluon import indent
+from tests.simulator.test_simulator_kernels import PORTION, PORTIONS, first_seeds
+from tests.simulator.test_simulator_mutants import TOO_EARLY, edit
+
+SEEDS = 10
+TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
+
+
+def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, return_gathered, rhs_transposed, *rows = shape
+    block_m, unit = rows or (8, 4)
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    gathered = np.concatenate(lhs)
+    expected = [(gathered.astype(np.float32) @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    config = gather_ops.hopper.Config(**TILES, block_m=block_m, unit=unit, programs=programs)
+    others = {"return_gathered": return_gathered, "rhs_transposed": rhs_transposed}
+    if rhs_transposed:
+        rhs = [np.ascontiguousarray(w.T) for w in rhs]
+    return Call(
+        arrays=(lhs, lhs, rhs, rhs),
+        keywords=launched(gather_ops, world * m, k, n, world, dtype, config, **others),
+        expected=[(out, gathered) for out in expected] if return_gathered else expected,
+    )
+
+
+def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it: with a bias, and with a gate too where there is one."""
+    m, n, k, programs, epilogue = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs, gate = ([integers(key + rank, (k, n), dtype) for rank in range(world)] for key in (100, 200))
+    bias = [integers(300 + rank, (n,), np.dtype(np.float32)) for rank in range(world)]
+    gathered = np.concatenate(lhs).astype(np.float32)
+    products = [[gathered @ w.astype(np.float32) for w in weights] for weights in zip(rhs, gate)]
+    products = products if epilogue.gated else [one[:1] for one in products]
+    with jax.default_device(jax.devices("cpu")[0]):
+        others = [{"bias": jnp.asarray(b)} for b in bias]
+        expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
+    tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
+    config = gather_ops.hopper.Config(**tiles, block_m=8, unit=4, programs=programs)
+    return Call(
+        arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
+        keywords=launched(gather_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
+        expected=expected,
+        tolerance=TOLERANCE[dtype.name],
+    )
+
+
+TILES_OF_SUMS = {"block_m": 32, "block_n": 32, "block_k": 16, "num_stages": 2, "group_m": 2, "chunk": 128}
+
+
+def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, stages, *names = shape
+    lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    given = {"bias": [integers(200, (n,), dtype)] * world, "residual": list(integers(300, (world, 1, m, n), dtype))}
+    for name in names:
+        total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
+    tiles = TILES_OF_SUMS | {"num_stages": stages}
+    config = scatter_ops.hopper.Config(**tiles, programs=programs)
+    epilogue = Epilogue(operands=tuple(names))
+    return Call(
+        arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
+        keywords=launched(scatter_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
+        expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
+    )
+
+
+def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it."""
+    m, n, k, programs, groups, lag, *names = shape
+    lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
+    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
+    total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
+    config = reduce_ops.hopper.Config(**TILES_OF_SUMS, programs=programs, groups=groups, lag=lag)
+    return Call(
+        arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
+        keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
+        expected=[total] * world,
+    )
+
+
+SWIGLU = Epilogue("silu", ("gate", "bias"))
+BIASED = Epilogue("gelu_tanh", ("bias",))
+ALL_ROWS = (8, 24, 24, 2, False, False)
+# Of more tiles for others than an outbox has places, and of one step each, so that loads may be several tiles ahead.
+ONE_PROGRAM = (33, 64, 16, 1, 6)
+KERNELS = (
+    Simulated(
+        name="all_gather_matmul",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul,
+        # M, N, K, programs, return_gathered, rhs_transposed, and rows of a tile and of a unit; clipped at all ends, so
+        # that the second half of the rows may be missing, and with half tiles
+        shapes=lambda world: (
+            (8, 16, 24, 2, True, False),
+            (20, 8, 16, 3, False, False, 16, 16),
+            ALL_ROWS,
+            (4, 24, 24, 3, False, True),
+            (4, 24, 24, 2, True, True),
+        ),
+    ),
+    Simulated(
+        name="all_gather_matmul_with_epilogue",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul_with_epilogue,
+        # M, N, K, programs, epilogue; clipped at all ends, with half tiles and without
+        shapes=lambda world: ((4, 24, 24, 3, SWIGLU), (12, 16, 40, 2, SWIGLU), (4, 24, 24, 3, BIASED)),
+    ),
+    Simulated(
+        name="matmul_reduce_scatter",
+        module=matmul_reduce_scatter_hopper,
+        function="matmul_reduce_scatter_hopper_kernel",
+        call=matmul_reduce_scatter,
+        # M, N, K, programs, stages, and what is added; clipped at all ends, so that the second half of the rows may be
+        # missing, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (5, 40, 16, 1, 2),
+            (36, 40, 24, 2, 2, "bias", "residual"),
+            (32, 32, 40, 3, 2, "residual"),
+            ONE_PROGRAM,
+        ),
+    ),
+    Simulated(
+        name="matmul_all_reduce",
+        module=matmul_all_reduce_hopper,
+        function="matmul_all_reduce_hopper_kernel",
+        call=matmul_all_reduce,
+        # M, N, K, programs, groups, lag, and what is added; clipped at all ends, where the last ranks own fewer tiles
+        # or none, the last group has fewer, and with more programs than a rank has tiles
+        shapes=lambda world: (
+            (40, 104, 16, 2, 2, 1, "bias", "residual"),
+            (34, 40, 24, 1, 3, 0),
+            (32, 32, 40, 3, 1, 1, "residual"),
+            (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1),
+            (128, 16 * world, 8, 2, 4, 2),
+        ),
+    ),
+)
+KERNEL = {kernel.name: kernel for kernel in KERNELS}
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_shape_is_right(kernel: Simulated, world: int) -> None:
+    kernel.run(first_seeds(kernel, world), world)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("first", PORTIONS)
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
+    kernel.run(range(first, first + PORTION), world)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+      edits: (text, what to put in its place, and how often it occurs if not once).
+      errors, says: of which kind the finding must be, and what it must say.
+      kernel: in whose calls it shows.
+      product: the fault is in `matmul_hopper`, not in the kernel's own file.
+      shape: of the call; None for all shapes of the kernel.
+    """
+
+    name: str
+    edits: tuple[tuple, ...]
+    errors: tuple[type[SimulationError], ...]
+    says: str = ""
+    kernel: str = "all_gather_matmul"
+    product: bool = False
+    shape: tuple | None = None
+
+
+GATHERED = (8, 16, 24, 2, True, False)
+MANY_SUMS = (80, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox has places
+CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
+LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
+FENCE = "            shmem.fence_proxy()\n"
+SEND = "        due = copy(remote + offset_of(source, work), origin, row, part, came, True, due, work.PACE, work)\n"
+SIGNAL = "        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)\n"
+FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
+FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
+SEND_FIND = f"ticket, work)\n        {FIND}"
+COPY_FIND = f"unit, work)\n            {FIND}"
+TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
+TILE_FENCE = "                shmem.fence_proxy()\n"
+TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
+STAGED = "            gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)\n"
+GIVEN = "            to_push = give(staged, to_push, ticket, PARTITION)\n"
+CARRIED = "        due = carry(me, places + place[0] * size, dest, owner, 1, due, work.PACE, work)\n"
+RELEASED = "        place = release(staged, place)\n"
+TILE_SIGNAL = "        shmem.signal(me, arrived + ticket, owner)\n"
+NUMBER = "    number = take(relay, position)\n    place, phase = release(relay, position)\n"
+NUMBER_AFTER = """    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    number = gl.max(relay.numbers.index(position[0]).load(WARP), 0)
+"""
+LINES = "    block = source.load(LAYOUT)\n"
+TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
+GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
+RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
+
+SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
+SUM_FENCE = "    shmem.fence_proxy()\n"
+SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
+PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
+SUM_CARRIED = "scatter.carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
+PART_SIGNAL = "            shmem.signal(me, arrived + part, owner)\n"
+SUM_SIGNAL = "            shmem.signal_all(me, added + total, work.WORLD)\n"
+OWN_FIRST = (
+    ("unit - (work.LAG + 1) * (work.WORLD - 1)", "unit"),
+    ("mixed // work.WORLD + gl.where(is_own, 0, work.LAG + 1)", "mixed // work.WORLD"),
+    ("mixed - (work.GROUPS - work.LAG - 1) * work.WORLD", "mixed - work.GROUPS * work.WORLD"),
+    ("own - (work.LAG + 1)", "own"),
+)
+
+MUTANTS = (
+    Mutant(
+        name="units claimed twice",
+        edits=((CLAIM, "        following = ticket + 1\n"),),
+        errors=(DataRaceError, SignalCountError),
+    ),
+    Mutant(
+        name="first tickets lost",
+        edits=(("draws)\n    due", "draws) + 1\n    due"),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="last draws forgotten",
+        edits=(("to_send + gl.num_programs(0)", "to_send"),),
+        errors=(SignalCountError,),
+    ),
+    Mutant(
+        name="wait for the part before",
+        edits=((LOAD_WAIT, LOAD_WAIT.replace("part,", "part // 2,")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for the first part alone",
+        edits=((LOAD_WAIT, "            if part == 0:\n" + indent(LOAD_WAIT)),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for a unit too few",
+        edits=(("me.epoch * (work.BLOCK_M // work.UNIT)", "me.epoch * (work.BLOCK_M // work.UNIT) - 1"),),
+        errors=(*TOO_EARLY, SignalCountError),
+    ),
+    Mutant(
+        name="no proxy fence",
+        edits=((FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="proxy fence before the wait",
+        edits=((LOAD_WAIT + FENCE, FENCE + LOAD_WAIT),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="signal before the unit",
+        edits=((SIGNAL, ""), (SEND, SIGNAL + SEND)),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait before a unit is passed on",
+        edits=((FIND_WAIT, "came = me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="passed on behind the first part alone",
+        edits=((SEND_FIND, SEND_FIND.replace("part", "0")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="copied behind the first part alone",
+        edits=((COPY_FIND, COPY_FIND.replace("part", "0")),),
+        errors=TOO_EARLY,
+        shape=GATHERED,
+    ),
+    Mutant(
+        name="nothing is passed on",
+        edits=(("(work.WORLD - 1) * units_a_rank", "units_a_rank"),),
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="a rank that sends nothing",
+        edits=(("    came = me.ready\n", "    came = me.ready & (me.rank != 1)\n"),),
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="full stages taken for empty ones",
+        edits=(("position = (0, 1)", "position = (0, 0)"),),
+        errors=(DeadlockError,),
+        says="arrivals",
+    ),
+    Mutant(
+        name="empty stages taken for full ones",
+        edits=(("position = (0, 0)", "position = (0, 1)"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="columns of the gate in the place of the others",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=((GATE_LOAD, GATE_LOAD.replace("dest.slice(COLUMNS,", "dest.slice(0,")),),
+        errors=(DataRaceError,),
+        shape=(4, 24, 24, 3, SWIGLU),
+    ),
+    Mutant(
+        name="the gate not announced",
+        kernel="all_gather_matmul_with_epilogue",
+        product=True,
+        edits=(("+ PRODUCTS * rhs_desc", "+ rhs_desc"),),
+        errors=(MbarrierError,),
+        shape=(4, 24, 24, 3, SWIGLU),
+    ),
+    Mutant(
+        name="tiles claimed twice",
+        kernel="matmul_reduce_scatter",
+        edits=(("        ticket = shmem.claim(me, tickets, count + gl.num_programs(0))\n", "        ticket += 1\n"),),
+        errors=(DataRaceError, SignalCountError, OutOfBoundsError),
+    ),
+    Mutant(
+        name="tile handed over before it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=((STAGED + GIVEN, GIVEN.replace("to_push =", "after =") + STAGED + "            to_push = after\n"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a place taken before it is free",
+        kernel="matmul_reduce_scatter",
+        edits=(("            wait_for_place(staged, to_push)\n", ""),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a place released before it is carried",
+        kernel="matmul_reduce_scatter",
+        edits=((CARRIED + RELEASED, RELEASED.replace("place =", "after =") + CARRIED + "        place = after\n"),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a place taken from both partitions by one",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(1, 2)", "allocate_relay(1, 1)"),),
+        errors=(DeadlockError, *TOO_EARLY),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a tile carried when half of it is stored",
+        kernel="matmul_reduce_scatter",
+        edits=(("allocate_relay(2, 1)", "allocate_relay(1, 1)"),),
+        errors=TOO_EARLY,
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="a number released before it is read",
+        kernel="matmul_reduce_scatter",
+        edits=((NUMBER, NUMBER.replace("    number =", "    early =") + NUMBER_AFTER),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="numbers written by both partitions",
+        kernel="matmul_reduce_scatter",
+        edits=(("    if PARTITION == 0:\n", "    if True:\n"),),
+        errors=(DataRaceError,),
+        shape=ONE_PROGRAM,
+    ),
+    Mutant(
+        name="signal before the tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_SIGNAL, ""), (CARRIED, TILE_SIGNAL + CARRIED)),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last lines not carried",
+        kernel="matmul_reduce_scatter",
+        edits=(
+            (
+                "        shmem.store(me, dest + (size - work.CHUNK) + element, value, (peer + i) % work.WORLD)\n",
+                "        pass\n",
+            ),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no wait for a peer's tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_WAIT, "me.ready"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="tiles of the previous epoch",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_WAIT, TILE_WAIT.replace("me.epoch", "me.epoch - 1")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="wait for the first peer's tile alone",
+        kernel="matmul_reduce_scatter",
+        edits=(("if first == 0:", "if first + i == 0:"),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no proxy fence before a peer's tile",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="a peer's tile left out",
+        kernel="matmul_reduce_scatter",
+        edits=((TILE_LOAD, "            if part + first > 0:\n" + indent(TILE_LOAD)),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="the last ticket not handed over",
+        kernel="matmul_reduce_scatter",
+        edits=(("    give(staged, to_push, ticket, PARTITION)\n    matmul", "    matmul"),),
+        errors=(DeadlockError,),
+        says="arrivals",
+    ),
+    Mutant(
+        name="own tiles before the others' of their group",
+        kernel="matmul_all_reduce",
+        edits=OWN_FIRST,
+        errors=(DeadlockError,),
+        says="arrived",
+    ),
+    Mutant(
+        name="no wait for a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_WAIT, ""),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="no proxy fence before a sum",
+        kernel="matmul_all_reduce",
+        edits=((SUM_FENCE, ""),),
+        errors=(MissingFenceError,),
+        says="shmem.fence_proxy",
+    ),
+    Mutant(
+        name="a sum in the place of another tile",
+        kernel="matmul_all_reduce",
+        edits=((PLACE_WAIT, ""),),
+        errors=(DataRaceError,),
+        shape=MANY_SUMS,
+    ),
+    Mutant(
+        name="signal before the sum",
+        kernel="matmul_all_reduce",
+        edits=(
+            (SUM_SIGNAL, "            pass\n"),
+            ("            due = " + SUM_CARRIED, SUM_SIGNAL + "            due = " + SUM_CARRIED),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="a sum for all peers but one",
+        kernel="matmul_all_reduce",
+        edits=((SUM_CARRIED, SUM_CARRIED.replace("world - 1", "world - 2")),),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
+        name="the last lines of a sum not loaded",
+        kernel="matmul_all_reduce",
+        edits=((SUM_LINES, SUM_LINES.replace("(0, work.BLOCK_M,", "(0, work.BLOCK_M - 1 - scatter.lines_of(work),")),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="a stage released too early",
+        product=True,
+        edits=((RETIRE, RETIRE.replace("=1", "=2")),),
+        errors=(DataRaceError,),
+        says="warpgroup MMA",
+    ),
+    Mutant(
+        name="a stage released before its lines are read",
+        kernel="matmul_reduce_scatter",
+        product=True,
+        edits=((LINES, ""), (TAKEN, TAKEN.replace("    return", LINES + "    return"))),
+        errors=(DataRaceError,),
+        says="TMA load",
+    ),
+    Mutant(
+        name="lines read before they are there",
+        kernel="matmul_reduce_scatter",
+        product=True,
+        edits=(("    mbarrier.wait(ring.ready.index(stage), phase)\n" + LINES, LINES),),
+        errors=(DeadlockError, *TOO_EARLY),
+    ),
+    Mutant(
+        name="one buffer for all pieces",
+        product=True,
+        edits=(("PIECE % 2)", "0)"),),
+        errors=(DataRaceError,),
+        says="TMA store",
+    ),
+    Mutant(
+        name="buffers of both partitions",
+        product=True,
+        edits=(("ring.results.index(2 * PARTITION + PIECE % 2)", "ring.results.index(PIECE % 2)"),),
+        errors=(DataRaceError,),
+        shape=ALL_ROWS,
+    ),
+    Mutant(
+        name="a stage released by one partition for both",
+        product=True,
+        edits=(("count=PARTITIONS", "count=1"),),
+        errors=TOO_EARLY,
+        shape=ALL_ROWS,
+    ),
+    Mutant(
+        name="no wait for the last stores",
+        product=True,
+        edits=(("    tma.store_wait(0)\n", "    pass\n"),),
+        errors=(UnfinishedOperationError,),
+        says="TMA store",
+    ),
+)
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
+def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    """By the right detector under whichever seeds show it, and never as a wrong result without a finding."""
+    kernel = KERNEL[mutant.kernel]
+    faulty = matmul_hopper if mutant.product else kernel.module
+    module = load(edit(faulty, mutant.edits, tmp_path), faulty.__name__)
+    if mutant.product:
+        module = load(Path(kernel.module.__file__ or ""), kernel.module.__name__, matmul=module)
+    found = 0
+    for seed in range(SEEDS):
+        call, settings = kernel.case(seed, 3, most=3)
+        if mutant.shape is not None:
+            call = kernel.call(3, np.dtype(jnp.bfloat16), mutant.shape)
+        try:
+            call.run(getattr(module, kernel.function), **settings)
+        except SimulationError as error:
+            found += 1
+            assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
+            assert mutant.says in str(error)
+            assert str(error).startswith(f"{kernel.function}: ")
+    assert found, f"not found in {SEEDS} seeds"
+
+
+def test_the_missing_rank_is_waited_for_before_the_sums_of_others(tmp_path: Path) -> None:
+    """Sums of other ranks do not come either, but it is not they that are to be named."""
+    kernel = KERNEL["matmul_all_reduce"]
+    edits = ((PART_SIGNAL, PART_SIGNAL.replace("owner)", "owner, me.rank != 1)")),)
+    module = load(edit(kernel.module, edits, tmp_path), kernel.module.__name__)
+    for seed in range(SEEDS):
+        call, settings = kernel.call(3, np.dtype(jnp.bfloat16), (40, 104, 16, 2, 2, 1)), kernel.case(seed, 3)[1]
+        with pytest.raises(DeadlockError, match=r"signal arrived\[") as error:
+            call.run(getattr(module, kernel.function), **settings)
+        assert not re.search(r"signal added\[.*?\] of rank [02]", str(error.value))
+
+
+@pytest.mark.parametrize("gated", (False, True))
+@pytest.mark.parametrize("return_gathered", (False, True))
+def test_through_the_operation(cpu_mesh: MeshFactory, return_gathered: bool, gated: bool) -> None:
+    """Rows that are no leading dimension, and a result of another dtype; with a gate and a bias, too."""
+    mesh = cpu_mesh(2, "tp")
+    lhs, rhs = integers(0, (3, 12, 24), np.dtype(jnp.bfloat16)), integers(1, (24, 32), np.dtype(jnp.bfloat16))
+    others = {"gate": integers(2, (24, 32), rhs.dtype), "bias": integers(3, (32,), rhs.dtype)} if gated else {}
+
+    def call(lhs: jax.Array, rhs: jax.Array, others: dict[str, jax.Array], **keywords: Any) -> Any:
+        keywords |= {"return_gathered": return_gathered, "preferred_element_type": np.float32}
+        return operation(lhs, rhs, "tp", axis=1, **others, **keywords)
+
+    columns = P(None, "tp")
+    in_specs = (columns, columns, {"gate": columns, "bias": P("tp")} if gated else {})
+    specs = {"mesh": mesh, "in_specs": in_specs, "check_vma": False}
+    out_specs = (P(None, None, "tp"), P()) if return_gathered else P(None, None, "tp")
+
+    def run(**keywords: Any) -> Any:
+        program = jax.shard_map(functools.partial(call, **keywords), **specs, out_specs=out_specs)
+        return jax.block_until_ready(jax.jit(program)(lhs, rhs, others))
+
+    config = gather_ops.hopper.Config(**TILES | {"block_n": 32 if gated else 16}, block_m=8, unit=4, programs=2)
+    with simulator.simulating(seed=1):
+        found = run(implementation="simulate", config=config)
+    for one, other in zip(*map(jax.tree.leaves, (found, run(implementation="xla"))), strict=True):
+        np.testing.assert_array_equal(one, other)
