@@ -75,6 +75,7 @@ _gathered = partial(Implementation, in_specs=(P(None, None), P(None, AXIS)), out
 REFERENCE = _sharded(name="xla/default", call=gather_then_matmul)
 # What an all-gather must return, without communication. Every rank has all rows, so "columns" are W copies.
 GATHERED = _gathered(name="gathered", call=_identity)
+GATHERED_GEMM = _gathered(name="gemm", call=jnp.matmul)
 
 
 class MatmulOperation(Operation):
@@ -141,7 +142,7 @@ class AllGatherMatmul(MatmulOperation):
         implementations = (
             *by_flags(_sharded, "xla", gather_then_matmul),
             _sharded(name="xla_auto", call=jnp.matmul, **XLA_AUTO),
-            _gathered(name="gemm", call=jnp.matmul),
+            GATHERED_GEMM,
             _sharded(name="collective", call=_gather),
             _sharded(
                 name="pallas",
@@ -253,6 +254,7 @@ _partial = partial(Implementation, in_specs=(P(AXIS, None), P(AXIS, None)), out_
 SCATTER_REFERENCE = _row_parallel(name="xla/default", call=matmul_then_scatter)
 # What a reduce-scatter must return, and what the product of one rank.
 SCATTERED = _partial(name="scattered", call=_own_rows_of_sum)
+PARTIAL_GEMM = _row_parallel(name="gemm", call=jnp.matmul)
 PRODUCT = _row_parallel(name="product", call=partial(jnp.matmul, preferred_element_type=jnp.float32))
 
 
@@ -285,7 +287,7 @@ class MatmulReduceScatter(_RowParallel):
         implementations = (
             *by_flags(_row_parallel, "xla", matmul_then_scatter),
             _row_parallel(name="xla_auto", call=jnp.matmul, **XLA_AUTO),
-            _row_parallel(name="gemm", call=jnp.matmul),
+            PARTIAL_GEMM,
             _partial(name="collective", call=_scatter),
             *fused(_row_parallel, fused_call(register.OPERATIONS[self.name]), configs),
         )

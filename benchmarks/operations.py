@@ -2,6 +2,7 @@
 
 from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import AllGather, Psum, PsumScatter
+from benchmarks.columns import AllGatherMatmulColumns, MatmulReduceScatterColumns
 from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
@@ -21,7 +22,13 @@ TIMED: dict[str, Operation] = {
         PsumScatter(),
     )
 }
-PROGRAMS: tuple[Operation, ...] = (GatedAllGatherMatmul(), MlpGradients(), DecodeStep())
+PROGRAMS: tuple[Operation, ...] = (
+    GatedAllGatherMatmul(),
+    AllGatherMatmulColumns(),
+    MatmulReduceScatterColumns(),
+    MlpGradients(),
+    DecodeStep(),
+)
 
 OPERATIONS: dict[str, Operation] = {
     **{name: TIMED[name] for name in register.OPERATIONS if name in TIMED},

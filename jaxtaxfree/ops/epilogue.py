@@ -114,7 +114,7 @@ def check(
             f"{operation} has an epilogue for lhs of two or more dimensions and rhs of two, not {lhs.ndim} and "
             f"{rhs.ndim}."
         )
-    shapes = {"gate": rhs.shape, "bias": rhs.shape[1:], "residual": tuple(shape)}
+    shapes = {"gate": rhs.shape, "bias": tuple(shape[-1:]), "residual": tuple(shape)}
     for name, x in operands.items():
         if x.shape != shapes[name]:
             raise ValueError(f"{operation} takes a {name} of shape {list(shapes[name])} here, not {list(x.shape)}.")

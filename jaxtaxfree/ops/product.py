@@ -35,6 +35,7 @@ class Call:
       residual: dtype of the residual; None if there is none.
       rhs_transposed: rhs is [n, k].
       return_gathered: the gathered rows are a result, too.
+      along_columns: columns are gathered or scattered, not rows. Each rank has k columns of lhs, or n of the result.
     """
 
     operation: str
@@ -50,11 +51,12 @@ class Call:
     residual: np.dtype | None = None
     rhs_transposed: bool = False
     return_gathered: bool = False
+    along_columns: bool = False
 
     @property
     def m(self) -> int:
-        """The rows that belong to each rank, where rows are dealt out."""
-        return self.rows // self.world
+        """The rows that belong to each rank, where rows are dealt out; else all."""
+        return self.rows if self.along_columns else self.rows // self.world
 
     @property
     def products(self) -> int:
@@ -89,9 +91,12 @@ def call_of(
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    along_columns: bool = False,
 ) -> Call:
     """The call of an operation with these operands (arrays or their types), which some kernel has to support."""
     k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
+    if along_columns:
+        k, n = (k // world, n) if operation == "all_gather_matmul" else (k, n // world)
     residual = epilogue.split(rhs, others)[1].get("residual") if others else None
     return Call(
         operation=operation,
@@ -107,6 +112,7 @@ def call_of(
         residual=None if residual is None else np.dtype(residual.dtype),
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
+        along_columns=along_columns,
     )
 
 
@@ -145,6 +151,7 @@ def dimensions(
     rhs: Any,
     *others: Any,
     moved: int | None = None,
+    scattered: bool = False,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
@@ -152,12 +159,14 @@ def dimensions(
     """The `jaxtaxfree.primitive.Dimensions` of a product.
 
     Args:
-      moved: the dimension of lhs that is gathered or scattered.
+      moved: the dimension of lhs that is gathered, or that of the result that is scattered.
+      scattered: whether it is the result's.
     """
     del others
     rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
-    weights, product = [None, "column"], [*rows, "column"]
-    labels = {"gate": weights, "bias": ["column"], "residual": product}
+    column = None if scattered and moved == len(rows) else "column"
+    weights, product = [None, column], [*rows, column]
+    labels = {"gate": weights, "bias": [column], "residual": product}
     ins = [[*rows, None], weights[::-1] if rhs_transposed else weights, *(labels[name] for name in epilogue.operands)]
     return ins, [product, [*rows, None]] if return_gathered else [product]
 

@@ -15,6 +15,10 @@ Persistent programs, one for each multiprocessor, each of three roles that parti
 A tile needs the rows of one rank only. Tiles of this rank's own rows come first; the others follow in the order
 rank + 1, rank + 2, ..., as they arrive. Nobody waits for a tile, so their programs may start late.
 
+Where ranks have columns of lhs in place of rows, a tile needs those of all ranks: this rank's own first, then those of
+rank + 1, rank + 2, ... What is pushed then has another order: all columns of the rows of the first group of tiles, then
+of the next one.
+
 No push waits in a circle. A rank's own rows, which it sends first, wait for nothing; what it passes on in a later step
 waits for the step before of rank + 1 alone. Units of lower tickets have been claimed by programs that run.
 """
@@ -48,13 +52,14 @@ class Work(NamedTuple):
     PACE: Any
     GATED: Any
     ACTIVATION: Any
+    COLUMNS: Any
 
 
 @gluon.jit
 def all_gather_matmul_hopper_kernel(
-    lhs_ptr,  # [1, M, K], this rank's rows
+    lhs_ptr,  # [1, M, K], this rank's rows or columns
     lhs_desc,  # the same, in boxes [1, rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]; WORLD * K for columns
     half_desc,  # the same, in blocks of half the columns
     gate_desc,  # as rhs_desc, of the gate; or None
     half_gate_desc,  # as half_desc, of the gate; or None
@@ -63,8 +68,8 @@ def all_gather_matmul_hopper_kernel(
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
     tickets,  # signal: to claim units
-    out_desc,  # [WORLD, M, N], in blocks [1, rows multiplied by a partition, columns stored at a time]
-    gathered_ptr,  # [WORLD, M, K]: where the gathered rows go as well, or None
+    out_desc,  # [WORLD, M, N], or [1, M, N] for columns; in blocks [1, rows of a partition, columns stored at a time]
+    gathered_ptr,  # [WORLD, M, K], or [1, M, WORLD * K]: where what is gathered goes as well, or None
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -78,6 +83,7 @@ def all_gather_matmul_hopper_kernel(
     UNIT: gl.constexpr,  # rows that are sent together, of one part
     PACE: gl.constexpr,  # cycles in which a program sends CHUNK of these rows
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
+    COLUMNS: gl.constexpr,  # ranks have columns of lhs, not rows
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
@@ -85,7 +91,9 @@ def all_gather_matmul_hopper_kernel(
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES, GATED)
     whole_descs = (rhs_desc, gate_desc)
     half_descs = (half_desc, half_gate_desc)
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION)
+    work: gl.constexpr = Work(
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION, COLUMNS
+    )
     gl.warp_specialize(
         [
             (multiply, (me, ring, out_desc, bias_ptr, work, 0)),
@@ -117,13 +125,14 @@ def multiply_tile(
     me, ring, position, out_desc, bias_ptr, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr
 ):
     source, row, column = place(me, tile, half, work)
-    steps = gl.cdiv(work.K, work.BLOCK_K)
+    steps = sources_of_a_tile(work) * gl.cdiv(work.K, work.BLOCK_K)
     product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)
     product = matmul.activate(product, gate, bias_ptr, column, work.N, work.ACTIVATION)
-    matmul.store_tile(out_desc, ring, product, source, row, column, PARTITION=PARTITION)
+    destination = 0 if work.COLUMNS else source
+    matmul.store_tile(out_desc, ring, product, destination, row, column, PARTITION=PARTITION)
     return stage, phase
 
 
@@ -155,12 +164,22 @@ def load(me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work):
 
 @gluon.jit
 def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, half, work, HALF: gl.constexpr):
+    first, row, column = place(me, tile, half, work)
+    for i in range(sources_of_a_tile(work)):
+        source = (first + i) % work.WORLD
+        position = load_part(me, ring, position, lhs_desc, inbox_desc, descs, arrived, source, row, column, work, HALF)
+    return position
+
+
+@gluon.jit
+def load_part(me, ring, position, lhs_desc, inbox_desc, descs, arrived, source, row, column, work, HALF: gl.constexpr):
+    """Loads what a tile needs of one source."""
     rhs_desc, gate_desc = descs
-    source, row, column = place(me, tile, half, work)
     steps = gl.cdiv(work.K, work.BLOCK_K)
+    above = source * work.K if work.COLUMNS else 0
     if source == me.rank:
         position = matmul.load_steps(
-            ring, position, lhs_desc, 0, row, work.M, rhs_desc, column, 0, steps, HALF, gate_desc
+            ring, position, lhs_desc, 0, row, work.M, rhs_desc, column, 0, steps, HALF, gate_desc, above
         )
     else:
         parts = gl.cdiv(work.K, work.PART)
@@ -171,7 +190,7 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, ha
             end = gl.minimum((part + 1) * steps_a_part, steps)
             position = matmul.load_steps(
                 ring, position, inbox_desc, source, row, work.M, rhs_desc, column, part * steps_a_part, end, HALF,
-                gate_desc,
+                gate_desc, above,
             )  # fmt: skip
     return position
 
@@ -187,10 +206,10 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
     ticket = shmem.claim(me, tickets, draws)
     due = me.epoch * 0  # i64
     while ticket < to_send:
-        source, row, part = unit_of(me, ticket, work)
+        source, row, part = unit_of(me, ticket, work.WORLD - 1, work)
         origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
         # What has not come is not passed on: the others wait in vain, too, and say so.
-        due = copy(remote + offset_of(source, work), origin, row, part, came, True, due, work.PACE, work)
+        due = copy(remote + offset_of(source, work), work.K, origin, row, part, came, True, due, work.PACE, work)
         # Claimed while the unit is on its way, for the signal waits until it is there.
         following = shmem.claim(me, tickets, draws)
         shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)
@@ -198,9 +217,13 @@ def push(me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work):
 
     if gathered_ptr is not None:
         for unit in range(gl.program_id(0), work.WORLD * units_a_rank(work), gl.num_programs(0)):
-            source, row, part = unit_of(me, unit, work)
+            source, row, part = unit_of(me, unit, work.WORLD, work)
             origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)
-            copy(gathered_ptr + offset_of(source, work), origin, row, part, True, came, due, 0, work)
+            if work.COLUMNS:
+                dest = gl.multiple_of(gathered_ptr + source * work.K, 16)
+                copy(dest, work.WORLD * work.K, origin, row, part, True, came, due, 0, work)
+            else:
+                copy(gathered_ptr + offset_of(source, work), work.K, origin, row, part, True, came, due, 0, work)
 
 
 @gluon.jit
@@ -215,12 +238,33 @@ def units_a_part(work):
 
 
 @gluon.jit
-def unit_of(me, unit, work):
-    """The source of a unit, its first row and its part of K, in the order in which they travel."""
-    source = (me.rank + unit // units_a_rank(work)) % work.WORLD
-    row = unit % units_a_part(work) * work.UNIT
-    part = unit % units_a_rank(work) // units_a_part(work)
+def unit_of(me, unit, SOURCES: gl.constexpr, work):
+    """The source of a unit, its first row and its part of K, in the order in which they travel.
+
+    Args:
+      SOURCES: how many ranks' units there are.
+    """
+    if work.COLUMNS:
+        # Tiles are multiplied by groups of rows, which need all columns.
+        parts: gl.constexpr = (work.K + work.PART - 1) // work.PART
+        most: gl.constexpr = work.GROUP_M * work.BLOCK_M // work.UNIT  # units of a part in a group
+        group = unit // (most * parts * SOURCES)
+        within = unit % (most * parts * SOURCES)
+        rows = gl.minimum(units_a_part(work) - group * most, most)
+        source = (me.rank + within // (rows * parts)) % work.WORLD
+        row = (group * most + within % rows) * work.UNIT
+        part = within // rows % parts
+    else:
+        source = (me.rank + unit // units_a_rank(work)) % work.WORLD
+        row = unit % units_a_part(work) * work.UNIT
+        part = unit % units_a_rank(work) // units_a_part(work)
     return source, row, part
+
+
+@gluon.jit
+def sources_of_a_tile(work):
+    """From how many ranks a tile has what it multiplies."""
+    return work.WORLD if work.COLUMNS else 1
 
 
 @gluon.jit
@@ -241,10 +285,11 @@ def offset_of(source, work):
 
 
 @gluon.jit
-def copy(dest, source, row, part, mask, valid, due, PACE: gl.constexpr, work):
+def copy(dest, stride, source, row, part, mask, valid, due, PACE: gl.constexpr, work):
     """Copies a unit: some rows of a part of K, or NaN if they are not valid.
 
     Args:
+      stride: from one row of `dest` to the next one.
       due: when to begin, if it is to keep the pace.
 
     Returns: when the next unit is due.
@@ -254,18 +299,20 @@ def copy(dest, source, row, part, mask, valid, due, PACE: gl.constexpr, work):
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, work.PART, gl.SliceLayout(0, LAYOUT))[None, :]
     offset = rows * work.K + columns
+    dest_offset = rows * stride + columns
     for first in range(0, work.UNIT, CHUNK):
         start = gl.multiple_of((row + first).to(gl.int64) * work.K + part * work.PART, 8)
+        dest_start = gl.multiple_of((row + first).to(gl.int64) * stride + part * work.PART, 8)
         inside = (row + first + rows < work.M) & (part * work.PART + columns < work.K)
         due = shmem.pace(due, PACE)
         value = gl.load(source + start + offset, mask=inside)
-        gl.store(dest + start + offset, gl.where(valid, value, float("nan")), mask=inside & mask)
+        gl.store(dest + dest_start + dest_offset, gl.where(valid, value, float("nan")), mask=inside & mask)
     return due
 
 
 @gluon.jit
 def place(me, tile, half, work):
-    """The source of a tile, and its first row and column."""
+    """The source of a tile, or the first of several, and its first row and column."""
     row_blocks = gl.cdiv(work.M, work.BLOCK_M)
     column_blocks = gl.cdiv(work.N, work.BLOCK_N)
     source = (me.rank + tile // (row_blocks * column_blocks)) % work.WORLD
@@ -277,7 +324,8 @@ def place(me, tile, half, work):
 
 @gluon.jit
 def tile_count(work):
-    return work.WORLD * gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
+    count = gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
+    return count if work.COLUMNS else work.WORLD * count
 
 
 @gluon.jit

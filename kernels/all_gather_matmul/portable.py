@@ -5,6 +5,8 @@ A tile needs the rows of one rank only. Tiles of this rank's own rows come first
 follow in the order rank + 1, rank + 2, ..., and each waits for its block of rows alone, so the rows of one rank
 travel while those of another are multiplied.
 
+Where ranks have columns of lhs in place of rows, a tile needs those of all ranks: its own first, then as above.
+
 Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
 run.
 """
@@ -18,17 +20,17 @@ from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 @triton.jit
 def all_gather_matmul_kernel(
-    lhs_ptr,  # [M, K], this rank's rows
-    rhs_ptr,  # [K, N], or [N, K]
-    gate_ptr,  # [K, N], or None
+    lhs_ptr,  # [M, K], this rank's rows, or its columns
+    rhs_ptr,  # [K, N], or [N, K]; WORLD * K if ranks have columns
+    gate_ptr,  # [K, N], or [WORLD * K, N], or None
     bias_ptr,  # [N], or None
-    residual_ptr,  # [WORLD * M, N], or None
+    residual_ptr,  # as the result, or None
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
     turn,  # signals [PUSHERS]: one at the end of each step of the push
-    out_ptr,  # [WORLD * M, N]
-    gathered_ptr,  # [WORLD * M, K]: where the gathered rows go as well, or None
+    out_ptr,  # [WORLD * M, N]; [M, N] if ranks have columns
+    gathered_ptr,  # [WORLD * M, K], or [M, WORLD * K]: where what is gathered goes as well, or None
     M: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -43,6 +45,7 @@ def all_gather_matmul_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
     ACTIVATION: tl.constexpr,
+    COLUMNS: tl.constexpr,  # ranks have columns of lhs, not rows
 ):
     me = shmem.start(team)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
@@ -54,36 +57,81 @@ def all_gather_matmul_kernel(
         tile = tl.program_id(0) - PUSHERS
         step = tile // (row_blocks * column_blocks)
         row_block, column_block = tiles.grouped(tile % (row_blocks * column_blocks), row_blocks, column_blocks, GROUP_M)
-        source = (me.rank + step) % WORLD
-
-        ready = me.ready
-        rows_of = lhs_ptr.to(tl.int64)
-        if step > 0:
-            ready = shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)
-            rows_of = (inbox + source.to(tl.int64) * M * K).to(tl.int64)
-        # One product for both cases: with two, each would take shared memory for a pipeline of its own.
-        lhs = tl.multiple_of(rows_of.to(lhs_ptr.dtype), 16) + (row_block * BLOCK_M).to(tl.int64) * K
         rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
         column = column_block * BLOCK_N
-        if gathered_ptr is not None:
-            # Each tile of a block of rows copies a part of it.
-            size = rows * K
-            part: tl.constexpr = tl.cdiv(tl.cdiv(BLOCK_M * K, column_blocks), CHUNK) * CHUNK
-            copy = gathered_ptr + (source * M + row_block * BLOCK_M).to(tl.int64) * K
-            for at in range(column_block * part, tl.minimum((column_block + 1) * part, size), CHUNK):
-                element = at + tl.arange(0, CHUNK)
-                value = tl.load(lhs + element, mask=element < size)
-                tl.store(copy + element, tl.where(ready, value, float("nan")), mask=element < size)
-        product, gate = matmul.multiply_gated(
-            lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
-        )
+        row = row_block * BLOCK_M
+        if COLUMNS:
+            WIDTH: tl.constexpr = BLOCK_N if gate_ptr is None else 2 * BLOCK_N
+            STRIDE: tl.constexpr = WORLD * K if RHS_TRANSPOSED else N
+            ready = me.ready
+            total = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
+            for i in range(WORLD):
+                source = (me.rank + i) % WORLD
+                lhs, came = find(me, lhs_ptr, inbox, arrived, i, source, row_block, M, K, BLOCK_M, UNITS)
+                ready &= came
+                if gathered_ptr is not None:
+                    dest = gathered_ptr + row.to(tl.int64) * (WORLD * K) + source * K
+                    copy(dest, lhs, came, rows, column_block, WORLD * K, K, BLOCK_M, column_blocks, CHUNK)
+                above = source.to(tl.int64) * (K if RHS_TRANSPOSED else K * N)
+                total = matmul.multiply(
+                    lhs, rhs_ptr + above, rows, column, M, N, K, BLOCK_M, WIDTH, BLOCK_K, PRECISION, RHS_TRANSPOSED,
+                    None if gate_ptr is None else gate_ptr + above, STRIDE=STRIDE, accumulator=total,
+                )  # fmt: skip
+            product, gate = matmul.split_gated(total, gate_ptr is not None, BLOCK_M, WIDTH)
+        else:
+            source = (me.rank + step) % WORLD
+            row += source * M
+            lhs, ready = find(me, lhs_ptr, inbox, arrived, step, source, row_block, M, K, BLOCK_M, UNITS)
+            if gathered_ptr is not None:
+                dest = gathered_ptr + row.to(tl.int64) * K
+                copy(dest, lhs, ready, rows, column_block, K, K, BLOCK_M, column_blocks, CHUNK)
+            product, gate = matmul.multiply_gated(
+                lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+            )
         product = tl.where(ready, product, float("nan"))
-        row = source * M + row_block * BLOCK_M
         out = out_ptr + row.to(tl.int64) * N
         epilogue.store_tile(
             out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
         )
     shmem.finish(me)
+
+
+@triton.jit
+def find(
+    me, lhs_ptr, inbox, arrived, step, source, row_block,
+    M: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """Where a block of rows of a rank lies here, and whether it is there: waits for it, if it is another rank's.
+
+    Args:
+      step: 0 for this rank itself.
+    """
+    ready = me.ready
+    rows_of = lhs_ptr.to(tl.int64)
+    if step > 0:
+        ready = shmem.wait(me, arrived + source * tl.cdiv(M, BLOCK_M) + row_block, me.epoch * UNITS, source)
+        rows_of = (inbox + source.to(tl.int64) * M * K).to(tl.int64)
+    # One product for both cases: with two, each would take shared memory for a pipeline of its own.
+    return tl.multiple_of(rows_of.to(lhs_ptr.dtype), 16) + (row_block * BLOCK_M).to(tl.int64) * K, ready
+
+
+@triton.jit
+def copy(
+    dest, lhs, ready, rows, column_block,
+    STRIDE: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, COLUMN_BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Copies a part of a block of rows, of which each of its tiles copies another one; NaN if they are not there.
+
+    Args:
+      STRIDE: from one row of `dest` to the next one.
+    """
+    size = rows * K
+    part: tl.constexpr = tl.cdiv(tl.cdiv(BLOCK_M * K, COLUMN_BLOCKS), CHUNK) * CHUNK
+    for at in range(column_block * part, tl.minimum((column_block + 1) * part, size), CHUNK):
+        element = at + tl.arange(0, CHUNK)
+        value = tl.load(lhs + element, mask=element < size)
+        place = element if STRIDE == K else element // K * STRIDE + element % K
+        tl.store(dest + place, tl.where(ready, value, float("nan")), mask=element < size)
 
 
 @triton.jit

@@ -98,7 +98,7 @@ def is_transposed(ring):
 @gluon.jit
 def load_steps(
     ring, position, lhs_desc, source, row, ROWS: gl.constexpr, rhs_desc, column, first, end, HALF: gl.constexpr,
-    gate_desc=None,
+    gate_desc=None, above=0,
 ):  # fmt: skip
     """Loads the steps of K from `first` to before `end` into the next stages: the position behind them.
 
@@ -109,6 +109,7 @@ def load_steps(
       column: of the block of `rhs_desc`.
       HALF: whether that is a half tile.
       gate_desc: of a gate, blocks like those of `rhs_desc`, which come to lie right of them.
+      above: how many rows of rhs belong to sources before this one.
     """
     stage, phase = position
     BLOCK_M: gl.constexpr = ring.lhs.shape[2]
@@ -126,12 +127,12 @@ def load_steps(
         dest = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
         if gate_desc is not None:
             COLUMNS: gl.constexpr = rhs_desc.block_type.shape[1]
-            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, dest.slice(0, COLUMNS, 1))
-            tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))
+            tma.async_load(rhs_desc, [above + step * BLOCK_K, column], bar, dest.slice(0, COLUMNS, 1))
+            tma.async_load(gate_desc, [above + step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))
         elif is_transposed(ring):
-            tma.async_load(rhs_desc, [column, step * BLOCK_K], bar, dest)
+            tma.async_load(rhs_desc, [column, above + step * BLOCK_K], bar, dest)
         else:
-            tma.async_load(rhs_desc, [step * BLOCK_K, column], bar, dest)
+            tma.async_load(rhs_desc, [above + step * BLOCK_K, column], bar, dest)
         stage, phase = _next(ring, stage, phase)
     return stage, phase
 

@@ -24,18 +24,22 @@ def multiply(
     count=None,  # i32, how many elements, a multiple of 16; the steps copy K / BLOCK_K * PART of them
     PART: tl.constexpr = 0,  # elements that are copied in a step
     CHUNK: tl.constexpr = 0,  # a power of 2, at least PART
+    STRIDE: tl.constexpr = 0,  # from one row of rhs to the next one, if rhs is a part of a wider matrix
+    accumulator=None,  # f32 [BLOCK_M, BLOCK_N], to which the product is added, or None
 ):
     """lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
-    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if accumulator is None:
+        accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    stride: tl.constexpr = STRIDE if STRIDE > 0 else K if RHS_TRANSPOSED else N
     COLUMNS: tl.constexpr = BLOCK_N if other_ptr is None else BLOCK_N // 2
     m = rows_to_read(rows, M, BLOCK_M)
     n = column + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
     if RHS_TRANSPOSED:
-        rhs_ptrs = rhs_ptr + k[:, None] + n[None, :].to(tl.int64) * K
+        rhs_ptrs = rhs_ptr + k[:, None] + n[None, :].to(tl.int64) * stride
     else:
-        rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
+        rhs_ptrs = rhs_ptr + k[:, None] * stride + n[None, :]
     if other_ptr is not None:
         # One load for both halves, and one product, which makes better use of lhs than two of half the columns.
         size: tl.constexpr = rhs_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -56,7 +60,7 @@ def multiply(
             rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
         accumulator = tl.dot(lhs, rhs, accumulator, input_precision=PRECISION)
         lhs_ptrs += BLOCK_K
-        rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * N
+        rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * stride
         if source is not None:
             # What one step loads the next one stores, so that no step waits for memory.
             tl.store(dest + element, part, mask=element < size)
@@ -97,6 +101,17 @@ def multiply_gated(
             BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, other_ptr=gate_ptr,
         )  # fmt: skip
         product, gate = halves(pair, BLOCK_M, 2 * BLOCK_N)
+    return product, gate
+
+
+@triton.jit
+def split_gated(tile, GATED: tl.constexpr, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """The product and the gate of which a tile [BLOCK_M, WIDTH] has one half each; without a gate the tile and None."""
+    if GATED:
+        product, gate = halves(tile, BLOCK_M, WIDTH)
+    else:
+        product = tile
+        gate: tl.constexpr = None
     return product, gate
 
 

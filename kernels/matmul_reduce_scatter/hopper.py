@@ -50,6 +50,7 @@ class Work(NamedTuple):
     CHUNK: Any
     PACE: Any
     ACTIVATION: Any
+    COLUMNS: Any
 
 
 class Epilogue(NamedTuple):
@@ -72,8 +73,8 @@ class Relay(NamedTuple):
 
 @gluon.jit
 def matmul_reduce_scatter_hopper_kernel(
-    lhs_desc,  # [WORLD, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    lhs_desc,  # [WORLD, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`; [1, M, K] if ranks own columns
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]; [K, WORLD * N] if ranks own columns
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
     bias_ptr,  # [N], or None
     residual_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes], or None
@@ -95,6 +96,7 @@ def matmul_reduce_scatter_hopper_kernel(
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
+    COLUMNS: gl.constexpr,  # ranks own columns of the sum, not rows
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
@@ -103,7 +105,7 @@ def matmul_reduce_scatter_hopper_kernel(
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = allocate_relay(1, 2)
     staged = allocate_relay(2, 1)
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION)
+    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION, COLUMNS)
     last = Epilogue(bias_ptr, residual_desc)
     gl.warp_specialize(
         [
@@ -139,7 +141,11 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, t
         owner = owner_of(me, ticket, work)
         row, column = start_of(ticket % tiles_a_rank(work), work)
         steps = gl.cdiv(work.K, work.BLOCK_K)
-        position = matmul.load_steps(ring, position, lhs_desc, owner, row, work.M, rhs_desc, column, 0, steps, False)
+        # Past the owner's columns a block has those of the next one, and the result of these is nobody's.
+        source, first = (0, owner * work.N) if work.COLUMNS else (owner, 0)
+        position = matmul.load_steps(
+            ring, position, lhs_desc, source, row, work.M, rhs_desc, first + column, 0, steps, False
+        )
         if owner == me.rank:
             tile = ticket % tiles_a_rank(work)
             position = load_parts(

@@ -12,6 +12,9 @@ multiplies, a part in each step: that of the program `LAG` ids before it.
 A program waits for lower ids alone, or for its own id on other ranks: what is to be added to a tile has been carried
 by such programs. A tile whose carrier would have a higher id is sent by its own program; if there are few tiles, all
 are.
+
+Where ranks own columns of the sum in place of rows, a tile of another rank has other columns and the same rows; nothing
+else differs.
 """
 
 import triton
@@ -23,8 +26,8 @@ from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
 
 @triton.jit
 def matmul_reduce_scatter_kernel(
-    lhs_ptr,  # [WORLD * M, K]
-    rhs_ptr,  # [K, N], or [N, K]
+    lhs_ptr,  # [WORLD * M, K]; [M, K] if ranks own columns
+    rhs_ptr,  # [K, N], or [N, K]; WORLD * N if ranks own columns
     bias_ptr,  # [N], or None
     residual_ptr,  # [M, N], or None
     team,
@@ -43,6 +46,7 @@ def matmul_reduce_scatter_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    COLUMNS: tl.constexpr,  # ranks own columns of the sum, not rows
     LAG: tl.constexpr,
     PART: tl.constexpr,  # 4-byte words that are carried in a step of K
     CHUNK: tl.constexpr,  # the power of 2 of words that are moved at a time
@@ -75,11 +79,17 @@ def matmul_reduce_scatter_kernel(
 
     rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
     column = column_block * BLOCK_N
-    lhs = lhs_ptr + (owner * M + row_block * BLOCK_M).to(tl.int64) * K
+    first_row = row_block * BLOCK_M
+    rhs = rhs_ptr
+    if COLUMNS:
+        rhs += owner.to(tl.int64) * (N * K if RHS_TRANSPOSED else N)
+    else:
+        first_row += owner * M
     product = matmul.multiply(
-        lhs, rhs_ptr, rows, column, M, N, K,
+        lhs_ptr + first_row.to(tl.int64) * K, rhs, rows, column, M, N, K,
         BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
         source=source, dest=dest, count=count, PART=PART, CHUNK=CHUNK,
+        STRIDE=WORLD * N if COLUMNS and not RHS_TRANSPOSED else 0,
     )  # fmt: skip
     for at in range(tl.cdiv(K, BLOCK_K) * PART, count, CHUNK):
         word = at + tl.arange(0, CHUNK)

@@ -311,6 +311,55 @@ def three_calls(
     return call, lhs, rhs, jnp.stack([call(x, rhs) for x in lhs])
 
 
+COLUMN_SHAPES = [(60, 136, 40), (300, 264, 200), (257, 640, 264), (1000, 1024, 520), (2100, 1536, 1032)]
+
+
+def check_columns(mesh: Mesh) -> None:
+    """Ranks have columns of lhs, or get columns of the sum, by every kernel that takes them, many times over."""
+    world = mesh.shape["tp"]
+
+    def local(key: int, name: str, m: int, k: int, n: int, dtype: Any, kernel: str, again: bool) -> jax.Array:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(key), lax.axis_index("tp")))
+        wide, tall = (world * k, n), (k, world * n)
+        gathers = name == "all_gather_matmul"
+        lhs, rhs = (
+            jax.random.normal(key, shape, dtype) for key, shape in zip(keys, ((m, k), wide if gathers else tall))
+        )
+        dimension = {"axis": 1} if gathers else {"scatter_dimension": 1}
+        call = functools.partial(getattr(jtf, name), axis_name="tp", precision="highest", **dimension)
+        fused = functools.partial(call, implementation="fused", config={"kernel": kernel})
+        expected = call(lhs, rhs, implementation="xla", preferred_element_type=jnp.float32)
+        first = fused(lhs, rhs)
+        if not again:
+            return relative_error(first.astype(jnp.float32), expected, ("tp",))
+
+        def step(_: int, different: jax.Array) -> jax.Array:
+            return different + jnp.sum(fused(lax.optimization_barrier(lhs), rhs) != first)
+
+        return lax.psum(lax.fori_loop(0, 200, step, vary(jnp.int32(0), ("tp",))), "tp")
+
+    on_hopper = mesh.devices.flat[0].compute_capability == "9.0" if mesh.devices.flat[0].platform == "gpu" else False
+    cases = [
+        (name, *shape, dtype, kernel)
+        for name in ("all_gather_matmul", "matmul_reduce_scatter")
+        for kernel, dtypes in (
+            ("portable", ("float32", "bfloat16")),
+            *((("hopper", ("bfloat16",)),) if on_hopper else ()),
+        )
+        for dtype in dtypes
+        for shape in COLUMN_SHAPES
+        if kernel == "portable" or name == "matmul_reduce_scatter" or shape[1] % 64 == 0
+    ]
+    found = run_all([program(mesh, functools.partial(local, i, *case, False)) for i, case in enumerate(cases)])
+    for case, error in zip(cases, found, strict=True):
+        assert error < TOLERANCE[case[4]], f"{case}: {error}"
+    large = [case for case in cases if case[1] > 2000]
+    for case, different in zip(
+        large, run_all([program(mesh, functools.partial(local, 0, *case, True)) for case in large])
+    ):
+        assert different == 0, f"{case}: {different} elements of 200 calls are not the first call's"
+
+
 def check_repetition(mesh: Mesh, operation: Operation, times: int = 1000) -> None:
     """Call after call with changing operands gives what the first call with those operands gave, bit for bit."""
 
@@ -563,6 +612,7 @@ CHECKS = (
     check_reduce_scatter_rounds_once,
     check_all_reduce_is_the_same_everywhere,
     check_gradients_of_an_mlp,
+    check_columns,
     check_epilogues,
     check_gradients_of_a_gated_mlp,
     check_mixture_with_reduce_scatter,

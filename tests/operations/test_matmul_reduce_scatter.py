@@ -542,7 +542,6 @@ def test_unknown_implementation(mesh: Mesh) -> None:
     (
         ({"preferred_element_type": "float64"}, "not float64"),
         ({"precision": "BF16_BF16_F32_X9"}, "no precision"),
-        ({"scatter_dimension": 1}, "scatters rows, not the columns of rhs"),
     ),
 )
 def test_what_fused_cannot_do(mesh: Mesh, keywords: dict[str, Any], part: str) -> None:

@@ -108,10 +108,11 @@ def all_gather_matmul(
     starts first push the rows.
 
     Args:
-      lhs: this rank's rows, [..., M, ..., K].
+      lhs: this rank's rows, [..., M, ..., K], or its part of the contracted dimension, [..., K / world].
       rhs: this rank's columns, [K, N]. The reference also takes a vector [K].
       axis_name: the mesh axis, or axes, over which `lhs` is sharded.
-      axis: the sharded dimension of `lhs`.
+      axis: the sharded dimension of `lhs`. The last one, which is contracted, is for activations that are sharded along
+        their channels. The result then has no more rows than `lhs`.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
@@ -229,13 +230,15 @@ def fused(
     ):
         raise Unsupported("all_gather_matmul", reasons)
     world = lax.axis_size(axes)
-    rows, lengths = matmul.rows_first(lhs, axis)
+    along_columns = axis == lhs.ndim - 1
+    dimension = 0 if along_columns else axis
+    rows, lengths = matmul.rows_first(lhs, dimension)
     call = product.call_of(
         "all_gather_matmul",
         rows,
         rhs,
         *operands,
-        rows=world * rows.shape[0],
+        rows=rows.shape[0] if along_columns else world * rows.shape[0],
         world=world,
         compute_capability=compute_capability,
         precision=precision,
@@ -243,10 +246,11 @@ def fused(
         epilogue=epilogue,
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
+        along_columns=along_columns,
     )
-    others = epilogue.rows_first(operands, axis)
+    others = epilogue.rows_first(operands, dimension)
     outs = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
-    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, axis), outs)
+    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...]) -> int:
@@ -276,8 +280,6 @@ def _unsupported(
     """All reasons for which the kernel cannot take these operands."""
     del axes
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    if axis == lhs.ndim - 1 and lhs.ndim > 1 and rhs.ndim == 2:
-        reasons.append("it gathers rows, not the contracted dimension of lhs")
     return reasons + epilogues.unsupported(epilogue, operands)
 
 
@@ -286,6 +288,7 @@ def _slower(
     rhs: Any,
     *others: Any,
     axes: tuple[str, ...],
+    axis: int,
     precision: Any,
     preferred_element_type: Any,
     rhs_transposed: bool,
@@ -301,6 +304,8 @@ def _slower(
         return "there is one rank, so nothing to gather"
     if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
         return why
+    if axis == lhs.ndim - 1:
+        return matmul.UNMEASURED
     call = product.call_of(
         "all_gather_matmul",
         lhs,
@@ -323,6 +328,8 @@ def _slower(
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
+    if params["axis"] == lhs.ndim - 1:
+        return None
     return product.case("all_gather_matmul", VARIANTS, lhs, rhs, rows=lambda m: team.world * m, team=team, **params)
 
 

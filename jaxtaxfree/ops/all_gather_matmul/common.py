@@ -8,14 +8,20 @@ from jaxtaxfree.ops.product import Call
 
 
 def common(call: Call) -> dict[str, Any]:
+    k = whole_k(call)
     return {
         "scratch": {"gathered": jax.ShapeDtypeStruct((call.world, call.m, call.k), call.dtype)},
         "name": "all_gather_matmul",
         "cost_estimate": {
-            "flops": 2 * call.rows * call.columns * call.k,
-            "bytes_accessed": call.itemsize * (call.rows * (call.k + call.n) + call.k * call.columns),
+            "flops": 2 * call.rows * call.columns * k,
+            "bytes_accessed": call.itemsize * (call.rows * (k + call.n) + k * call.columns),
         },
     }
+
+
+def whole_k(call: Call) -> int:
+    """The contracted dimension, of all ranks."""
+    return call.world * call.k if call.along_columns else call.k
 
 
 def results(call: Call, *rows: int) -> dict[str, Any]:
@@ -23,4 +29,4 @@ def results(call: Call, *rows: int) -> dict[str, Any]:
     out = jax.ShapeDtypeStruct((*rows, call.n), call.out_dtype)
     if not call.return_gathered:
         return {"out_type": out, "gathered_ptr": None}
-    return {"out_type": (out, jax.ShapeDtypeStruct((*rows, call.k), call.dtype))}
+    return {"out_type": (out, jax.ShapeDtypeStruct((*rows, whole_k(call)), call.dtype))}

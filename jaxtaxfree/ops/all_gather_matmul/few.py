@@ -32,6 +32,10 @@ class Few(Variant[Call]):
 
     name, Config, kernel = "few", Config, all_gather_matmul_few_kernel
 
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        del config
+        return portable.refuses_columns(call)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         return Config(**portable.small_tile(call), pushers=20, chunk=2048)

@@ -44,13 +44,20 @@ class Hopper(Variant[Call]):
     name, Config, kernel = "hopper", Config, all_gather_matmul_hopper_kernel
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
-        return hopper.refuses(call) + (["it adds no residual"] if "residual" in call.epilogue.operands else [])
+        reasons = hopper.refuses(call)
+        if "residual" in call.epilogue.operands:
+            reasons.append("it adds no residual")
+        if call.along_columns and call.k % config.block_k:
+            reasons.append(
+                f"each rank has {call.k} columns of lhs, and it takes multiples of block_k, {config.block_k}"
+            )
+        return reasons
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
-        config = Config()
-        waves = call.world * portable.tiles(call.m, call.columns, config) / config.programs
+        # Every tile needs columns of all ranks, so what is gathered is sent at once, and by few rows at a time.
+        config = Config(pace=0.0, group_m=8) if call.along_columns else Config()
+        waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         wide = waves >= 3 or call.epilogue.gated
         return config if wide else dataclasses.replace(config, block_n=128, num_stages=6)
@@ -58,7 +65,7 @@ class Hopper(Variant[Call]):
     def cost(self, call: Call, config: Config) -> float:
         if call.rows <= hopper_few.ROWS_OF_A_TILE:
             return math.inf
-        return hopper.cost(call, call.world * math.ceil(call.m / config.block_m), config)
+        return hopper.cost(call, _sources(call) * math.ceil(call.m / config.block_m), config)
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         config = dataclasses.replace(config, block_n=config.block_n // call.products)
@@ -74,13 +81,14 @@ class Hopper(Variant[Call]):
             **common(call),
             **keywords,
             **call.epilogue.keywords("bias"),
-            **results(call, call.world, call.m),
+            **results(call, _sources(call), call.m),
             "signals": {
                 "arrived": (call.world, math.ceil(call.m / config.block_m), math.ceil(call.k / config.part)),
                 "tickets": 1,
             },
             "PART": config.part,
             "UNIT": config.unit,
+            "COLUMNS": call.along_columns,
             "PACE": hopper.pace(config.pace, call.columns, call.itemsize, chunk, config.programs),
         }
 
@@ -102,3 +110,8 @@ class Hopper(Variant[Call]):
             *portable.each("group_m", 8, 32),
             *portable.each("num_stages", 3),
         ]
+
+
+def _sources(call: Call) -> int:
+    """How many ranks have tiles of their own."""
+    return 1 if call.along_columns else call.world

@@ -39,7 +39,7 @@ class HopperFew(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
-        return hopper_few.refuses(call) + gathered
+        return hopper_few.refuses(call) + portable.refuses_columns(call) + gathered
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

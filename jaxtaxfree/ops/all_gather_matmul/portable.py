@@ -57,11 +57,13 @@ class Portable(Variant[Call]):
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         config = dataclasses.replace(config, block_n=config.block_n // call.products)
         row_blocks = math.ceil(call.m / config.block_m)
+        sources = 1 if call.along_columns else call.world
         return keywords(call, config) | {
-            "grid": config.pushers + call.world * row_blocks * math.ceil(call.n / config.block_n),
+            "grid": config.pushers + sources * row_blocks * math.ceil(call.n / config.block_n),
             "signals": {"arrived": (call.world, row_blocks), "turn": config.pushers},
             "UNITS": config.units,
             "GROUP_M": config.group_m,
+            "COLUMNS": call.along_columns,
         }
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:

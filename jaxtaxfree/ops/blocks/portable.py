@@ -35,6 +35,11 @@ class Tile(Settings):
     num_stages: int = setting(4, least=1, most=32)
 
 
+def refuses_columns(call: Call) -> list[str]:
+    """What keeps the kernels for few rows from taking a call whose ranks have columns."""
+    return ["it gathers and scatters rows, not columns"] if call.along_columns else []
+
+
 def large_tile(call: Call) -> dict[str, Any]:
     """Settings for products of many rows."""
     if not call.target.has_big_shared_memory:

@@ -50,13 +50,15 @@ def matmul_reduce_scatter(
       lhs: this rank's part of the contracted dimension, for the rows of all ranks, [..., world * M, ..., K].
       rhs: the same part, [K, N]. The reference also takes a vector [K].
       axis_name: the mesh axis, or axes, over which the contracted dimension is sharded and the result will be.
-      scatter_dimension: the scattered dimension of the result.
+      scatter_dimension: the scattered dimension of the result. The last one, of the columns of rhs, is for activations
+        that are sharded along their channels.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are always f32, and the sum is rounded once. Each
         rank's part is rounded to the operands' dtype on its way, unless the result is small or `config` asks for
         `exact_wire`.
-      bias: [N]. Every rank has the whole bias. It is added once to the sum over all ranks, before the activation.
+      bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
+        the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: has the result's shape, and is added last.
       implementation: "fused": the kernel. "xla": plain `lax`. None: the kernel, where it can run and is not known to
@@ -67,8 +69,8 @@ def matmul_reduce_scatter(
         `Config` of a kernel. The shape decides whatever it leaves out. `VARIANTS` has the kernels; each has settings
         of its own.
 
-    Returns: [..., M, ..., N], this rank's rows of the sum over all ranks. The kernel adds up in the same order in every
-      call. XLA's order may be another one.
+    Returns: [..., M, ..., N], this rank's rows of the sum over all ranks, or [..., N / world], its
+      columns. The kernel adds up in the same order in every call. XLA's order may be another one.
 
     Bias, activation and residual are applied in f32. The kernel applies them to its f32 sums, before it rounds; XLA
     applies them to the result of `lax.psum_scatter`. In a program that is differentiated the product is an operation of
@@ -149,7 +151,9 @@ def fused(
         epilogue=epilogue,
     ):
         raise Unsupported("matmul_reduce_scatter", reasons)
-    rows, lengths = matmul.rows_first(lhs, scatter_dimension)
+    along_columns = scatter_dimension == lhs.ndim - 1
+    dimension = 0 if along_columns else scatter_dimension
+    rows, lengths = matmul.rows_first(lhs, dimension)
     call = product.call_of(
         "matmul_reduce_scatter",
         rows,
@@ -162,10 +166,11 @@ def fused(
         preferred_element_type=preferred_element_type,
         epilogue=epilogue,
         rhs_transposed=rhs_transposed,
+        along_columns=along_columns,
     )
-    others = epilogue.rows_first(operands, scatter_dimension)
+    others = epilogue.rows_first(operands, dimension)
     out = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
-    return matmul.rows_back(out, lengths, scatter_dimension)
+    return matmul.rows_back(out, lengths, dimension)
 
 
 def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
@@ -200,8 +205,6 @@ def _unsupported(
     """All that keeps the kernel from taking these operands."""
     del axes
     reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    if scatter_dimension == lhs.ndim - 1 and rhs.ndim == 2:
-        reasons.append("it scatters rows, not the columns of rhs")
     return reasons + epilogues.unsupported(epilogue, operands)
 
 
@@ -210,6 +213,7 @@ def _slower(
     rhs: Any,
     *others: Any,
     axes: tuple[str, ...],
+    scatter_dimension: int,
     precision: Any,
     preferred_element_type: Any,
     rhs_transposed: bool,
@@ -223,6 +227,8 @@ def _slower(
         return "there is one rank, so nothing to scatter"
     if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
         return why
+    if scatter_dimension == lhs.ndim - 1:
+        return matmul.UNMEASURED
     if rhs_transposed:
         # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
         # scatters beside the gradient of the weights.
@@ -244,13 +250,17 @@ def _slower(
 
 def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
     """What the tables know a call by."""
+    if params["scatter_dimension"] == lhs.ndim - 1:
+        return None
     return product.case("matmul_reduce_scatter", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
 
 
 def _dimensions(
     *operands: Any, scatter_dimension: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **_: Any
 ) -> Any:
-    return product.dimensions(*operands, moved=scatter_dimension, rhs_transposed=rhs_transposed, epilogue=epilogue)
+    return product.dimensions(
+        *operands, moved=scatter_dimension, scattered=True, rhs_transposed=rhs_transposed, epilogue=epilogue
+    )
 
 
 _batch = functools.partial(epilogues.batch, moved="scatter_dimension")

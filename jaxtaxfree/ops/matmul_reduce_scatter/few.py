@@ -32,6 +32,10 @@ class Few(Variant[Call]):
 
     name, Config, kernel = "few", Config, matmul_reduce_scatter_few_kernel
 
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        del config
+        return portable.refuses_columns(call)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         # Where rhs is all there is to read, f32 on the wire costs little.

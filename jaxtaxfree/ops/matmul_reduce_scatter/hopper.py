@@ -65,12 +65,13 @@ class Hopper(Variant[Call]):
             "scratch": {"partials": partials, "outbox": hopper.outbox(config, PLACES.value, call.dtype)},
             "signals": {"arrived": (peers, tiles), "tickets": 1},
             "CHUNK": config.chunk,
+            "COLUMNS": call.along_columns,
             "PACE": hopper.pace(config.pace, call.k, call.itemsize, chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
         rows, rhs, *others = operands
-        return hopper.reduce_arrays(rows.reshape(call.world, call.m, call.k), rhs, others)
+        return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, others)
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         other = {"kernel": "portable"}

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.matmul_all_reduce.hopper_few import matmul_reduce_hopper_few_kernel
-from jaxtaxfree.ops.blocks import hopper_few
+from jaxtaxfree.ops.blocks import hopper_few, portable
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
@@ -34,7 +34,7 @@ class HopperFew(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        return hopper_few.refuses(call)
+        return hopper_few.refuses(call) + portable.refuses_columns(call)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

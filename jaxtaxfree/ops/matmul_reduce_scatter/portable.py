@@ -70,6 +70,7 @@ class Portable(Variant[Call]):
             },
             "signals": {"arrived": (2, peers, tiles)},
             "GROUP_M": config.group_m,
+            "COLUMNS": call.along_columns,
             "LAG": config.lag,
             "PART": part,
             "CHUNK": max(threads, next_power_of_2(part)),
