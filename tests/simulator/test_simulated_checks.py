@@ -16,7 +16,14 @@ from tests.conftest import MeshFactory
 from tests.helpers import attention_parity, collectives_parity, parity
 
 LEFT_OUT = (
-    *("check_listed_shapes", "check_sizes", "check_every_pattern", "check_epilogues", "check_features"),
+    *(
+        "check_listed_shapes",
+        "check_columns",
+        "check_sizes",
+        "check_every_pattern",
+        "check_epilogues",
+        "check_features",
+    ),
     *("check_repetition", "check_repetitions", "check_many_calls", "check_growing_cache"),
 )
 QUICK = (
