@@ -13,16 +13,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def all_gather_matmul_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    rhs_ptr,  # [K, N], or [N, K]
-    gate_ptr,  # [K, N], or None
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [WORLD * M, N], or None
+    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one
+    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
@@ -42,9 +41,11 @@ def all_gather_matmul_kernel(
     CHUNK: tl.constexpr,  # elements that a pusher moves at a time
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, PUSHERS, UNITS, CHUNK)
@@ -75,14 +76,12 @@ def all_gather_matmul_kernel(
                 value = tl.load(lhs + element, mask=element < size)
                 tl.store(copy + element, tl.where(ready, value, float("nan")), mask=element < size)
         product, gate = matmul.multiply_gated(
-            lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+            lhs, weights, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
         )
         product = tl.where(ready, product, float("nan"))
         row = source * M + row_block * BLOCK_M
         out = out_ptr + row.to(tl.int64) * N
-        epilogue.store_tile(
-            out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
-        )
+        epilogues.store_tile(out, product, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
     shmem.finish(me)
 
 

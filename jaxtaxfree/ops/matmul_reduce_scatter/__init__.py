@@ -163,8 +163,8 @@ def fused(
         epilogue=epilogue,
         rhs_transposed=rhs_transposed,
     )
-    others = epilogue.rows_first(operands, scatter_dimension)
-    out = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    _, others = epilogue.split(rhs, epilogue.rows_first(operands, scatter_dimension))
+    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
     return matmul.rows_back(out, lengths, scatter_dimension)
 
 
