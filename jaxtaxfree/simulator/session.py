@@ -310,8 +310,8 @@ def run_calls(
     flat = [unbundled(name, arrays) for arrays in calls]
     if len({bundles for _, bundles in flat}) != 1:
         raise ValueError(
-            "simulator.run_calls takes one call or more, each with as many operands as the others, and the same names in "
-            "bundles."
+            "simulator.run_calls takes one call or more, each with as many operands as the others, and bundles of the "
+            "same names."
         )
     arrays_of_calls, bundles = [arrays for arrays, _ in flat], flat[0][1]
     for operand in zip(*arrays_of_calls):
