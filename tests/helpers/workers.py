@@ -94,7 +94,7 @@ class Workers:
         environment.pop("JAX_NUM_CPU_DEVICES", None)
         for rank in range(self.world):
             answers, say = os.pipe()
-            log = tempfile.TemporaryFile("w+")
+            log = tempfile.TemporaryFile("w+")  # noqa: SIM115  `stop` closes it
             given = (rank, self.world, port, self.each, self.platform, say)
             self._processes.append(
                 subprocess.Popen(
