@@ -43,7 +43,7 @@ SIZES: dict[str, dict[str, int]] = {
     "large": {"d_model": 1024, "n_layers": 3, "n_heads": 16, "n_kv_heads": 4, "head_dim": 64, "d_mlp": 4096},
     # For processes that share a GPU: what NCCL has to take over sockets is little.
     "small": {"d_model": 256, "n_layers": 2, "n_heads": 8, "n_kv_heads": 4, "head_dim": 32, "d_mlp": 1024},
-    "tiny": {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_mlp": 48},
+    "tiny": {"d_model": 32, "n_layers": 1, "n_heads": 4, "n_kv_heads": 2, "head_dim": 8, "d_mlp": 48},
 }
 
 
