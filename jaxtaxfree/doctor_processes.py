@@ -89,10 +89,10 @@ class _Process:
         doing = next((each["doing"] for each in reversed(said) if "doing" in each), "start")
         status, last = self.running.returncode, doctor._last_line(self.err.read_text())
         what = f"process {self.rank} {{}}; it was to {doing}" + (f". {last}" if last else "")
-        if self.stopped == _OTHERS:
-            return [*found, Finding(f"process {self.rank}", "note", what.format(self.stopped))]
         if doing == _STOP or (not self.stopped and status == 0):
             return found
+        if self.stopped == _OTHERS:
+            return [*found, Finding(f"process {self.rank}", "note", what.format(self.stopped))]
         ended = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
         mend = "Mend the other failures first; if none is left, report this line."
         return [*found, Finding(f"process {self.rank}", "FAIL", what.format(self.stopped or ended), mend)]
@@ -326,4 +326,4 @@ def _mesh(platform: str) -> Any:
 
 
 if __name__ == "__main__":
-    _examine(*map(int, sys.argv[1:4]), sys.argv[4])
+    _examine(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
