@@ -482,7 +482,9 @@ def test_what_the_variable_cannot_be(monkeypatch: pytest.MonkeyPatch, wrong: str
 
 
 @pytest.mark.parametrize(
-    "module, most", ((all_gather_matmul, 8), (matmul_reduce_scatter, 16), (matmul_all_reduce, 16)), ids=("gather", "scatter", "reduce")
+    "module, most",
+    ((all_gather_matmul, 8), (matmul_reduce_scatter, 16), (matmul_all_reduce, 16)),
+    ids=("gather", "scatter", "reduce"),
 )
 def test_programs_that_wait_for_each_other_leave_room_for_collectives(module: Any, most: int) -> None:
     """By shape at most so many, of 132 places, of which NCCL has 64 at most; see docs/guarantees.md."""

@@ -116,7 +116,7 @@ if rank == 0:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_process_killed_between_two_programs_is_named_and_both_start_again() -> None:
     (found, _), outputs = fake_gpus.run(2, 1, LOOP.replace("DIES", "True"))
     assert found is not None and found["step"]["kernel"], outputs[0]

@@ -225,6 +225,30 @@ def test_teams_of_processes_that_believe_to_be_on_two_hosts(gpus, order):
 
 @pytest.mark.slow
 @pytest.mark.gpu(2)
+def test_two_processes_that_believe_to_be_two_hosts():
+    """Data across hosts, each a team of its own; and an axis that spans them."""
+    body = """
+    from jaxtaxfree.heap import door
+    door.announce().host = "alpha" if rank == 0 else "beta"
+    pairs = parity.mesh_of(devices, (2, 1), ("dp", "tp"))
+    for operation in parity.OPERATIONS:
+        parity.check_data_parallel(pairs, operation)
+    lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
+    found = {
+        which: parity.gather_matmul(mesh, implementation=which, precision="highest")(lhs, rhs) for which in (None, "xla")
+    }
+    assert parity.error(found[None], found["xla"]) < parity.TOLERANCE["float32"]
+    try:
+        parity.gather_matmul(mesh, implementation="fused")(lhs, rhs)
+        raise AssertionError("no error")
+    except NotImplementedError as error:
+        assert "the axis spans hosts (process 0 on " in str(error) and "; process 1 on " in str(error), error
+    """
+    check_processes(2, body)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
 def test_a_heap_that_cannot_grow_in_one_process_ends_all():
     body = """
     import time
