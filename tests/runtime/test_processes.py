@@ -234,10 +234,10 @@ def test_two_processes_that_believe_to_be_two_hosts():
     for operation in parity.OPERATIONS:
         parity.check_data_parallel(pairs, operation)
     lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
-    found = {
-        which: parity.gather_matmul(mesh, implementation=which, precision="highest")(lhs, rhs) for which in (None, "xla")
-    }
-    assert parity.error(found[None], found["xla"]) < parity.TOLERANCE["float32"]
+    ours, wanted = (
+        parity.gather_matmul(mesh, implementation=each, precision="highest")(lhs, rhs) for each in (None, "xla")
+    )
+    assert parity.error(ours, wanted) < parity.TOLERANCE["float32"]
     try:
         parity.gather_matmul(mesh, implementation="fused")(lhs, rhs)
         raise AssertionError("no error")
