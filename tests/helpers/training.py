@@ -26,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from typing import Any, Self
 
@@ -423,7 +424,12 @@ def main() -> int:
     parser.add_argument("--work", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(**json.loads(options.work))
+        try:
+            work(**json.loads(options.work))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)  # at its end JAX would wait for the others
     from jaxtaxfree import doctor
 
     failed = False
