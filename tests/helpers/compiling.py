@@ -76,8 +76,13 @@ def _keep_apart(patch: pytest.MonkeyPatch, name: str) -> None:
 
     Processes that a test starts do not inherit the folder, as they would from `triton.knobs.cache.dir = ...`.
     """
-    folder = _directory or Path(tempfile.gettempdir()) / "jaxtaxfree"
+    folder = _directory or Path(_while_this_process_runs().name)
     patch.setitem(vars(triton.knobs.cache), "dir", str(folder / name))
+
+
+@functools.cache
+def _while_this_process_runs() -> tempfile.TemporaryDirectory:
+    return tempfile.TemporaryDirectory()
 
 
 @contextlib.contextmanager
