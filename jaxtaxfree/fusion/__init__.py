@@ -1,0 +1,70 @@
+"""`fuse`: puts the operations into programs that say `lax.all_gather`, `lax.psum` and `lax.psum_scatter`."""
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax._src.core import Tracer
+
+from jaxtaxfree.fusion.plan import plan
+from jaxtaxfree.fusion.report import Found, Missed, Report
+from jaxtaxfree.fusion.rewrite import run
+from jaxtaxfree.primitive import check_implementation
+
+__all__ = ["Found", "Fused", "Missed", "Report", "fuse"]
+
+_log = logging.getLogger("jaxtaxfree")
+
+
+class Fused:
+    """A function in which `fuse` replaces what it finds."""
+
+    def __init__(self, fn: Callable[..., Any], implementation: str | None):
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._implementation = implementation
+        self._logged: set[str] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        flat, jaxpr, out_tree = self._traced(args, kwargs)
+        planned = plan(jaxpr, open_calls=any(isinstance(x, Tracer) for x in flat))
+        self._check(planned.report)
+        return jax.tree.unflatten(out_tree, run(planned, jaxpr.consts, flat, self._implementation))
+
+    def report(self, *args: Any, **kwargs: Any) -> Report:
+        """What is found and what is missed with these arguments, arrays or `jax.ShapeDtypeStruct`; nothing runs."""
+        _, jaxpr, _ = self._traced(args, kwargs)
+        return plan(jaxpr).report
+
+    def _traced(self, args: Any, kwargs: Any) -> tuple[list[Any], Any, Any]:
+        flat, tree = jax.tree.flatten((args, kwargs))
+        out_trees = []
+
+        def flat_fn(*flat: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(tree, flat)
+            leaves, out_tree = jax.tree.flatten(self._fn(*args, **kwargs))
+            out_trees.append(out_tree)
+            return leaves
+
+        jaxpr = jax.make_jaxpr(flat_fn)(*flat)
+        return flat, jaxpr, out_trees[-1]
+
+    def _check(self, report: Report) -> None:
+        name = getattr(self._fn, "__name__", repr(self._fn))
+        if report.missed and self._implementation in ("fused", "simulate"):
+            missed = "\n".join(f"- {each}" for each in report.missed)
+            raise NotImplementedError(
+                f"jaxtaxfree.fuse({name}, implementation={self._implementation!r}) cannot replace {len(report.missed)} "
+                f"of the collectives next to a product:\n{missed}\nimplementation=None leaves them as they are."
+            )
+        if (text := f"fuse({name}): {report}") not in self._logged:
+            self._logged.add(text)
+            _log.info("%s", text)
+
+
+def fuse(fn: Callable[..., Any], *, implementation: str | None = None) -> Fused:
+    """TODO"""
+    check_implementation(implementation)
+    return Fused(fn, implementation)

@@ -1,0 +1,220 @@
+"""How a `dot_general` is a product that the operations take: rows [..., K] by weights [K, N]."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtaxfree import teams
+from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_p, gathered_too_p
+from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
+from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_p
+from jaxtaxfree.primitive import hashable
+
+# From so many rows on, a copy of the weights is small beside the product.
+COPY_FROM = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A `dot_general` as a product of rows [..., K] and weights [K, N].
+
+    Attributes:
+      rows: which operand has the rows, 0 or 1; its contracted dimensions are the last ones.
+      k: how many dimensions are contracted.
+      contracted: those of the weights, in the order of the rows' dimensions.
+      free: the other dimensions of the weights.
+      transposed: the weights lie in memory as [N, K].
+      tail: sizes of the weights' other dimensions.
+    """
+
+    rows: int
+    k: int
+    contracted: tuple[int, ...]
+    free: tuple[int, ...]
+    transposed: bool
+    tail: tuple[int, ...]
+
+    def row_of(self, dimension: int, ndim: int) -> int | None:
+        """The dimension of the rows that is this one of a result of `ndim` dimensions; None if it is of the weights."""
+        if self.rows == 0:
+            return dimension if dimension < ndim - len(self.tail) else None
+        return dimension - len(self.tail) if dimension >= len(self.tail) else None
+
+    def flat_rows(self, x: Any) -> Any:
+        """The rows with one dimension for all that is contracted."""
+        return x if self.k == 1 else x.reshape(*x.shape[: x.ndim - self.k], -1)
+
+    def flat_weights(self, w: Any) -> Any:
+        """The weights as a matrix [K, N]; as [N, K], if they lie so."""
+        order = (*self.free, *self.contracted) if self.transposed else (*self.contracted, *self.free)
+        if order != tuple(range(w.ndim)):
+            w = jnp.transpose(w, order)
+        n = math.prod(self.tail)
+        return w if w.ndim == 2 else w.reshape((n, -1) if self.transposed else (-1, n))
+
+    def restored(self, y: Any) -> Any:
+        """The product [..., N] with the dimensions of the `dot_general`."""
+        if len(self.tail) > 1:
+            y = y.reshape(*y.shape[:-1], *self.tail)
+        if self.rows == 0:
+            return y
+        n = len(self.tail)
+        return jnp.moveaxis(y, range(y.ndim - n, y.ndim), range(n))
+
+
+def form_of(params: Mapping[str, Any], operands: Sequence[Any], rows: int) -> Form | str:
+    """The form of a `dot_general` of these types whose operand `rows` has the rows; or why it has none."""
+    contracted, batch = params["dimension_numbers"]
+    x, w = operands[rows], operands[1 - rows]
+    if batch[0]:
+        return "the product is one of batches of matrices"
+    of_rows, of_weights = contracted[rows], contracted[1 - rows]
+    if not of_rows:
+        return "the product contracts no dimension"
+    pairs = sorted(zip(of_rows, of_weights))
+    last = tuple(range(len(x.shape) - len(pairs), len(x.shape)))
+    side = ("left", "right")[rows]
+    if tuple(a for a, _ in pairs) != last:
+        return f"the {side} operand is contracted along {sorted(of_rows)}, not along its last dimensions {list(last)}"
+    free = tuple(d for d in range(len(w.shape)) if d not in of_weights)
+    if not free:
+        return "the product is one by a vector"
+    order = tuple(b for _, b in pairs)
+    transposed = order == tuple(range(len(free), len(w.shape))) and free == tuple(range(len(free)))
+    return Form(rows, len(pairs), order, free, transposed, tuple(w.shape[d] for d in free))
+
+
+def flat_shapes(form: Form, operands: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, int]]:
+    """The shapes of the rows [..., K] and of the weights [K, N]."""
+    x = operands[form.rows]
+    lengths = tuple(x.shape[: len(x.shape) - form.k])
+    k = math.prod(x.shape[len(lengths) :])
+    return (*lengths, k), (k, math.prod(form.tail))
+
+
+def unsupported(form: Form, operands: Sequence[Any], precision: Any, out_dtype: Any) -> list[str]:
+    """Why no kernel takes operands of these types."""
+    x, w = operands[form.rows], operands[1 - form.rows]
+    rows, weights = flat_shapes(form, operands)
+    rows = rows if len(rows) > 1 else (1, *rows)
+    return matmul.unsupported(
+        jax.ShapeDtypeStruct(rows, x.dtype),
+        jax.ShapeDtypeStruct(weights, w.dtype),
+        precision=precision,
+        preferred_element_type=np.dtype(out_dtype),
+    )
+
+
+def described(form: Form, operands: Sequence[Any]) -> str:
+    x, w = (operands[i] for i in (form.rows, 1 - form.rows))
+    return " @ ".join(f"{each.dtype}{list(each.shape)}" for each in (x, w))
+
+
+def cast_reason(dtypes: Sequence[Any]) -> str | None:
+    """Why casts between a product and its sum are not those of an operation, which rounds once.
+
+    Args:
+      dtypes: of the product, and of what each cast makes of it.
+    """
+    wider = [np.dtype(jnp.promote_types(a, b)) for a, b in zip(dtypes, dtypes[1:])]
+    names = " to ".join(str(np.dtype(each)) for each in dtypes)
+    if not all(jnp.issubdtype(each, jnp.floating) for each in dtypes):
+        return f"the product is cast from {names} before its sum, not among floating-point numbers"
+    narrows = all(w == a for w, a in zip(wider, dtypes))
+    widens = all(w == b for w, b in zip(wider, dtypes[1:]))
+    return None if narrows or widens else f"the product is cast from {names} before its sum, which rounds it twice"
+
+
+def exact_wire(operation: str, operand: Any, dtypes: Sequence[Any]) -> bool:
+    """Whether partial sums have to be sent as f32, so that they lose no bit that the program kept.
+
+    Args:
+      operand: dtype of the operands, in which they are sent otherwise.
+      dtypes: of the product, and of what each cast makes of it.
+    """
+    sent = min(map(np.dtype, dtypes), key=lambda each: each.itemsize)
+    if jnp.promote_types(sent, operand) == operand:
+        return False
+    wider = np.dtype(dtypes[-1]).itemsize > np.dtype(operand).itemsize
+    return not (operation == "matmul_all_reduce" and wider)  # which then sends f32 anyway
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A call of an operation.
+
+    Attributes:
+      operation: its name.
+      form: of the `dot_general`.
+      axes: the mesh axes along which it communicates.
+      dimension: of the rows that is gathered or scattered; None if none is.
+      precision: as in `jnp.matmul`.
+      dtype: of the result.
+      exact: whether partial sums are sent as f32.
+      return_gathered: whether the gathered rows are a result as well.
+    """
+
+    operation: str
+    form: Form
+    axes: tuple[str, ...]
+    dimension: int | None
+    precision: Any
+    dtype: Any
+    exact: bool = False
+    return_gathered: bool = False
+
+    def __call__(self, x: jax.Array, w: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
+        """The result, as the `dot_general` has its dimensions, and the gathered rows, as they were given."""
+        rows, weights = self.form.flat_rows(x), self.form.flat_weights(w)
+        keywords: dict[str, Any] = {"precision": self.precision, "preferred_element_type": self._preferred(x, w)}
+        keywords["implementation"] = implementation
+        # The primitives read the weights where they lie; what has no kernel has no such primitive.
+        in_place = self.form.transposed and self.operation != "matmul_all_reduce" and implementation != "xla"
+        if self.exact:
+            keywords["config"] = {"exact_wire": True}
+        if self.form.transposed and not in_place:
+            weights = weights.T
+        gathered = None
+        if self.operation == "matmul_all_reduce":
+            out = matmul_all_reduce(rows, weights, self.axes, **keywords)
+        elif self.operation == "matmul_reduce_scatter":
+            if in_place:
+                out = self._in_place(matmul_reduce_scatter_p, rows, weights, "scatter_dimension", keywords)
+            else:
+                out = matmul_reduce_scatter(rows, weights, self.axes, scatter_dimension=self.dimension, **keywords)
+        elif in_place:
+            primitive = gathered_too_p if self.return_gathered else all_gather_matmul_p
+            out = self._in_place(primitive, rows, weights, "axis", keywords)
+        else:
+            out = all_gather_matmul(
+                rows, weights, self.axes, axis=self.dimension, return_gathered=self.return_gathered, **keywords
+            )
+        if self.return_gathered:
+            out, gathered = out
+            gathered = gathered.reshape(*gathered.shape[:-1], *x.shape[x.ndim - self.form.k :])
+        return self.form.restored(out), gathered
+
+    def _preferred(self, x: Any, w: Any) -> Any:
+        """None if the result has the operands' dtype, as the tables know it."""
+        return None if x.dtype == w.dtype == self.dtype else self.dtype
+
+    def _in_place(self, primitive: Any, rows: Any, weights: Any, name: str, keywords: Mapping[str, Any]) -> Any:
+        """A primitive on weights [N, K]."""
+        params = matmul.check_precision(keywords["precision"], keywords["preferred_element_type"])
+        config = hashable(keywords["config"]) if "config" in keywords else None
+        params |= {"implementation": keywords["implementation"], "config": config, "rhs_transposed": True}
+        return matmul.bind(primitive, rows, weights, axes=self.axes, **{name: self.dimension}, **params)
+
+
+def typed_as(y: jax.Array, aval: Any) -> jax.Array:
+    """A result with the shape, the dtype and the sharding that a type says."""
+    y = y if y.shape == aval.shape else y.reshape(aval.shape)
+    y = y if y.dtype == aval.dtype else y.astype(aval.dtype)
+    y = teams.vary(y, aval.mat.varying)
+    return y if not aval.sharding.mesh.explicit_axes else teams.resharded(y, aval.sharding.spec)
