@@ -65,6 +65,37 @@ class Fused:
 
 
 def fuse(fn: Callable[..., Any], *, implementation: str | None = None) -> Fused:
-    """TODO"""
+    """The same function, but gathers before products and sums after them are fused with the products.
+
+    Traces `fn`, finds in its jaxpr
+
+      lax.all_gather, then a product           all_gather_matmul
+      a product, then lax.psum_scatter         matmul_reduce_scatter
+      a product, then lax.psum                 matmul_all_reduce
+
+    and runs the jaxpr with these operations in their places: in bodies of `jax.shard_map`, and in programs of global
+    arrays on Explicit axes, whose types say the same (`jax.reshard` before a product, `out_sharding` of one). It looks
+    through casts, reshapes and transposes between the two, and into `jax.jit`, `lax.scan`, `lax.while_loop`,
+    `lax.cond` and `jax.checkpoint`. docs/fuse.md has the rules. What does not fit stays as it is.
+
+    The result is traced as often as it is called: put `jax.jit` around it. It can be differentiated and mapped. Fuse
+    first, then differentiate, `jax.grad(jaxtaxfree.fuse(f))`: the operations bring derivatives of their own, which
+    `fuse(jax.grad(f))` would have to find one by one.
+
+    Args:
+      fn: a function of pytrees of arrays. What is no array has to be bound before, by `functools.partial` or a closure.
+      implementation: of the operations. None: the kernel where it can run and is not known to be slower. "fused" (and
+        "simulate") insist on it, and on every collective next to a product.
+
+    Returns: a function with the signature of `fn`. Its method `report(*args)` takes the same arguments, or
+      `jax.ShapeDtypeStruct` in their places, and returns the `Report` of what was found, and of what was missed and
+      why. It runs nothing, and can be printed. A call logs its report once, at INFO level by the logger "jaxtaxfree".
+
+    Raises:
+      ValueError: if there is no such implementation.
+
+    The function raises what `fn` and the operations raise, and
+      NotImplementedError: if implementation="fused" (or "simulate") and something was missed. The error gives it all.
+    """
     check_implementation(implementation)
     return Fused(fn, implementation)

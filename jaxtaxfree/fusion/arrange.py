@@ -16,14 +16,14 @@ class Arrangement:
     Attributes:
       operation: its name.
       axes: the mesh axes along which it communicates.
-      dimension: of the rows that is gathered or scattered; None if none is.
+      dimension: of the rows that is gathered or scattered; 0 if none is.
       weights: for each dimension of the weights, along which axes a rank's part is gathered before the product.
       specs: how the rows and the weights are given to each rank, for each dimension the axes.
     """
 
     operation: str
     axes: Axes
-    dimension: int | None
+    dimension: int
     weights: tuple[Axes, ...]
     specs: tuple[tuple[Axes, ...], tuple[Axes, ...]]
 
@@ -53,7 +53,8 @@ def arrange(
 
     Returns: None if nothing of rows or sums moves; why there is none, if none is as this.
     """
-    gathered, given = [()] * len(weights), list(weights)
+    gathered: list[Axes] = [()] * len(weights)
+    given = list(weights)
     summed: Axes = ()
     for a, b in zip(contracted, form.contracted):
         if rows[a] == weights[b] or not weights[b]:
@@ -98,7 +99,7 @@ def _operation(
             return f"rows are gathered along {axes}, along which the columns of the weights are not sharded"
         return Arrangement("all_gather_matmul", axes, dimension, gathered, specs)
     if not won:
-        return Arrangement("matmul_all_reduce", summed, None, gathered, specs)
+        return Arrangement("matmul_all_reduce", summed, 0, gathered, specs)
     ((dimension, axes),) = won.items()
     if set(axes) != set(summed):
         return f"rows are scattered along {axes}, and summed along {summed}"

@@ -35,10 +35,12 @@ class Replacement(Step):
     Attributes:
       run: (values of `ins`, implementation) -> values of `outs`.
       found: for the report.
+      collective: name of the primitive that it replaces.
     """
 
     run: Callable[[Sequence[Any], str | None], list[Any]]
     found: Found
+    collective: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,7 +113,8 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
     form = _form(dot, operands, dimension)
     if isinstance(form, str):
         return form
-    row = None if dimension is None else form.row_of(dimension, len(dot.outs[0].aval.shape))
+    row = 0 if dimension is None else form.row_of(dimension, len(dot.outs[0].aval.shape))
+    assert row is not None
     moved = forward(chain, dimension, parts)
     if isinstance(moved, str):
         return moved
@@ -135,7 +138,7 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
         return [typed_as(out, node.outs[0].aval)]
 
     found = Found(operation, product.axes, described(form, operands), place(node, path), _note(product, operands))
-    return Replacement([dot, *chain, node], dot.ins, node.outs, node.index, run, found)
+    return Replacement([dot, *chain, node], dot.ins, node.outs, node.index, run, found, node.name)
 
 
 def _never(node: Node, chain: Sequence[Node]) -> list[str]:
@@ -178,7 +181,7 @@ def _refusals(product: Product, operands: Sequence[Any]) -> list[str]:
             "matmul_all_reduce takes weights as [K, N] and these are [N, K], which would have to be copied for few rows"
         )
     partly = [x for x in operands if any(entry is not None for entry in x.sharding.spec)]
-    plain = product.form.k == 1 and len(product.form.tail) == 1 and product.form.rows == 0
+    plain = product.form.k == 1 and len(product.form.free) == 1 and product.form.rows == 0
     if partly and not (plain and not product.form.transposed):
         reasons.append("an operand is sharded along an axis that jax.shard_map leaves over, and would be reshaped")
     return reasons
@@ -278,9 +281,8 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
         "all_gather_matmul", product.axes, described(form, operands), place(gather, path), _note(product, operands)
     )
     outs = (dot.outs[0], *(value for _, value in kept))
-    return Replacement(
-        [gather, *chain, dot], (gather.ins[0], dot.ins[1 - rows]), outs, dot.index, run, found
-    )
+    ins = (gather.ins[0], dot.ins[1 - rows])
+    return Replacement([gather, *chain, dot], ins, outs, dot.index, run, found, gather.name)
 
 
 def _undone(x: jax.Array, moves: Sequence[Move], shapes: Sequence[tuple[int, ...]]) -> jax.Array:

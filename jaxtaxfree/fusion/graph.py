@@ -2,6 +2,7 @@
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -224,7 +225,7 @@ def ordered(nodes: Sequence[Node], steps: Sequence[Step]) -> list[Node | Step] |
             if value in makers:
                 wait(each, makers[value])
     in_order = [each for each in left if each.in_order]
-    for maker, each in zip(in_order, in_order[1:]):
+    for maker, each in itertools.pairwise(in_order):
         wait(each, maker)
 
     tie = {each: place for place, each in enumerate(left)}

@@ -50,7 +50,7 @@ def plan(jaxpr: Any, path: str = "", open_calls: bool = True) -> Plan:
         assert isinstance(order, Replacement)
         steps.remove(order)
         found = order.found
-        missed.append(Missed(found.operation, found.axes, found.where, "the weights depend on the gathered rows"))
+        missed.append(Missed(order.collective, found.axes, found.where, "the weights depend on the gathered rows"))
     at = [(step.index, Report((step.found,), ())) for step in steps]
     reports = [*(report for _, report in sorted(at, key=lambda each: each[0])), Report((), tuple(missed))]
     inner: dict[Node, Mapping[str, Any]] = {}
@@ -86,5 +86,3 @@ def _inner(node: Node, path: str) -> tuple[dict[str, Any], Report]:
 
 def _flat(plans: Mapping[str, Any]) -> list[Plan]:
     return [each for value in plans.values() for each in (value if isinstance(value, list) else [value])]
-
-

@@ -1,6 +1,7 @@
 """How a `dot_general` is a product that the operations take: rows [..., K] by weights [K, N]."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax._src.lax.lax import _convert_element_type
 
 from jaxtaxfree import teams
 from jaxtaxfree.ops import matmul
@@ -30,7 +32,6 @@ class Form:
       contracted: those of the weights, in the order of the rows' dimensions.
       free: the other dimensions of the weights.
       transposed: the weights lie in memory as [N, K].
-      tail: sizes of the weights' other dimensions.
     """
 
     rows: int
@@ -38,13 +39,16 @@ class Form:
     contracted: tuple[int, ...]
     free: tuple[int, ...]
     transposed: bool
-    tail: tuple[int, ...]
+
+    def tail(self, w: Any) -> tuple[int, ...]:
+        """The sizes of the weights' dimensions that are the columns."""
+        return tuple(w.shape[d] for d in self.free)
 
     def row_of(self, dimension: int, ndim: int) -> int | None:
         """The dimension of the rows that is this one of a result of `ndim` dimensions; None if it is of the weights."""
         if self.rows == 0:
-            return dimension if dimension < ndim - len(self.tail) else None
-        return dimension - len(self.tail) if dimension >= len(self.tail) else None
+            return dimension if dimension < ndim - len(self.free) else None
+        return dimension - len(self.free) if dimension >= len(self.free) else None
 
     def flat_rows(self, x: Any) -> Any:
         """The rows with one dimension for all that is contracted."""
@@ -53,18 +57,18 @@ class Form:
     def flat_weights(self, w: Any) -> Any:
         """The weights as a matrix [K, N]; as [N, K], if they lie so."""
         order = (*self.free, *self.contracted) if self.transposed else (*self.contracted, *self.free)
+        n = math.prod(self.tail(w))
         if order != tuple(range(w.ndim)):
             w = jnp.transpose(w, order)
-        n = math.prod(self.tail)
         return w if w.ndim == 2 else w.reshape((n, -1) if self.transposed else (-1, n))
 
-    def restored(self, y: Any) -> Any:
+    def restored(self, y: Any, w: Any) -> Any:
         """The product [..., N] with the dimensions of the `dot_general`."""
-        if len(self.tail) > 1:
-            y = y.reshape(*y.shape[:-1], *self.tail)
+        if len(self.free) > 1:
+            y = y.reshape(*y.shape[:-1], *self.tail(w))
         if self.rows == 0:
             return y
-        n = len(self.tail)
+        n = len(self.free)
         return jnp.moveaxis(y, range(y.ndim - n, y.ndim), range(n))
 
 
@@ -87,7 +91,7 @@ def form_of(params: Mapping[str, Any], operands: Sequence[Any], rows: int) -> Fo
         return "the product is one by a vector"
     order = tuple(b for _, b in pairs)
     transposed = order == tuple(range(len(free), len(w.shape))) and free == tuple(range(len(free)))
-    return Form(rows, len(pairs), order, free, transposed, tuple(w.shape[d] for d in free))
+    return Form(rows, len(pairs), order, free, transposed)
 
 
 def flat_shapes(form: Form, operands: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, int]]:
@@ -95,7 +99,7 @@ def flat_shapes(form: Form, operands: Sequence[Any]) -> tuple[tuple[int, ...], t
     x = operands[form.rows]
     lengths = tuple(x.shape[: len(x.shape) - form.k])
     k = math.prod(x.shape[len(lengths) :])
-    return (*lengths, k), (k, math.prod(form.tail))
+    return (*lengths, k), (k, math.prod(form.tail(operands[1 - form.rows])))
 
 
 def unsupported(form: Form, operands: Sequence[Any], precision: Any, out_dtype: Any) -> list[str]:
@@ -122,7 +126,7 @@ def cast_reason(dtypes: Sequence[Any]) -> str | None:
     Args:
       dtypes: of the product, and of what each cast makes of it.
     """
-    wider = [np.dtype(jnp.promote_types(a, b)) for a, b in zip(dtypes, dtypes[1:])]
+    wider = [np.dtype(jnp.promote_types(a, b)) for a, b in itertools.pairwise(dtypes)]
     names = " to ".join(str(np.dtype(each)) for each in dtypes)
     if not all(jnp.issubdtype(each, jnp.floating) for each in dtypes):
         return f"the product is cast from {names} before its sum, not among floating-point numbers"
@@ -153,7 +157,7 @@ class Product:
       operation: its name.
       form: of the `dot_general`.
       axes: the mesh axes along which it communicates.
-      dimension: of the rows that is gathered or scattered; None if none is.
+      dimension: of the rows that is gathered or scattered; 0 if none is.
       precision: as in `jnp.matmul`.
       dtype: of the result.
       exact: whether partial sums are sent as f32.
@@ -163,7 +167,7 @@ class Product:
     operation: str
     form: Form
     axes: tuple[str, ...]
-    dimension: int | None
+    dimension: int
     precision: Any
     dtype: Any
     exact: bool = False
@@ -198,7 +202,7 @@ class Product:
         if self.return_gathered:
             out, gathered = out
             gathered = gathered.reshape(*gathered.shape[:-1], *x.shape[x.ndim - self.form.k :])
-        return self.form.restored(out), gathered
+        return self.form.restored(out, w), gathered
 
     def _preferred(self, x: Any, w: Any) -> Any:
         """None if the result has the operands' dtype, as the tables know it."""
@@ -213,8 +217,9 @@ class Product:
 
 
 def typed_as(y: jax.Array, aval: Any) -> jax.Array:
-    """A result with the shape, the dtype and the sharding that a type says."""
+    """A result as a value of this type."""
     y = y if y.shape == aval.shape else y.reshape(aval.shape)
-    y = y if y.dtype == aval.dtype else y.astype(aval.dtype)
+    if y.dtype != aval.dtype or jax.typeof(y).weak_type != aval.weak_type:
+        y = _convert_element_type(y, aval.dtype, weak_type=aval.weak_type)
     y = teams.vary(y, aval.mat.varying)
-    return y if not aval.sharding.mesh.explicit_axes else teams.resharded(y, aval.sharding.spec)
+    return teams.resharded(y, aval.sharding.spec) if aval.sharding.mesh.explicit_axes else y

@@ -7,6 +7,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxtaxfree import teams
 from jaxtaxfree.fusion.arrange import Arrangement, Axes, arrange, axes_of_spec
 from jaxtaxfree.fusion.find import Replacement, place
 from jaxtaxfree.fusion.graph import CASTS, Graph, Node, Value, made_by
@@ -55,9 +56,9 @@ def _product(dot: Node, gathered: set[Value], path: str) -> Replacement | Missed
             communicates = communicates or _moved(dot)
             continue
         x, w = source.aval, dot.ins[1 - rows].aval
-        axes = [axes_of_spec(each.sharding.spec, len(each.shape)) for each in (x, w, out)]
+        x_axes, w_axes, out_axes = (axes_of_spec(each.sharding.spec, len(each.shape)) for each in (x, w, out))
         contracted = sorted(dot.params["dimension_numbers"][0][rows])
-        found = arrange(form, *axes, contracted)
+        found = arrange(form, x_axes, w_axes, out_axes, contracted)
         if found is None:
             return None
         communicates = communicates or _moved(dot) or _lost(source.aval, dot.ins[rows].aval)
@@ -83,7 +84,9 @@ def _moved(dot: Node) -> Axes:
 
 def _lost(before: Any, after: Any) -> Axes:
     """The axes along which a resharding gathers."""
-    old, new = ({axis for entry in axes_of_spec(x.sharding.spec, len(x.shape)) for axis in entry} for x in (before, after))
+    old, new = (
+        {axis for entry in axes_of_spec(x.sharding.spec, len(x.shape)) for axis in entry} for x in (before, after)
+    )
     return tuple(sorted(old - new))
 
 
@@ -131,17 +134,20 @@ def _step(
     def run(ins: Sequence[Any], implementation: str | None) -> list[Any]:
         # What is gathered counts as different on each rank, so JAX cannot check that it is the same.
         call = jax.shard_map(
-            lambda x, w: local(x, w, implementation), in_specs=in_specs, out_specs=out_specs, check_vma=not shared
+            lambda x, w: local(x, w, implementation),
+            mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=not shared,
         )
-        parts = [_resharded(x, spec) for x, spec in zip(ins, in_specs)]
-        results = call(*parts)
+        results = call(*map(teams.resharded, ins, in_specs))
         return list(results) if shared else [results]
 
     notes = ["returns the gathered rows"] if shared else []
     notes += ["partial sums are sent as float32"] if exact else []
     what = Found(product.operation, product.axes, described(form, operands), place(dot, path), ", ".join(notes))
     outs = (dot.outs[0], dot.ins[rows]) if shared else (dot.outs[0],)
-    return Replacement(_gone(dot, rows, chain, shared), (source, weights), outs, dot.index, run, what)
+    return Replacement(_gone(dot, rows, chain, shared), (source, weights), outs, dot.index, run, what, dot.name)
 
 
 def _gone(dot: Node, rows: int, chain: list[Node], shared: bool) -> list[Node]:
@@ -157,9 +163,3 @@ def _gone(dot: Node, rows: int, chain: list[Node], shared: bool) -> list[Node]:
 
 def _spec(axes: Sequence[Axes]) -> PartitionSpec:
     return PartitionSpec(*(None if not each else each[0] if len(each) == 1 else each for each in axes))
-
-
-def _resharded(x: Any, spec: PartitionSpec) -> Any:
-    return x if jax.typeof(x).sharding.spec == spec else jax.reshard(x, spec)
-
-
