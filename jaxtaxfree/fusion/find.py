@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxtaxfree.fusion.graph import CASTS, GATHERS, SAME, SHAPES, SUMS, Graph, Node, Step, Value, made_by
+from jaxtaxfree.fusion.graph import CASTS, GATHERS, SAME, SHAPES, SUMS, Graph, Node, Step, Value, made_by, untransposed
 from jaxtaxfree.fusion.products import (
     COPY_FROM,
     Form,
@@ -109,10 +109,10 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
             return found
         dimension = found
     operation = "matmul_reduce_scatter" if scatters else "matmul_all_reduce"
-    operands = [x.aval for x in dot.ins]
-    form = _form(dot, operands, dimension)
+    form, ins = _form(dot, dimension)
     if isinstance(form, str):
         return form
+    operands = [x.aval for x in ins]
     row = 0 if dimension is None else form.row_of(dimension, len(dot.outs[0].aval.shape))
     assert row is not None
     moved = forward(chain, dimension, parts)
@@ -138,7 +138,7 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
         return [typed_as(out, node.outs[0].aval)]
 
     found = Found(operation, product.axes, described(form, operands), place(node, path), _note(product, operands))
-    return Replacement([dot, *chain, node], dot.ins, node.outs, node.index, run, found, node.name)
+    return Replacement([dot, *chain, node], ins, node.outs, node.index, run, found, node.name)
 
 
 def _never(node: Node, chain: Sequence[Node]) -> list[str]:
@@ -154,19 +154,26 @@ def _never(node: Node, chain: Sequence[Node]) -> list[str]:
     return reasons
 
 
-def _form(dot: Node, operands: Sequence[Any], dimension: int | None) -> Form | str:
-    """The form of a product in which this dimension is one of rows, if there is one."""
+def form_and_operands(dot: Node, rows: int) -> tuple[Form | str, tuple[Any, ...]]:
+    """The form of a product, and what it is of: its operands, but the weights before they were transposed."""
+    weights, permutation = untransposed(dot.ins[1 - rows])
+    ins = (dot.ins[0], weights) if rows == 0 else (weights, dot.ins[1])
+    return form_of(dot.params, [x.aval for x in ins], rows, permutation), ins
+
+
+def _form(dot: Node, dimension: int | None) -> tuple[Form | str, tuple[Any, ...]]:
+    """The same in which this dimension is one of rows, if there is one."""
     reasons = []
     ndim = len(dot.outs[0].aval.shape)
     for rows in (0, 1):
-        form = form_of(dot.params, operands, rows)
+        form, ins = form_and_operands(dot, rows)
         if isinstance(form, str):
             reasons.append(form)
         elif dimension is not None and form.row_of(dimension, ndim) is None:
             reasons.append("it scatters the columns of the weights, and the operation scatters rows")
         else:
-            return form
-    return "; ".join(dict.fromkeys(reasons))
+            return form, ins
+    return "; ".join(dict.fromkeys(reasons)), ()
 
 
 def _refusals(product: Product, operands: Sequence[Any]) -> list[str]:
@@ -235,8 +242,8 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
     assert rows is not None
     if reasons := [*_never(gather, chain), *_widened(chain)]:
         return "; ".join(reasons)
-    operands = [x.aval for x in dot.ins]
-    form = form_of(dot.params, operands, rows)
+    form, own = form_and_operands(dot, rows)
+    operands = [x.aval for x in own]
     parts = gather.params["axis_size"]
     dimension = gather.params["all_gather_dimension"]
     moved = forward(chain, dimension, parts)
@@ -281,7 +288,7 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
         "all_gather_matmul", product.axes, described(form, operands), place(gather, path), _note(product, operands)
     )
     outs = (dot.outs[0], *(value for _, value in kept))
-    ins = (gather.ins[0], dot.ins[1 - rows])
+    ins = (gather.ins[0], own[1 - rows])
     return Replacement([gather, *chain, dot], ins, outs, dot.index, run, found, gather.name)
 
 
@@ -295,8 +302,8 @@ def _undone(x: jax.Array, moves: Sequence[Move], shapes: Sequence[tuple[int, ...
 def _widened(chain: Sequence[Node]) -> list[str]:
     casts = [(each.ins[0].aval.dtype, each.outs[0].aval.dtype) for each in chain if each.name in CASTS]
     return [
-        f"what is gathered as {a} is cast to {b}, which would be sent: cast it before, or let the product have operands "
-        f"of {a}, and preferred_element_type={b}"
+        f"what is gathered as {a} is cast to {b}, which would be sent: cast it before, or multiply {a} with "
+        f"preferred_element_type={b}"
         for a, b in casts
         if b.itemsize > a.itemsize
     ]

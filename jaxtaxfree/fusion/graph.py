@@ -183,6 +183,16 @@ def made_by(value: Atom, through: Sequence[str]) -> tuple[Node | None, list[Node
     return None, chain[::-1]
 
 
+def untransposed(value: Atom) -> tuple[Atom, tuple[int, ...]]:
+    """What a value is a transpose of, and the dimension of that which each of its own is; itself if it is none."""
+    permutation = tuple(range(value.aval.ndim))
+    while isinstance(value, Value) and value.maker is not None and value.maker.name in ("transpose", *SAME):
+        if value.maker.name == "transpose":
+            permutation = tuple(value.maker.params["permutation"][i] for i in permutation)
+        value = value.maker.ins[0]
+    return value, permutation
+
+
 @dataclasses.dataclass(eq=False)
 class Step:
     """What runs in place of some nodes.

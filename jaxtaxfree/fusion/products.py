@@ -30,7 +30,7 @@ class Form:
       rows: which operand has the rows, 0 or 1; its contracted dimensions are the last ones.
       k: how many dimensions are contracted.
       contracted: those of the weights, in the order of the rows' dimensions.
-      free: the other dimensions of the weights.
+      free: the other dimensions of the weights, in the order of the result.
       transposed: the weights lie in memory as [N, K].
     """
 
@@ -72,26 +72,33 @@ class Form:
         return jnp.moveaxis(y, range(y.ndim - n, y.ndim), range(n))
 
 
-def form_of(params: Mapping[str, Any], operands: Sequence[Any], rows: int) -> Form | str:
-    """The form of a `dot_general` of these types whose operand `rows` has the rows; or why it has none."""
+def form_of(params: Mapping[str, Any], operands: Sequence[Any], rows: int, permutation: Sequence[int]) -> Form | str:
+    """The form of a `dot_general`, or why it has none.
+
+    Args:
+      params: its parameters.
+      operands: types of what the form is of: the operands, but the weights before they were transposed.
+      rows: which operand has the rows.
+      permutation: for each dimension of the operand that has the weights, that of the weights.
+    """
     contracted, batch = params["dimension_numbers"]
-    x, w = operands[rows], operands[1 - rows]
+    ndim = len(operands[rows].shape)
     if batch[0]:
         return "the product is one of batches of matrices"
-    of_rows, of_weights = contracted[rows], contracted[1 - rows]
-    if not of_rows:
+    if not contracted[rows]:
         return "the product contracts no dimension"
-    pairs = sorted(zip(of_rows, of_weights))
-    last = tuple(range(len(x.shape) - len(pairs), len(x.shape)))
-    side = ("left", "right")[rows]
-    if tuple(a for a, _ in pairs) != last:
-        return f"the {side} operand is contracted along {sorted(of_rows)}, not along its last dimensions {list(last)}"
-    free = tuple(d for d in range(len(w.shape)) if d not in of_weights)
+    pairs = sorted(zip(contracted[rows], contracted[1 - rows]))
+    last = list(range(ndim - len(pairs), ndim))
+    if [a for a, _ in pairs] != last:
+        side = ("left", "right")[rows]
+        return (
+            f"the {side} operand is contracted along {sorted(contracted[rows])}, not along its last dimensions {last}"
+        )
+    free = tuple(permutation[d] for d in range(len(permutation)) if d not in contracted[1 - rows])
     if not free:
         return "the product is one by a vector"
-    order = tuple(b for _, b in pairs)
-    transposed = order == tuple(range(len(free), len(w.shape))) and free == tuple(range(len(free)))
-    return Form(rows, len(pairs), order, free, transposed)
+    order = tuple(permutation[b] for _, b in pairs)
+    return Form(rows, len(pairs), order, free, transposed=(*free, *order) == tuple(range(len(permutation))))
 
 
 def flat_shapes(form: Form, operands: Sequence[Any]) -> tuple[tuple[int, ...], tuple[int, int]]:

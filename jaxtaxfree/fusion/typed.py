@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec
 
 from jaxtaxfree import teams
 from jaxtaxfree.fusion.arrange import Arrangement, Axes, arrange, axes_of_spec
-from jaxtaxfree.fusion.find import Replacement, place
+from jaxtaxfree.fusion.find import Replacement, form_and_operands, place
 from jaxtaxfree.fusion.graph import CASTS, Graph, Node, Value, made_by
-from jaxtaxfree.fusion.products import Form, Product, described, exact_wire, form_of, unsupported
+from jaxtaxfree.fusion.products import Form, Product, described, exact_wire, unsupported
 from jaxtaxfree.fusion.report import Found, Missed
 
 
@@ -50,12 +50,12 @@ def _product(dot: Node, gathered: set[Value], path: str) -> Replacement | Missed
     communicates: Axes = ()
     for rows in (0, 1):
         source, chain = _source(dot, rows, gathered)
-        form = form_of(dot.params, [x.aval for x in dot.ins], rows)
+        form, own = form_and_operands(dot, rows)
         if isinstance(form, str):
             reasons.append(form)
             communicates = communicates or _moved(dot)
             continue
-        x, w = source.aval, dot.ins[1 - rows].aval
+        x, w = source.aval, own[1 - rows].aval
         x_axes, w_axes, out_axes = (axes_of_spec(each.sharding.spec, len(each.shape)) for each in (x, w, out))
         contracted = sorted(dot.params["dimension_numbers"][0][rows])
         found = arrange(form, x_axes, w_axes, out_axes, contracted)
@@ -65,7 +65,7 @@ def _product(dot: Node, gathered: set[Value], path: str) -> Replacement | Missed
         if isinstance(found, str):
             reasons.append(found)
             continue
-        step = _step(dot, rows, source, chain, form, found, path)
+        step = _step(dot, rows, own, source, chain, form, found, path)
         if isinstance(step, Replacement):
             return step
         reasons.append(step)
@@ -103,10 +103,17 @@ def _source(dot: Node, rows: int, gathered: set[Value]) -> tuple[Any, list[Node]
 
 
 def _step(
-    dot: Node, rows: int, source: Any, chain: list[Node], form: Form, found: Arrangement, path: str
+    dot: Node,
+    rows: int,
+    own: tuple[Any, ...],
+    source: Any,
+    chain: list[Node],
+    form: Form,
+    found: Arrangement,
+    path: str,
 ) -> Replacement | str:
-    out, weights = dot.outs[0].aval, dot.ins[1 - rows]
-    operands = [x.aval for x in dot.ins]
+    out, weights = dot.outs[0].aval, own[1 - rows]
+    operands = [x.aval for x in own]
     mesh = out.sharding.mesh
     if left := [axis for axis in mesh.axis_names if axis not in mesh.explicit_axes and mesh.shape[axis] > 1]:
         return f"the mesh has axes {left} that are not Explicit"
