@@ -9,16 +9,13 @@ from jax import lax
 
 from jaxtaxfree.fusion.graph import CASTS, GATHERS, SAME, SHAPES, SUMS, Graph, Node, Step, Value, made_by, untransposed
 from jaxtaxfree.fusion.products import (
-    COPY_FROM,
     Form,
     Product,
     cast_reason,
     described,
     exact_wire,
-    flat_shapes,
     form_of,
     typed_as,
-    unsupported,
 )
 from jaxtaxfree.fusion.report import Found, Missed
 from jaxtaxfree.fusion.shapes import Move, backward, forward, keeps_elements
@@ -137,7 +134,7 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
             out = move(out)
         return [typed_as(out, node.outs[0].aval)]
 
-    found = Found(operation, product.axes, described(form, operands), place(node, path), _note(product, operands))
+    found = Found(operation, product.axes, described(form, operands), place(node, path), product.note(operands))
     return Replacement([dot, *chain, node], ins, node.outs, node.index, run, found, node.name)
 
 
@@ -177,34 +174,13 @@ def _form(dot: Node, dimension: int | None) -> tuple[Form | str, tuple[Any, ...]
 
 
 def _refusals(product: Product, operands: Sequence[Any]) -> list[str]:
-    """Why no kernel takes a product, or why it would be slower by much."""
-    reasons = unsupported(product.form, operands, product.precision, product.dtype)
-    lengths, (_, n) = flat_shapes(product.form, operands)
-    rows = 1
-    for size in lengths[:-1]:
-        rows *= size
-    if product.operation == "matmul_all_reduce" and product.form.transposed and rows < COPY_FROM and n > 1:
-        reasons.append(
-            "matmul_all_reduce takes weights as [K, N] and these are [N, K], which would have to be copied for few rows"
-        )
+    """Why no kernel takes a product inside of `jax.shard_map`."""
+    reasons = product.refusals(operands)
     partly = [x for x in operands if any(entry is not None for entry in x.sharding.spec)]
     plain = product.form.k == 1 and len(product.form.free) == 1 and product.form.rows == 0
     if partly and not (plain and not product.form.transposed):
         reasons.append("an operand is sharded along an axis that jax.shard_map leaves over, and would be reshaped")
     return reasons
-
-
-def _note(product: Product, operands: Sequence[Any]) -> str:
-    notes = []
-    if product.return_gathered:
-        notes.append("returns the gathered rows")
-    if product.exact:
-        notes.append("partial sums are sent as float32")
-    natural = (*product.form.contracted, *product.form.free) == tuple(range(len(operands[1 - product.form.rows].shape)))
-    in_place = product.form.transposed and product.operation != "matmul_all_reduce"
-    if not natural:
-        notes.append("reads the weights as [N, K]" if in_place else "copies the weights")
-    return ", ".join(notes)
 
 
 def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replacement], list[Missed]]:
@@ -285,7 +261,7 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
         return results
 
     found = Found(
-        "all_gather_matmul", product.axes, described(form, operands), place(gather, path), _note(product, operands)
+        "all_gather_matmul", product.axes, described(form, operands), place(gather, path), product.note(operands)
     )
     outs = (dot.outs[0], *(value for _, value in kept))
     ins = (gather.ins[0], own[1 - rows])

@@ -109,19 +109,6 @@ def flat_shapes(form: Form, operands: Sequence[Any]) -> tuple[tuple[int, ...], t
     return (*lengths, k), (k, math.prod(form.tail(operands[1 - form.rows])))
 
 
-def unsupported(form: Form, operands: Sequence[Any], precision: Any, out_dtype: Any) -> list[str]:
-    """Why no kernel takes operands of these types."""
-    x, w = operands[form.rows], operands[1 - form.rows]
-    rows, weights = flat_shapes(form, operands)
-    rows = rows if len(rows) > 1 else (1, *rows)
-    return matmul.unsupported(
-        jax.ShapeDtypeStruct(rows, x.dtype),
-        jax.ShapeDtypeStruct(weights, w.dtype),
-        precision=precision,
-        preferred_element_type=np.dtype(out_dtype),
-    )
-
-
 def described(form: Form, operands: Sequence[Any]) -> str:
     x, w = (operands[i] for i in (form.rows, 1 - form.rows))
     return " @ ".join(f"{each.dtype}{list(each.shape)}" for each in (x, w))
@@ -179,6 +166,37 @@ class Product:
     dtype: Any
     exact: bool = False
     return_gathered: bool = False
+
+    def refusals(self, operands: Sequence[Any]) -> list[str]:
+        """Why no kernel takes operands of these types, or why it would be slower by much."""
+        x, w = operands[self.form.rows], operands[1 - self.form.rows]
+        rows, weights = flat_shapes(self.form, operands)
+        reasons = matmul.unsupported(
+            jax.ShapeDtypeStruct(rows if len(rows) > 1 else (1, *rows), x.dtype),
+            jax.ShapeDtypeStruct(weights, w.dtype),
+            precision=self.precision,
+            preferred_element_type=np.dtype(self.dtype),
+        )
+        few = math.prod(rows[:-1]) < COPY_FROM and weights[1] > 1
+        if self.operation == "matmul_all_reduce" and self.form.transposed and few:
+            reasons.append(
+                "matmul_all_reduce takes weights as [K, N] and these are [N, K], which would have to be copied for few "
+                "rows"
+            )
+        return reasons
+
+    def note(self, operands: Sequence[Any]) -> str:
+        """What the report says besides."""
+        notes = []
+        if self.return_gathered:
+            notes.append("returns the gathered rows")
+        if self.exact:
+            notes.append("partial sums are sent as float32")
+        ndim = len(operands[1 - self.form.rows].shape)
+        if (*self.form.contracted, *self.form.free) != tuple(range(ndim)):
+            in_place = self.form.transposed and self.operation != "matmul_all_reduce"
+            notes.append("reads the weights as [N, K]" if in_place else "copies the weights")
+        return ", ".join(notes)
 
     def __call__(self, x: jax.Array, w: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array | None]:
         """The result, as the `dot_general` has its dimensions, and the gathered rows, as they were given."""

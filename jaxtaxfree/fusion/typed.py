@@ -11,7 +11,7 @@ from jaxtaxfree import teams
 from jaxtaxfree.fusion.arrange import Arrangement, Axes, arrange, axes_of_spec
 from jaxtaxfree.fusion.find import Replacement, form_and_operands, place
 from jaxtaxfree.fusion.graph import CASTS, Graph, Node, Value, made_by
-from jaxtaxfree.fusion.products import Form, Product, described, exact_wire, unsupported
+from jaxtaxfree.fusion.products import Form, Product, described, exact_wire
 from jaxtaxfree.fusion.report import Found, Missed
 
 
@@ -125,7 +125,7 @@ def _step(
     product = Product(
         found.operation, form, found.axes, found.dimension, precision, out.dtype, exact=exact, return_gathered=shared
     )
-    if reasons := unsupported(form, operands, precision, out.dtype):
+    if reasons := product.refusals(operands):
         return "; ".join(reasons)
     dtype = operands[rows].dtype
     in_specs = tuple(map(_spec, found.specs))
@@ -150,9 +150,7 @@ def _step(
         results = call(*map(teams.resharded, ins, in_specs))
         return list(results) if shared else [results]
 
-    notes = ["returns the gathered rows"] if shared else []
-    notes += ["partial sums are sent as float32"] if exact else []
-    what = Found(product.operation, product.axes, described(form, operands), place(dot, path), ", ".join(notes))
+    what = Found(product.operation, product.axes, described(form, operands), place(dot, path), product.note(operands))
     outs = (dot.outs[0], dot.ins[rows]) if shared else (dot.outs[0],)
     return Replacement(_gone(dot, rows, chain, shared), (source, weights), outs, dot.index, run, what, dot.name)
 

@@ -1,0 +1,279 @@
+"""`fuse` in whole programs: what it looks into, what it leaves, what it says, and what is lowered."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from jaxtaxfree.fusion import Found, Missed, Report
+from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded, whole_numbers
+
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+B, D, F = 8, 4, 6
+ROWS, UP, DOWN = P("tp"), P(None, "tp"), P("tp")
+
+
+def mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """x [B / W, D] of this rank -> [B / W, D]."""
+    h = jax.nn.silu(lax.all_gather(x, "tp", tiled=True) @ up)
+    return x + lax.psum_scatter(h @ down, "tp", tiled=True)
+
+
+def weights(layers: int | None = None) -> tuple[np.ndarray, ...]:
+    lead = () if layers is None else (layers,)
+    shapes = ((B, D), (*lead, D, F), (*lead, F, D))
+    return tuple(whole_numbers(i, *shape) / 4 for i, shape in enumerate(shapes))
+
+
+def scanned(body: Callable[..., Any]) -> Callable[..., Any]:
+    def run(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.Array:
+        return lax.scan(lambda x, layer: (body(x, *layer), None), x, (ups, downs))[0]
+
+    return run
+
+
+def looped(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.Array:
+    def body(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        i, x = state
+        return i + 1, mlp(x, ups[i], downs[i])
+
+    return lax.while_loop(lambda state: state[0] < len(ups), body, (jnp.int32(0), x))[1]
+
+
+def branched(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.Array:
+    first = lambda x: mlp(x, ups[0], downs[0])  # noqa: E731
+    return lax.cond(lax.psum(jnp.sum(x), "tp") > 0, first, lambda x: mlp(x, ups[1], downs[1]), x)
+
+
+def in_helpers(x: jax.Array, ups: jax.Array, downs: jax.Array) -> jax.Array:
+    """The collectives are in one call of jax.jit, the products in another."""
+    gather = jax.jit(lambda x: lax.all_gather(x, "tp", tiled=True))
+    dense = jax.jit(lambda x, w: jnp.matmul(x, w))
+    scatter = jax.jit(lambda y: lax.psum_scatter(y, "tp", tiled=True))
+    return scatter(dense(jax.nn.silu(dense(gather(x), ups[0])), downs[0]))
+
+
+INSIDE = {
+    "scan": (scanned(mlp), 1),
+    "while": (looped, 1),
+    "cond": (branched, 2),
+    "checkpoint": (scanned(jax.checkpoint(mlp)), 1),
+    "checkpoint-policy": (
+        scanned(jax.checkpoint(mlp, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)),
+        1,
+    ),
+    "jit": (scanned(jax.jit(mlp)), 1),
+    "helpers": (in_helpers, 1),
+}
+
+
+def on_mesh(fn: Callable[..., Any], mesh: Mesh, stacked: bool = True, **keywords: Any) -> Callable[..., Any]:
+    lead = (None,) if stacked else ()
+    specs = (ROWS, P(*lead, *UP), P(*lead, *DOWN))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=ROWS, **keywords)
+
+
+def loss_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *operands: jnp.sum(jnp.sin(fn(*operands)))
+
+
+def close(got: Any, want: Any) -> None:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("vma", [True, False])
+@pytest.mark.parametrize("name", INSIDE)
+def test_looks_into(name: str, vma: bool) -> None:
+    fn, times = INSIDE[name]
+    operands = weights(layers=2)
+    plain = on_mesh(fn, mesh_of(2), check_vma=vma)
+    fused = jtf.fuse(plain)
+    report = fused.report(*operands)
+    assert [x.operation for x in report.found] == times * [GATHER, SCATTER], str(report)
+    assert report.missed == ()
+    if name == "while":  # which has no reverse derivative
+        want, got = jax.jit(lambda *operands: (plain(*operands), fused(*operands)))(*operands)
+    else:
+        grads = functools.partial(jax.value_and_grad, argnums=(0, 1, 2))
+        want, got = jax.jit(lambda *x: (grads(loss_of(plain))(*x), grads(loss_of(fused))(*x)))(*operands)
+    close(got, want)
+
+
+def test_report_says_where() -> None:
+    report = jtf.fuse(on_mesh(scanned(jax.checkpoint(mlp)), mesh_of(2))).report(*weights(2))
+    first = report.found[0]
+    assert first.axes == ("tp",)
+    assert first.operands == "float32[8,4] @ float32[4,3]".replace(",", ", ")
+    assert first.where.startswith("shard_map > scan > ")
+    assert "test_fuse_programs.py" in first.where
+    assert str(report).splitlines()[0] == "2 fused, 0 missed"
+
+
+def test_text_of_a_report() -> None:
+    report = Report(
+        (Found("matmul_all_reduce", ("x", "y"), "a @ b", "scan, f.py:1 (f)", "copies the weights"),),
+        (Missed("psum", ("x",), "f.py:2 (f)", "it is odd"),),
+    )
+    assert str(report) == (
+        "1 fused, 1 missed\n"
+        "fused   matmul_all_reduce over 'x', 'y': a @ b, scan, f.py:1 (f) (copies the weights)\n"
+        "missed  psum over 'x', f.py:2 (f): it is odd"
+    )
+
+
+def test_report_runs_nothing() -> None:
+    def traced(x: jax.Array, w: jax.Array) -> jax.Array:
+        jax.debug.callback(lambda: pytest.fail("it ran"))
+        return lax.psum(x @ w, "tp")
+
+    fn = jax.shard_map(traced, mesh=mesh_of(2), in_specs=(UP, DOWN), out_specs=P())
+    shapes = jax.ShapeDtypeStruct((B, D), jnp.bfloat16), jax.ShapeDtypeStruct((D, F), jnp.bfloat16)
+    assert [x.operation for x in jtf.fuse(fn).report(*shapes).found] == [REDUCE]
+
+
+@pytest.mark.parametrize("implementation", ["fused", "simulate"])
+def test_insists(implementation: str) -> None:
+    def two(x: jax.Array, w: jax.Array) -> jax.Array:
+        y = x @ w
+        return lax.psum(y, "tp") + y + lax.psum(x @ w[:, 0], "tp")[:, None]
+
+    fn = jax.shard_map(two, mesh=mesh_of(2), in_specs=(UP, DOWN), out_specs=P("tp"))
+    x, w = whole_numbers(0, B, D), whole_numbers(1, D, F)
+    with fails(
+        NotImplementedError,
+        f"fuse(two, implementation='{implementation}')",
+        "cannot replace 2 ",
+        "psum_invariant over 'tp', shard_map, ",
+        "the product is used before its sum as well",
+        "copied for few rows",
+        "implementation=None leaves them",
+    ):
+        jtf.fuse(fn, implementation=implementation)(x, w)
+
+
+def test_simulates() -> None:
+    operands = weights()
+    plain = on_mesh(mlp, mesh_of(2), stacked=False)
+    got = jax.jit(jtf.fuse(plain, implementation="simulate"))(*operands)
+    close(got, jax.jit(plain)(*operands))
+
+
+def test_refuses_an_unknown_implementation() -> None:
+    with fails(ValueError, "There is no implementation 'fast'"):
+        jtf.fuse(mlp, implementation="fast")
+
+
+def test_leaves_what_has_rules_of_its_own() -> None:
+    @jax.custom_vjp
+    def dense(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(x @ w, "tp")
+
+    dense.defvjp(lambda x, w: (dense(x, w), (x, w)), lambda saved, ct: (ct @ saved[1].T, saved[0].T @ ct))
+    fn = jax.shard_map(dense, mesh=mesh_of(2), in_specs=(UP, DOWN), out_specs=P())
+    x, w = whole_numbers(0, B, D), whole_numbers(1, D, F)
+    report = jtf.fuse(fn).report(x, w)
+    assert report.found == ()
+    assert [each.collective for each in report.missed] == [REDUCE]
+    assert "inside of custom_vjp_call" in report.missed[0].why
+    np.testing.assert_array_equal(jtf.fuse(fn)(x, w), x @ w)
+
+
+def test_logs_a_report_once(caplog: pytest.LogCaptureFixture) -> None:
+    fused, operands = jtf.fuse(on_mesh(mlp, mesh_of(2), stacked=False)), weights()
+    with caplog.at_level(logging.INFO, "jaxtaxfree"):
+        jax.eval_shape(fused, *operands)
+        jax.eval_shape(fused, *operands)
+    texts = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(texts) == 1
+    assert texts[0].startswith("fuse(mlp): 2 fused, 0 missed\nfused   all_gather_matmul over 'tp': ")
+
+
+def test_has_the_signature_of_the_function() -> None:
+    def double(tree: dict[str, Any], *, scale: Any, other: None = None) -> dict[str, Any]:
+        """Doubles."""
+        assert other is None
+        return {"y": 2 * tree["x"] * scale, "z": None, "count": 3}
+
+    fused = jtf.fuse(double)
+    assert (fused.__name__, fused.__doc__) == ("double", "Doubles.")
+    got = fused({"x": jnp.ones(2)}, scale=3.0)
+    assert got.keys() == {"y", "z", "count"}
+    assert got["z"] is None
+    assert got["y"].tolist() == [6, 6]
+    assert jax.grad(lambda x: fused({"x": x}, scale=2.0)["y"].sum())(jnp.ones(2)).tolist() == [4, 4]
+
+
+def test_a_jitted_function_is_compiled_once(caplog: pytest.LogCaptureFixture) -> None:
+    fused = jtf.fuse(jax.jit(on_mesh(mlp, mesh_of(2), stacked=False)))
+    operands = [jnp.asarray(x) for x in weights()]
+    compiled = []
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            caplog.clear()
+            fused(*operands)
+            compiled.append(sum("Compiling jit(mlp)" in record.getMessage() for record in caplog.records))
+    assert compiled == [1, 0]
+
+
+def test_in_the_body_of_shard_map_and_under_vmap() -> None:
+    operands = weights()
+    body = jtf.fuse(mlp)
+    want = jax.jit(on_mesh(mlp, mesh_of(2), stacked=False))(*operands)
+    close(jax.jit(on_mesh(body, mesh_of(2), stacked=False))(*operands), want)
+    several = np.stack([operands[0], 2 * operands[0]])
+    plain = on_mesh(mlp, mesh_of(2), stacked=False)
+    mapped = [jax.jit(jax.vmap(f, in_axes=(0, None, None)))(several, *operands[1:]) for f in (plain, jtf.fuse(plain))]
+    close(*mapped)
+
+
+def test_partial_sums_keep_their_bits() -> None:
+    """bf16 products that are summed as f32: the kernel for many rows would send bf16 if nobody said otherwise."""
+    fn = lambda x, w: lax.psum_scatter(  # noqa: E731
+        jnp.matmul(x, w, preferred_element_type=jnp.float32), "tp", tiled=True
+    )
+    mesh = mesh_of(2)
+    on_ranks = jax.shard_map(fn, mesh=mesh, in_specs=(UP, DOWN), out_specs=ROWS)
+    shapes = sharded(mesh, UP, (1024, 256), jnp.bfloat16), sharded(mesh, DOWN, (256, 128), jnp.bfloat16)
+    assert jtf.fuse(on_ranks).report(*shapes).found[0].note == "partial sums are sent as float32"
+    assert str(jax.make_jaxpr(jtf.fuse(on_ranks))(*shapes)).count("exact_wire") == 1
+
+
+@pytest.mark.parametrize("partly", [False, True])
+def test_axes_that_shard_map_leaves_over(partly: bool) -> None:
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    x, up, down = weights()
+
+    def local(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        h = lax.all_gather(x, "tp", axis=1, tiled=True) @ up
+        y = lax.psum(h @ down, "tp")
+        return jnp.concatenate([y, y], axis=-1) if partly else y
+
+    with jax.set_mesh(mesh):
+        fn = jax.shard_map(local, in_specs=(P(None, "tp"), UP, DOWN), out_specs=P(), axis_names={"tp"}, check_vma=True)
+        operands = jax.device_put((x.reshape(2, 4, D), up, down), (P("dp", "tp"), UP, DOWN))
+        fused = jtf.fuse(fn)
+        assert [each.operation for each in fused.report(*operands).found] == [GATHER, REDUCE]
+        close(jax.jit(fused)(*operands), jax.jit(fn)(*operands))
+
+
+def test_lowers_to_kernels() -> None:
+    mesh = mesh_of(4)
+    fused = jtf.fuse(on_mesh(mlp, mesh, stacked=False))
+    shapes = [
+        sharded(mesh, spec, shape, jnp.bfloat16)
+        for spec, shape in ((ROWS, (64, 256)), (UP, (256, 512)), (DOWN, (512, 256)))
+    ]
+    assert_fused(lower_for_cuda(fused, *shapes), 2)
+    assert TRITON_CALL not in lower_for_cuda(jtf.fuse(on_mesh(mlp, mesh, stacked=False), implementation="xla"), *shapes)
