@@ -81,6 +81,8 @@ def arrange(
             won[d] = after[len(before) :]
         elif before != after:
             return f"rows are sharded along {before}, and of the result along {after}"
+    if twice := [axis for axis in dict.fromkeys(sum(given, ())) if sum(given, ()).count(axis) > 1]:
+        return f"the weights would be sharded along {twice} in two dimensions"
     return _operation(summed, lost, won, columns, tuple(gathered), (tuple(rows), tuple(given)))
 
 

@@ -19,6 +19,7 @@ from jaxtaxfree.fusion.products import (
 )
 from jaxtaxfree.fusion.report import Found, Missed
 from jaxtaxfree.fusion.shapes import Move, backward, forward, keeps_elements
+from jaxtaxfree.primitive import symbolic
 
 CHAIN = (*CASTS, *SHAPES, *SAME)
 # Names a value for a policy of jax.checkpoint, or holds back the compiler, and is nothing to look through.
@@ -88,7 +89,7 @@ def find_sums(graph: Graph, path: str) -> tuple[list[Replacement], list[Missed]]
 
 def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | str:
     """A sum of a product as one step; or all reasons why it is none."""
-    reasons = _never(node, chain)
+    reasons = _never(node, dot, chain)
     if any(len(x.users) != 1 or x.returned for each in (dot, *chain) for x in each.outs):
         reasons.append("the product is used before its sum as well")
     dtypes = [dot.outs[0].aval.dtype, *(x.outs[0].aval.dtype for x in chain if x.name in CASTS)]
@@ -138,9 +139,9 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
     return Replacement([dot, *chain, node], ins, node.outs, node.index, run, found, node.name)
 
 
-def _never(node: Node, chain: Sequence[Node]) -> list[str]:
-    """What keeps a collective from every operation."""
-    reasons = []
+def _never(node: Node, dot: Node, chain: Sequence[Node]) -> list[str]:
+    """What keeps a collective next to a product from every operation."""
+    reasons = symbolic(*(x.aval for x in dot.ins))
     if node.params.get("axis_index_groups") is not None:
         reasons.append("it has axis_index_groups")
     if node.name not in ("all_gather", "all_gather_invariant", "psum", "psum_invariant", "reduce_scatter"):
@@ -216,7 +217,7 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
     """A gather before a product as one step; or all reasons why it is none."""
     dot, chain, rows = candidate.dot, candidate.chain, candidate.side
     assert rows is not None
-    if reasons := [*_never(gather, chain), *_widened(chain)]:
+    if reasons := [*_never(gather, dot, chain), *_widened(chain)]:
         return "; ".join(reasons)
     form, own = form_and_operands(dot, rows)
     operands = [x.aval for x in own]

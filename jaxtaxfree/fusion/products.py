@@ -16,7 +16,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul, all_gather_matmul_p, gathered_too_p
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter, matmul_reduce_scatter_p
-from jaxtaxfree.primitive import hashable
+from jaxtaxfree.primitive import hashable, symbolic
 
 # From so many rows on, a copy of the weights is small beside the product.
 COPY_FROM = 512
@@ -81,6 +81,8 @@ def form_of(params: Mapping[str, Any], operands: Sequence[Any], rows: int, permu
       rows: which operand has the rows.
       permutation: for each dimension of the operand that has the weights, that of the weights.
     """
+    if reasons := symbolic(*operands):
+        return reasons[0]
     contracted, batch = params["dimension_numbers"]
     ndim = len(operands[rows].shape)
     if batch[0]:

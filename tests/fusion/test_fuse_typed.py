@@ -94,6 +94,12 @@ CASES = {
         (P(("data", "tp")), COLUMNS),
         (GATHER,),
     ),
+    "fsdp": Case(
+        lambda x, w: jnp.matmul(x, w, out_sharding=P()), ((S, F), W), (P(None, "tp"), P("tp", "data")), (REDUCE,)
+    ),
+    "whole-weights": Case(
+        lambda x, w: jnp.matmul(x, w, out_sharding=P()), ((S, F), W), (P(None, "tp"), P()), (REDUCE,)
+    ),
     "local": Case(lambda x, w: x @ w, (X, U), (WHOLE, COLUMNS)),
     "nothing-is-sharded": Case(lambda x, w: x @ w, (X, U), (P(), P())),
     "not-by-columns": Case(
@@ -197,6 +203,7 @@ A, T = ("a",), ("t",)
         ([A, T], [T, A], [(), A], "before a sum"),
         ([(), ()], [(), ()], [A, ()], "in the result alone"),
         ([A, ()], [(), ()], [T, ()], "of the result along"),
+        ([A, T], [(), T], [A, ()], "in two dimensions"),
         ([(), ()], [(), A], [(), T], "columns of the weights are sharded along"),
     ],
 )
