@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -277,3 +279,31 @@ def test_lowers_to_kernels() -> None:
     ]
     assert_fused(lower_for_cuda(fused, *shapes), 2)
     assert TRITON_CALL not in lower_for_cuda(jtf.fuse(on_mesh(mlp, mesh, stacked=False), implementation="xla"), *shapes)
+
+
+def code_of_the_page() -> list[str]:
+    page = (Path(__file__).parents[2] / "docs" / "fuse.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    inside, outside = code_of_the_page()
+    names: dict[str, Any] = {"jax": jax, "jnp": jnp, "jtf": jtf, "P": P, "mesh": mesh_of(4)}
+    names |= dict(zip(("x", "up", "down"), (jnp.ones((64, 256)), jnp.ones((256, 512)), jnp.ones((512, 256)))))
+    exec(inside, names)
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "2 fused, 0 missed"
+    assert said[1].startswith("fused   all_gather_matmul over 'tp': float32[64, 256] @ float32[256, 128], shard_map, ")
+    assert said[2].startswith(
+        "fused   matmul_reduce_scatter over 'tp': float32[64, 128] @ float32[128, 256], shard_map"
+    )
+
+    devices = np.array(jax.devices("cpu")[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("data", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    exec(outside, names)
+    specs = {"x": P("data", "tp", None), "up": UP, "down": P("tp", None)}
+    with jax.set_mesh(mesh):
+        shapes = {"x": (2, 4, 8), "up": (8, 4), "down": (4, 8)}
+        operands = [jax.device_put(jnp.ones(shapes[name]), spec) for name, spec in specs.items()]
+        report = jtf.fuse(names["mlp"]).report(*operands)
+    assert [each.operation for each in report.found] == [GATHER, SCATTER]
