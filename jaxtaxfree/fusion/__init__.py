@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax._src.core import Tracer
 
 from jaxtaxfree.fusion.plan import plan
 from jaxtaxfree.fusion.report import Found, Missed, Report
@@ -29,7 +28,8 @@ class Fused:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         flat, jaxpr, out_tree = self._traced(args, kwargs)
-        planned = plan(jaxpr, open_calls=any(isinstance(x, Tracer) for x in flat))
+        # Outside of a trace, calls of jax.jit at the top are what is compiled, so they stay.
+        planned = plan(jaxpr, open_calls=any(isinstance(x, jax.core.Tracer) for x in flat))
         self._check(planned.report)
         return jax.tree.unflatten(out_tree, run(planned, jaxpr.consts, flat, self._implementation))
 

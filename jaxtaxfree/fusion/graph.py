@@ -11,7 +11,7 @@ from jax._src.core import NamedAxisEffect, jaxprs_in_params
 from jax._src.sharding_impls import UnspecifiedValue
 from jax.extend.core import DropVar, Literal
 
-CALLS = ("jit", "pjit", "closed_call")
+CALLS = ("jit", "pjit")
 # Of lax, by name: primitives of this library of the same names have a parameter `implementation`.
 GATHERS = ("all_gather", "all_gather_invariant", "all_gather_reduced")
 SUMS = ("psum", "psum_invariant", "reduce_scatter", "unreduced_psum", "unreduced_reduce_scatter")

@@ -13,7 +13,7 @@ from jaxtaxfree.fusion.report import Missed, Report, joined
 from jaxtaxfree.fusion.typed import find_typed
 
 # Whose jaxprs are rewritten.
-ENTERED = ("shard_map", "jit", "pjit", "closed_call", "scan", "while", "cond", "remat", "remat2", "checkpoint")
+ENTERED = ("shard_map", "jit", "pjit", "scan", "while", "cond", "remat", "remat2", "checkpoint")
 
 
 @dataclasses.dataclass

@@ -104,6 +104,18 @@ CASES = {
         (GATHER,),
         note="returns the gathered rows",
     ),
+    "gather-moved-used": Case(
+        lambda x, w: (gather(x, axis=1).transpose(1, 0, 2).reshape(-1, K) @ w, gather(x, axis=1) * 2),
+        ((2, M, K), W),
+        (GATHER,),
+        note="returns the gathered rows",
+    ),
+    "gather-other-chain": Case(
+        lambda x, w: (gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), gather(x)[:, None] @ w),
+        (X, W),
+        (GATHER,),
+        note="returns the gathered rows",
+    ),
     "gather-self": Case(lambda x: gather(x) @ gather(x).T, (X,), missed=("depend on the gathered",)),
     "gather-circle": Case(weights_of_gathered, ((M, M), (M, M)), found=(GATHER,), missed=("depend on the gathered",)),
     "gather-contracted": Case(

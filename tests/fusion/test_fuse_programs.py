@@ -270,6 +270,62 @@ def test_axes_that_shard_map_leaves_over(partly: bool) -> None:
         close(jax.jit(fused)(*operands), jax.jit(fn)(*operands))
 
 
+def test_several_axes_and_two_devices_of_each() -> None:
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "tp"))
+    x, up, down = weights()
+
+    def local(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+        h = lax.all_gather(x, ("tp", "dp"), tiled=True) @ up
+        return lax.psum_scatter(h @ down, ("tp", "dp"), tiled=True) + lax.psum(h[:2] @ down, ("dp", "tp"))
+
+    rows, down_rows = P(("tp", "dp")), P("tp")
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(rows, UP, down_rows), out_specs=rows)
+    report = jtf.fuse(fn).report(x, up, down)
+    assert [(each.operation, each.axes) for each in report.found] == [
+        (GATHER, ("tp", "dp")),
+        (SCATTER, ("tp", "dp")),
+        (REDUCE, ("dp", "tp")),
+    ]
+    close(jax.jit(jtf.fuse(fn))(x, up, down), jax.jit(fn)(x, up, down))
+
+
+def test_effects_keep_their_order() -> None:
+    """The gather moves to its product, and what uses it before moves with it; so does whatever follows that."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tp",), axis_types=(AxisType.Explicit,))
+
+    def first(x: Any) -> None: ...
+
+    def second() -> None: ...
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        g = jax.reshard(x, P())
+        jax.debug.callback(first, g.astype(jnp.bfloat16), ordered=True)
+        jax.debug.callback(second, ordered=True)
+        return g.astype(jnp.bfloat16) @ w
+
+    with jax.set_mesh(mesh):
+        x = jax.device_put(whole_numbers(0, B, D), P("tp"))
+        w = jax.device_put(whole_numbers(1, D, F, dtype="bfloat16"), P(None, "tp"))
+        jaxpr = jax.make_jaxpr(jtf.fuse(fn))(x, w)
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    callbacks = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "debug_callback"]
+    assert [len(eqn.invars) for eqn in callbacks] == [1, 0]
+    assert names.index("shard_map") < names.index("debug_callback")
+
+
+def test_symbolic_shapes_are_left() -> None:
+    (rows,) = jax.export.symbolic_shape("b")
+
+    def fn(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum((x @ w).reshape(-1, F), "tp")
+
+    fn = jax.shard_map(fn, mesh=mesh_of(2), in_specs=(UP, DOWN), out_specs=P())
+    shapes = jax.ShapeDtypeStruct((rows, D), jnp.float32), jax.ShapeDtypeStruct((D, F), jnp.float32)
+    report = jtf.fuse(fn).report(*shapes)
+    assert report.found == ()
+    assert "compiled for known shapes" in report.missed[0].why
+
+
 def test_lowers_to_kernels() -> None:
     mesh = mesh_of(4)
     fused = jtf.fuse(on_mesh(mlp, mesh, stacked=False))
