@@ -43,16 +43,16 @@ class Replacement(Step):
 
 @dataclasses.dataclass(eq=False)
 class Candidate:
-    """A product next to a collective.
+    """A product behind a gather.
 
     Attributes:
       dot: the product.
-      side: which of its operands is gathered; of a sum, None.
+      rows: which of its operands is gathered.
       chain: what is between the two.
     """
 
     dot: Node
-    side: int | None
+    rows: int
     chain: list[Node]
 
 
@@ -190,10 +190,10 @@ def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replac
     for dot in graph.nodes:
         if dot.name != "dot_general" or not dot.outs[0].aval.ndim:
             continue
-        for side, value in enumerate(dot.ins):
+        for rows, value in enumerate(dot.ins):
             gather, chain = made_by(value, (*CHAIN, *MARKS))
             if gather is not None and gather.name in GATHERS and is_manual(gather):
-                candidates.setdefault(gather, []).append(Candidate(dot, side, chain))
+                candidates.setdefault(gather, []).append(Candidate(dot, rows, chain))
     steps, missed = [], []
     for gather, some in candidates.items():
         reasons = []
@@ -215,8 +215,7 @@ def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replac
 
 def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
     """A gather before a product as one step; or all reasons why it is none."""
-    dot, chain, rows = candidate.dot, candidate.chain, candidate.side
-    assert rows is not None
+    dot, chain, rows = candidate.dot, candidate.chain, candidate.rows
     if reasons := [*_never(gather, dot, chain), *_widened(chain)]:
         return "; ".join(reasons)
     form, own = form_and_operands(dot, rows)
@@ -231,7 +230,7 @@ def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
     assert row is not None
     if row >= len(operands[rows].shape) - form.k:
         return "it gathers a contracted dimension, and the operation gathers rows"
-    kept = _kept(gather, dot, chain)
+    kept = _kept(gather, candidate)
     if isinstance(kept, str):
         return kept
     product = Product(
@@ -286,11 +285,12 @@ def _widened(chain: Sequence[Node]) -> list[str]:
     ]
 
 
-def _kept(gather: Node, dot: Node, chain: Sequence[Node]) -> list[tuple[int, Value]] | str:
+def _kept(gather: Node, candidate: Candidate) -> list[tuple[int, Value]] | str:
     """The gathered values that others use, and how many nodes of the chain come before them; or why they cannot be had.
 
     The last user along the chain is the product.
     """
+    dot, chain = candidate.dot, candidate.chain
     values = [gather.outs[0], *(each.outs[0] for each in chain)]
     own = [*chain, dot]
     kept = [
@@ -300,8 +300,9 @@ def _kept(gather: Node, dot: Node, chain: Sequence[Node]) -> list[tuple[int, Val
     ]
     if any(each.name in CASTS for i, _ in kept for each in chain[i:]):
         return "the gathered array is used before its cast as well"
-    if kept and gather.name == "all_gather_invariant":
-        return "the gathered array is used elsewhere as one that is known to be the same on every rank"
+    varying = dot.ins[candidate.rows].aval.mat.varying
+    if more := {axis for _, value in kept for axis in varying - value.aval.mat.varying}:
+        return f"the gathered array is used elsewhere as one that is the same on every rank along {sorted(more)}"
     return kept
 
 

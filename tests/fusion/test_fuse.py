@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax._src.lax.parallel import all_gather_invariant
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -109,6 +110,18 @@ CASES = {
         ((2, M, K), W),
         (GATHER,),
         note="returns the gathered rows",
+    ),
+    "gather-turned-used": Case(
+        lambda x, w: (gather(x, axis=1).transpose(1, 2, 0, 3) @ w, gather(x, axis=1) * 2),
+        ((2, M, 3, K), W),
+        (GATHER,),
+        note="returns the gathered rows",
+    ),
+    "gather-known-alike": Case(lambda x, w: all_gather_invariant(x, "tp", tiled=True) @ w, (X, W), (GATHER,)),
+    "gather-known-alike-used": Case(
+        lambda x, w: (lambda g: (g @ w, 2 * g))(all_gather_invariant(x, "tp", tiled=True)),
+        (X, W),
+        missed=("the same on every rank along ['tp']",),
     ),
     "gather-other-chain": Case(
         lambda x, w: (gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), gather(x)[:, None] @ w),

@@ -289,6 +289,26 @@ def test_several_axes_and_two_devices_of_each() -> None:
     close(jax.jit(jtf.fuse(fn))(x, up, down), jax.jit(fn)(x, up, down))
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_what_is_the_same_on_every_rank_stays_so(used: bool) -> None:
+    """The weights differ along "dp", the gathered rows do not."""
+    mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "tp"))
+    x, up, _ = weights()
+
+    def local(x: jax.Array, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        g = lax.all_gather(x, "tp", tiled=True)
+        return g @ up, 2 * (g if used else x)
+
+    out_specs = (P(None, ("dp", "tp")), P("tp"))
+    fn = jax.shard_map(local, mesh=mesh, in_specs=(P("tp"), P(None, "dp")), out_specs=out_specs)
+    report = jtf.fuse(fn).report(x, up)
+    assert len(report.found) == (not used)
+    assert [each.why for each in report.missed] == used * [
+        "the gathered array is used elsewhere as one that is the same on every rank along ['dp']"
+    ]
+    close(jax.jit(jtf.fuse(fn))(x, up), jax.jit(fn)(x, up))
+
+
 def test_effects_keep_their_order() -> None:
     """The gather moves to its product, and what uses it before moves with it; so does whatever follows that."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tp",), axis_types=(AxisType.Explicit,))
