@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax._src.lax.parallel import all_gather_invariant
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -117,9 +116,9 @@ CASES = {
         (GATHER,),
         note="returns the gathered rows",
     ),
-    "gather-known-alike": Case(lambda x, w: all_gather_invariant(x, "tp", tiled=True) @ w, (X, W), (GATHER,)),
+    "gather-known-alike": Case(lambda x, w: gather(x, to="invarying") @ w, (X, W), (GATHER,)),
     "gather-known-alike-used": Case(
-        lambda x, w: (lambda g: (g @ w, 2 * g))(all_gather_invariant(x, "tp", tiled=True)),
+        lambda x, w: (lambda g: (g @ w, 2 * g))(gather(x, to="invarying")),
         (X, W),
         missed=("the same on every rank along ['tp']",),
     ),
