@@ -167,6 +167,9 @@ CASES = {
     "psum-used": Case(lambda x, w: (psum(x @ w), jnp.sin(x @ w)), (X, W), (REDUCE,)),
     "psum-same-used": Case(lambda x, w: (lambda y: (psum(y), 2 * y))(x @ w), (X, W), missed=("used before its sum",)),
     "psum-twice": Case(lambda x, w: psum(((x @ w) * 3).astype(jnp.bfloat16)), (X, W)),
+    "psum-cast-used": Case(
+        lambda x, w: (lambda y: (psum(y), 2 * y))((x @ w).astype(jnp.bfloat16)), (X, W), missed=("used before its sum",)
+    ),
     "psum-rounded-twice": Case(
         lambda x, w: psum((x @ w).astype(jnp.bfloat16).astype(jnp.float32)), (X, W), missed=("rounds it twice",)
     ),

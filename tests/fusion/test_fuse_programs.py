@@ -308,6 +308,34 @@ def test_what_is_the_same_on_every_rank_stays_so(used: bool) -> None:
     close(jax.jit(jtf.fuse(fn))(x, up), jax.jit(fn)(x, up))
 
 
+def test_what_a_body_returns_is_used() -> None:
+    """Gathered rows are given to it; a product that is not summed yet keeps its sum from being fused."""
+    x, up, down = weights(layers=2)
+
+    def local(x: jax.Array, ups: jax.Array, downs: jax.Array) -> Any:
+        def body(x: jax.Array, layer: tuple[jax.Array, jax.Array]) -> Any:
+            g = lax.all_gather(x, "tp", tiled=True)
+            y = (g @ layer[0]) @ layer[1]
+            return lax.psum_scatter(y, "tp", tiled=True), (g, y)
+
+        return lax.scan(body, x, (ups, downs))
+
+    out_specs = (ROWS, (P(None, "tp"), P(None, "tp")))
+    specs = (ROWS, P(None, *UP), P(None, *DOWN))
+    fn = jax.shard_map(local, mesh=mesh_of(2), in_specs=specs, out_specs=out_specs)
+    report = jtf.fuse(fn).report(x, up, down)
+    assert [(each.operation, each.note) for each in report.found] == [(GATHER, "returns the gathered rows")]
+    assert [each.why for each in report.missed] == ["the product is used before its sum as well"]
+    close(jax.jit(jtf.fuse(fn))(x, up, down), jax.jit(fn)(x, up, down))
+
+
+def test_calls_that_say_how_results_are_sharded_stay() -> None:
+    sharding = jax.NamedSharding(mesh_of(2), ROWS)
+    inner = jax.jit(jnp.matmul, out_shardings=sharding)
+    jaxpr = jax.make_jaxpr(jtf.fuse(lambda x, w: 2 * inner(x, w)))(jnp.ones((B, D)), jnp.ones((D, F)))
+    assert [eqn.params["out_shardings"] for eqn in jaxpr.eqns if eqn.primitive.name == "jit"] == [(sharding,)]
+
+
 def test_effects_keep_their_order() -> None:
     """The gather moves to its product, and what uses it before moves with it; so does whatever follows that."""
     mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tp",), axis_types=(AxisType.Explicit,))
