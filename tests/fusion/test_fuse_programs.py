@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.fusion import Found, Missed, Report
+from tests.conftest import MeshFactory
 from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded, whole_numbers
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -382,6 +383,23 @@ def test_lowers_to_kernels() -> None:
     ]
     assert_fused(lower_for_cuda(fused, *shapes), 2)
     assert TRITON_CALL not in lower_for_cuda(jtf.fuse(on_mesh(mlp, mesh, stacked=False), implementation="xla"), *shapes)
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("differentiate", [False, True])
+def test_on_gpus(gpu_mesh: MeshFactory, differentiate: bool) -> None:
+    mesh, shapes = gpu_mesh(2, "tp"), ((256, 512), (512, 1024), (1024, 512))
+    operands = [
+        jax.device_put(whole_numbers(i, *shape, dtype="bfloat16", limit=1) / 8, jax.NamedSharding(mesh, spec))
+        for i, (shape, spec) in enumerate(zip(shapes, (ROWS, UP, DOWN)))
+    ]
+    plain = on_mesh(mlp, mesh, stacked=False)
+    fused = jtf.fuse(plain, implementation="fused")
+    take = (lambda fn: jax.grad(loss_of(fn), argnums=(0, 1, 2))) if differentiate else (lambda fn: fn)
+    want, got = (jtf.block_until_ready(jax.jit(take(fn))(*operands)) for fn in (plain, fused))
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want)):
+        x, y = np.asarray(x, np.float32), np.asarray(y, np.float32)
+        assert np.linalg.norm(x - y) < 0.02 * np.linalg.norm(y)
 
 
 def code_of_the_page() -> list[str]:
