@@ -374,6 +374,22 @@ def test_symbolic_shapes_are_left() -> None:
     assert "compiled for known shapes" in report.missed[0].why
 
 
+def test_shard_map_in_shard_map() -> None:
+    def inner(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.psum(x @ w, "tp")
+
+    def outer(x: jax.Array, w: jax.Array) -> jax.Array:
+        specs = (P(None, "tp"), P("tp"))
+        return 2 * jax.shard_map(inner, in_specs=specs, out_specs=P(), axis_names={"tp"})(x, w)
+
+    x, w = whole_numbers(0, B, D), whole_numbers(1, D, F)
+    with jax.set_mesh(Mesh(np.array(jax.devices("cpu")[:4]).reshape(2, 2), ("dp", "tp"))):
+        fn = jax.shard_map(outer, in_specs=(P("dp"), P()), out_specs=P("dp"), axis_names={"dp"})
+        (found,) = jtf.fuse(fn).report(x, w).found
+        np.testing.assert_array_equal(jax.jit(jtf.fuse(fn))(x, w), 2 * x @ w)
+    assert found.where.startswith("shard_map > shard_map, ")
+
+
 def test_lowers_to_kernels() -> None:
     mesh = mesh_of(4)
     fused = jtf.fuse(on_mesh(mlp, mesh, stacked=False))
