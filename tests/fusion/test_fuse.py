@@ -48,7 +48,7 @@ class Case:
     dtype: str = "float32"
 
 
-def silu_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+def relu_mlp(x: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
     g = gather(x)
     return scatter(jax.nn.relu(g @ up) * (g @ up), scatter_dimension=0) @ down.T @ down
 
@@ -166,7 +166,7 @@ CASES = {
     "psum-transposed-many": Case(lambda x, w: psum(x @ w.T), ((512, K), (N, K)), (REDUCE,), note="copies the weights"),
     "psum-used": Case(lambda x, w: (psum(x @ w), jnp.sin(x @ w)), (X, W), (REDUCE,)),
     "psum-same-used": Case(lambda x, w: (lambda y: (psum(y), 2 * y))(x @ w), (X, W), missed=("used before its sum",)),
-    "psum-twice": Case(lambda x, w: psum(((x @ w) * 3).astype(jnp.bfloat16)), (X, W)),
+    "psum-scaled": Case(lambda x, w: psum(((x @ w) * 3).astype(jnp.bfloat16)), (X, W)),
     "psum-cast-used": Case(
         lambda x, w: (lambda y: (psum(y), 2 * y))((x @ w).astype(jnp.bfloat16)), (X, W), missed=("used before its sum",)
     ),
@@ -193,7 +193,7 @@ CASES = {
         lambda x, w: scatter(x @ w, scatter_dimension=1), (X, (K, 4)), missed=("scatters the columns",)
     ),
     "scatter-apart": Case(lambda x, w: scatter((x @ w).reshape(-1, N)), ((3, M, K), W), missed=("takes apart",)),
-    "gather-and-scatter": Case(silu_mlp, (X, (K, N), (N, N)), (GATHER,)),
+    "gather-and-scatter": Case(relu_mlp, (X, (K, N), (N, N)), (GATHER,)),
     "gather-then-sum": Case(
         lambda x, w: psum(gather(x) @ w), (X, W), (REDUCE,), missed=("the product is one with the sum",)
     ),

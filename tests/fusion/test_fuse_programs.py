@@ -116,7 +116,7 @@ def test_report_says_where() -> None:
     report = jtf.fuse(on_mesh(scanned(jax.checkpoint(mlp)), mesh_of(2))).report(*weights(2))
     first = report.found[0]
     assert first.axes == ("tp",)
-    assert first.operands == "float32[8,4] @ float32[4,3]".replace(",", ", ")
+    assert first.operands == "float32[8, 4] @ float32[4, 3]"
     assert first.where.startswith("shard_map > scan > ")
     assert "test_fuse_programs.py" in first.where
     assert str(report).splitlines()[0] == "2 fused, 0 missed"
