@@ -199,7 +199,7 @@ def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replac
         reasons = []
         for candidate in some:
             if candidate.dot in taken:
-                reasons.append("the product is one with the sum behind it")
+                reasons.append("the product is one with another collective")
                 continue
             step = _gather(gather, candidate, path)
             if isinstance(step, Replacement):

@@ -130,6 +130,9 @@ CASES = {
     ),
     "gather-self": Case(lambda x: gather(x) @ gather(x).T, (X,), missed=("depend on the gathered",)),
     "gather-circle": Case(weights_of_gathered, ((M, M), (M, M)), found=(GATHER,), missed=("depend on the gathered",)),
+    "gather-both": Case(
+        lambda x, w: gather(x) @ gather(w).T, (X, (N, K)), (GATHER,), missed=("one with another collective",)
+    ),
     "gather-contracted": Case(
         lambda x, w: gather(x, axis=1) @ w, (X, (WORLD * K, N)), missed=("gathers a contracted dimension",)
     ),
@@ -195,7 +198,7 @@ CASES = {
     "scatter-apart": Case(lambda x, w: scatter((x @ w).reshape(-1, N)), ((3, M, K), W), missed=("takes apart",)),
     "gather-and-scatter": Case(relu_mlp, (X, (K, N), (N, N)), (GATHER,)),
     "gather-then-sum": Case(
-        lambda x, w: psum(gather(x) @ w), (X, W), (REDUCE,), missed=("the product is one with the sum",)
+        lambda x, w: psum(gather(x) @ w), (X, W), (REDUCE,), missed=("the product is one with another collective",)
     ),
     "mlp": Case(
         lambda x, up, down: x + scatter(jax.nn.silu(gather(x) @ up) @ down), (X, (K, N), (N, K)), (GATHER, SCATTER)
