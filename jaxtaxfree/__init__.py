@@ -1,6 +1,7 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
 from jaxtaxfree import heap
+from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
@@ -24,6 +25,7 @@ __all__ = [
     "append_kv",
     "block_until_ready",
     "decode_attention",
+    "fuse",
     "heap",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
