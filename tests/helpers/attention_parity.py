@@ -38,9 +38,11 @@ def operands(case: Case, key: jax.Array, rank: jax.Array) -> dict[str, Any]:
         pages = case.b * case.s // case.page_size
         lead = (pages + 3, case.page_size)
         arrays["block_tables"] = jax.random.permutation(own, lead[0])[:pages].reshape(case.b, -1)
-    lead = (*lead, case.k) if case.kv_layout == "BSKH" else (lead[0], case.k, lead[1])
+    lead = tuple({"B": lead[0], "S": lead[1], "K": case.k}[letter] for letter in case.kv_layout[:3])
     if case.lengths is not None:
         arrays["key_value_seq_lengths"] = jnp.array(case.lengths)
+    if case.starts is not None:
+        arrays["starts"] = jnp.array(case.starts)
     if case.sinks:
         arrays["sinks"] = jax.random.normal(next(keys), (case.n,))
     scale_keys = [next(keys), next(keys)]  # the same on every rank

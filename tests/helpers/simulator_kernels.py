@@ -236,7 +236,7 @@ def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_
         placement=Placement(stretch=case.stretch, slots=case.s),
         page_size=case.page_size,
         kv_heads=case.k,
-        head_major=case.kv_layout == "BKSH",
+        layout=case.kv_layout,
         scale=case.h**-0.5 if case.scale is None else case.scale,
         window=case.window,
         soft_cap=case.soft_cap,
