@@ -18,7 +18,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax._src.core import NamedAxisEffect, ShardingTypeError
-from jax._src.dispatch import apply_primitive
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -284,6 +284,11 @@ def collective(
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
     return primitive
+
+
+def needs_devices(primitive: Any) -> None:
+    """Has JAX say which devices a program is for where it lowers this primitive outside of `jax.shard_map`."""
+    prim_requires_devices_during_lowering.add(primitive)
 
 
 def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:

@@ -24,6 +24,7 @@ from jaxtaxfree.primitive import (
     Unsupported,
     check_implementation,
     collective,
+    needs_devices,
     takes_reference,
 )
 from jaxtaxfree.settings import Settings
@@ -239,7 +240,8 @@ def decode_attention(
     if takes_reference("decode_attention", [query, key, value], implementation, reasons):
         out, residual = reference(*operands.values(), **params)
     else:
-        out, residual = decode_attention_p.bind(
+        inside = axes or jax.sharding.get_abstract_mesh().manual_axes
+        out, residual = (decode_attention_p if inside else alone_p).bind(
             *operands.values(), implementation=implementation, config=settings, **params
         )
     if single:
@@ -396,12 +398,19 @@ def _dimensions(*operands: Any, names: tuple[str, ...], spec: Spec, **_: Any) ->
     return ins, [labels(4, 0), labels(3, 0)]
 
 
-decode_attention_p = collective(
-    "decode_attention",
-    reference=reference,
-    fused=fused,
-    slower=_slower,
-    dimensions=_dimensions,
-    case=case,
-    batch=batch,
-)
+def _primitive() -> Any:
+    return collective(
+        "decode_attention",
+        reference=reference,
+        fused=fused,
+        slower=_slower,
+        dimensions=_dimensions,
+        case=case,
+        batch=batch,
+    )
+
+
+decode_attention_p = _primitive()
+# Outside of `jax.shard_map`, without peers.
+alone_p = _primitive()
+needs_devices(alone_p)
