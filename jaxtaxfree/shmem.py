@@ -76,8 +76,7 @@ def shmem_call(
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *args: this rank's operands.
       axis_name: the mesh axis, or axes, along which the ranks work together. A rank's number is
-        `lax.axis_index(axis_name)`. () is a team of one rank: then the call may stand in a `jax.jit` for one device
-        outside of `jax.shard_map`, too.
+        `lax.axis_index(axis_name)`. () is a team of one rank.
       out_type: pytree of objects with `shape` and `dtype`: this rank's results.
       grid: number of programs, in one to three dimensions, the same on every rank.
       scratch: an object with `shape` and `dtype` for each name. Peers write into this memory, and every rank has it

@@ -171,10 +171,10 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
 
     Raises:
       ArrangementError: if the mesh does not say which devices the program will run on, or not all of its axes are
-      manual.
+        manual; without axes and a mesh, if the program is for several devices.
     """
     context = ctx.module_context.axis_context
-    if not axes and isinstance(context, ShardingContext) and context.device_assignment:
+    if not axes and isinstance(context, ShardingContext):
         return _alone(context.device_assignment)
     mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
     if not isinstance(mesh, Mesh):
@@ -193,12 +193,14 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     return Team(axes, others, math.prod(mesh.shape[axis] for axis in axes), devices)
 
 
-def _alone(devices: tuple[Any, ...]) -> Team:
+def _alone(devices: tuple[Any, ...] | None) -> Team:
     """The team of a call without peers that is in no `jax.shard_map`.
 
     Raises:
-      ArrangementError: if the program is for several devices.
+      ArrangementError: if the program is for several devices, or JAX does not say for which.
     """
+    if devices is None:
+        raise ArrangementError("JAX does not say for which device the program is: call it inside jax.shard_map")
     if len(devices) > 1:
         raise ArrangementError(
             "the program is for several devices, and outside of jax.shard_map the compiler would have to split the "

@@ -322,23 +322,6 @@ def features(base: Case) -> dict[str, Case]:
         "paged-blocks": change(page_size=32, placement="round_robin", block_size=16, lengths=uneven),
         "paged-round-robin": change(page_size=16, placement="round_robin", lengths=uneven, window=20),
         **{f"result-{dtype}": change(result=dtype, dtype="bfloat16") for dtype in DTYPES},
-        "ring": change(lengths=uneven, starts=(0, full - 1, s + 5)),
-        "ring-ends": change(b=6, lengths=ends, starts=(7, full - 1, s, 1, full - s, -3)),
-        "ring-window": change(lengths=uneven, starts=(s - 2, full - 2, 3), window=7, t=3, sinks=True),
-        "ring-full": change(starts=(0, full - 1, s // 2 + 1), hv=32, dtype="bfloat16"),
-        "ring-past-the-end": change(lengths=(full + 2, full, 1), starts=(s + 3, 2, full - 1), soft_cap=2.0),
-        "ring-round-robin": change(
-            lengths=uneven, starts=(full - 5, full - 1, 9), placement="round_robin", block_size=8, output="heads"
-        ),
-        "ring-paged": change(
-            lengths=uneven, starts=(s + 17, full - 1, 40), page_size=16, cache="int8", window=2 * s + 7
-        ),
-        "pool": change(kv_layout="KBSH", lengths=uneven, dtype="float16"),
-        "pool-paged": change(kv_layout="KBSH", page_size=32, lengths=uneven, t=2, output="heads"),
-        "pool-quantised": change(kv_layout="KBSH", page_size=16, lengths=uneven, cache="float8_e4m3fn"),
-        "pool-ring": change(
-            kv_layout="KBSH", page_size=16, lengths=uneven, starts=(1, full - 2, s), placement="round_robin"
-        ),
         "bfloat16": change(dtype="bfloat16", lengths=uneven),
         "float16": change(dtype="float16", lengths=uneven),
     }
@@ -348,6 +331,28 @@ def features(base: Case) -> dict[str, Case]:
     cases["quantised-paged"] = change(cache="int8", page_size=16, kv_layout="BKSH", lengths=uneven)
     cases["quantised-paged-heads"] = change(cache="float8_e4m3fn", page_size=32, lengths=uneven, output="heads")
     return cases
+
+
+def forms(base: Case) -> dict[str, Case]:
+    """Rings, and pools of which the heads stand first, by name; every one has three sequences."""
+    s, full = base.s, base.world * base.s
+    uneven = (full, 3, full // 2 + 1)
+    change = functools.partial(dataclasses.replace, base, lengths=uneven)
+    pool = functools.partial(change, kv_layout="KBSH")
+    return {
+        "ring": change(lengths=(0, full, s + 1), starts=(7, full - 1, full - 3)),
+        "ring-full": change(lengths=None, starts=(0, s + 5, -1), hv=32),
+        "ring-past-the-end": change(lengths=(full + 2, full, 1), starts=(s + 3, 0, full - 1), soft_cap=2.0),
+        "ring-window": change(starts=(s - 2, full - 2, 3), window=7, t=3, sinks=True),
+        "ring-round-robin": change(
+            starts=(full - 5, full - 1, 9), placement="round_robin", block_size=8, output="heads"
+        ),
+        "ring-paged": change(starts=(s + 17, full - 1, 40), page_size=16, cache="int8", window=s + 7),
+        "pool": pool(sinks=True),
+        "pool-paged": pool(page_size=32, t=2, output="heads"),
+        "pool-quantised": pool(page_size=16, cache="float8_e4m3fn"),
+        "pool-ring": pool(page_size=16, starts=(1, full - 2, s), placement="round_robin", cache="int8", scales="head"),
+    }
 
 
 def draw(choose: random.Random, *, world: int, small: bool = False) -> Case:

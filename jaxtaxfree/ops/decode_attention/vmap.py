@@ -9,7 +9,6 @@ from jax import lax
 
 from jaxtaxfree.ops.decode_attention.spec import Spec
 
-
 # Apart from the cache, what each sequence has of its own.
 OF_SEQUENCES = ("query", "lengths", "starts", "tables")
 
