@@ -74,19 +74,7 @@ def reference(
 
     def exchange(x: jax.Array) -> jax.Array:
         """[B, K, G, T, ...] -> [world, B, N or N / world, T, ...]."""
-        x = x.reshape(b, n, *x.shape[3:])
-        if not axes:
-            return x[None]
-        if spec.by_heads:
-            x = jnp.moveaxis(x.reshape(b, world, n // world, *x.shape[2:]), 1, 0)
-            return lax.all_to_all(x, axes, 0, 0, tiled=True)
-        if explicit_sharding(jax.typeof(x)) and not varying(x):
-            # With check_vma=False, and axes left over, JAX does not lower the transpose of a gather.
-            own = (jnp.arange(world) == rank).reshape(world, *[1] * x.ndim)
-            return lax.psum(jnp.where(own, x[None], 0), axes)
-        # With check_vma=False, shard_map counts on the derivative of the other kind. lax does not lower a gather of
-        # symbolic shapes along a new dimension.
-        return lax.all_gather(x[None], axes, tiled=True, to="invarying" if varying(x) else "varying")
+        return _exchanged(x.reshape(b, n, *x.shape[3:]), axes, spec.by_heads)
 
     tops = exchange(top)
     sinks = given.get("sinks", jnp.full((n,), -jnp.inf)).astype(jnp.float32)[None, :, None]
@@ -98,6 +86,23 @@ def reference(
     acc = jnp.sum(parts[..., None] * exchange(acc), axis=0)
     out = normalised(acc, total)
     return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(base + log(total), 1, 2)]
+
+
+def _exchanged(x: jax.Array, axes: tuple[str, ...], by_heads: bool) -> jax.Array:
+    """[B, N, ...] of each rank -> [world, B, N or N / world, ...] of all ranks."""
+    if not axes:
+        return x[None]
+    rank, world = lax.axis_index(axes), lax.axis_size(axes)
+    if by_heads:
+        x = jnp.moveaxis(x.reshape(x.shape[0], world, x.shape[1] // world, *x.shape[2:]), 1, 0)
+        return lax.all_to_all(x, axes, 0, 0, tiled=True)
+    if explicit_sharding(jax.typeof(x)) and not varying(x):
+        # With check_vma=False, and axes left over, JAX does not lower the transpose of a gather.
+        own = (jnp.arange(world) == rank).reshape(world, *[1] * x.ndim)
+        return lax.psum(jnp.where(own, x[None], 0), axes)
+    # With check_vma=False, shard_map counts on the derivative of the other kind. lax does not lower a gather of
+    # symbolic shapes along a new dimension.
+    return lax.all_gather(x[None], axes, tiled=True, to="invarying" if varying(x) else "varying")
 
 
 def finite(x: jax.Array) -> jax.Array:
