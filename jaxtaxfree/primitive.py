@@ -18,6 +18,7 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax._src.core import NamedAxisEffect, ShardingTypeError
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -285,6 +286,11 @@ def collective(
     return primitive
 
 
+def needs_devices(primitive: Any) -> None:
+    """Has JAX say which devices a program is for where it lowers this primitive outside of `jax.shard_map`."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
 def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
     """The rule of a primitive that is differentiated as this function of its operands."""
     primals = [jnp.asarray(x) for x in primals]  # literals of a jaxpr are none
@@ -330,8 +336,10 @@ def _communicating(
         return outs if multiple_results else outs[0], {NamedAxisEffect(axis) for axis in axes}
 
     @primitive.def_impl
-    def _impl(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
+    def _impl(*operands: Any, **params: Any) -> Any:
+        if params["axes"]:
+            raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
+        return apply_primitive(primitive, *operands, **params)
 
     _register_lowerings(primitive, reference=reference, fused=fused, slower=slower, dimensions=dimensions, case=case)
     _register_map(primitive, reference=reference, batch=batch)
