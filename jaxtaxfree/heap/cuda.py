@@ -20,8 +20,9 @@ from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
-from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
+from jaxtaxfree.heap.exchange import Alone, Late, Meeting
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
+from jaxtaxfree.heap.places import Place, gathered, spanning
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
 # top; what they map later goes below these, into the last range in one process of several.
@@ -67,20 +68,6 @@ def next_meeting(exchange: Alone, name: str, devices: Sequence[Device], world: i
     return exchange.meeting(f"{key:x}", name, sorted({device.process for device in devices}))
 
 
-def _check_hosts(devices: Sequence[Device], world: int, hosts: Mapping[int, str], names: Mapping[int, str]) -> None:
-    """Raises SpansHostsError unless each team of the mesh, whoever's it is, is on one host."""
-    for first in range(0, len(devices), world):
-        of_hosts: dict[str, list[int]] = {}
-        for process in sorted({device.process for device in devices[first : first + world]}):
-            of_hosts.setdefault(hosts[process], []).append(process)
-        if len(of_hosts) > 1:
-            found = "; ".join(f"{processes(members)} on {names[members[0]]}" for members in of_hosts.values())
-            raise SpansHostsError(
-                f"the axis spans hosts ({found}), and kernels reach the memory of one host only: put only devices of "
-                "one host on the axis"
-            )
-
-
 class _Part:
     """One device's part of a region, as this process sees it. `close` undoes what was done to get it."""
 
@@ -116,6 +103,7 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
+        self._known: dict[tuple[int, ...], dict[int, Place]] = {}
         self._resets = resets
         self._refused: list[Meeting] = []
         self._failed = False
@@ -148,6 +136,20 @@ class CudaHeap:
                     if self._failed:  # meanwhile
                         self._mark(parts)
             return self._regions[key]
+
+    def places(self, members: Sequence[int]) -> dict[int, Place]:
+        """Where these processes are, in ascending order, among them this one; all of them ask for it together.
+
+        Raises:
+          HeapError: if one of them fails or does not come.
+        """
+        key = tuple(members)
+        with self._lock:
+            gate = self._gates.setdefault(key, threading.Lock())
+        with gate:
+            if key not in self._known:
+                self._known[key] = gathered(self._exchange, self._own_place, members)
+            return self._known[key]
 
     def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
         """Tells the other processes that this one makes no region before a reset, so that they do not wait for it."""
@@ -253,6 +255,10 @@ class CudaHeap:
             )
         return bases
 
+    @property
+    def _own_place(self) -> Place:
+        return Place(self._exchange.host, socket.gethostname())
+
     def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
         """The first range that all processes have."""
         for base in next(iter(of_processes.values())):
@@ -315,10 +321,12 @@ class CudaHeap:
 
         def origin(said: Mapping[int, str]) -> str:
             words = {process: text.split() for process, text in said.items()}
-            hosts = {process: host for process, (host, *_) in words.items()}
-            _check_hosts(devices, world, hosts, {process: name for process, (_, name, *_) in words.items()})
+            found = {process: Place(host, name) for process, (host, name, *_) in words.items()}
+            if why := spanning([device.process for device in devices], world, found):
+                raise SpansHostsError(why)
             base = self._common_base({process: bases for process, (_, _, *bases) in words.items()})
-            start = self._exchange.next_window(granules * (max(places) + 1), hosts, RANGE_BYTES // GRANULE)
+            domains = {process: place.domain for process, place in found.items()}
+            start = self._exchange.next_window(granules * (max(places) + 1), domains, RANGE_BYTES // GRANULE)
             if start is None:
                 raise HeapError(
                     f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
@@ -326,7 +334,7 @@ class CudaHeap:
                 )
             return str(base // GRANULE + start)
 
-        said = (self._exchange.host, socket.gethostname(), *map(hex, self._bases))
+        said = (*self._own_place, *map(hex, self._bases))
         return Region(
             name=name,
             device_ids=key[1],
