@@ -367,7 +367,7 @@ def _register_lowerings(
             log_reference(name, ctx.avals_in, [why])
         return lower(reference, ctx, *operands, **params)
 
-    def case_of(avals: Sequence[Any], team: Team, params: dict[str, Any]) -> dispatch.Case | None:
+    def case_of(avals: Sequence[Any], team: Team, params: Mapping[str, Any]) -> dispatch.Case | None:
         return case(*avals, team=team, **params) if case else None
 
     @_refusing(name)
@@ -382,14 +382,7 @@ def _register_lowerings(
         function = functools.partial(fused, compute_capability=team.compute_capability)
         return lower(function, ctx, *operands, **params)
 
-    def why_reference(avals: Sequence[Any], team: Team, params: dict[str, Any]) -> list[str]:
-        if (is_slower := dispatch.is_slower(case_of(avals, team, params))) is not None:
-            return [dispatch.SLOWER] if is_slower else []
-        target = team.compute_capability
-        why = None if params["config"] else dispatch.unmeasured(target)
-        why = why or slower(*avals, compute_capability=target, **params)
-        return [why] if why else []
-
+    why_reference = functools.partial(_why_reference, slower, case_of)
     levels.define_why(primitive, why_reference)
 
     @_refusing(name)
@@ -412,26 +405,52 @@ def _register_lowerings(
         log_reference(name, ctx.avals_in, reasons)
         return lower(reference, ctx, *operands, **params)
 
-    def register(lower_part: Callable, platform: str | None = None) -> None:
-        def rule(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
-            axes = explicit_axes(ctx)
-            if not axes or dimensions is None:
-                return lower_part(ctx, *operands, implementation=implementation, **params)
-            ins, outs = dimensions(*ctx.avals_in, **params)
-            function = functools.partial(primitive.bind, implementation=implementation)
-            if reasons := _inseparable(ctx.avals_in, ins):
-                if implementation is not None:
-                    raise Unsupported(name, reasons)
-                log_reference(name, ctx.avals_in, reasons)
-                function = reference
-            split = _split(functools.partial(function, **params), ctx.avals_in, ins, ctx.avals_out, outs, axes)
-            with concrete_mesh(ctx):
-                return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
-
-        mlir.register_lowering(primitive, rule, platform=platform)
-
+    register = functools.partial(_register, primitive, reference, dimensions)
     register(lower_reference)
     register(lower_fused, "cuda")
+
+
+def _why_reference(
+    slower: Callable[..., str | None],
+    case_of: Callable[..., dispatch.Case | None],
+    avals: Sequence[Any],
+    team: Team,
+    params: Mapping[str, Any],
+) -> list[str]:
+    """Why None takes XLA on GPUs, as shapes and tables say it."""
+    if (is_slower := dispatch.is_slower(case_of(avals, team, params))) is not None:
+        return [dispatch.SLOWER] if is_slower else []
+    target = team.compute_capability
+    why = None if params["config"] else dispatch.unmeasured(target)
+    why = why or slower(*avals, compute_capability=target, **params)
+    return [why] if why else []
+
+
+def _register(
+    primitive: Any,
+    reference: Callable[..., Any],
+    dimensions: Dimensions | None,
+    lower_part: Callable[..., Any],
+    platform: str | None = None,
+) -> None:
+    """Registers a lowering rule that takes each part of the operands where Explicit axes are left over."""
+
+    def rule(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+        axes = explicit_axes(ctx)
+        if not axes or dimensions is None:
+            return lower_part(ctx, *operands, implementation=implementation, **params)
+        ins, outs = dimensions(*ctx.avals_in, **params)
+        function = functools.partial(primitive.bind, implementation=implementation)
+        if reasons := _inseparable(ctx.avals_in, ins):
+            if implementation is not None:
+                raise Unsupported(primitive.name, reasons)
+            log_reference(primitive.name, ctx.avals_in, reasons)
+            function = reference
+        split = _split(functools.partial(function, **params), ctx.avals_in, ins, ctx.avals_out, outs, axes)
+        with concrete_mesh(ctx):
+            return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _sharded(avals: Sequence[Any], labels: Labels) -> dict[str | None, Any]:
