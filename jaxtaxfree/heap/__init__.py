@@ -74,7 +74,7 @@ class Heap(Protocol):
 
     def region(self, name: str, devices: Sequence[Any], world: int, layout_: Layout) -> Region: ...
 
-    def places(self, members: Sequence[int]) -> dict[int, Place]: ...
+    def places(self, devices: Sequence[Any]) -> dict[int, Place]: ...
 
     def refuse(self, name: str, devices: Sequence[Any], world: int, why: str) -> None: ...
 
@@ -131,15 +131,15 @@ def places(devices: Sequence[jax.Device]) -> dict[int, Place]:
       HeapUnavailableError: if there can be no heap here.
       HeapError: if another process fails or does not come.
     """
-    members = sorted({device.process_index for device in devices})
     with _lock:
         try:
             heap = _open()
         except Exception as error:
             if _exchange is not None:  # the others do not wait for this process
+                members = sorted({device.process_index for device in devices})
                 next_look(_exchange, members).fail(error, [PLACES])
             raise
-    return heap.places(members)
+    return heap.places([Device.of(device) for device in devices])
 
 
 def set_timeout(seconds: float) -> None:

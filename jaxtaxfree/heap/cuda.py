@@ -4,12 +4,14 @@ The heap reserves ranges of addresses, and the processes of a mesh agree on one 
 is a window in that range, with one part of equal size for each device of a team in the order of the mesh, so that a
 kernel finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its
 devices' peers into the window. Teams that no process shares have the same addresses: a window is as long as what one
-process sees. A team is on one host; the processes of a mesh, whose program is the same, may be on many.
+process sees. A team is on one host, or in one NVLink domain of several; the processes of a mesh, whose program is the
+same, may be anywhere.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import socket
 import threading
@@ -28,6 +30,7 @@ from jaxtaxfree.heap.places import Place, gathered, spanning
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
+_FABRIC = "fabric"  # said where a team is on several hosts
 _RESETS = "its resets"  # under which it tells how many it has been through
 STEPS = ("placed", "taken", "joined")  # in which processes make a region
 _LEFT = "left"  # under which a process tells that it has waited for another one at a reset in vain
@@ -82,7 +85,7 @@ class _Part:
 
 
 class CudaHeap:
-    """A heap on the GPUs of this process and those of its peers, which are on the same host.
+    """A heap on the GPUs of this process and those of its peers, which are on the same host or NVLink domain.
 
     Args:
       driver: CUDA's, or a model of it.
@@ -103,6 +106,7 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
+        self._place: Place | None = None
         self._known: dict[tuple[int, ...], dict[int, Place]] = {}
         self._resets = resets
         self._refused: list[Meeting] = []
@@ -137,18 +141,19 @@ class CudaHeap:
                         self._mark(parts)
             return self._regions[key]
 
-    def places(self, members: Sequence[int]) -> dict[int, Place]:
-        """Where these processes are, in ascending order, among them this one; all of them ask for it together.
+    def places(self, devices: Sequence[Device]) -> dict[int, Place]:
+        """Where the processes of a mesh are, one of them this one; all of them ask for it together.
 
         Raises:
           HeapError: if one of them fails or does not come.
         """
+        members = sorted({device.process for device in devices})
         key = tuple(members)
         with self._lock:
             gate = self._gates.setdefault(key, threading.Lock())
         with gate:
             if key not in self._known:
-                self._known[key] = gathered(self._exchange, self._own_place, members)
+                self._known[key] = gathered(self._exchange, lambda: self._own_place(devices), members)
             return self._known[key]
 
     def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
@@ -255,9 +260,16 @@ class CudaHeap:
             )
         return bases
 
-    @property
-    def _own_place(self) -> Place:
-        return Place(self._exchange.host, socket.gethostname())
+    def _own_place(self, devices: Sequence[Device]) -> Place:
+        """Where this process is. It stays there, so it is found with the first mesh of several processes."""
+        mine = [device.ordinal for device in devices if device.process == self._exchange.process]
+        if len(mine) == len(devices):
+            return Place(self._exchange.host, self._exchange.host, socket.gethostname())
+        with self._lock:
+            if self._place is None:
+                domain = self._driver.domain(mine) or self._exchange.host
+                self._place = Place(self._exchange.host, domain, socket.gethostname())
+            return self._place
 
     def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
         """The first range that all processes have."""
@@ -290,13 +302,13 @@ class CudaHeap:
         placed = [[(i, devices[i]) for i in team] for team in teams]
         parts: list[_Part] = []
         try:
-            region = self._place(meeting, key, name, devices, world, layout_)
+            region, fabric = self._set(meeting, key, name, devices, world, layout_)
             for team in placed:
                 self._check_access([device for _, device in team])
-                self._take(region, team, meeting, parts)
+                self._take(region, team, meeting, parts, fabric)
             meeting.settle("taken")
             for team in placed:
-                self._join(region, team, meeting, parts)
+                self._join(region, team, meeting, parts, fabric)
             meeting.settle("joined")
         except BaseException as error:
             with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
@@ -311,20 +323,25 @@ class CudaHeap:
             meeting.end()
         return region, parts
 
-    def _place(
+    def _set(
         self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
-    ) -> Region:
-        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program."""
+    ) -> tuple[Region, bool]:
+        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program.
+
+        Returns: the region, and whether memory is handed over with handles that hold on other hosts.
+        """
+        own = self._own_place(devices)
+        owners = [device.process for device in devices]
         size = layout_.nbytes
         granules = size // GRANULE
-        places = layout.places([device.process for device in devices], world)
+        places = layout.places(owners, world)
 
         def origin(said: Mapping[int, str]) -> str:
             words = {process: text.split() for process, text in said.items()}
-            found = {process: Place(host, name) for process, (host, name, *_) in words.items()}
-            if why := spanning([device.process for device in devices], world, found):
+            found = {process: Place(*text[:3]) for process, text in words.items()}
+            if why := spanning(owners, world, found):
                 raise SpansHostsError(why)
-            base = self._common_base({process: bases for process, (_, _, *bases) in words.items()})
+            base = self._common_base({process: text[3:] for process, text in words.items()})
             domains = {process: place.domain for process, place in found.items()}
             start = self._exchange.next_window(granules * (max(places) + 1), domains, RANGE_BYTES // GRANULE)
             if start is None:
@@ -332,19 +349,23 @@ class CudaHeap:
                     f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
                     f"each of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
                 )
-            return str(base // GRANULE + start)
+            teams = itertools.batched((found[owner].host for owner in owners), world)
+            return f"{base // GRANULE + start} {_FABRIC if any(len(set(team)) > 1 for team in teams) else ''}"
 
-        said = (*self._own_place, *map(hex, self._bases))
-        return Region(
+        said = (*own, *map(hex, self._bases))
+        start, *fabric = meeting.settle("placed", " ".join(said), origin).split()
+        region = Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=int(meeting.settle("placed", " ".join(said), origin)),
+            origin=int(start),
             stride=granules,
             magic=layout.magic(*key),
             places=places,
         )
+        # Another team of the mesh may be in a domain of several hosts, and this one not.
+        return region, bool(fabric) and own.domain != own.host
 
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
@@ -371,14 +392,16 @@ class CudaHeap:
                         "`nvidia-smi topo -p2p r` shows which can."
                     )
 
-    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
+    def _take(
+        self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part], fabric: bool
+    ) -> None:
         """Takes, maps and clears the memory of this process's own devices of a team."""
         size = region.stride * GRANULE
         for position, device in team:
             if device.process != self._exchange.process:
                 continue
             try:
-                handle = self._driver.create(device.ordinal, size)
+                handle = self._driver.create(device.ordinal, size, fabric)
             except DriverError as error:
                 if not error.out_of_memory:
                     raise
@@ -394,18 +417,19 @@ class CudaHeap:
             part.undo(self._driver.free_host, part.record_address)
             self._clear(part, region)
             if any(peer.process != device.process for _, peer in team):
-                meeting.offer(position, self._driver.export(handle))
+                if fabric:
+                    meeting.hand_over(position, self._driver.export_fabric(handle))
+                else:
+                    meeting.offer(position, self._driver.export(handle))
 
-    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
+    def _join(
+        self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part], fabric: bool
+    ) -> None:
         """Maps other processes' devices, and lets all own devices of the team reach the whole team's memory."""
         ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
         for position, device in team:
             if device.process != self._exchange.process:
-                descriptor = meeting.fetch(position, device.process)
-                try:
-                    handle = self._driver.import_(descriptor)
-                finally:
-                    os.close(descriptor)
+                handle = self._import(meeting, position, device.process, fabric)
                 self._map(region, position, device, handle, parts)
             try:
                 self._driver.allow(region.address(position), region.stride * GRANULE, ordinals)
@@ -415,6 +439,16 @@ class CudaHeap:
                     f"({error}). Put devices that can on the axis, or use implementation='xla'; `nvidia-smi topo "
                     "-p2p r` shows which can."
                 ) from error
+
+    def _import(self, meeting: Meeting, position: int, owner: int, fabric: bool) -> Any:
+        """A handle of the memory of another process."""
+        if fabric:
+            return self._driver.import_fabric(meeting.handed_over(position, owner))
+        descriptor = meeting.fetch(position, owner)
+        try:
+            return self._driver.import_(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _map(self, region: Region, position: int, device: Device, handle: Any, parts: list[_Part]) -> _Part:
         """Maps memory where the region has it."""

@@ -2,9 +2,11 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxtaxfree.heap.driver import DriverError
+from jaxtaxfree.heap.errors import HeapError
 from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
 
 PLACES = "places"  # the one step in which processes tell where they are
@@ -14,10 +16,13 @@ class Place(NamedTuple):
     """Where a process is.
 
     Attributes:
-      domain: equal where devices of two processes reach each other's memory.
-      name: of the host, for people.
+      host: the name of one start of a host, in no other place the same.
+      domain: equal where devices of two processes may reach each other's memory: that of an NVLink domain of several
+        hosts, otherwise the host.
+      name: of the host, for people; no space is in any of the three.
     """
 
+    host: str
     domain: str
     name: str
 
@@ -37,8 +42,8 @@ def spanning(owners: Sequence[int], world: int, places: Mapping[int, Place]) -> 
         if len(members) > 1:
             found = "; ".join(f"{processes(some)} on {places[some[0]].name}" for some in members.values())
             return (
-                f"the axis spans hosts ({found}), and kernels reach the memory of one host only: put only devices of "
-                "one host on the axis"
+                f"the axis spans hosts ({found}), and kernels reach the memory of one host only, or of one NVLink "
+                "domain: put only devices of one host on the axis"
             )
     return None
 
@@ -49,8 +54,11 @@ def next_meeting(exchange: Alone, members: Sequence[int]) -> Meeting:
     return exchange.meeting(f"{PLACES}/{key}", "its place in the mesh", members)
 
 
-def gathered(exchange: Alone, own: Place, members: Sequence[int]) -> dict[int, Place]:
-    """The places of these processes, among them this one, as all of them find them.
+def gathered(exchange: Alone, own: Callable[[], Place], members: Sequence[int]) -> dict[int, Place]:
+    """The places of these processes, as all of them find them.
+
+    Args:
+      own: finds that of this one.
 
     Raises:
       HeapError: if one of them fails or does not come.
@@ -62,10 +70,12 @@ def gathered(exchange: Alone, own: Place, members: Sequence[int]) -> dict[int, P
     while True:
         meeting = next_meeting(exchange, members)
         try:
-            decided = meeting.settle(PLACES, json.dumps(own), decide)
+            decided = meeting.settle(PLACES, json.dumps(own()), decide)
         except Late:
             continue  # with the meeting at which the others will be if they try again
         except BaseException as error:
             meeting.fail(error, [PLACES])
+            if isinstance(error, DriverError):
+                raise HeapError(str(error)) from error
             raise
         return {int(process): Place(*place) for process, place in json.loads(decided).items()}

@@ -40,7 +40,9 @@ class Hosts:
 
     def places(self, team: Team) -> tuple[list[int], Mapping[int, Place]]:
         self.asked += 1
-        return [device.id for device in team.devices], {i: Place(host, host) for i, host in enumerate(self.letters)}
+        return [device.id for device in team.devices], {
+            i: Place(host, host, host) for i, host in enumerate(self.letters)
+        }
 
 
 @pytest.fixture

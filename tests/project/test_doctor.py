@@ -27,7 +27,13 @@ def test_healthy_cpu_machine() -> None:
     names = ["Python", "jax", "jaxlib", "jax-triton", "triton", "environment variables"]
     names += ["CUDA plugin", "cuda-bindings", "driver", "devices", "kernels timed on such GPUs"]
     names += ["memory for the heap", "peer access", "virtual memory management", "memory handles as file descriptors"]
-    names += ["heap addresses", "Triton compile", "reference on two CPU devices", "fused kernel on two GPUs"]
+    names += [
+        "NVLink domain",
+        "heap addresses",
+        "Triton compile",
+        "reference on two CPU devices",
+        "fused kernel on two GPUs",
+    ]
     rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
     assert [row for row in rows if row] == names
 
@@ -81,6 +87,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         device_memory=80 * doctor.GIB,
         can_access_peer=True,
         can_add_at_peer=True,
+        nvlink_domain=("NVLink ends in this host (NVML tells of no fabric)", ""),
         reserved_address=lambda size, hint: hint,
         jax_view={"platform": "gpu", "cuda": pool},
         compiled_stage=("cubin", ""),

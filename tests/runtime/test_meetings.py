@@ -149,6 +149,11 @@ if world == 4:
     in_levels("2 x 2 x 2", (2, 4), "aabb")
     in_levels("4 x 1 x 2", (4, 2), "abcd", hows=("fused",))
     in_levels("permuted", (2, 4), "aabb", [devices[i] for i in (5, 4, 7, 6, 1, 0, 3, 2)], ("fused",))
+    driver.fabric = "rack"
+    found["one domain of two hosts"] = on("aabb", devices)
+    driver.fabric = ("rack", "another")[rank // 2]
+    found["across domains"] = on("aabb", devices)
+    driver.fabric = None
     found["nothing inside"] = on("aaab", devices, (2, 4), ("data", "model"), "fused", by=lower_all)
     fake_gpus.move("aabb"[rank])
     if rank == 3:
