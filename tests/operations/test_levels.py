@@ -25,6 +25,7 @@ from jaxtaxfree.ops.collectives import all_gather_p, psum_p, psum_scatter_p
 from jaxtaxfree.ops.matmul_all_reduce.common import EXACT_SIZE
 from jaxtaxfree.teams import ArrangementError, Team
 from tests.conftest import MeshFactory
+from tests.helpers import levels_parity
 from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, one_program
 
 ORDERS = (("data", "model"), ("model", "data"))
@@ -138,6 +139,12 @@ def test_order_of_ranks_along_three_axes(
     jax.tree.map(np.testing.assert_array_equal, found(x), run(functools.partial(both, module=lax))(x))
     text = found.lower(x).as_text()
     assert text.count("stablehlo.reduce_scatter") == 1  # of XLA's, that across hosts
+
+
+@pytest.mark.soak  # other tests here check the same
+def test_what_gpus_have_to_pass(cpu_mesh: MeshFactory, hosts: Any) -> None:
+    hosts("aabb")
+    levels_parity.check(cpu_mesh((2, 2), ORDERS[0]), "simulate", most=1000)
 
 
 def operands_of(text: str, collective: str) -> list[str]:
