@@ -77,6 +77,9 @@ class DriverModel:
         assert self.reserved.pop(address) == size
         assert not any(address <= mapped < address + size for mapped in self.mapped)
 
+    def bus_id(self, ordinal: int) -> str:
+        return f"0000:{ordinal:02x}:00.0"
+
     def domain(self, ordinals: Sequence[int]) -> str | None:
         assert ordinals and self.memory
         return self.fabric
