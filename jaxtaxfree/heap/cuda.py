@@ -24,13 +24,12 @@ from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
 from jaxtaxfree.heap.exchange import Alone, Late, Meeting
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
-from jaxtaxfree.heap.places import Place, gathered, spanning
+from jaxtaxfree.heap.places import Place, agreed, gathered, spanning
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
 # top; what they map later goes below these, into the last range in one process of several.
 BASES = (0x6000_0000_0000, 0x5000_0000_0000, 0x7E00_0000_0000)
 RANGE_BYTES = 1 << 40
-_FABRIC = "fabric"  # said where a team is on several hosts
 _RESETS = "its resets"  # under which it tells how many it has been through
 STEPS = ("placed", "taken", "joined")  # in which processes make a region
 _LEFT = "left"  # under which a process tells that it has waited for another one at a reset in vain
@@ -302,13 +301,13 @@ class CudaHeap:
         placed = [[(i, devices[i]) for i in team] for team in teams]
         parts: list[_Part] = []
         try:
-            region, fabric = self._set(meeting, key, name, devices, world, layout_)
+            region, spread = self._set(meeting, key, name, devices, world, layout_)
             for team in placed:
                 self._check_access([device for _, device in team])
-                self._take(region, team, meeting, parts, fabric)
+                self._take(region, team, meeting, parts, team[0][0] // world in spread)
             meeting.settle("taken")
             for team in placed:
-                self._join(region, team, meeting, parts, fabric)
+                self._join(region, team, meeting, parts, team[0][0] // world in spread)
             meeting.settle("joined")
         except BaseException as error:
             with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
@@ -325,12 +324,11 @@ class CudaHeap:
 
     def _set(
         self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
-    ) -> tuple[Region, bool]:
+    ) -> tuple[Region, set[int]]:
         """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program.
 
-        Returns: the region, and whether memory is handed over with handles that hold on other hosts.
+        Returns: the region, and which teams of the mesh are on several hosts.
         """
-        own = self._own_place(devices)
         owners = [device.process for device in devices]
         size = layout_.nbytes
         granules = size // GRANULE
@@ -338,22 +336,23 @@ class CudaHeap:
 
         def origin(said: Mapping[int, str]) -> str:
             words = {process: text.split() for process, text in said.items()}
-            found = {process: Place(*text[:3]) for process, text in words.items()}
+            found = agreed({process: Place(*text[:3]) for process, text in words.items()})
             if why := spanning(owners, world, found):
                 raise SpansHostsError(why)
             base = self._common_base({process: text[3:] for process, text in words.items()})
-            domains = {process: place.domain for process, place in found.items()}
-            start = self._exchange.next_window(granules * (max(places) + 1), domains, RANGE_BYTES // GRANULE)
+            hosts = {process: place.host for process, place in found.items()}
+            start = self._exchange.next_window(granules * (max(places) + 1), hosts, RANGE_BYTES // GRANULE)
             if start is None:
                 raise HeapError(
                     f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
                     f"each of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
                 )
-            teams = itertools.batched((found[owner].host for owner in owners), world)
-            return f"{base // GRANULE + start} {_FABRIC if any(len(set(team)) > 1 for team in teams) else ''}"
+            teams = enumerate(itertools.batched((hosts[owner] for owner in owners), world))
+            spread = (str(i) for i, team in teams if len(set(team)) > 1)
+            return " ".join([str(base // GRANULE + start), *spread])
 
-        said = (*own, *map(hex, self._bases))
-        start, *fabric = meeting.settle("placed", " ".join(said), origin).split()
+        said = (*self._own_place(devices), *map(hex, self._bases))
+        start, *spread = meeting.settle("placed", " ".join(said), origin).split()
         region = Region(
             name=name,
             device_ids=key[1],
@@ -364,8 +363,7 @@ class CudaHeap:
             magic=layout.magic(*key),
             places=places,
         )
-        # Another team of the mesh may be in a domain of several hosts, and this one not.
-        return region, bool(fabric) and own.domain != own.host
+        return region, set(map(int, spread))
 
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:

@@ -173,7 +173,7 @@ class Processes(Alone):
             return self._window(size, most // 4 * 3, most)
         inside = len(set(hosts.values())) == 1
         first, last = (0, most // 2) if inside else (most // 2, most // 4 * 3)
-        key = f"windows/{hosts[self.process]}" if inside else "windows"
+        key = f"windows/{self.host}" if inside else "windows"
         start = first + self._ask("key_value_increment", self.name(key), size) - size
         return start if start + size <= last else None
 

@@ -48,6 +48,20 @@ def spanning(owners: Sequence[int], world: int, places: Mapping[int, Place]) -> 
     return None
 
 
+def agreed(places: Mapping[int, Place]) -> dict[int, Place]:
+    """The places of these processes, with the host as domain where processes of one host find different ones.
+
+    One may see what another one in a container does not.
+    """
+    domains: dict[str, set[str]] = {}
+    for place in places.values():
+        domains.setdefault(place.host, set()).add(place.domain)
+    return {
+        process: place._replace(domain=place.host) if len(domains[place.host]) > 1 else place
+        for process, place in places.items()
+    }
+
+
 def next_meeting(exchange: Alone, members: Sequence[int]) -> Meeting:
     """The next attempt of these processes to tell each other where they are."""
     key = hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]
@@ -65,7 +79,7 @@ def gathered(exchange: Alone, own: Callable[[], Place], members: Sequence[int]) 
     """
 
     def decide(said: Mapping[int, str]) -> str:
-        return json.dumps({process: json.loads(text) for process, text in said.items()})
+        return json.dumps(agreed({process: Place(*json.loads(text)) for process, text in said.items()}))
 
     while True:
         meeting = next_meeting(exchange, members)

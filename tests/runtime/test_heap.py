@@ -1197,6 +1197,18 @@ def test_teams_on_one_host_of_a_domain_take_descriptors(monkeypatch: pytest.Monk
     assert [len(each._driver.exported) for each in heaps] == [1] * 4
 
 
+def test_processes_of_a_host_that_find_different_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share memory as if there was no fabric, and those of other hosts do not reach them."""
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="f-ff")
+    regions = together(heaps, lambda each: each.region("a", APART, 2, LAYOUT))
+    assert isinstance(regions[0], Region), regions
+    assert [len(each._driver.exported) for each in heaps] == [1] * 4
+    for result in together(heaps, lambda each: each.region("b", APART, 4, LAYOUT)):
+        assert isinstance(result, SpansHostsError)
+    places = together(heaps, lambda each: each.places(APART))
+    assert [place.domain for place in places[0].values()] == ["a", "a", "f", "f"]
+
+
 @pytest.mark.parametrize("fabrics", ("ffgg", "ff--", "fff-"))
 def test_several_domains(monkeypatch: pytest.MonkeyPatch, fabrics: str) -> None:
     heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics=fabrics)
