@@ -4,6 +4,7 @@ from jaxtaxfree import heap
 from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
+from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations whose axes span hosts)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention

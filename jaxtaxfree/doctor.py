@@ -130,6 +130,13 @@ def can_add_at_peer(ordinal: int, peer: int) -> bool:
     return bool(driver_call("cuDeviceGetP2PAttribute", attribute, ordinal, peer))
 
 
+def nvlink_domain() -> tuple[str, str]:
+    """What is to be said of the first GPU's NVLink domain, and what to do."""
+    from jaxtaxfree.heap import driver, fabric
+
+    return fabric.report(fabric.of(driver.Driver().bus_id(0)), driver.Driver().domain([0]))
+
+
 def heap_range() -> tuple[tuple[int, ...], int]:
     """Where the symmetric heap asks for its addresses, in order of preference, and for how many."""
     from jaxtaxfree.heap import cuda
@@ -393,6 +400,14 @@ def check_virtual_memory() -> list[Finding]:
         else:
             findings.append(Finding(name, "OK", f"on all {count}" if count > 1 else "supported"))
     return findings
+
+
+@check("NVLink domain", INSTALL_CUDA)
+def check_nvlink_domain() -> Finding:
+    if gpu_count() == 0:
+        return Finding("NVLink domain", "note", NO_CUDA_DEVICE)
+    found, mend = nvlink_domain()
+    return Finding("NVLink domain", "OK" if found.startswith("NVLink ends in") else "note", found, mend)
 
 
 @check("heap addresses", "Lift the limit on address space (ulimit -v unlimited): the heap reserves up to 3 TiB of it.")

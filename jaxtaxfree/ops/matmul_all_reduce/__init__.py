@@ -50,7 +50,8 @@ def matmul_all_reduce(
     Args:
       lhs: this rank's part of the contracted dimension, [..., M, K] or [K].
       rhs: the same part, [K, N]. The reference also takes a vector [K].
-      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
+      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded. If some of them lie inside of
+        hosts and the others span hosts, there are kernels inside, and XLA's sum across.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are always f32, and are rounded once. Each rank's
