@@ -83,13 +83,16 @@ def product(call: Call) -> jax.Array:
     found = _plan(call, mesh)
     if isinstance(found, Plan) and found.operation:
         assert mesh is not None
-        lhs, rhs = call.operands
+        # The gradient of weights that are gathered before lies as they do.
+        lhs, rhs = _placed_operands(call, mesh) if found.before else call.operands
         keywords = {**call.keywords, "activation": call.activation, "implementation": call.implementation}
         return run(found, mesh, lhs, rhs, call.others, **keywords)
-    reasons = ["it needs no communication" if isinstance(found, Plan) else "; ".join(found)]
+    if isinstance(found, Plan):
+        gathers = found.gathered or found.before
+        found = [f"it needs no communication{' once the weights are gathered' if gathers else ''}"]
     if call.implementation is not None:
-        raise Unsupported(call.name, reasons)
-    _say(call, reasons[0])
+        raise Unsupported(call.name, found)
+    _say(call, "; ".join(found))
     return _plain(call, mesh)
 
 
@@ -213,15 +216,13 @@ def _sharded(name: str, labels: Sequence[str], sharding: Sharding) -> Sharded | 
 def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     """JAX's own product, with the same epilogue."""
     others = dict(call.others)
-    operands = [*call.operands, *([others.pop("gate")] if "gate" in others else [])]
-    if mesh is not None and call.in_shardings is not None:
-        shardings = [*call.in_shardings, call.in_shardings[-1]]  # the gate lies as rhs
-        operands = [x if s is None else _placed(x, mesh, s) for x, s in zip(operands, shardings)]
-    products = [_own(call, mesh, operands[: len(call.operands)])]
+    operands = _placed_operands(call, mesh)
+    products = [_own(call, mesh, operands)]
     if not call.others and call.activation is None:
         return products[0]
-    if len(operands) > len(call.operands):
-        products.append(_own(call, mesh, [operands[0], operands[-1]]))
+    if "gate" in others:
+        gated = dataclasses.replace(call, operands=[operands[0], others.pop("gate")])
+        products.append(_own(call, mesh, _placed_operands(gated, mesh)))
     y, own_mesh = products[0], jax.typeof(products[0]).sharding.mesh
     dtype, entries = y.dtype, _entries(jax.typeof(y).sharding.spec, y.ndim)
     if "bias" in others:
@@ -236,6 +237,13 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     gate = ("gate",) * (len(products) - 1)
     epilogue = Epilogue(epilogues.activation_name(call.name, call.activation), (*gate, *others))
     return epilogue.apply(products, others, dtype)
+
+
+def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
+    """The operands, as the caller says that they lie."""
+    if mesh is None or call.in_shardings is None:
+        return list(call.operands)
+    return [x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.in_shardings, strict=True)]
 
 
 def _own(call: Call, mesh: AnyMesh | None, operands: Sequence[jax.Array]) -> jax.Array:

@@ -54,7 +54,8 @@ class Plan:
       axes: along which the operation communicates.
       moved: the dimension that it gathers or scatters.
       swapped: x is rhs.
-      x, w, out: as the operation's program takes and gives them. w lacks the axes along which XLA gathers it before.
+      x, w, out: as the operation's program takes and gives them.
+      before: the axes along which XLA gathers w before the program.
       gathered: dimensions of w that the program gathers first, with the axes, the last ones of the dimension.
       rows, contracted, columns: labels, in the order in which the operation has them.
       layout: of w, "KN", "NK", or "mixed" if it has to be copied.
@@ -67,6 +68,7 @@ class Plan:
     x: Sharded
     w: Sharded
     out: Sharded
+    before: Axes
     gathered: tuple[tuple[str, Axes], ...]
     rows: tuple[str, ...]
     contracted: tuple[str, ...]
@@ -97,13 +99,16 @@ def plan(
     """
     if reasons := _no_product(lhs, rhs, out) or _uneven((lhs, rhs, out), lengths, mesh):
         return reasons
-    # Rows come before columns in most results. Where both orders are possible, the result's own needs no transpose.
+    # In most results rows come before columns. If those of rhs are the first ones, lhs may be the weights.
     first = next((label for label in out.labels if label not in lhs.labels or label not in rhs.labels), None)
-    orders = [False] if {"gate", "bias"}.intersection(epilogue) else [first not in lhs.labels, first in lhs.labels]
+    weights_first, of_rhs = first in rhs.labels, [name for name in ("gate", "bias") if name in epilogue]
+    orders = [True, False] if weights_first and not of_rhs else [False]
     plans = [_as(lhs, rhs, out, swapped, epilogue) for swapped in orders]
     fused = [each for each in plans if isinstance(each, Plan) and each.operation]
-    local = [each for each in plans if isinstance(each, Plan)]
-    return next(iter(fused or local or plans))
+    # What is gathered before, because nothing else differs along an axis, may be rows in truth.
+    if not fused and weights_first and of_rhs:
+        return [f"with a {of_rhs[0]} rhs has to be the weights, and its dimensions the last ones of the result"]
+    return min(fused, key=lambda each: len(each.before), default=plans[-1])
 
 
 def _no_product(lhs: Sharded, rhs: Sharded, out: Sharded) -> list[str]:
@@ -183,15 +188,16 @@ def _as(lhs: Sharded, rhs: Sharded, out: Sharded, swapped: bool, epilogue: Seque
     moved, axes = several[0] if several else (None, ())
     operation = "matmul_all_reduce" if found.sums else None
     operation = "all_gather_matmul" if gathers else "matmul_reduce_scatter" if scatters else operation
-    held, gathered = _gather_weights(w, found.data, found.idle)
+    before, gathered = _gather_weights(w, found.data, found.idle)
     result = Plan(
         operation=operation,
         axes=_in_order(axes, out.along(moved or "") if scatters else x.along(moved or "")),
         moved=moved or None,
         swapped=swapped,
         x=x,
-        w=held,
+        w=w.without(before),
         out=out,
+        before=before,
         gathered=gathered,
         rows=tuple(label for label in x.labels if label not in w.labels),
         contracted=tuple(label for label in w.labels if label in x.labels),
@@ -206,8 +212,8 @@ def _in_order(axes: Axes, entry: Axes) -> Axes:
     return tuple(axis for axis in entry if axis in axes) or axes
 
 
-def _gather_weights(w: Sharded, data: Sequence[str], idle: Sequence[str]) -> tuple[Sharded, tuple]:
-    """w as the program takes it, and what the program then gathers.
+def _gather_weights(w: Sharded, data: Sequence[str], idle: Sequence[str]) -> tuple[Axes, tuple]:
+    """The axes along which w is gathered before the program, and what the program then gathers.
 
     The transpose of a gather in the program is a reduce-scatter, which is the gradient along an axis of data. The last
     axes of a dimension can be gathered so; others, and those along which nothing differs, XLA gathers before.
@@ -220,7 +226,7 @@ def _gather_weights(w: Sharded, data: Sequence[str], idle: Sequence[str]) -> tup
         if entry[last:]:
             gathered.append((label, entry[last:]))
         outside += [axis for axis in entry[:last] if axis in data]
-    return w.without(outside), tuple(gathered)
+    return tuple(outside), tuple(gathered)
 
 
 def _misplaced(plan: Plan, w: Sharded) -> list[str]:
