@@ -1,14 +1,10 @@
 """Products of global arrays, outside of `jax.shard_map`, beside JAX's own."""
 
+import collections
 import dataclasses
 import functools
-import json
 import logging
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree.primitive import Unsupported
 from jaxtaxfree.sharded import call as calls
+from jaxtaxfree.sharded.plan import Plan, Sharded, plan
 from tests.helpers.support import COLLECTIVES, TRITON_CALL, fails, lower_for_cuda
 
 LENGTHS = {"b": 8, "m": 16, "t": 8, "d": 16, "k": 16, "f": 32, "n": 4, "h": 8, "c": 2}
@@ -191,33 +188,39 @@ def random_product(rng: np.random.Generator) -> tuple[str, tuple[P, P], P]:
     return f"{''.join(arrays[0])},{''.join(arrays[1])}->{''.join(arrays[2])}", (lhs, rhs), out
 
 
+def operation_of(subscripts: str, specs: Sequence[P], out: P) -> str | None:
+    ins, _, result = subscripts.partition("->")
+    arrays = [
+        Sharded(tuple(labels), tuple(entry or () for entry in spec))
+        for labels, spec in zip((*ins.split(","), result), (*specs, out))
+    ]
+    found = plan(*arrays, dict.fromkeys("abklmn", 8), {"x": 2, "y": 2, "z": 2})
+    return found.operation if isinstance(found, Plan) else None
+
+
 @pytest.mark.soak
 def test_random_products() -> None:
     """Of those that are an operation's, whatever else may shard them."""
     types = (AxisType.Auto, AxisType.Explicit)
     devices, rng = np.array(jax.devices("cpu")[:8]).reshape(2, 2, 2), np.random.default_rng(0)
-    found: dict[Any, int] = {}
-    while sum(found.values()) < 300:
+    found = collections.Counter()
+    while found.total() < 100:
         subscripts, specs, out = random_product(rng)
-        mesh = Mesh(devices, ("x", "y", "z"), axis_types=(types[sum(found.values()) % 2],) * 3)
+        if (operation := operation_of(subscripts, specs, out)) is None:
+            continue
+        mesh = Mesh(devices, ("x", "y", "z"), axis_types=(types[found.total() % 2],) * 3)
+        found[operation] += 1
         arrays = operands(*([8] * len(x) for x in subscripts.partition("->")[0].split(",")))
         with jax.set_mesh(mesh):
             call = functools.partial(jtf.einsum, subscripts, in_shardings=specs, out_sharding=out, precision="highest")
-            given = on(mesh, arrays, specs)
-            try:
-                traced = jax.make_jaxpr(functools.partial(call, implementation="fused"))(*given)
-            except Unsupported:
-                continue
-            kind = next(x for x in ("all_gather_m", "reduce_s", "all_reduce") if x in str(traced))
-            found[kind] = found.get(kind, 0) + 1
-            y, *gradients = with_gradients(call)(*given)
+            y, *gradients = with_gradients(call)(*on(mesh, arrays, specs))
         wanted, *of_plain = with_gradients(plain(subscripts))(*arrays)
         assert_alike(y, wanted)
         assert_lies(y, mesh, out)
         for x, expected, spec in zip(gradients, of_plain, specs):
             assert_alike(x, expected, 1e-3)
             assert_lies(x, mesh, spec)
-    assert min(found.values()) > 20 and len(found) == 3, found
+    assert len(found) == 3 and min(found.values()) > 5, found
 
 
 @dataclasses.dataclass(frozen=True)
