@@ -191,7 +191,7 @@ def random_product(rng: np.random.Generator) -> tuple[str, tuple[P, P], P]:
 def operation_of(subscripts: str, specs: Sequence[P], out: P) -> str | None:
     ins, _, result = subscripts.partition("->")
     arrays = [
-        Sharded(tuple(labels), tuple(entry or () for entry in spec))
+        Sharded(tuple(labels), tuple((entry,) if isinstance(entry, str) else entry or () for entry in spec))
         for labels, spec in zip((*ins.split(","), result), (*specs, out))
     ]
     found = plan(*arrays, dict.fromkeys("abklmn", 8), {"x": 2, "y": 2, "z": 2})

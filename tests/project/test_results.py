@@ -55,8 +55,8 @@ def run_code(code, **variables):
 
 def test_the_examples_of_the_readme_run():
     blocks = shown_in("README.md")
-    code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", *blocks[:3]])  # not that of taxes
-    assert len(blocks) == 4 and "attend(q, k, v" in code
+    code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", *blocks[:4]])  # not that of taxes
+    assert len(blocks) == 5 and "attend(q, k, v" in code
     done = run_code(code)
     assert done.returncode == 0, done.stderr[-2000:]
 
