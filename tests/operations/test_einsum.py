@@ -4,7 +4,11 @@ import collections
 import dataclasses
 import functools
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -541,3 +545,48 @@ def test_errors_of_an_epilogue_of_several_operands() -> None:
         jtf.einsum("mk,kn,nl->ml", x, w, w.T, bias=w[0])
     with fails(ValueError, "floating-point numbers, not int32"):
         jtf.einsum("mk,kn->mn", x.astype(int), w.astype(int), activation="silu")
+
+
+TWICE = """
+import hashlib, sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import jaxtaxfree as jtf
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ("data", "tp"), axis_types=(AxisType.Explicit,) * 2)
+arrays = [np.ones((4, 8, 16), np.float32), np.ones((16, 4, 8), np.float32)]
+x, w = (jax.device_put(a, NamedSharding(mesh, P("data", "tp"))) for a in arrays)
+with jax.set_mesh(mesh):
+    call = jax.jit(lambda x, w: jtf.einsum("btd,dnh->btnh", x, w, out_sharding=P("data", None, "tp")))
+    before = len(events)
+    assert float(call(x, w).max()) == 16
+    hits = [name for name in events[before:] if name == "/jax/compilation_cache/cache_hits"]
+    fused = jax.jit(
+        lambda x, w: jtf.einsum(
+            "btd,dnh->btnh", x, w, out_sharding=P("data", None, "tp"), implementation="fused"
+        )
+    )
+    text = fused.trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+print(len(hits), hashlib.sha256(text.encode()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_the_program_in_the_cache(tmp_path: Path) -> None:
+    """And builds the same program for CUDA, which is what the cache knows it by."""
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", TWICE, str(tmp_path)]
+    first, second = (
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True).stdout.split()
+        for _ in range(2)
+    )
+    assert (first[0], second[0]) == ("0", "1")
+    assert first[1] == second[1]
