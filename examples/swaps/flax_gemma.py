@@ -89,8 +89,8 @@ def main() -> int:
     from flax import nnx
 
     # The example imports it to read checkpoints, of which there is none here.
-    sys.modules.setdefault("orbax", types.ModuleType("orbax")).checkpoint = types.ModuleType("orbax.checkpoint")
-    sys.modules.setdefault("orbax.checkpoint", sys.modules["orbax"].checkpoint)
+    for name in ("orbax", "orbax.checkpoint"):
+        sys.modules.setdefault(name, types.ModuleType(name))
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_default_matmul_precision", "highest")
     (cfg, transformer), _ = report.load(checkout / "examples" / "gemma", ["transformer_cfg", "transformer"])

@@ -99,7 +99,7 @@ def main() -> int:
 
     def take(implementation: str | None) -> None:
         functions = {each: report.lenient(getattr(jtf, each), implementation) for each in NAMES}
-        swapped.jtf = types.SimpleNamespace(**functions) if implementation else jtf
+        vars(swapped)["jtf"] = types.SimpleNamespace(**functions) if implementation else jtf
 
     mesh = Mesh(np.array(jax.devices("cpu")[:4]).reshape(1, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
     tokens = jax.random.randint(jax.random.key(1), (2, 16), 1, 128)

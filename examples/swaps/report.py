@@ -91,7 +91,7 @@ def kernels(function: Callable[..., Any], *args: Any) -> int:
 
 def collectives(function: Callable[..., Any], *args: Any) -> dict[str, int]:
     """XLA's collectives in the compiled program, without those of the operations of a simulation."""
-    text = jax.jit(lambda *args: function(*args)).lower(*args).compile().as_text()
+    text = jax.jit(lambda *args: function(*args)).lower(*args).compile().as_text() or ""
     lines = [line for line in text.splitlines() if not OURS.search(line)]
     return dict(collections.Counter(COLLECTIVES.findall("\n".join(lines))))
 
