@@ -22,6 +22,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree.primitive import Unsupported
 from jaxtaxfree.sharded import call as calls
 from jaxtaxfree.sharded.plan import Plan, Sharded, plan
+from tests.conftest import MeshFactory
 from tests.helpers.support import COLLECTIVES, TRITON_CALL, fails, lower_for_cuda
 
 LENGTHS = {"b": 8, "m": 16, "t": 8, "d": 16, "k": 16, "f": 32, "n": 4, "h": 8, "c": 2}
@@ -590,3 +591,29 @@ def test_a_second_process_finds_the_program_in_the_cache(tmp_path: Path) -> None
     )
     assert (first[0], second[0]) == ("0", "1")
     assert first[1] == second[1]
+
+
+def test_weights_that_are_transposed(cpu_mesh: MeshFactory) -> None:
+    """What the two products say of rhs [N, K]."""
+    x, w = operands((8, 16), (4, 16))
+
+    def call(operation: Callable[..., jax.Array], x: jax.Array, w: jax.Array, **keywords: Any) -> Any:
+        mapped = jax.shard_map(
+            functools.partial(operation, axis_name="tp", rhs_transposed=True, **keywords),
+            mesh=cpu_mesh(2, "tp"),
+            in_specs=(P("tp"), P()) if operation is jtf.all_gather_matmul else (P(None, "tp"), P(None, "tp")),
+            out_specs=P("tp"),
+            check_vma=False,
+        )
+        return jax.jit(mapped)(x, w)
+
+    for operation in (jtf.all_gather_matmul, jtf.matmul_reduce_scatter):
+        for implementation in (None, "xla", "simulate"):
+            found = call(operation, x, w, precision="highest", bias=w[:, 0], implementation=implementation)
+            assert_alike(found[:8], x @ w.T + w[:, 0])
+        with fails(ValueError, operation.__name__, "with the last (rhs_transposed) of rhs", "is not"):
+            call(operation, x, np.ascontiguousarray(w.T))
+        with fails(ValueError, operation.__name__, "bias of shape [4]"):
+            call(operation, x, w, bias=w[0])
+    with fails(ValueError, "all_gather_matmul takes a gate with rhs [K, N] only"):
+        call(jtf.all_gather_matmul, x, w, gate=jnp.asarray(w))
