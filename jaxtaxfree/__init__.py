@@ -11,6 +11,7 @@ from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
 
 __version__ = "0.1.0"
@@ -26,8 +27,11 @@ __all__ = [
     "append_kv",
     "block_until_ready",
     "decode_attention",
+    "dot_general",
+    "einsum",
     "fuse",
     "heap",
+    "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",

@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
@@ -581,8 +581,7 @@ def _print_round_trip(platform_name: str) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines: Iterator[str] = (line.strip() for line in reversed(text.splitlines()))
-    return next((line for line in lines if line), "")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -36,6 +36,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
@@ -55,6 +56,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
@@ -74,6 +76,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
@@ -92,6 +95,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
@@ -116,6 +120,7 @@ def all_gather_matmul(
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
       gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it.
@@ -150,20 +155,36 @@ def all_gather_matmul(
     check_implementation(implementation)
     params: dict[str, Any] = {
         "axes": axes,
-        "axis": _check_operands(lhs, rhs, axis, axes),
+        "axis": _check_operands(lhs, rhs, axis, axes, rhs_transposed),
         **matmul.check_precision(precision, preferred_element_type),
     }
-    shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
+    shape = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
     epilogue, operands = epilogues.check(
-        "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
+        "all_gather_matmul",
+        lhs,
+        rhs,
+        shape,
+        activation,
+        rhs_transposed=rhs_transposed,
+        gate=gate,
+        bias=bias,
+        residual=residual,
     )
     settings = settings_of("all_gather_matmul", VARIANTS, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
-        return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
+        return reference(
+            lhs,
+            rhs,
+            *operands,
+            epilogue=epilogue,
+            rhs_transposed=rhs_transposed,
+            return_gathered=return_gathered,
+            **params,
+        )
+    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
     if epilogue:
         result = matmul.bind(
             with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
@@ -253,7 +274,7 @@ def fused(
     return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...]) -> int:
+def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...], rhs_transposed: bool) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
     axis = check_whole("all_gather_matmul", "axis", axis)
@@ -263,7 +284,7 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, 
     if not lhs.shape[axis]:
         raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs {list(lhs.shape)}, which is 0.")
     parts = lax.axis_size(axes) if axis == lhs.ndim - 1 else 1
-    matmul.check_contraction("all_gather_matmul", lhs, rhs, parts)
+    matmul.check_contraction("all_gather_matmul", lhs, rhs, parts, rhs_transposed)
     return axis
 
 

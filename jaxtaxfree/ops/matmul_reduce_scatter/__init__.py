@@ -35,6 +35,7 @@ def matmul_reduce_scatter(
     scatter_dimension: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
@@ -57,6 +58,7 @@ def matmul_reduce_scatter(
       preferred_element_type: dtype of the result. The kernel's sums are always f32, and the sum is rounded once. Each
         rank's part is rounded to the operands' dtype on its way, unless the result is small or `config` asks for
         `exact_wire`.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
       bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
         the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
@@ -86,20 +88,27 @@ def matmul_reduce_scatter(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_reduce_scatter")
     check_implementation(implementation)
-    scatter_dimension, shape = _check_operands(lhs, rhs, scatter_dimension, axes)
+    scatter_dimension, shape = _check_operands(lhs, rhs, scatter_dimension, axes, rhs_transposed)
     params: dict[str, Any] = {
         "axes": axes,
         "scatter_dimension": scatter_dimension,
         **matmul.check_precision(precision, preferred_element_type),
     }
     epilogue, operands = epilogues.check(
-        "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
+        "matmul_reduce_scatter",
+        lhs,
+        rhs,
+        shape,
+        activation,
+        rhs_transposed=rhs_transposed,
+        bias=bias,
+        residual=residual,
     )
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
     reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
-        return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
+        return reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
+    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
     if epilogue:
         return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
@@ -173,12 +182,14 @@ def fused(
     return matmul.rows_back(out, lengths, dimension)
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
+def _check_operands(
+    lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...], rhs_transposed: bool
+) -> tuple[int, list[int]]:
     """The scattered dimension, from 0 on, and the result's shape; raises ValueError if the operands do not fit."""
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
     dimension = check_whole("matmul_reduce_scatter", "scatter_dimension", dimension)
-    matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
-    result = [*lhs.shape[:-1], *rhs.shape[1:]]
+    matmul.check_contraction("matmul_reduce_scatter", lhs, rhs, rhs_transposed=rhs_transposed)
+    result = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if not -len(result) <= dimension < len(result):
         raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result}.")
     dimension %= len(result)
