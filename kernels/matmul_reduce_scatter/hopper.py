@@ -328,7 +328,7 @@ def finish_sum(tile, ring, position, last, column, work, PARTITION: gl.constexpr
     N: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
-    tile = matmul.activate(tile, None, last.bias, column, work.N, work.ACTIVATION)
+    tile = matmul.activate(tile, None, last, column, work.N, work.ACTIVATION)
     if last.residual is not None:
         dtype: gl.constexpr = last.residual.dtype
         SHAPE: gl.constexpr = [work.BLOCK_M, N]
