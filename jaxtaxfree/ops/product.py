@@ -10,6 +10,7 @@ import numpy as np
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.variant import Choice, Variant, choose
 from jaxtaxfree.primitive import Labels
 from jaxtaxfree.shmem import shmem_call
@@ -26,13 +27,12 @@ class Call:
       rows: of the product, those of all ranks.
       k, n: the contracted dimension and the columns of this rank.
       world: number of ranks.
-      dtype: of the operands.
+      lhs, rhs: the operands' types.
       out_dtype: of the result.
       target: the GPU.
       precision: of f32 products, in Triton's words.
       epilogue: what follows the product.
       residual: dtype of the residual; None if there is none.
-      rhs_transposed: rhs is [n, k].
       return_gathered: the gathered rows are a result, too.
     """
 
@@ -41,13 +41,13 @@ class Call:
     k: int
     n: int
     world: int
-    dtype: np.dtype
+    lhs: Operand
+    rhs: Operand
     out_dtype: np.dtype
     target: Target
     precision: str = "tf32"
     epilogue: Epilogue = NONE
     residual: np.dtype | None = None
-    rhs_transposed: bool = False
     return_gathered: bool = False
 
     @property
@@ -71,13 +71,36 @@ class Call:
         return self.products * self.n
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the operands."""
-        return self.dtype.itemsize
+    def dtype(self) -> np.dtype:
+        """Of the rows."""
+        return self.lhs.dtype
+
+    @property
+    def rhs_transposed(self) -> bool:
+        """Whether rhs is [n, k]."""
+        return self.rhs.transposed
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of all rows and all weights."""
+        return self.lhs.nbytes(self.rows * self.k) + self.rhs.nbytes(self.k * self.columns)
+
+    def bytes_of_a_step(self, rows: int, columns: int, k: int) -> int:
+        """What blocks [rows, k] and [k, columns] of the operands take in shared memory."""
+        return self.lhs.nbytes(rows * k) + self.rhs.nbytes(k * columns)
+
+    def depth_of(self, nbytes: int) -> int:
+        """How many elements of K are so many bytes of a row of either operand, or less of the narrower one."""
+        return min(self.lhs.elements(nbytes), self.rhs.elements(nbytes))
 
     def wire(self, exact_wire: bool) -> np.dtype:
         """In which dtype partial sums travel."""
-        return np.dtype(np.float32) if exact_wire else self.dtype
+        return np.dtype(np.float32) if exact_wire else self.lhs.wire
+
+    @property
+    def widens(self) -> bool:
+        """Whether the result has more bits than partial sums that are rounded on their way."""
+        return self.out_dtype.itemsize > self.lhs.wire.itemsize
 
 
 def call_of(
@@ -103,13 +126,13 @@ def call_of(
         k=k,
         n=n,
         world=world,
-        dtype=np.dtype(lhs.dtype),
+        lhs=Operand(dtype=np.dtype(lhs.dtype)),
+        rhs=Operand(dtype=np.dtype(rhs.dtype), transposed=rhs_transposed),
         out_dtype=np.dtype(preferred_element_type or lhs.dtype),
         target=target_of(compute_capability),
         precision=matmul.triton_precision(precision) or "tf32",
         epilogue=epilogue,
         residual=None if residual is None else np.dtype(residual.dtype),
-        rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
     )
 

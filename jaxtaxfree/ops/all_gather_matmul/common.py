@@ -13,7 +13,7 @@ def common(call: Call) -> dict[str, Any]:
         "name": "all_gather_matmul",
         "cost_estimate": {
             "flops": 2 * call.rows * call.columns * call.k,
-            "bytes_accessed": call.itemsize * (call.rows * (call.k + call.n) + call.k * call.columns),
+            "bytes_accessed": call.operand_bytes + call.wire(False).itemsize * call.rows * call.n,
         },
     }
 

@@ -65,7 +65,7 @@ class Hopper(Variant[Call]):
         whole, half = blocks.pop("rhs_desc"), blocks.pop("half_desc")
         for name in call.weights:
             blocks |= {f"weights.{name}": whole, f"half_weights.{name}": half}
-        chunk = CHUNK.value * config.part * call.itemsize
+        chunk = call.lhs.nbytes(CHUNK.value * config.part)
         return {
             **common(call),
             **keywords,
@@ -77,7 +77,7 @@ class Hopper(Variant[Call]):
             },
             "PART": config.part,
             "UNIT": config.unit,
-            "PACE": hopper.pace(config.pace, call.columns, call.itemsize, chunk, config.programs),
+            "PACE": hopper.pace(config.pace, call.columns, call.lhs.nbytes(1), chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:

@@ -45,9 +45,11 @@ def refuses(call: Call) -> list[str]:
         )
     elif why := gluon.unsupported("it", call.target.compute_capability):
         reasons.append(why)
-    if call.itemsize != 2:
+    if {call.lhs.bits, call.rhs.bits} != {16}:
         reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
-    if call.k % 8 or call.n % 8:
+    # Of the narrower operand, or of a result of 16 bits.
+    elements = 128 // min(call.lhs.bits, call.rhs.bits, 16)
+    if call.k % elements or call.n % elements:
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
     return reasons
 

@@ -53,15 +53,14 @@ def refuses(call: Call) -> list[str]:
     return hopper.refuses(call) + hopper.refuses_transposed(call)
 
 
-def tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, Any]:
+def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
     """Settings by shape.
 
     Args:
-      rows: of the product, few.
-      n: columns of `rhs`.
-      products: by how many matrices like it the rows are multiplied.
+      rows: that the kernel multiplies, few.
       others: programs that do something else.
     """
+    n, products = call.n, call.products
     # Wider tiles where narrow ones are more than a GPU runs at a time; not measured for two products. Of more rows,
     # that programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
@@ -79,14 +78,14 @@ def tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, 
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
         splits = 1
     block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
-    stage = 2 * block_k * (block_m + products * block_n)  # bytes
+    stage = call.bytes_of_a_step(block_m, products * block_n, block_k)
     return {
         "block_m": block_m,
         "block_n": block_n,
         "block_k": block_k,
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
-        "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
+        "num_stages": max(2, min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage)),
         "splits": splits,
         "whole": waves * MULTIPROCESSORS if splits > 1 else 0,
     }

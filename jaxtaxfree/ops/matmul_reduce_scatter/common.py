@@ -11,6 +11,6 @@ def common(call: Call, exact_wire: bool) -> dict[str, Any]:
         "name": "matmul_reduce_scatter",
         "cost_estimate": {
             "flops": 2 * call.rows * call.n * call.k,
-            "bytes_accessed": call.itemsize * (call.rows * call.k + call.k * call.n + call.m * call.n) + peers,
+            "bytes_accessed": call.operand_bytes + call.wire(False).itemsize * call.m * call.n + peers,
         },
     }

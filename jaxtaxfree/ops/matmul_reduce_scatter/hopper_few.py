@@ -38,8 +38,8 @@ class HopperFew(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
-        exact_wire = call.out_dtype.itemsize > call.itemsize or call.rows * call.n <= EXACT_SIZE
-        return Config(**hopper_few.tile(call.rows, call.n), exact_wire=exact_wire)
+        exact_wire = call.widens or call.rows * call.n <= EXACT_SIZE
+        return Config(**hopper_few.tile(call, call.rows), exact_wire=exact_wire)
 
     def cost(self, call: Call, config: Config) -> float:
         return hopper_few.cost(call, call.rows, config)
