@@ -164,6 +164,8 @@ class Product:
         rows, lengths = matmul.rows_first(lhs, dimension)
         call = self.call(rows, rhs, *operands, world=lax.axis_size(axes), epilogue=epilogue, **params)
         chosen = choose(self.name, self.variants, call, dict(config or ()))
+        if implementation != "simulate":
+            chosen.variant.check_compiles(call, chosen.config)
         weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
         outs = shmem_call(
             chosen.variant.kernel,

@@ -45,6 +45,10 @@ class Hopper(Variant[Call]):
         del config
         return hopper.refuses(call) + (["it adds no residual"] if "residual" in call.epilogue.operands else [])
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         config = Config()

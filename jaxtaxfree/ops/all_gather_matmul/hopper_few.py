@@ -41,6 +41,9 @@ class HopperFew(Variant[Call]):
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
         return hopper_few.refuses(call) + gathered
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        hopper_few.check_compiles(call, config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         rows, pushers = call.rows, 16

@@ -25,7 +25,8 @@ class Tile(portable.Tile):
     """The settings of a product by persistent programs.
 
     Attributes:
-      block_m, block_n, block_k, num_warps: as in `portable.Tile`, for the warps that multiply.
+      block_m, block_n, block_k: as in `portable.Tile`.
+      num_warps: 8, those that multiply.
       num_stages: steps of the loop in flight, at least 2, because a stage is released one step late.
       group_m: number of row blocks whose tiles run together, for the L2 cache.
       programs: number of programs, by default one for each multiprocessor of the GPU.
@@ -34,6 +35,17 @@ class Tile(portable.Tile):
     num_stages: int = setting(4, least=2, most=32)
     group_m: int = setting(16, least=1)
     programs: int = setting(HOPPER.multiprocessors, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_warps != 4 * PARTITIONS:
+            self.refuse("num_warps", f"{4 * PARTITIONS} for the kernel 'hopper', which multiplies by so many warps")
+
+
+def check_compiles(config: Tile) -> None:
+    """Raises ValueError unless each partition multiplies 64 rows or more, the least that four warps take."""
+    if config.block_m < 64 * PARTITIONS:
+        config.refuse("block_m", f"at least {64 * PARTITIONS} for the kernel 'hopper'")
 
 
 def refuses(call: Call) -> list[str]:

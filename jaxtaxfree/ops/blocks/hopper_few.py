@@ -49,6 +49,16 @@ class Tile(portable.Tile):
             self.refuse("block_m", "a multiple of 8 and a power of 2, or the sum of two")
 
 
+def check_compiles(call: Call, config: Tile) -> None:
+    """Raises ValueError unless the warps take the columns of a tile, 16 each, in whole groups of 4 warps."""
+    columns = call.products * config.block_n
+    if columns % 64:
+        config.refuse("block_n", f"a multiple of {64 // call.products} for the kernel 'hopper_few' here")
+    if columns != 16 * config.num_warps:
+        of = f"block_n={config.block_n}" + (" of each of two products" if call.products == 2 else "")
+        config.refuse("num_warps", f"{columns // 16} for the kernel 'hopper_few' with {of}, 16 columns for each warp")
+
+
 def refuses(call: Call) -> list[str]:
     return hopper.refuses(call) + hopper.refuses_transposed(call)
 

@@ -49,6 +49,10 @@ class Hopper(Variant[Call]):
             reasons.append(f"it gives results of the operands' dtype, {call.dtype}, not {call.out_dtype}")
         return reasons
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
         if portable.tiles(call.rows, call.n, config) < config.programs:

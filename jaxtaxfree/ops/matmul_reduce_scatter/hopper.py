@@ -41,6 +41,10 @@ class Hopper(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         return refuses(call, config)
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
         if 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:

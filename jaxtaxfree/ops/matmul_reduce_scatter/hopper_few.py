@@ -36,6 +36,9 @@ class HopperFew(Variant[Call]):
         del config
         return hopper_few.refuses(call)
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        hopper_few.check_compiles(call, config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         exact_wire = call.widens or call.rows * call.n <= EXACT_SIZE
