@@ -30,7 +30,7 @@ class Tile(portable.Tile):
 
     Attributes:
       block_m: rows of a tile, at least 8. A power of 2, or the sum of two powers of 2.
-      block_n: columns that a tile has of each product. Each warp takes 16 of the columns of all products.
+      block_n: columns that a tile has of each product. Each warp takes 16 of the columns of all products, or more.
       block_k, num_warps: as in `portable.Tile`.
       num_stages: steps of the loop in flight, at least 2.
       splits: number of programs that share a tile. Each multiplies a part of K.
@@ -50,13 +50,15 @@ class Tile(portable.Tile):
 
 
 def check_compiles(call: Call, config: Tile) -> None:
-    """Raises ValueError unless the warps take the columns of a tile, 16 each, in whole groups of 4 warps."""
+    """Raises ValueError unless warps multiply in whole groups of four, and each has 16 columns of a tile or more."""
     columns = call.products * config.block_n
-    if columns % 64:
-        config.refuse("block_n", f"a multiple of {64 // call.products} for the kernel 'hopper_few' here")
-    if columns != 16 * config.num_warps:
-        of = f"block_n={config.block_n}" + (" of each of two products" if call.products == 2 else "")
-        config.refuse("num_warps", f"{columns // 16} for the kernel 'hopper_few' with {of}, 16 columns for each warp")
+    of = f"block_n={config.block_n}" + (" of each of two products" if call.products == 2 else "")
+    if config.num_warps % 4:
+        config.refuse("num_warps", "4, 8 or 16 for the kernel 'hopper_few', whose warps multiply in groups of four")
+    if columns < 64:
+        config.refuse("block_n", f"at least {64 // call.products} for the kernel 'hopper_few' here")
+    if columns < 16 * config.num_warps:
+        config.refuse("num_warps", f"at most {columns // 16} for the kernel 'hopper_few' with {of}, 16 columns a warp")
 
 
 def refuses(call: Call) -> list[str]:
