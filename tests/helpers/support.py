@@ -21,6 +21,7 @@ from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul, product, register
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
 from jaxtaxfree.target import target_of
@@ -82,6 +83,7 @@ def product_call(
     out_dtype: Any = None,
     compute_capability: int = 90,
     precision: str = "tf32",
+    rhs_transposed: bool = False,
     **form: Any,
 ) -> product.Call:
     """A call of the operation of a module: `rows` of all ranks, or [rows, k], by a rank's rhs [k, n]."""
@@ -91,7 +93,8 @@ def product_call(
         k=k,
         n=n,
         world=world,
-        dtype=np.dtype(dtype),
+        lhs=Operand(dtype=np.dtype(dtype)),
+        rhs=Operand(dtype=np.dtype(dtype), transposed=rhs_transposed),
         out_dtype=np.dtype(out_dtype or dtype),
         target=target_of(compute_capability),
         precision=precision,

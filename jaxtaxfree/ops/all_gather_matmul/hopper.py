@@ -56,6 +56,10 @@ class Hopper(Variant[Call]):
             )
         return reasons
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         # Every tile needs columns of all ranks, so what is gathered is sent early, and by few rows at a time.
@@ -81,7 +85,7 @@ class Hopper(Variant[Call]):
         whole, half = blocks.pop("rhs_desc"), blocks.pop("half_desc")
         for name in call.weights:
             blocks |= {f"weights.{name}": whole, f"half_weights.{name}": half}
-        chunk = CHUNK.value * config.part * call.itemsize
+        chunk = call.lhs.nbytes(CHUNK.value * config.part)
         return {
             **common(call),
             **keywords,
@@ -94,7 +98,7 @@ class Hopper(Variant[Call]):
             "PART": config.part,
             "UNIT": config.unit,
             "COLUMNS": call.along_columns,
-            "PACE": hopper.pace(config.pace, call.columns, call.itemsize, chunk, config.programs),
+            "PACE": hopper.pace(config.pace, call.columns, call.lhs.nbytes(1), chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:

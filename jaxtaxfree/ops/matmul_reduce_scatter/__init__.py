@@ -1,7 +1,5 @@
 """`matmul_reduce_scatter`: the row-parallel half of a tensor-parallel layer."""
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
@@ -19,9 +16,9 @@ from jaxtaxfree.ops.matmul_reduce_scatter.hopper import Hopper
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_reduce_scatter.portable import Portable
 from jaxtaxfree.ops.variant import Variant, settings_of
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, check_whole, collective, takes_reference
+from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
-from jaxtaxfree.teams import Team, check_axes
+from jaxtaxfree.teams import check_axes
 
 # The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
@@ -105,7 +102,7 @@ def matmul_reduce_scatter(
         residual=residual,
     )
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
-    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
         return reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
     params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
@@ -134,54 +131,6 @@ def reference(
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...] | None,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        scatter_dimension=scatter_dimension,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("matmul_reduce_scatter", reasons)
-    along_columns = scatter_dimension == lhs.ndim - 1
-    dimension = 0 if along_columns else scatter_dimension
-    rows, lengths = matmul.rows_first(lhs, dimension)
-    call = product.call_of(
-        "matmul_reduce_scatter",
-        rows,
-        rhs,
-        *operands,
-        rows=rows.shape[0],
-        world=lax.axis_size(axes),
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-        rhs_transposed=rhs_transposed,
-        along_columns=along_columns,
-    )
-    _, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
-    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
-    return matmul.rows_back(out, lengths, dimension)
-
-
 def _check_operands(
     lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...], rhs_transposed: bool
 ) -> tuple[int, list[int]]:
@@ -203,92 +152,17 @@ def _check_operands(
     return dimension, result
 
 
-def _unsupported(
-    lhs: Any,
-    rhs: Any,
-    *operands: Any,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    epilogue: Epilogue,
-) -> list[str]:
-    """All that keeps the kernel from taking these operands."""
-    del axes
-    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return reasons + epilogues.unsupported(epilogue, operands)
-
-
-def _slower(
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    rhs_transposed: bool,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    **_: Any,
-) -> str | None:
-    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
-    rows, world = math.prod(lhs.shape[:-1]), lax.axis_size(axes)
-    if world == 1:
-        return "there is one rank, so nothing to scatter"
-    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
-        return why
-    if rhs_transposed:
-        # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
-        # scatters beside the gradient of the weights.
-        return "XLA is faster in the gradients of an MLP"
-    call = product.call_of(
-        "matmul_reduce_scatter",
-        lhs,
-        rhs,
-        *others,
-        rows=rows,
-        world=world,
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-        along_columns=scatter_dimension == lhs.ndim - 1,
-    )
-    return product.slower(VARIANTS, call)
-
-
-def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
-    """What the tables know a call by."""
-    if params["scatter_dimension"] == lhs.ndim - 1:
-        return None
-    return product.case("matmul_reduce_scatter", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
-
-
-def _dimensions(
-    *operands: Any, scatter_dimension: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **_: Any
-) -> Any:
-    return product.dimensions(
-        *operands, moved=scatter_dimension, scattered=True, rhs_transposed=rhs_transposed, epilogue=epilogue
-    )
-
-
-_batch = functools.partial(epilogues.batch, moved="scatter_dimension")
-matmul_reduce_scatter_p = bilinear(
-    "matmul_reduce_scatter",
+PRODUCT = product.Product(
+    name="matmul_reduce_scatter",
+    variants=VARIANTS,
     reference=reference,
-    fused=fused,
-    slower=_slower,
-    dimensions=_dimensions,
-    case=case,
-    batch=_batch,
+    moved="scatter_dimension",
+    alone="scatter",
+    # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
+    # scatters beside the gradient of the weights.
+    slower_transposed=lambda rows: "XLA is faster in the gradients of an MLP",
 )
+case = PRODUCT.case
+matmul_reduce_scatter_p = PRODUCT.bilinear()
 # With an epilogue.
-with_epilogue_p = collective(
-    "matmul_reduce_scatter",
-    reference=lambda *operands, **params: [reference(*operands, **params)],
-    fused=lambda *operands, **params: [fused(*operands, **params)],
-    slower=_slower,
-    dimensions=_dimensions,
-    batch=_batch,
-)
+with_epilogue_p = PRODUCT.collective()

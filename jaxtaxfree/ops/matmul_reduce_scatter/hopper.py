@@ -46,6 +46,10 @@ class Hopper(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         return refuses(call, config)
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
         if 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
@@ -65,17 +69,18 @@ class Hopper(Variant[Call]):
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         tiles, peers = portable.tiles(call.m, call.n, config), max(1, call.world - 1)  # no scratch is empty
-        partials = jax.ShapeDtypeStruct((peers, tiles, config.block_m, config.block_n), call.dtype)
-        chunk = config.chunk * call.itemsize
+        wire = call.wire(exact_wire=False)
+        partials = jax.ShapeDtypeStruct((peers, tiles, config.block_m, config.block_n), wire)
+        chunk = config.chunk * wire.itemsize
         return {
             **common(call, exact_wire=False),
             **hopper.reduce_keywords(call, call.m, config),
             "out_type": jax.ShapeDtypeStruct((1, call.m, call.n), call.out_dtype),
-            "scratch": {"partials": partials, "outbox": hopper.outbox(config, PLACES.value, call.dtype)},
+            "scratch": {"partials": partials, "outbox": hopper.outbox(config, PLACES.value, wire)},
             "signals": {"arrived": (peers, tiles), "tickets": 1},
             "CHUNK": config.chunk,
             "COLUMNS": call.along_columns,
-            "PACE": hopper.pace(config.pace, call.k, call.itemsize, chunk, config.programs),
+            "PACE": hopper.pace(config.pace, call.k, wire.itemsize, chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
