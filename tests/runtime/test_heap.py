@@ -1152,6 +1152,16 @@ def test_mesh_of_teams_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None
     assert together(heaps, lambda each: each.reset()) == [None] * 4
 
 
+def test_containers_that_share_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART[:2], patience=20.0)
+    os.unlink(door.path_of(opened_doors[1].address))  # as process 0 sees it
+    results = together(heaps, lambda each: each.region("a", APART[:2], 2, LAYOUT))
+    assert isinstance(results[0], HeapUnavailableError) and isinstance(results[1], HeapError)
+    assert "Process 0 cannot reach process 1 at" in str(results[0])
+    assert "mount one folder of the host into all of them, at the same path, and set TMPDIR to it" in str(results[0])
+    assert [each._driver.leaked for each in heaps] == [{}] * 2
+
+
 def test_domain_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="ffff")
     regions = together(heaps, lambda each: each.region("a", APART, 4, LAYOUT))

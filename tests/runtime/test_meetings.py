@@ -202,7 +202,7 @@ def check_levels(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("world", (4, 8))
 def test_meshes_of_several_hosts(world: int) -> None:
     names = ["alpha"] * (world // 2) + ["beta"] * (world // 2)
-    found, outputs = fake_gpus.run(world, 8 // world, HOSTS, hosts=names, JAXTAXFREE_MEETING_TIMEOUT="60")
+    found, outputs = fake_gpus.run(world, 8 // world, HOSTS, hosts=names, timeout=240, JAXTAXFREE_MEETING_TIMEOUT="60")
     if world == 4:
         assert found.pop() is None  # it was killed
     living = [each for each in found if each is not None]
