@@ -1,16 +1,23 @@
 """`decode_step`: one new token of each sequence through all layers of a dense decoder."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtaxfree.ops.decode_step import reference as plain
+from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, placement_of
-from jaxtaxfree.primitive import check_implementation
+from jaxtaxfree.ops.variant import choose, settings_of
+from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.target import HOPPER, target_of
 from jaxtaxfree.teams import check_axes
 
 Cache = tuple[jax.Array, jax.Array]
@@ -31,6 +38,7 @@ def decode_step(
     placement: str = "heads",
     block_size: int | None = None,
     implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, Cache]:
     """One new token of each sequence through all layers of a dense decoder, to the logits of the next one.
 
@@ -62,7 +70,9 @@ def decode_step(
       counts: i32[B], with T tokens: how many of them each sequence has; None: T. Those behind them leave no trace.
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
-      implementation: None, "xla".
+      implementation: as in `all_gather_matmul`. "fused" is all layers in one launch, on Hopper: of one token of 1 to 4
+        sequences in bf16 or f16, with a cache by heads. None takes XLA until the kernel has been measured.
+      config: how the kernel splits its work. The shape decides whatever it leaves out.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.
@@ -90,10 +100,87 @@ def decode_step(
         place = placement_of(placement, block_size, key.shape[3], None, "decode_step")
         if len(set(model.windows)) > 1:
             raise NotImplementedError("decode_step takes layers with different windows only with a cache by heads.")
-    return plain.run(
-        params, given, (key, value), lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin,
-        axes=axes, model=model, placement=place,
-    )  # fmt: skip
+    settings = settings_of("decode_step", VARIANTS, config)
+    operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin, *params.values()]
+    params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place}
+    reasons = _refusals(operands, model, world, place)
+    if takes_reference("decode_step", [x, key], implementation, reasons):
+        logits, *cache = reference(*operands, **params_)
+    else:
+        logits, *cache = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
+    return logits, tuple(cache)
+
+
+def reference(
+    x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
+    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    placement: Placement | None, config: Any = None,
+) -> list[jax.Array]:  # fmt: skip
+    """What the operation means, in plain `lax`: [logits, keys, values]."""
+    del config
+    params = dict(zip(names, weights))
+    how = {"axes": axes, "model": model, "placement": placement}
+    logits, cache = plain.run(params, x, (key, value), lengths, counts, cos, sin, **how)
+    return [logits, *cache]
+
+
+def fused(
+    x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
+    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
+    implementation: str | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """The operation by one kernel, and one scatter of the new keys and values."""
+    del counts
+    operands = [x, key, value]
+    if reasons := symbolic(*operands):
+        raise Unsupported("decode_step", reasons)
+    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, compute_capability)
+    chosen = choose("decode_step", VARIANTS, call, dict(config))
+    stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
+    tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)
+    kernel, keywords = chosen.variant.kernel, chosen.keywords
+    logits, *news = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
+    # A scatter of its own, because the kernel has read the cache: so a donated one is updated where it lies.
+    sequences = jnp.arange(x.shape[0])
+    at = jnp.where(lengths >= 0, lengths, key.shape[3])
+    put = lambda old, new: old.at[:, sequences, :, at].set(jnp.moveaxis(new, 1, 0), mode="drop")  # noqa: E731
+    return [logits, *(put(old, new) for old, new in zip((key, value), news))]
+
+
+def _call_of(
+    x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, compute_capability: int
+) -> Call:
+    """The call with these operands (arrays or their types)."""
+    return Call(
+        model=model,
+        world=world,
+        batch=x.shape[0],
+        tokens=x.shape[1],
+        slots=key.shape[3],
+        positions=cos.shape[1],
+        dtype=np.dtype(x.dtype),
+        cache_dtype=np.dtype(key.dtype),
+        by_heads=placement is None,
+        target=target_of(compute_capability),
+    )
+
+
+def _refusals(operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None) -> list[str]:
+    """All that keeps every kernel from taking these operands, whatever the GPU."""
+    if reasons := symbolic(*operands):
+        return reasons
+    call = _call_of(operands[0], operands[1], operands[5], model, world, placement, HOPPER.compute_capability)
+    refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
+    return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
+
+
+def _slower(*_: Any, **__: Any) -> str | None:
+    return "nobody has measured the kernel yet"
+
+
+decode_step_p = collective("decode_step", reference=reference, fused=fused, slower=_slower)
 
 
 def _check(

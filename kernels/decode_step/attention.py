@@ -1,0 +1,184 @@
+"""Attention's part of a decode step: one new token of each sequence over its old keys and itself.
+
+The programs share the keys of each sequence and key/value head (a pair): an item is one of SPLITS parts of a pair's
+blocks of keys. `attend` leaves of each item (acc, top, total), as FlashDecoding does: acc = sum_s 2^(score_s - top)
+value_s and total = sum_s 2^(score_s - top), scores in units of log 2. `merge` adds up the items of a pair. The new token's
+own key and value, which are in no block, belong to the first item.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jaxtaxfree.kernels.decode_step import ring as rings
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+
+
+@gluon.jit
+def blocks_of(lengths_ptr, window, item, sizes, SLOTS: gl.constexpr, BLOCK: gl.constexpr):
+    """What an item has: (sequence, key/value head, slots from `begin` to before `end`, blocks from `first` to before
+    `last`)."""
+    pair = item // sizes.SPLITS
+    split = item % sizes.SPLITS
+    sequence = pair // sizes.KV_HEADS
+    length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
+    end = gl.minimum(length, SLOTS)
+    begin = gl.minimum(gl.maximum(length - window, 0), end)
+    before = begin // BLOCK
+    blocks = (end + (BLOCK - 1)) // BLOCK - before
+    first = before + blocks * split // sizes.SPLITS
+    last = before + blocks * (split + 1) // sizes.SPLITS
+    return sequence, pair % sizes.KV_HEADS, begin, end, first, last
+
+
+@gluon.jit
+def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, sizes, SLOTS: gl.constexpr):
+    """Begins to load the old keys and values of this program's items."""
+    BLOCK: gl.constexpr = key_desc.block_shape[0]
+    ITEMS: gl.constexpr = sizes.B * sizes.KV_HEADS * sizes.SPLITS
+    for item in range(gl.program_id(0), ITEMS, sizes.PROGRAMS):
+        sequence, head, _, _, first, last = blocks_of(lengths_ptr, window, item, sizes, SLOTS, BLOCK)
+        row = ((layer * sizes.B + sequence) * sizes.KV_HEADS + head) * SLOTS
+        for block in range(first, last):
+            position = rings.fetch(ring, position, key_desc, row + block * BLOCK, 0)
+            position = rings.fetch(ring, position, value_desc, row + block * BLOCK, 0)
+    return position
+
+
+@gluon.jit
+def attend(
+    ring, position, key_desc, value_desc, qkv, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, window, table,
+    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, sizes, SLOTS: gl.constexpr, POSITIONS: gl.constexpr,
+    ROTATED: gl.constexpr, SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
+):  # fmt: skip
+    """Leaves the parts of this program's items in `accs` and `sums`, and the new keys and values in the results.
+
+    Args:
+      qkv: f32 [B, (HEADS + 2 KV_HEADS) * H], the products of this layer.
+      factor: f32, multiplies the queries.
+      accs: scratch f32 [pairs, SPLITS, G, H].
+      sums: scratch f32 [pairs, SPLITS, G, 2], top and total.
+    """
+    H: gl.constexpr = sizes.H
+    G: gl.constexpr = sizes.HEADS // sizes.KV_HEADS
+    WIDTH: gl.constexpr = (sizes.HEADS + 2 * sizes.KV_HEADS) * H
+    BLOCK: gl.constexpr = key_desc.block_shape[0]
+    ITEMS: gl.constexpr = sizes.B * sizes.KV_HEADS * sizes.SPLITS
+    column = rings.columns_of(key_desc, 0)
+    for item in range(gl.program_id(0), ITEMS, sizes.PROGRAMS):
+        sequence, head, begin, end, first, last = blocks_of(lengths_ptr, window, item, sizes, SLOTS, BLOCK)
+        length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
+        row = table * POSITIONS + gl.minimum(length, POSITIONS - 1)
+        cos, sin = cos_ptr + row * (ROTATED // 2), sin_ptr + row * (ROTATED // 2)
+        of = qkv + sequence * WIDTH
+        key = rotated(of + (sizes.HEADS + head) * H, k_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE)
+        value = gl.load(of + (sizes.HEADS + sizes.KV_HEADS + head) * H + column)
+        key, value = key.to(key_desc.dtype), value.to(key_desc.dtype)
+        # The new token belongs to the first item; where the cache is full it is dropped.
+        own = (item % sizes.SPLITS == 0) & (length < SLOTS)
+        place = ((layer * sizes.B + sequence) * sizes.KV_HEADS + head) * H + column
+        gl.store(new_keys_ptr + place, key, mask=(item % sizes.SPLITS == 0) & (column < H))
+        gl.store(new_values_ptr + place, value, mask=(item % sizes.SPLITS == 0) & (column < H))
+        key, value = key.to(gl.float32), value.to(gl.float32)
+        queries, tops, totals, results = (), (), (), ()
+        for g in gl.static_range(G):
+            at = of + (head * G + g) * H
+            query = rotated(at, q_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE) * (factor * SCALE)
+            score = capped(gl.sum(gl.sum(query * key, 1), 0), SOFT_CAP)
+            queries = queries + (query,)
+            tops = tops + (gl.where(own, score, float("-inf")),)
+            totals = totals + (gl.where(own, 1.0, 0.0),)
+            results = results + (gl.where(own, value, 0.0),)
+        for block in range(first, last):
+            slot = block * BLOCK + rings.rows_of(key_desc)
+            seen = (slot >= begin) & (slot < end)
+            keys, position = rings.take(ring, position, key_desc)
+            weights, kept, higher, sum_ = (), (), (), ()
+            for g in gl.static_range(G):
+                scores = capped(gl.sum(gl.sum(keys * queries[g][None, :, :], 2), 1), SOFT_CAP)
+                scores = gl.where(seen, scores, float("-inf"))
+                top = gl.maximum(tops[g], gl.max(scores, 0))
+                base = gl.where(top == float("-inf"), 0.0, top)
+                weight = gl.exp2(scores - base)
+                keep = gl.exp2(tops[g] - base)
+                weights = weights + (weight,)
+                kept = kept + (keep,)
+                higher = higher + (top,)
+                sum_ = sum_ + (totals[g] * keep + gl.sum(weight, 0),)
+            tops, totals = higher, sum_
+            values, position = rings.take(ring, position, value_desc)
+            # Behind the last key the cache may hold anything, and 0 * NaN is NaN.
+            values = gl.where(seen[:, None, None], values, 0.0)
+            added = ()
+            for g in gl.static_range(G):
+                added = added + (results[g] * kept[g] + gl.sum(values * weights[g][:, None, None], 0),)
+            results = added
+        for g in gl.static_range(G):
+            gl.store(accs + (item * G + g) * H + column, results[g])
+            gl.store(sums + (item * G + g) * 2, tops[g])
+            gl.store(sums + (item * G + g) * 2 + 1, totals[g])
+    return position
+
+
+@gluon.jit
+def rotated(
+    source, gain_ptr, cos, sin, column, H: gl.constexpr, ROTATED: gl.constexpr, EPS: gl.constexpr,
+    PLUS_ONE: gl.constexpr,
+):  # fmt: skip
+    """The query or key of a head, f32 [H], normalised if there is a gain, and rotated."""
+    HALF: gl.constexpr = ROTATED // 2
+    low = column < HALF
+    turns = column < ROTATED
+    partner = gl.where(low, column + HALF, gl.where(turns, column - HALF, column))
+    x = gl.load(source + column)
+    y = gl.load(source + partner)
+    if gain_ptr is not None:
+        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / H + EPS)
+        x_gain, y_gain = gl.load(gain_ptr + column).to(gl.float32), gl.load(gain_ptr + partner).to(gl.float32)
+        if PLUS_ONE:
+            x_gain, y_gain = x_gain + 1.0, y_gain + 1.0
+        x, y = x * scale * x_gain, y * scale * y_gain
+    angle = gl.where(low, column, partner)
+    c = gl.load(cos + angle, mask=turns, other=1.0)
+    s = gl.load(sin + angle, mask=turns, other=0.0)
+    return x * c + gl.where(low, -y, y) * s
+
+
+@gluon.jit
+def capped(score, SOFT_CAP: gl.constexpr):
+    """A score in units of log 2, after the soft cap if there is one."""
+    if SOFT_CAP > 0:
+        # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
+        score = SOFT_CAP * (1 - 2 / (gl.exp2(score * (2 * LOG2_E / SOFT_CAP)) + 1))
+    return score * LOG2_E
+
+
+@gluon.jit
+def merge(accs, sums, heads, factor, sizes, MERGED: gl.constexpr):
+    """Adds up the parts of some columns of the heads, which all items have left.
+
+    Args:
+      heads: scratch f32 [B, HEADS * H], the result.
+      factor: f32, multiplies it.
+      MERGED: columns that a program takes at a time, a power of 2 that divides H, at least 4.
+    """
+    H: gl.constexpr = sizes.H
+    G: gl.constexpr = sizes.HEADS // sizes.KV_HEADS
+    PARTS: gl.constexpr = triton.next_power_of_2(sizes.SPLITS)
+    LANES: gl.constexpr = MERGED // 4
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))
+    there = part < sizes.SPLITS
+    for unit in range(gl.program_id(0), sizes.B * sizes.HEADS * (H // MERGED), sizes.PROGRAMS):
+        head = unit // (H // MERGED)  # of all sequences
+        column = unit % (H // MERGED) * MERGED + gl.arange(0, MERGED, gl.SliceLayout(0, LAYOUT))
+        at = (head // G * sizes.SPLITS + part) * G + head % G
+        top = gl.load(sums + at * 2, mask=there, other=float("-inf"))
+        total = gl.load(sums + at * 2 + 1, mask=there, other=0.0)
+        acc = gl.load(accs + at[:, None] * H + column[None, :], mask=there[:, None] & (column[None, :] < H), other=0.0)
+        highest = gl.max(top, 0)
+        weight = gl.exp2(top - gl.where(highest == float("-inf"), 0.0, highest))
+        whole = gl.sum(weight * total, 0)
+        result = gl.sum(acc * weight[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
+        gl.store(heads + head * H + column, result)
