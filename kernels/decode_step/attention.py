@@ -16,30 +16,30 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def blocks_of(lengths_ptr, window, item, sizes, SLOTS: gl.constexpr, BLOCK: gl.constexpr):
+def blocks_of(lengths_ptr, window, item, SIZES: gl.constexpr, SLOTS: gl.constexpr, BLOCK: gl.constexpr):
     """What an item has: (sequence, key/value head, slots from `begin` to before `end`, blocks from `first` to before
     `last`)."""
-    pair = item // sizes.SPLITS
-    split = item % sizes.SPLITS
-    sequence = pair // sizes.KV_HEADS
+    pair = item // SIZES.SPLITS
+    split = item % SIZES.SPLITS
+    sequence = pair // SIZES.KV_HEADS
     length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
     end = gl.minimum(length, SLOTS)
     begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
     blocks = (end + (BLOCK - 1)) // BLOCK - before
-    first = before + blocks * split // sizes.SPLITS
-    last = before + blocks * (split + 1) // sizes.SPLITS
-    return sequence, pair % sizes.KV_HEADS, begin, end, first, last
+    first = before + blocks * split // SIZES.SPLITS
+    last = before + blocks * (split + 1) // SIZES.SPLITS
+    return sequence, pair % SIZES.KV_HEADS, begin, end, first, last
 
 
 @gluon.jit
-def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, sizes, SLOTS: gl.constexpr):
+def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, SIZES: gl.constexpr, SLOTS: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
     BLOCK: gl.constexpr = key_desc.block_shape[0]
-    ITEMS: gl.constexpr = sizes.B * sizes.KV_HEADS * sizes.SPLITS
-    for item in range(gl.program_id(0), ITEMS, sizes.PROGRAMS):
-        sequence, head, _, _, first, last = blocks_of(lengths_ptr, window, item, sizes, SLOTS, BLOCK)
-        row = ((layer * sizes.B + sequence) * sizes.KV_HEADS + head) * SLOTS
+    ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
+    for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
+        sequence, head, _, _, first, last = blocks_of(lengths_ptr, window, item, SIZES, SLOTS, BLOCK)
+        row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SLOTS
         for block in range(first, last):
             position = rings.fetch(ring, position, key_desc, row + block * BLOCK, 0)
             position = rings.fetch(ring, position, value_desc, row + block * BLOCK, 0)
@@ -49,7 +49,7 @@ def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, size
 @gluon.jit
 def attend(
     ring, position, key_desc, value_desc, qkv, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, window, table,
-    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, sizes, SLOTS: gl.constexpr, POSITIONS: gl.constexpr,
+    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr, POSITIONS: gl.constexpr,
     ROTATED: gl.constexpr, SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
 ):  # fmt: skip
     """Leaves the parts of this program's items in `accs` and `sums`, and the new keys and values in the results.
@@ -60,26 +60,26 @@ def attend(
       accs: scratch f32 [pairs, SPLITS, G, H].
       sums: scratch f32 [pairs, SPLITS, G, 2], top and total.
     """
-    H: gl.constexpr = sizes.H
-    G: gl.constexpr = sizes.HEADS // sizes.KV_HEADS
-    WIDTH: gl.constexpr = (sizes.HEADS + 2 * sizes.KV_HEADS) * H
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
+    WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
     BLOCK: gl.constexpr = key_desc.block_shape[0]
-    ITEMS: gl.constexpr = sizes.B * sizes.KV_HEADS * sizes.SPLITS
+    ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     column = rings.columns_of(key_desc, 0)
-    for item in range(gl.program_id(0), ITEMS, sizes.PROGRAMS):
-        sequence, head, begin, end, first, last = blocks_of(lengths_ptr, window, item, sizes, SLOTS, BLOCK)
+    for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
+        sequence, head, begin, end, first, last = blocks_of(lengths_ptr, window, item, SIZES, SLOTS, BLOCK)
         length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
         row = table * POSITIONS + gl.minimum(length, POSITIONS - 1)
         cos, sin = cos_ptr + row * (ROTATED // 2), sin_ptr + row * (ROTATED // 2)
         of = qkv + sequence * WIDTH
-        key = rotated(of + (sizes.HEADS + head) * H, k_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE)
-        value = gl.load(of + (sizes.HEADS + sizes.KV_HEADS + head) * H + column)
+        key = rotated(of + (SIZES.HEADS + head) * H, k_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE)
+        value = gl.load(of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H + column)
         key, value = key.to(key_desc.dtype), value.to(key_desc.dtype)
         # The new token belongs to the first item; where the cache is full it is dropped.
-        own = (item % sizes.SPLITS == 0) & (length < SLOTS)
-        place = ((layer * sizes.B + sequence) * sizes.KV_HEADS + head) * H + column
-        gl.store(new_keys_ptr + place, key, mask=(item % sizes.SPLITS == 0) & (column < H))
-        gl.store(new_values_ptr + place, value, mask=(item % sizes.SPLITS == 0) & (column < H))
+        own = (item % SIZES.SPLITS == 0) & (length < SLOTS)
+        place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
+        gl.store(new_keys_ptr + place, key, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(new_values_ptr + place, value, mask=(item % SIZES.SPLITS == 0) & (column < H))
         key, value = key.to(gl.float32), value.to(gl.float32)
         queries, tops, totals, results = (), (), (), ()
         for g in gl.static_range(G):
@@ -155,7 +155,7 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def merge(accs, sums, heads, factor, sizes, MERGED: gl.constexpr):
+def merge(accs, sums, heads, factor, SIZES: gl.constexpr, MERGED: gl.constexpr):
     """Adds up the parts of some columns of the heads, which all items have left.
 
     Args:
@@ -163,17 +163,17 @@ def merge(accs, sums, heads, factor, sizes, MERGED: gl.constexpr):
       factor: f32, multiplies it.
       MERGED: columns that a program takes at a time, a power of 2 that divides H, at least 4.
     """
-    H: gl.constexpr = sizes.H
-    G: gl.constexpr = sizes.HEADS // sizes.KV_HEADS
-    PARTS: gl.constexpr = triton.next_power_of_2(sizes.SPLITS)
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
+    PARTS: gl.constexpr = triton.next_power_of_2(SIZES.SPLITS)
     LANES: gl.constexpr = MERGED // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))
-    there = part < sizes.SPLITS
-    for unit in range(gl.program_id(0), sizes.B * sizes.HEADS * (H // MERGED), sizes.PROGRAMS):
+    there = part < SIZES.SPLITS
+    for unit in range(gl.program_id(0), SIZES.B * SIZES.HEADS * (H // MERGED), SIZES.PROGRAMS):
         head = unit // (H // MERGED)  # of all sequences
         column = unit % (H // MERGED) * MERGED + gl.arange(0, MERGED, gl.SliceLayout(0, LAYOUT))
-        at = (head // G * sizes.SPLITS + part) * G + head % G
+        at = (head // G * SIZES.SPLITS + part) * G + head % G
         top = gl.load(sums + at * 2, mask=there, other=float("-inf"))
         total = gl.load(sums + at * 2 + 1, mask=there, other=0.0)
         acc = gl.load(accs + at[:, None] * H + column[None, :], mask=there[:, None] & (column[None, :] < H), other=0.0)

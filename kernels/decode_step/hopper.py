@@ -67,6 +67,12 @@ class Weights(NamedTuple):
     old_values: Any
 
 
+@triton.constexpr_function
+def sizes_of(*sizes):
+    """The constant of these sizes."""
+    return Sizes(*sizes)
+
+
 @gluon.jit
 def decode_step_kernel(
     x_ptr,  # f32 [B, D]
@@ -133,7 +139,7 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # see `attention.merge`
 ):
     me = shmem.start(team, WORLD=WORLD)
-    sizes = Sizes(LAYERS, B, D, HEADS, KV_HEADS, H, F, V, PROGRAMS, SPLITS, WORDS)
+    SIZES: gl.constexpr = sizes_of(LAYERS, B, D, HEADS, KV_HEADS, H, F, V, PROGRAMS, SPLITS, WORDS)
     weights = Weights(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc,
@@ -147,11 +153,11 @@ def decode_step_kernel(
                     me, ring, weights, x_ptr, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr,
                     value_bias_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
                     tables_ptr, stream, qkv, accs, tops, heads, hidden, sums, met, logits_ptr, new_keys_ptr,
-                    new_values_ptr, sizes, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, SCALE, SOFT_CAP, ACTIVATION,
+                    new_values_ptr, SIZES, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, SCALE, SOFT_CAP, ACTIVATION,
                     RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, MERGED,
                 ),
             ),
-            (load, (ring, weights, lengths_ptr, windows_ptr, sizes, SLOTS)),
+            (load, (ring, weights, lengths_ptr, windows_ptr, SIZES, SLOTS)),
         ],
         [1],
         [56],
@@ -160,50 +166,50 @@ def decode_step_kernel(
 
 
 @gluon.jit
-def load(ring, weights, lengths_ptr, windows_ptr, sizes, SLOTS: gl.constexpr):
+def load(ring, weights, lengths_ptr, windows_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
     position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
-    for layer in range(sizes.LAYERS):
-        position = fetch_projections(ring, position, weights, layer, sizes)
+    for layer in range(SIZES.LAYERS):
+        position = fetch_projections(ring, position, weights, layer, SIZES)
         window = gl.load(windows_ptr + layer)
         position = attention.fetch(
-            ring, position, weights.old_keys, weights.old_values, lengths_ptr, window, layer, sizes, SLOTS
+            ring, position, weights.old_keys, weights.old_values, lengths_ptr, window, layer, SIZES, SLOTS
         )
-        position = fetch_share(ring, position, weights.out, layer, sizes.D, sizes.HEADS * sizes.H, sizes)
-        first, count = share_of(sizes.F, weights.gate.block_shape[0], 1, sizes.PROGRAMS)
+        position = fetch_share(ring, position, weights.out, layer, SIZES.D, SIZES.HEADS * SIZES.H, SIZES)
+        first, count = share_of(SIZES.F, weights.gate.block_shape[0], 1, SIZES.PROGRAMS)
         for i in range(count):
-            row = layer * sizes.F + (first + i) * weights.gate.block_shape[0]
-            position = rings.fetch_rows(ring, position, weights.gate, row, sizes.D)
-            position = rings.fetch_rows(ring, position, weights.up, row, sizes.D)
-        position = fetch_share(ring, position, weights.down, layer, sizes.D, sizes.F, sizes)
-    first, count = share_of(sizes.V, weights.unembed.block_shape[0], 1, sizes.PROGRAMS)
+            row = layer * SIZES.F + (first + i) * weights.gate.block_shape[0]
+            position = rings.fetch_rows(ring, position, weights.gate, row, SIZES.D)
+            position = rings.fetch_rows(ring, position, weights.up, row, SIZES.D)
+        position = fetch_share(ring, position, weights.down, layer, SIZES.D, SIZES.F, SIZES)
+    first, count = share_of(SIZES.V, weights.unembed.block_shape[0], 1, SIZES.PROGRAMS)
     for i in range(count):
         row = (first + i) * weights.unembed.block_shape[0]
-        position = rings.fetch_rows(ring, position, weights.unembed, row, sizes.D)
+        position = rings.fetch_rows(ring, position, weights.unembed, row, SIZES.D)
 
 
 @gluon.jit
-def fetch_projections(ring, position, weights, layer, sizes):
+def fetch_projections(ring, position, weights, layer, SIZES: gl.constexpr):
     """Begins to load the program's rows of queries, keys and values, which it counts one after the other."""
     ROWS: gl.constexpr = weights.query.block_shape[0]
-    QUERIES: gl.constexpr = sizes.HEADS * sizes.H
-    KEYS: gl.constexpr = sizes.KV_HEADS * sizes.H
-    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, sizes.PROGRAMS)
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, SIZES.PROGRAMS)
     for i in range(count):
         row = (first + i) * ROWS
         if row < QUERIES:
-            position = rings.fetch_rows(ring, position, weights.query, layer * QUERIES + row, sizes.D)
+            position = rings.fetch_rows(ring, position, weights.query, layer * QUERIES + row, SIZES.D)
         elif row < QUERIES + KEYS:
-            position = rings.fetch_rows(ring, position, weights.key, layer * KEYS + row - QUERIES, sizes.D)
+            position = rings.fetch_rows(ring, position, weights.key, layer * KEYS + row - QUERIES, SIZES.D)
         else:
-            position = rings.fetch_rows(ring, position, weights.value, layer * KEYS + row - QUERIES - KEYS, sizes.D)
+            position = rings.fetch_rows(ring, position, weights.value, layer * KEYS + row - QUERIES - KEYS, SIZES.D)
     return position
 
 
 @gluon.jit
-def fetch_share(ring, position, desc, layer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, sizes):
+def fetch_share(ring, position, desc, layer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
     """Begins to load the program's rows of a matrix whose product is summed over the ranks."""
-    first, count = share_of(ROWS, desc.block_shape[0], unit_of(desc), sizes.PROGRAMS)
+    first, count = share_of(ROWS, desc.block_shape[0], unit_of(desc), SIZES.PROGRAMS)
     for i in range(count):
         row = layer * ROWS + (first + i) * desc.block_shape[0]
         position = rings.fetch_rows(ring, position, desc, row, COLUMNS)
@@ -235,16 +241,16 @@ def share_of(ROWS: gl.constexpr, BLOCK: gl.constexpr, UNIT: gl.constexpr, PROGRA
 def compute(
     me, ring, weights, x_ptr, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr,
     value_bias_ptr, query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr, stream, qkv,
-    accs, tops, heads, hidden, sums, met, logits_ptr, new_keys_ptr, new_values_ptr, sizes, SLOTS: gl.constexpr,
+    accs, tops, heads, hidden, sums, met, logits_ptr, new_keys_ptr, new_values_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr,
     POSITIONS: gl.constexpr, ROTATED: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr, SCALE: gl.constexpr,
     SOFT_CAP: gl.constexpr, ACTIVATION: gl.constexpr, RESIDUAL_SCALE: gl.constexpr, LOGIT_SCALE: gl.constexpr,
     LOGIT_SOFT_CAP: gl.constexpr, WORLD: gl.constexpr, MERGED: gl.constexpr,
 ):  # fmt: skip
     """The phases of all layers, and the logits."""
-    B: gl.constexpr = sizes.B
-    D: gl.constexpr = sizes.D
-    QUERIES: gl.constexpr = sizes.HEADS * sizes.H
-    KEYS: gl.constexpr = sizes.KV_HEADS * sizes.H
+    B: gl.constexpr = SIZES.B
+    D: gl.constexpr = SIZES.D
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     after_mlp = shmem.scratch(me, stream, gl.float32)
     after_attention = after_mlp + B * D
     qkv = shmem.scratch(me, qkv, gl.float32)
@@ -256,36 +262,36 @@ def compute(
     position = (me.rank * 0, me.rank * 0)
     # NaN once something has not come, so that nothing is sent that looks like a result.
     factor = gl.where(me.ready, 1.0, float("nan"))
-    for layer in range(sizes.LAYERS):
+    for layer in range(SIZES.LAYERS):
         position = project(
             ring, position, weights, x, attn_norm_ptr + layer * D, bias_of(query_bias_ptr, layer, QUERIES),
-            bias_of(key_bias_ptr, layer, KEYS), bias_of(value_bias_ptr, layer, KEYS), qkv, factor, sizes, EPS, PLUS_ONE,
+            bias_of(key_bias_ptr, layer, KEYS), bias_of(value_bias_ptr, layer, KEYS), qkv, factor, SIZES, EPS, PLUS_ONE,
         )  # fmt: skip
-        factor = meet(me, met, layer * PHASES, factor, sizes)
+        factor = meet(me, met, layer * PHASES, factor, SIZES)
         position = attention.attend(
-            ring, position, weights.old_keys, weights.old_values, qkv, bias_of(query_norm_ptr, layer, sizes.H),
-            bias_of(key_norm_ptr, layer, sizes.H), cos_ptr, sin_ptr, lengths_ptr, gl.load(windows_ptr + layer),
-            gl.load(tables_ptr + layer), layer, factor, accs, tops, new_keys_ptr, new_values_ptr, sizes, SLOTS,
+            ring, position, weights.old_keys, weights.old_values, qkv, bias_of(query_norm_ptr, layer, SIZES.H),
+            bias_of(key_norm_ptr, layer, SIZES.H), cos_ptr, sin_ptr, lengths_ptr, gl.load(windows_ptr + layer),
+            gl.load(tables_ptr + layer), layer, factor, accs, tops, new_keys_ptr, new_values_ptr, SIZES, SLOTS,
             POSITIONS, ROTATED, SCALE, SOFT_CAP, EPS, PLUS_ONE,
         )  # fmt: skip
-        factor = meet(me, met, layer * PHASES + 1, factor, sizes)
-        attention.merge(accs, tops, heads, factor, sizes, MERGED)
-        factor = meet(me, met, layer * PHASES + 2, factor, sizes)
+        factor = meet(me, met, layer * PHASES + 1, factor, SIZES)
+        attention.merge(accs, tops, heads, factor, SIZES, MERGED)
+        factor = meet(me, met, layer * PHASES + 2, factor, SIZES)
         position, factor = add(
             me, ring, position, weights.out, heads, x, after_attention, sums, met, 2 * layer, layer * PHASES + 3,
-            factor, QUERIES, RESIDUAL_SCALE, WORLD, sizes,
+            factor, QUERIES, RESIDUAL_SCALE, WORLD, SIZES,
         )  # fmt: skip
         position = gate(
-            ring, position, weights, after_attention, mlp_norm_ptr + layer * D, hidden, factor, sizes, ACTIVATION, EPS,
+            ring, position, weights, after_attention, mlp_norm_ptr + layer * D, hidden, factor, SIZES, ACTIVATION, EPS,
             PLUS_ONE,
         )  # fmt: skip
-        factor = meet(me, met, layer * PHASES + 4, factor, sizes)
+        factor = meet(me, met, layer * PHASES + 4, factor, SIZES)
         position, factor = add(
             me, ring, position, weights.down, hidden, after_attention, after_mlp, sums, met, 2 * layer + 1,
-            layer * PHASES + 5, factor, sizes.F, RESIDUAL_SCALE, WORLD, sizes,
+            layer * PHASES + 5, factor, SIZES.F, RESIDUAL_SCALE, WORLD, SIZES,
         )  # fmt: skip
         x = after_mlp
-    unembed(ring, position, weights, x, final_norm_ptr, logits_ptr, factor, sizes, EPS, PLUS_ONE, LOGIT_SCALE, LOGIT_SOFT_CAP)
+    unembed(ring, position, weights, x, final_norm_ptr, logits_ptr, factor, SIZES, EPS, PLUS_ONE, LOGIT_SCALE, LOGIT_SOFT_CAP)
 
 
 @gluon.jit
@@ -297,37 +303,38 @@ def bias_of(ptr, layer, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def meet(me, met, phase, factor, sizes):
+def meet(me, met, phase, factor, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
 
     Returns: `factor`, NaN if some did not come.
     """
     shmem.arrive(me, met)
-    return await_all(me, met, phase, factor, sizes)
+    return await_all(me, met, phase, factor, SIZES)
 
 
 @gluon.jit
-def await_all(me, met, phase, factor, sizes):
+def await_all(me, met, phase, factor, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    PHASES_A_CALL: gl.constexpr = sizes.LAYERS * PHASES
-    count = ((me.epoch - 1) * (PHASES_A_CALL * sizes.PROGRAMS)).to(gl.int32) + (phase + 1) * sizes.PROGRAMS
+    PHASES_A_CALL: gl.constexpr = SIZES.LAYERS * PHASES
+    count = ((me.epoch - 1) * (PHASES_A_CALL * SIZES.PROGRAMS)).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     return gl.where(shmem.meet(me, met, count), factor, float("nan"))
 
 
 @gluon.jit
 def project(
-    ring, position, weights, x, norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr, qkv, factor, sizes,
+    ring, position, weights, x, norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr, qkv, factor, SIZES: gl.constexpr,
     EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
 ):  # fmt: skip
     """Queries, keys and values: the program's rows of them, one after the other."""
     desc = weights.query
+    B: gl.constexpr = SIZES.B
     ROWS: gl.constexpr = desc.block_shape[0]
-    QUERIES: gl.constexpr = sizes.HEADS * sizes.H
-    KEYS: gl.constexpr = sizes.KV_HEADS * sizes.H
-    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, sizes.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, norm_ptr, factor, sizes.D, sizes.B, EPS, PLUS_ONE)
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, norm_ptr, factor, SIZES.D, SIZES.B, EPS, PLUS_ONE)
     for i in range(count):
-        products, position = rings.multiply(ring, position, desc, vectors, sizes.D, sizes.B)
+        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, SIZES.B)
         row = (first + i) * ROWS + rings.rows_of(desc)
         bias = row.to(gl.float32) * 0.0
         if query_bias_ptr is not None:
@@ -335,35 +342,36 @@ def project(
             bias += gl.load(query_bias_ptr + row, mask=row < QUERIES, other=0.0).to(gl.float32)
             bias += gl.load(key_bias_ptr + of_key, mask=(of_key >= 0) & (of_key < KEYS), other=0.0).to(gl.float32)
             bias += gl.load(value_bias_ptr + of_value, mask=(of_value >= 0) & (of_value < KEYS), other=0.0).to(gl.float32)
-        for b in gl.static_range(sizes.B):
+        for b in gl.static_range(B):
             gl.store(qkv + b * (QUERIES + 2 * KEYS) + row, products[b] + bias)
     return position
 
 
 @gluon.jit
 def gate(
-    ring, position, weights, x, norm_ptr, hidden, factor, sizes, ACTIVATION: gl.constexpr, EPS: gl.constexpr,
+    ring, position, weights, x, norm_ptr, hidden, factor, SIZES: gl.constexpr, ACTIVATION: gl.constexpr, EPS: gl.constexpr,
     PLUS_ONE: gl.constexpr,
 ):  # fmt: skip
     """The program's rows of activation(gate) * up."""
     desc = weights.gate
+    B: gl.constexpr = SIZES.B
     ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(sizes.F, ROWS, 1, sizes.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, norm_ptr, factor, sizes.D, sizes.B, EPS, PLUS_ONE)
+    first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, norm_ptr, factor, SIZES.D, SIZES.B, EPS, PLUS_ONE)
     for i in range(count):
-        gates, position = rings.multiply(ring, position, desc, vectors, sizes.D, sizes.B)
-        ups, position = rings.multiply(ring, position, weights.up, vectors, sizes.D, sizes.B)
+        gates, position = rings.multiply(ring, position, desc, vectors, SIZES.D, SIZES.B)
+        ups, position = rings.multiply(ring, position, weights.up, vectors, SIZES.D, SIZES.B)
         row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(sizes.B):
+        for b in gl.static_range(B):
             value = epilogue.activate_gated(ups[b], gates[b], ACTIVATION)
-            gl.store(hidden + b * sizes.F + row, value, mask=row < sizes.F)
+            gl.store(hidden + b * SIZES.F + row, value, mask=row < SIZES.F)
     return position
 
 
 @gluon.jit
 def add(
     me, ring, position, desc, source, old, new, sums, met, which, phase, factor, COLUMNS: gl.constexpr,
-    SCALE: gl.constexpr, WORLD: gl.constexpr, sizes,
+    SCALE: gl.constexpr, WORLD: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + SCALE * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
@@ -374,43 +382,43 @@ def add(
 
     Returns: (position, factor).
     """
-    B: gl.constexpr = sizes.B
+    B: gl.constexpr = SIZES.B
     ROWS: gl.constexpr = desc.block_shape[0]
-    MOST: gl.constexpr = most_of(sizes.D, ROWS, unit_of(desc), sizes.PROGRAMS)
+    MOST: gl.constexpr = most_of(SIZES.D, ROWS, unit_of(desc), SIZES.PROGRAMS)
     WORDS: gl.constexpr = MOST * B * ROWS  # of a program
-    first, count = share_of(sizes.D, ROWS, unit_of(desc), sizes.PROGRAMS)
+    first, count = share_of(SIZES.D, ROWS, unit_of(desc), SIZES.PROGRAMS)
     vectors = rings.vectors_of(desc, source, None, factor, COLUMNS, B, 0.0, False)
-    box = shmem.messages(me, sums) + which * (WORLD * sizes.WORDS)
+    box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     for i in range(count):
         products, position = rings.multiply(ring, position, desc, vectors, COLUMNS, B)
         r = rings.rows_of(desc)
         row = (first + i) * ROWS + r
         for b in gl.static_range(B):
             if WORLD == 1:
-                value = gl.load(old + b * sizes.D + row, mask=row < sizes.D, other=0.0) + products[b] * SCALE
-                gl.store(new + b * sizes.D + row, value, mask=row < sizes.D)
+                value = gl.load(old + b * SIZES.D + row, mask=row < SIZES.D, other=0.0) + products[b] * SCALE
+                gl.store(new + b * SIZES.D + row, value, mask=row < SIZES.D)
             else:
                 word = ((first + i) * B + b) * ROWS + r
-                send(me, box, word, products[b], WORLD, sizes.WORDS)
+                send(me, box, word, products[b], WORLD, SIZES.WORDS)
     if WORLD == 1:
-        factor = meet(me, met, phase, factor, sizes)
+        factor = meet(me, met, phase, factor, SIZES)
     else:
         # A quarter of the words is a row of vectors.
         begin, end = first * (B * ROWS) // 4, (first + count) * (B * ROWS) // 4
         SPREAD: gl.constexpr = triton.next_power_of_2(WORDS // 4)
-        words, late = shmem.receive_vectors(me, box, begin, end, 4, sizes.WORDS, SPREAD, 4, 1, WORLD)
+        words, late = shmem.receive_vectors(me, box, begin, end, 4, SIZES.WORDS, SPREAD, 4, 1, WORLD)
         word = gl.arange(0, words[0].shape[0], shmem.vectors_of(4, gl.num_warps()))
         row = (first + word // (B * ROWS)) * ROWS + word % ROWS
-        at = word // ROWS % B * sizes.D + row
-        inside = (word < count * (B * ROWS)) & (row < sizes.D)
+        at = word // ROWS % B * SIZES.D + row
+        inside = (word < count * (B * ROWS)) & (row < SIZES.D)
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
         value = gl.load(old + at, mask=inside, other=0.0) + total * SCALE
         gl.store(new + at, value, mask=inside)
         shmem.arrive(me, met)
-        shmem.clear_vectors(me, box, begin, end, late, 4, sizes.WORDS, SPREAD, 4, 1, WORLD)
-        factor = await_all(me, met, phase, factor, sizes)
+        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, SPREAD, 4, 1, WORLD)
+        factor = await_all(me, met, phase, factor, SIZES)
     return position, factor
 
 
@@ -424,19 +432,20 @@ def send(me, box, word, value, WORLD: gl.constexpr, STRIDE: gl.constexpr):
 
 @gluon.jit
 def unembed(
-    ring, position, weights, x, norm_ptr, logits_ptr, factor, sizes, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
+    ring, position, weights, x, norm_ptr, logits_ptr, factor, SIZES: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
     SCALE: gl.constexpr, SOFT_CAP: gl.constexpr,
 ):  # fmt: skip
     """The program's logits."""
     desc = weights.unembed
+    B: gl.constexpr = SIZES.B
     ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(sizes.V, ROWS, 1, sizes.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, norm_ptr, factor, sizes.D, sizes.B, EPS, PLUS_ONE)
+    first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, norm_ptr, factor, SIZES.D, SIZES.B, EPS, PLUS_ONE)
     for i in range(count):
-        products, position = rings.multiply(ring, position, desc, vectors, sizes.D, sizes.B)
+        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, SIZES.B)
         row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(sizes.B):
+        for b in gl.static_range(B):
             logit = products[b] * SCALE
             if SOFT_CAP > 0:
                 logit = SOFT_CAP * (1 - 2 / (gl.exp(logit * (2 / SOFT_CAP)) + 1))
-            gl.store(logits_ptr + b * sizes.V + row, logit, mask=row < sizes.V)
+            gl.store(logits_ptr + b * SIZES.V + row, logit, mask=row < SIZES.V)
