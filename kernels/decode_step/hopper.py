@@ -160,7 +160,7 @@ def decode_step_kernel(
             (load, (ring, weights, lengths_ptr, windows_ptr, SIZES, SLOTS)),
         ],
         [1],
-        [56],
+        [40],
     )  # fmt: skip
     shmem.finish(me)
 

@@ -160,8 +160,7 @@ def vectors_of(
     for b in gl.static_range(B):
         parts = ()
         for chunk in gl.static_range(CHUNKS):
-            column = columns_of(desc, chunk)
-            parts = parts + (gl.load(source + b * COLUMNS + column, mask=column < COLUMNS, other=0.0),)
+            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
         scale = factor
         if gain_ptr is not None:
             squares = gl.sum(gl.sum(parts[0] * parts[0], 1), 0)
@@ -171,8 +170,19 @@ def vectors_of(
         for chunk in gl.static_range(CHUNKS):
             part = parts[chunk] * scale
             if gain_ptr is not None:
-                column = columns_of(desc, chunk)
-                gain = gl.load(gain_ptr + column, mask=column < COLUMNS, other=0.0).to(gl.float32)
+                gain = load_part(desc, gain_ptr, chunk, COLUMNS).to(gl.float32)
                 part *= gain + 1.0 if PLUS_ONE else gain
             vectors = vectors + (part,)
     return vectors
+
+
+@gluon.jit
+def load_part(desc, source, chunk, COLUMNS: gl.constexpr):
+    """A part of a vector [COLUMNS], that of a block; 0 behind its end."""
+    WHOLE: gl.constexpr = COLUMNS % (64 * desc.block_shape[1]) == 0
+    column = columns_of(desc, chunk)
+    if WHOLE:
+        part = gl.load(source + column)
+    else:
+        part = gl.load(source + column, mask=column < COLUMNS, other=0.0)
+    return part
