@@ -55,7 +55,14 @@ def model_of(sizes, world):
     _, _, layers, d, n, k, h, f, v = sizes
     part = lambda size: size * world // 2  # noqa: E731
     return jtf.DecoderSpec(
-        layers=layers, d_model=d, heads=part(n), kv_heads=part(k), head_dim=h, d_mlp=part(f), vocab=part(v), norm_eps=1e-5
+        layers=layers,
+        d_model=d,
+        heads=part(n),
+        kv_heads=part(k),
+        head_dim=h,
+        d_mlp=part(f),
+        vocab=part(v),
+        norm_eps=1e-5,
     )
 
 
@@ -72,7 +79,9 @@ class Problem:
             self.params[name] = self.make(jax.random.fold_in(key, i), shape, shape[-1] ** -0.5, self.specs[name])
             if name.endswith("norm"):
                 gain = np.ones(shape) if not model.norm_plus_one else np.zeros(shape)
-                self.params[name] = jax.device_put(jnp.asarray(gain, jnp.bfloat16), NamedSharding(self.mesh, self.specs[name]))
+                self.params[name] = jax.device_put(
+                    jnp.asarray(gain, jnp.bfloat16), NamedSharding(self.mesh, self.specs[name])
+                )
         size = (model.layers, b, model.kv_heads, slots, model.head_dim)
         # So that attention of so many keys counts for as much as the rest.
         scales = (1.0, max(1.0, (max(length) / np.e) ** 0.5))
@@ -150,13 +159,18 @@ def check(label, problem, config=None, steps=6, tolerance=0.03):
     outs = (OUT, (CACHE, CACHE))
     caches = [problem.program(problem.step(which, config), outs)(*problem.operands)[1] for which in ("fused", "xla")]
     caches = [error_of(*pair) for pair in zip(*caches)]
-    print(f"  {label}: error {errors[0]:.2e} {errors[1]:.2e}, caches {max(caches):.1e}, same bits {same}; compiled in {compiled:.0f} s", flush=True)
+    print(
+        f"  {label}: error {errors[0]:.2e} {errors[1]:.2e}, caches {max(caches):.1e}, same bits {same}; compiled in {compiled:.0f} s",
+        flush=True,
+    )
     if not (max(errors) < tolerance and max(caches) < 0.02 and same):
         raise AssertionError(f"{label} is wrong")
 
 
 def small_checks(world):
-    base = jtf.DecoderSpec(layers=2, d_model=512, heads=8, kv_heads=2, head_dim=128, d_mlp=1024, vocab=1024, norm_eps=1e-5)
+    base = jtf.DecoderSpec(
+        layers=2, d_model=512, heads=8, kv_heads=2, head_dim=128, d_mlp=1024, vocab=1024, norm_eps=1e-5
+    )
     cases = {
         "llama": (base, 1, [37]),
         "llama, 2 sequences, an empty cache": (base, 2, [0, 200]),
@@ -204,6 +218,7 @@ def a_step_a_call(problem, implementation, seconds, options=None):
     cache = jax.tree.map(jnp.copy, problem.cache)
     found = []
     for sync in (False, True):
+
         def one():
             nonlocal cache
             logits, cache = run(problem.params, problem.x, cache, problem.lengths, problem.tables)
@@ -234,7 +249,11 @@ def peers(sizes, world, seconds):
             continue
         try:
             call = jax.shard_map(
-                implementation.call, mesh=mesh, in_specs=implementation.in_specs, out_specs=implementation.out_spec, check_vma=False
+                implementation.call,
+                mesh=mesh,
+                in_specs=implementation.in_specs,
+                out_specs=implementation.out_spec,
+                check_vma=False,
             )
             xs, ys = operands.of(implementation)
             run = jax.jit(call).lower(xs[0], ys[0]).compile(compiler_options=implementation.options)
@@ -302,7 +321,10 @@ def main():
         for name, which, flags in (("one launch", "fused", {}), ("reference", "xla", {})):
             try:
                 pipelined, waited = a_step_a_call(problem, which, options.seconds, flags)
-                rows[f"{name}, a step a call, pipelined"], rows[f"{name}, a step a call, waited for"] = pipelined, waited
+                rows[f"{name}, a step a call, pipelined"], rows[f"{name}, a step a call, waited for"] = (
+                    pipelined,
+                    waited,
+                )
                 print(f"  {name}, a step a call: {pipelined:.1f} pipelined, {waited:.1f} waited for", flush=True)
             except Exception as error:
                 print(f"  {name}, a step a call: {type(error).__name__}: {str(error)[:600]}", flush=True)

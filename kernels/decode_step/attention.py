@@ -2,8 +2,8 @@
 
 The programs share the keys of each sequence and key/value head (a pair): an item is one of SPLITS parts of a pair's
 blocks of keys. `attend` leaves of each item (acc, top, total), as FlashDecoding does: acc = sum_s 2^(score_s - top)
-value_s and total = sum_s 2^(score_s - top), scores in units of log 2. `merge` adds up the items of a pair. The new token's
-own key and value, which are in no block, belong to the first item.
+value_s and total = sum_s 2^(score_s - top), scores in units of log 2. `merge` adds up the items of a pair. The new
+token's own key and value, which are in no block, belong to the first item.
 """
 
 import triton
@@ -49,8 +49,8 @@ def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, SIZE
 @gluon.jit
 def attend(
     ring, position, key_desc, value_desc, qkv, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, window, table,
-    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr, POSITIONS: gl.constexpr,
-    ROTATED: gl.constexpr, SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
+    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr,
+    POSITIONS: gl.constexpr, ROTATED: gl.constexpr, SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
 ):  # fmt: skip
     """Leaves the parts of this program's items in `accs` and `sums`, and the new keys and values in the results.
 

@@ -100,7 +100,7 @@ def decode_step_kernel(
     windows_ptr,  # i32 [L], positions before a token that it attends to
     tables_ptr,  # i32 [L], which rotary table is a layer's
     team,
-    stream,  # scratch f32 [2, B, D]: the residual stream after the MLP, and after attention
+    stream,  # scratch f32 [B, D], the residual stream
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, G, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, G, 2]
@@ -251,8 +251,7 @@ def compute(
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
-    after_mlp = shmem.scratch(me, stream, gl.float32)
-    after_attention = after_mlp + B * D
+    stream = shmem.scratch(me, stream, gl.float32)
     qkv = shmem.scratch(me, qkv, gl.float32)
     accs = shmem.scratch(me, accs, gl.float32)
     tops = shmem.scratch(me, tops, gl.float32)
@@ -278,20 +277,33 @@ def compute(
         attention.merge(accs, tops, heads, factor, SIZES, MERGED)
         factor = meet(me, met, layer * PHASES + 2, factor, SIZES)
         position, factor = add(
-            me, ring, position, weights.out, heads, x, after_attention, sums, met, 2 * layer, layer * PHASES + 3,
+            me, ring, position, weights.out, heads, x, stream, sums, met, 2 * layer, layer * PHASES + 3,
             factor, QUERIES, RESIDUAL_SCALE, WORLD, SIZES,
         )  # fmt: skip
         position = gate(
-            ring, position, weights, after_attention, mlp_norm_ptr + layer * D, hidden, factor, SIZES, ACTIVATION, EPS,
+            ring, position, weights, stream, mlp_norm_ptr + layer * D, hidden, factor, SIZES, ACTIVATION, EPS,
             PLUS_ONE,
         )  # fmt: skip
         factor = meet(me, met, layer * PHASES + 4, factor, SIZES)
         position, factor = add(
-            me, ring, position, weights.down, hidden, after_attention, after_mlp, sums, met, 2 * layer + 1,
+            me, ring, position, weights.down, hidden, stream, stream, sums, met, 2 * layer + 1,
             layer * PHASES + 5, factor, SIZES.F, RESIDUAL_SCALE, WORLD, SIZES,
         )  # fmt: skip
-        x = after_mlp
-    unembed(ring, position, weights, x, final_norm_ptr, logits_ptr, factor, SIZES, EPS, PLUS_ONE, LOGIT_SCALE, LOGIT_SOFT_CAP)
+        x = stream
+    unembed(
+        ring,
+        position,
+        weights,
+        x,
+        final_norm_ptr,
+        logits_ptr,
+        factor,
+        SIZES,
+        EPS,
+        PLUS_ONE,
+        LOGIT_SCALE,
+        LOGIT_SOFT_CAP,
+    )
 
 
 @gluon.jit
@@ -341,7 +353,9 @@ def project(
             of_key, of_value = row - QUERIES, row - QUERIES - KEYS
             bias += gl.load(query_bias_ptr + row, mask=row < QUERIES, other=0.0).to(gl.float32)
             bias += gl.load(key_bias_ptr + of_key, mask=(of_key >= 0) & (of_key < KEYS), other=0.0).to(gl.float32)
-            bias += gl.load(value_bias_ptr + of_value, mask=(of_value >= 0) & (of_value < KEYS), other=0.0).to(gl.float32)
+            bias += gl.load(value_bias_ptr + of_value, mask=(of_value >= 0) & (of_value < KEYS), other=0.0).to(
+                gl.float32
+            )
         for b in gl.static_range(B):
             gl.store(qkv + b * (QUERIES + 2 * KEYS) + row, products[b] + bias)
     return position
@@ -377,7 +391,7 @@ def add(
 
     Args:
       source: f32 [B, COLUMNS].
-      old, new: f32 [B, D], the stream before and after.
+      old, new: f32 [B, D], the stream before and after, which may be the same.
       which: number of the sum in this call.
 
     Returns: (position, factor).

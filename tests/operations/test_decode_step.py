@@ -141,11 +141,11 @@ def test_errors():
         jax.eval_shape(f)
 
     call()
-    with pytest.raises(ValueError, match="params lacks .*; params has embed, which this model has not"):
+    with pytest.raises(ValueError, match=r"params lacks .*; params has embed, which this model has not"):
         call(params={"embed": jnp.zeros((32, 32))})
     with pytest.raises(ValueError, match=r"x must be \[B, 32\] or \[B, T, 32\], not \[3, 31\]"):
         call(x=jnp.zeros((3, 31)))
-    with pytest.raises(ValueError, match="3 ranks do not divide heads=8; .*kv_heads=4"):
+    with pytest.raises(ValueError, match=r"3 ranks do not divide heads=8; .*kv_heads=4"):
         call(world=3)
     with pytest.raises(ValueError, match=r"lengths must be i32\[3\]"):
         call(lengths=jnp.zeros(3))

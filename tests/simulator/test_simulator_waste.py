@@ -91,9 +91,7 @@ def test_a_ring_that_sends_a_block_too_many(policy: str) -> None:
         assert (signal.filename, signal.lineno) == (__file__, line_of(SIGNAL))
         texts.add((str(store.message), str(signal.message)))
     [(store_text, signal_text)] = texts  # the same in every interleaving
-    place = (
-        r"of rank 0, program 0 in call 1 at simulator/test_simulator_waste.py:{} in ring_kernel \({}, kernels/"
-    )
+    place = r"of rank 0, program 0 in call 1 at simulator/test_simulator_waste.py:{} in ring_kernel \({}, kernels/"
     assert re.search(
         r"ring_kernel: Nobody has read inbox\[1, 0\] \(copy of odd calls\) of rank 1, where the store "
         + place.format(store.lineno, "store"),

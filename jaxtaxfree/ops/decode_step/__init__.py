@@ -47,8 +47,8 @@ def decode_step(
     are as checkpoints have them, [out, in], stacked over layers; each rank has whole heads, neighbours in their order.
 
     Args:
-      params: this rank's part of the weights, of x's dtype. `model.param_shapes(W)` has the shapes, and `model.sharded()`
-        says which dimension of the whole model's weights the ranks share:
+      params: this rank's part of the weights, of x's dtype. `model.param_shapes(W)` has the shapes, and
+        `model.sharded()` says which dimension of the whole model's weights the ranks share:
 
           q_proj          [L, N / W * H, D]      k_proj, v_proj   [L, K / W * H, D]
           o_proj          [L, D, N / W * H]      gate_proj, up_proj  [L, F / W, D]      down_proj  [L, D, F / W]

@@ -94,7 +94,7 @@ class Config(Settings):
 def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
     """The shape of a block of weights [rows, columns]: [rows of it, groups, 64].
 
-    A block has as much of a row as a stage holds, in a power of 2, of which at most an eighth lies behind the row's end.
+    A block has as much of a row as a stage holds, in a power of 2, of which at most an eighth lies behind the end.
 
     Args:
       divides: if not 0, the block's rows divide it.
@@ -185,7 +185,7 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2, b, d),
+                "stream": f32(b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
@@ -193,9 +193,7 @@ class Hopper(Variant[Call]):
                 "hidden": f32(b, call.d_mlp),
             },
             "messages": {
-                "sums": jax.ShapeDtypeStruct(
-                    (2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32
-                )
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
             },
             "signals": {"met": 1},
             "descriptors": blocks,
@@ -268,7 +266,8 @@ class Hopper(Variant[Call]):
 def _words(rows: int, batch: int, block: int, programs: int) -> int:
     """Words of a sum from one rank, of all programs: `most_of` of the kernel, times what a block has."""
     unit = max(1, 4 // block)
-    most = -(-(-(-rows // block)) // (unit * programs)) * unit
+    blocks = math.ceil(rows / block)
+    most = math.ceil(blocks / (unit * programs)) * unit
     return programs * most * batch * block
 
 

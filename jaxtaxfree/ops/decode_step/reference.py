@@ -70,18 +70,18 @@ def run(
             y = _attend(q, past, at, lengths + counts, window, model)
         else:
             past, y = _attend_along_the_sequence(q, k, v, past, lengths, placement, axes, model)
-        y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"], jnp.float32), axes).astype(x.dtype)
+        y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
         x = x + _scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
-        gate, up = (_product(y, w[name], jnp.float32) for name in ("gate_proj", "up_proj"))
+        gate, up = (_product(y, w[name]) for name in ("gate_proj", "up_proj"))
         y = (_ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
-        y = lax.psum(_product(y, w["down_proj"], jnp.float32), axes).astype(x.dtype)
+        y = lax.psum(_product(y, w["down_proj"]), axes).astype(x.dtype)
         x = x + _scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
         return x, past
 
     x, cache = lax.scan(layer, x, by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"], jnp.float32)
+    logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
     return _capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
@@ -93,7 +93,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [B, T, heads, H], of which each dimension i of the first half of the rotated ones makes a pair with its like."""
+    """x [B, T, heads, H]: each dimension of the first half of the rotated ones makes a pair with its like."""
     cos, sin = rotation
     half = cos.shape[-1]
     x32 = x.astype(jnp.float32)
@@ -101,10 +101,10 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
-def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
-    """x [..., in] times weight [out, in]."""
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in], in f32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=dtype or x.dtype)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _queries_keys_values(
@@ -113,7 +113,7 @@ def _queries_keys_values(
     """Of y [B, T, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
     found = []
     for name in ("q", "k", "v"):
-        of = _product(y, w[f"{name}_proj"], jnp.float32)
+        of = _product(y, w[f"{name}_proj"])
         if model.qkv_bias:
             of = of + w[f"{name}_bias"].astype(jnp.float32)
         of = of.astype(y.dtype).reshape(*y.shape[:2], -1, model.head_dim)
@@ -169,12 +169,14 @@ def _attend_along_the_sequence(
     axes: tuple[str, ...], model: DecoderSpec,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
     """The same over a cache of which each rank has some positions of all heads, [B, K, S, H]."""
-    how = {"placement": "round_robin", "block_size": placement.stretch, "kv_layout": "BKSH"}
     q = lax.all_gather(q[:, 0], axes, axis=1, tiled=True)  # [B, N, H]
-    past = append_kv(past, k, v, lengths, axes, **how)
+    past = append_kv(
+        past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH"
+    )
     y = decode_attention(
         q,
-        *past,
+        past[0],
+        past[1],
         axes,
         scale=model.score_factor,
         key_value_seq_lengths=lengths + 1,
@@ -182,7 +184,9 @@ def _attend_along_the_sequence(
         logits_soft_cap=model.score_soft_cap,
         output="heads",
         implementation="xla",
-        **how,
+        placement="round_robin",
+        block_size=placement.stretch,
+        kv_layout="BKSH",
     )
     return past, y[:, None]
 

@@ -25,8 +25,8 @@ class DecoderSpec:
       post_norms: a block's result is normalised before it is added to the residual stream, as well as its input.
       qkv_bias: queries, keys and values have a bias.
       qk_norm: each head of queries and keys is normalised before it is rotated.
-      rotary_dim: how many of a head's dimensions are rotated, the first ones; None: all. Dimension i and i + rotary_dim / 2
-        make a pair.
+      rotary_dim: how many of a head's dimensions are rotated, the first ones; None: all. Dimensions i and
+        i + rotary_dim / 2 make a pair.
       windows: for each layer the positions before a token that it attends to, besides itself; None: all. (A checkpoint's
         `sliding_window` counts the token itself, and is 1 more.) Fewer entries than layers are taken in turn.
       rotary_tables: for each layer which of the rotary tables is its own, in turn as well.
