@@ -1,6 +1,7 @@
 """decode_step in one launch on GPUs: is it right, and how long does a step take beside XLA's and our operations'.
 
-python bench/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064] [--configs quick|all] [--no-peers] [--seconds 0.5]
+python bench/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064] [--configs quick|all|none]
+    [--no-small] [--no-peers] [--seconds 0.5]
 
 From the project's root. The shape is B, context, layers, d_model, heads, kv heads, head size, d_mlp, vocabulary, of two
 ranks together; on one rank half of the heads, of d_mlp and of the vocabulary. Checks come first; what is wrong is not
@@ -32,12 +33,12 @@ DEFAULT = "1,8192,8,4096,8,2,128,3584,32064"
 QUICK = [
     {},
     {"num_warps": 4},
-    {"num_warps": 16},
     {"stage": 16384, "num_stages": 6},
     {"stage": 4096, "num_stages": 24},
 ]
 ALL = [
     *QUICK,
+    {"num_warps": 16},
     {"programs": 128},
     {"num_stages": 10},
     {"num_stages": 8},
@@ -160,7 +161,8 @@ def check(label, problem, config=None, steps=6, tolerance=0.03):
     caches = [problem.program(problem.step(which, config), outs)(*problem.operands)[1] for which in ("fused", "xla")]
     caches = [error_of(*pair) for pair in zip(*caches)]
     print(
-        f"  {label}: error {errors[0]:.2e} {errors[1]:.2e}, caches {max(caches):.1e}, same bits {same}; compiled in {compiled:.0f} s",
+        f"  {label}: error {errors[0]:.2e} {errors[1]:.2e}, caches {max(caches):.1e}, same bits {same}, "
+        f"compiled in {compiled:.0f} s",
         flush=True,
     )
     if not (max(errors) < tolerance and max(caches) < 0.02 and same):
@@ -175,11 +177,14 @@ def small_checks(world):
         "llama": (base, 1, [37]),
         "llama, 2 sequences, an empty cache": (base, 2, [0, 200]),
         "llama, 4 sequences": (base, 4, [5, 255, 64, 100]),
-        "qwen 2, heads of 64": (dataclasses.replace(base, qkv_bias=True, head_dim=64, tied=True, heads=4, kv_heads=2), 1, [100]),
+        "qwen 2, heads of 64": (
+            dataclasses.replace(base, qkv_bias=True, head_dim=64, tied=True, heads=4, kv_heads=2), 1, [100],
+        ),
         "qwen 3": (dataclasses.replace(base, qk_norm=True), 2, [64, 63]),
         "mistral's window": (dataclasses.replace(base, windows=(64,)), 2, [130, 20]),
         "gelu, caps, 1 + w, odd sizes": (
-            dataclasses.replace(base, d_mlp=1088 * 2, vocab=1002, activation="gelu_tanh", score_soft_cap=30.0, logit_soft_cap=5.0,
+            dataclasses.replace(base, d_mlp=1088 * 2, vocab=1002, activation="gelu_tanh", score_soft_cap=30.0,
+                                logit_soft_cap=5.0,
                                 norm_plus_one=True, windows=(32, None), rotary_dim=64), 1, [90]),
     }  # fmt: skip
     wrong = 0
@@ -245,7 +250,7 @@ def peers(sizes, world, seconds):
     bandwidth = max(step.ceilings(mesh, jax.default_backend() == "gpu").values())
     rows["floor"] = step.floor_us(shape, world, {}, bandwidth)
     for name, implementation in step.implementations().items():
-        if name.startswith(("xla/", "fused_tokens")) or name.startswith("fused_heads") and world == 1:
+        if name.startswith(("xla/", "fused_tokens")):
             continue
         try:
             call = jax.shard_map(

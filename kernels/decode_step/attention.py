@@ -10,21 +10,23 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jaxtaxfree.kernels.decode_step import phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def blocks_of(lengths_ptr, window, item, SIZES: gl.constexpr, SLOTS: gl.constexpr, BLOCK: gl.constexpr):
+def blocks_of(given, layer, item, SIZES: gl.constexpr):
     """What an item has: (sequence, key/value head, slots from `begin` to before `end`, blocks from `first` to before
     `last`)."""
+    BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
-    length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
-    end = gl.minimum(length, SLOTS)
-    begin = gl.minimum(gl.maximum(length - window, 0), end)
+    length = gl.maximum(gl.load(given.lengths + sequence), 0)
+    end = gl.minimum(length, SIZES.SLOTS)
+    begin = gl.minimum(gl.maximum(length - gl.load(given.windows + layer), 0), end)
     before = begin // BLOCK
     blocks = (end + (BLOCK - 1)) // BLOCK - before
     first = before + blocks * split // SIZES.SPLITS
@@ -33,110 +35,101 @@ def blocks_of(lengths_ptr, window, item, SIZES: gl.constexpr, SLOTS: gl.constexp
 
 
 @gluon.jit
-def fetch(ring, position, key_desc, value_desc, lengths_ptr, window, layer, SIZES: gl.constexpr, SLOTS: gl.constexpr):
+def fetch(ring, position, given, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
-    BLOCK: gl.constexpr = key_desc.block_shape[0]
+    BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
-        sequence, head, _, _, first, last = blocks_of(lengths_ptr, window, item, SIZES, SLOTS, BLOCK)
-        row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SLOTS
+        sequence, head, _, _, first, last = blocks_of(given, layer, item, SIZES)
+        row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS
         for block in range(first, last):
-            position = rings.fetch(ring, position, key_desc, row + block * BLOCK, 0)
-            position = rings.fetch(ring, position, value_desc, row + block * BLOCK, 0)
+            position = rings.fetch(ring, position, given.old_keys, row + block * BLOCK, 0)
+            position = rings.fetch(ring, position, given.old_values, row + block * BLOCK, 0)
     return position
 
 
 @gluon.jit
-def attend(
-    ring, position, key_desc, value_desc, qkv, q_norm_ptr, k_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, window, table,
-    layer, factor, accs, sums, new_keys_ptr, new_values_ptr, SIZES: gl.constexpr, SLOTS: gl.constexpr,
-    POSITIONS: gl.constexpr, ROTATED: gl.constexpr, SCALE: gl.constexpr, SOFT_CAP: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr,
-):  # fmt: skip
-    """Leaves the parts of this program's items in `accs` and `sums`, and the new keys and values in the results.
-
-    Args:
-      qkv: f32 [B, (HEADS + 2 KV_HEADS) * H], the products of this layer.
-      factor: f32, multiplies the queries.
-      accs: scratch f32 [pairs, SPLITS, G, H].
-      sums: scratch f32 [pairs, SPLITS, G, 2], top and total.
-    """
+def attend(ring, position, given, kept, results, layer, factor, SIZES: gl.constexpr):
+    """Leaves the parts of this program's items in `kept`, and the new keys and values in the results."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
-    BLOCK: gl.constexpr = key_desc.block_shape[0]
+    BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
-    column = rings.columns_of(key_desc, 0)
+    DTYPE: gl.constexpr = given.old_keys.dtype
+    CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
+    column = rings.columns_of(given.old_keys, 0)
+    table = gl.load(given.tables + layer) * SIZES.POSITIONS
+    query_norm = phases.of_layer(given.query_norm, layer, H)
+    key_norm = phases.of_layer(given.key_norm, layer, H)
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
-        sequence, head, begin, end, first, last = blocks_of(lengths_ptr, window, item, SIZES, SLOTS, BLOCK)
-        length = gl.maximum(gl.load(lengths_ptr + sequence), 0)
-        row = table * POSITIONS + gl.minimum(length, POSITIONS - 1)
-        cos, sin = cos_ptr + row * (ROTATED // 2), sin_ptr + row * (ROTATED // 2)
-        of = qkv + sequence * WIDTH
-        key = rotated(of + (SIZES.HEADS + head) * H, k_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE)
+        sequence, head, begin, end, first, last = blocks_of(given, layer, item, SIZES)
+        length = gl.maximum(gl.load(given.lengths + sequence), 0)
+        row = table + gl.minimum(length, SIZES.POSITIONS - 1)
+        cos, sin = given.cos + row * (SIZES.ROTATED // 2), given.sin + row * (SIZES.ROTATED // 2)
+        of = kept.qkv + sequence * WIDTH
+        key = rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
         value = gl.load(of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H + column)
-        key, value = key.to(key_desc.dtype), value.to(key_desc.dtype)
+        key, value = key.to(DTYPE), value.to(DTYPE)
         # The new token belongs to the first item; where the cache is full it is dropped.
-        own = (item % SIZES.SPLITS == 0) & (length < SLOTS)
+        own = (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
         place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
-        gl.store(new_keys_ptr + place, key, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(new_values_ptr + place, value, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(results.new_keys + place, key, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(results.new_values + place, value, mask=(item % SIZES.SPLITS == 0) & (column < H))
         key, value = key.to(gl.float32), value.to(gl.float32)
-        queries, tops, totals, results = (), (), (), ()
+        queries, tops, totals, accs = (), (), (), ()
         for g in gl.static_range(G):
             at = of + (head * G + g) * H
-            query = rotated(at, q_norm_ptr, cos, sin, column, H, ROTATED, EPS, PLUS_ONE) * (factor * SCALE)
-            score = capped(gl.sum(gl.sum(query * key, 1), 0), SOFT_CAP)
+            query = rotated(at, query_norm, cos, sin, column, SIZES) * (factor * SIZES.SCORE_SCALE)
+            score = capped(gl.sum(gl.sum(query * key, 1), 0), CAP)
             queries = queries + (query,)
             tops = tops + (gl.where(own, score, float("-inf")),)
             totals = totals + (gl.where(own, 1.0, 0.0),)
-            results = results + (gl.where(own, value, 0.0),)
+            accs = accs + (gl.where(own, value, 0.0),)
         for block in range(first, last):
-            slot = block * BLOCK + rings.rows_of(key_desc)
+            slot = block * BLOCK + rings.rows_of(given.old_keys)
             seen = (slot >= begin) & (slot < end)
-            keys, position = rings.take(ring, position, key_desc)
-            weights, kept, higher, sum_ = (), (), (), ()
+            keys, position = rings.take(ring, position, given.old_keys)
+            weights, keeps, higher, sum_ = (), (), (), ()
             for g in gl.static_range(G):
-                scores = capped(gl.sum(gl.sum(keys * queries[g][None, :, :], 2), 1), SOFT_CAP)
+                scores = capped(gl.sum(gl.sum(keys * queries[g][None, :, :], 2), 1), CAP)
                 scores = gl.where(seen, scores, float("-inf"))
                 top = gl.maximum(tops[g], gl.max(scores, 0))
                 base = gl.where(top == float("-inf"), 0.0, top)
                 weight = gl.exp2(scores - base)
                 keep = gl.exp2(tops[g] - base)
                 weights = weights + (weight,)
-                kept = kept + (keep,)
+                keeps = keeps + (keep,)
                 higher = higher + (top,)
                 sum_ = sum_ + (totals[g] * keep + gl.sum(weight, 0),)
             tops, totals = higher, sum_
-            values, position = rings.take(ring, position, value_desc)
+            values, position = rings.take(ring, position, given.old_values)
             # Behind the last key the cache may hold anything, and 0 * NaN is NaN.
             values = gl.where(seen[:, None, None], values, 0.0)
             added = ()
             for g in gl.static_range(G):
-                added = added + (results[g] * kept[g] + gl.sum(values * weights[g][:, None, None], 0),)
-            results = added
+                added = added + (accs[g] * keeps[g] + gl.sum(values * weights[g][:, None, None], 0),)
+            accs = added
         for g in gl.static_range(G):
-            gl.store(accs + (item * G + g) * H + column, results[g])
-            gl.store(sums + (item * G + g) * 2, tops[g])
-            gl.store(sums + (item * G + g) * 2 + 1, totals[g])
+            gl.store(kept.accs + (item * G + g) * H + column, accs[g])
+            gl.store(kept.tops + (item * G + g) * 2, tops[g])
+            gl.store(kept.tops + (item * G + g) * 2 + 1, totals[g])
     return position
 
 
 @gluon.jit
-def rotated(
-    source, gain_ptr, cos, sin, column, H: gl.constexpr, ROTATED: gl.constexpr, EPS: gl.constexpr,
-    PLUS_ONE: gl.constexpr,
-):  # fmt: skip
+def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr):
     """The query or key of a head, f32 [H], normalised if there is a gain, and rotated."""
-    HALF: gl.constexpr = ROTATED // 2
+    HALF: gl.constexpr = SIZES.ROTATED // 2
     low = column < HALF
-    turns = column < ROTATED
+    turns = column < SIZES.ROTATED
     partner = gl.where(low, column + HALF, gl.where(turns, column - HALF, column))
     x = gl.load(source + column)
     y = gl.load(source + partner)
     if gain_ptr is not None:
-        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / H + EPS)
+        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / SIZES.H + SIZES.EPS)
         x_gain, y_gain = gl.load(gain_ptr + column).to(gl.float32), gl.load(gain_ptr + partner).to(gl.float32)
-        if PLUS_ONE:
+        if SIZES.PLUS_ONE:
             x_gain, y_gain = x_gain + 1.0, y_gain + 1.0
         x, y = x * scale * x_gain, y * scale * y_gain
     angle = gl.where(low, column, partner)
@@ -155,16 +148,11 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def merge(accs, sums, heads, factor, SIZES: gl.constexpr, MERGED: gl.constexpr):
-    """Adds up the parts of some columns of the heads, which all items have left.
-
-    Args:
-      heads: scratch f32 [B, HEADS * H], the result.
-      factor: f32, multiplies it.
-      MERGED: columns that a program takes at a time, a power of 2 that divides H, at least 4.
-    """
+def merge(kept, factor, SIZES: gl.constexpr):
+    """Adds up the parts of some columns of the heads, which all items have left."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
+    MERGED: gl.constexpr = SIZES.MERGED
     PARTS: gl.constexpr = triton.next_power_of_2(SIZES.SPLITS)
     LANES: gl.constexpr = MERGED // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
@@ -174,11 +162,13 @@ def merge(accs, sums, heads, factor, SIZES: gl.constexpr, MERGED: gl.constexpr):
         head = unit // (H // MERGED)  # of all sequences
         column = unit % (H // MERGED) * MERGED + gl.arange(0, MERGED, gl.SliceLayout(0, LAYOUT))
         at = (head // G * SIZES.SPLITS + part) * G + head % G
-        top = gl.load(sums + at * 2, mask=there, other=float("-inf"))
-        total = gl.load(sums + at * 2 + 1, mask=there, other=0.0)
-        acc = gl.load(accs + at[:, None] * H + column[None, :], mask=there[:, None] & (column[None, :] < H), other=0.0)
+        top = gl.load(kept.tops + at * 2, mask=there, other=float("-inf"))
+        total = gl.load(kept.tops + at * 2 + 1, mask=there, other=0.0)
+        acc = gl.load(
+            kept.accs + at[:, None] * H + column[None, :], mask=there[:, None] & (column[None, :] < H), other=0.0
+        )
         highest = gl.max(top, 0)
         weight = gl.exp2(top - gl.where(highest == float("-inf"), 0.0, highest))
         whole = gl.sum(weight * total, 0)
         result = gl.sum(acc * weight[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        gl.store(heads + head * H + column, result)
+        gl.store(kept.heads + head * H + column, result)

@@ -1,7 +1,7 @@
 """The ring in shared memory through which all that a decode step reads once comes: weights, and old keys and values.
 
-A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. Blocks of all
-arrays take the same stages, in one order that both roles know: `fetch` puts the next one in, `take` takes it out.
+A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. Blocks of
+all arrays take the same stages, in one order that both roles know: `fetch` puts the next one in, `take` takes it out.
 A position is (stage, phase) of a role's next block.
 """
 

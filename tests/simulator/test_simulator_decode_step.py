@@ -10,7 +10,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, ring
+from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -87,7 +87,7 @@ class Mutant:
 
 
 TOO_EARLY = (DataRaceError, UninitializedReadError)
-MEET = "factor = meet(me, met, layer * PHASES{}, factor, SIZES)\n"
+MEET = "factor = phases.meet(me, met, phase{}, factor, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
 AWAIT = "        factor = await_all(me, met, phase, factor, SIZES)\n    return position, factor\n"
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
@@ -98,8 +98,8 @@ FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
 TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
-CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, SPREAD, 4, 1, WORLD)\n"
-EPOCH = "((me.epoch - 1) * (PHASES_A_CALL * SIZES.PROGRAMS)).to(gl.int32) + "
+CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
+EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
@@ -117,15 +117,15 @@ MUTANTS = {
         module=hopper, edits=((MEET.format(" + 4"), ALONE),), errors=TOO_EARLY
     ),
     "nobody waits for the sums": Mutant(
-        module=hopper, edits=((AWAIT, "    return position, factor\n"),), errors=TOO_EARLY
+        module=phases, edits=((AWAIT, "    return position, factor\n"),), errors=TOO_EARLY
     ),
     "a phase is not counted": Mutant(
         module=hopper, edits=((MEET.format(" + 4"), "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
     ),
-    "a counter is one too low": Mutant(module=hopper, edits=((COUNT, COUNT + " - 1"),), errors=TOO_EARLY),
-    "a counter is one too high": Mutant(module=hopper, edits=((COUNT, COUNT + " + 1"),), errors=(DeadlockError,)),
+    "a counter is one too low": Mutant(module=phases, edits=((COUNT, COUNT + " - 1"),), errors=TOO_EARLY),
+    "a counter is one too high": Mutant(module=phases, edits=((COUNT, COUNT + " + 1"),), errors=(DeadlockError,)),
     "the counter of an earlier call": Mutant(
-        module=hopper, edits=((EPOCH, ""),), errors=(*TOO_EARLY, SignalCountError)
+        module=phases, edits=((EPOCH, ""),), errors=(*TOO_EARLY, SignalCountError)
     ),
     "a load into a stage in use": Mutant(module=ring, edits=((EMPTY, ""),), errors=(DataRaceError, MbarrierError)),
     "a stage is given back before it is read": Mutant(
@@ -133,25 +133,25 @@ MUTANTS = {
     ),
     "a block is read before it has come": Mutant(module=ring, edits=((FULL, ""),), errors=TOO_EARLY),
     "roles disagree on the order": Mutant(
-        module=hopper,
+        module=phases,
         edits=(
             (
-                "rings.fetch_rows(ring, position, weights.gate, row, SIZES.D)\n            position = rings.fetch_rows("
-                "ring, position, weights.up,",
-                "rings.fetch_rows(ring, position, weights.up, row, SIZES.D)\n            position = rings.fetch_rows("
-                "ring, position, weights.gate,",
+                "rings.fetch_rows(ring, position, given.gate, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.up,",
+                "rings.fetch_rows(ring, position, given.up, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.gate,",
             ),
         ),
         errors=(AssertionError,),
     ),
     "the twin's sum is missed": Mutant(
-        module=hopper, edits=((RECEIVED, ""),), errors=(AssertionError,)
+        module=phases, edits=((RECEIVED, ""),), errors=(AssertionError,)
     ),
     "a twin is sent nothing": Mutant(
-        module=hopper, edits=((SENDS, SENDS.replace("range(1,", "range(2,")),), errors=(DeadlockError, MessageError)
+        module=phases, edits=((SENDS, SENDS.replace("range(1,", "range(2,")),), errors=(DeadlockError, MessageError)
     ),
     "each rank begins to add with its own part": Mutant(
-        module=hopper,
+        module=phases,
         edits=(
             (
                 "total = words[0].to(gl.float32, bitcast=True)\n" + RECEIVED,
@@ -164,15 +164,15 @@ MUTANTS = {
         errors=(AssertionError,),
         step=Step(world=3),
     ),
-    "words are not cleared": Mutant(module=hopper, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
+    "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(
-        module=hopper, edits=(("which * (WORLD * SIZES.WORDS)", "0"),), errors=(MessageError, DataRaceError)
+        module=phases, edits=(("which * (WORLD * SIZES.WORDS)", "0"),), errors=(MessageError, DataRaceError)
     ),
     "a key behind the end": Mutant(
         module=attention, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,)
     ),
     "the new token does not see itself": Mutant(
-        module=attention, edits=(("& (length < SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
+        module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
     ),
     "no barrier before the release": Mutant(
         module=shmem, edits=((RELEASE, RELEASE.replace("tl.debug_barrier()", "pass")),), errors=TOO_EARLY
@@ -202,10 +202,15 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         gluon = again(shmem_gluon, shmem=changed)
         for name in ("start", "finish", "scratch", "messages", "arrive", "send_words"):
             setattr(gluon, name, getattr(changed, name))
-        return again(hopper, shmem=gluon).decode_step_kernel
-    rings = changed if mutant.module is ring else ring
-    attending = changed if mutant.module is attention else again(attention, rings=rings)
-    return again(hopper, rings=rings, attention=attending).decode_step_kernel
+        return again(hopper, shmem=gluon, phases=again(phases, shmem=gluon)).decode_step_kernel
+    files = {"rings": ring, "phases": phases, "attention": attention}
+    if mutant.module is ring:
+        files["rings"] = changed
+        files["phases"] = again(phases, rings=changed)
+        files["attention"] = again(attention, rings=changed)
+    else:
+        files["phases" if mutant.module is phases else "attention"] = changed
+    return again(hopper, **files).decode_step_kernel
 
 
 @pytest.mark.parametrize("name", MUTANTS)

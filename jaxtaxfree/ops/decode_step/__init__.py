@@ -105,10 +105,10 @@ def decode_step(
     params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place}
     reasons = _refusals(operands, model, world, place)
     if takes_reference("decode_step", [x, key], implementation, reasons):
-        logits, *cache = reference(*operands, **params_)
+        logits, *parts = reference(*operands, **params_)
     else:
-        logits, *cache = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
-    return logits, tuple(cache)
+        logits, *parts = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
+    return logits, (parts[0], parts[1])
 
 
 def reference(

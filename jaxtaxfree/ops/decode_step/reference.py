@@ -170,9 +170,7 @@ def _attend_along_the_sequence(
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
     """The same over a cache of which each rank has some positions of all heads, [B, K, S, H]."""
     q = lax.all_gather(q[:, 0], axes, axis=1, tiled=True)  # [B, N, H]
-    past = append_kv(
-        past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH"
-    )
+    past = append_kv(past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH")
     y = decode_attention(
         q,
         past[0],

@@ -27,8 +27,8 @@ class DecoderSpec:
       qk_norm: each head of queries and keys is normalised before it is rotated.
       rotary_dim: how many of a head's dimensions are rotated, the first ones; None: all. Dimensions i and
         i + rotary_dim / 2 make a pair.
-      windows: for each layer the positions before a token that it attends to, besides itself; None: all. (A checkpoint's
-        `sliding_window` counts the token itself, and is 1 more.) Fewer entries than layers are taken in turn.
+      windows: for each layer the positions before a token that it attends to, besides itself; None: all. Fewer entries
+        than layers are taken in turn. (A checkpoint's `sliding_window` counts the token itself, and is 1 more.)
       rotary_tables: for each layer which of the rotary tables is its own, in turn as well.
       score_scale: multiplies attention's scores; None: 1 / sqrt(H).
       score_soft_cap: c. A score becomes c * tanh(score / c).
