@@ -17,30 +17,44 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def blocks_of(given, layer, item, SIZES: gl.constexpr):
-    """What an item has: (sequence, key/value head, slots from `begin` to before `end`, blocks from `first` to before
-    `last`)."""
+def lengths_of(given, SIZES: gl.constexpr):
+    """Tokens in the cache, of each sequence."""
+    B: gl.constexpr = SIZES.B
+    lengths = ()
+    for b in gl.static_range(B):
+        lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
+    return lengths
+
+
+@gluon.jit
+def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
+    """What an item has: (sequence, key/value head, tokens in the cache, slots from `begin` to before `end`, blocks from
+    `first` to before `last`)."""
+    B: gl.constexpr = SIZES.B
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
-    length = gl.maximum(gl.load(given.lengths + sequence), 0)
+    length = lengths[0]
+    for b in gl.static_range(1, B):
+        length = gl.where(sequence == b, lengths[b], length)
     end = gl.minimum(length, SIZES.SLOTS)
-    begin = gl.minimum(gl.maximum(length - gl.load(given.windows + layer), 0), end)
+    begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
     blocks = (end + (BLOCK - 1)) // BLOCK - before
     first = before + blocks * split // SIZES.SPLITS
     last = before + blocks * (split + 1) // SIZES.SPLITS
-    return sequence, pair % SIZES.KV_HEADS, begin, end, first, last
+    return sequence, pair % SIZES.KV_HEADS, length, begin, end, first, last
 
 
 @gluon.jit
-def fetch(ring, position, given, layer, SIZES: gl.constexpr):
+def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
+    window = gl.load(given.windows + layer)
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
-        sequence, head, _, _, first, last = blocks_of(given, layer, item, SIZES)
+        sequence, head, _, _, _, first, last = blocks_of(given, lengths, window, item, SIZES)
         row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS
         for block in range(first, last):
             position = rings.fetch(ring, position, given.old_keys, row + block * BLOCK, 0)
@@ -49,8 +63,13 @@ def fetch(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def attend(ring, position, given, kept, results, layer, factor, SIZES: gl.constexpr):
-    """Leaves the parts of this program's items in `kept`, and the new keys and values in the results."""
+def attend(ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES: gl.constexpr):
+    """Leaves the parts of this program's items in `kept`, and the new keys and values in the results.
+
+    Args:
+      lengths: what `lengths_of` returned.
+      window, table: i32, those of the layer.
+    """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
@@ -59,14 +78,12 @@ def attend(ring, position, given, kept, results, layer, factor, SIZES: gl.conste
     DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
     column = rings.columns_of(given.old_keys, 0)
-    table = gl.load(given.tables + layer) * SIZES.POSITIONS
     query_norm = phases.of_layer(given.query_norm, layer, H)
     key_norm = phases.of_layer(given.key_norm, layer, H)
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
-        sequence, head, begin, end, first, last = blocks_of(given, layer, item, SIZES)
-        length = gl.maximum(gl.load(given.lengths + sequence), 0)
-        row = table + gl.minimum(length, SIZES.POSITIONS - 1)
-        cos, sin = given.cos + row * (SIZES.ROTATED // 2), given.sin + row * (SIZES.ROTATED // 2)
+        sequence, head, length, begin, end, first, last = blocks_of(given, lengths, window, item, SIZES)
+        row = table * SIZES.POSITIONS + gl.minimum(length, SIZES.POSITIONS - 1)
+        cos, sin = rotation_of(given, row, column, SIZES)
         of = kept.qkv + sequence * WIDTH
         key = rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
         value = gl.load(of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H + column)
@@ -118,6 +135,16 @@ def attend(ring, position, given, kept, results, layer, factor, SIZES: gl.conste
 
 
 @gluon.jit
+def rotation_of(given, row, column, SIZES: gl.constexpr):
+    """cos and sin for each column of a head, from a row of the tables."""
+    HALF: gl.constexpr = SIZES.ROTATED // 2
+    turns = column < SIZES.ROTATED
+    angle = row * HALF + gl.where(column < HALF, column, column - HALF)
+    cos = gl.load(given.cos + angle, mask=turns, other=1.0)
+    return cos, gl.load(given.sin + angle, mask=turns, other=0.0)
+
+
+@gluon.jit
 def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr):
     """The query or key of a head, f32 [H], normalised if there is a gain, and rotated."""
     HALF: gl.constexpr = SIZES.ROTATED // 2
@@ -132,10 +159,7 @@ def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr):
         if SIZES.PLUS_ONE:
             x_gain, y_gain = x_gain + 1.0, y_gain + 1.0
         x, y = x * scale * x_gain, y * scale * y_gain
-    angle = gl.where(low, column, partner)
-    c = gl.load(cos + angle, mask=turns, other=1.0)
-    s = gl.load(sin + angle, mask=turns, other=0.0)
-    return x * c + gl.where(low, -y, y) * s
+    return x * cos + gl.where(low, -y, y) * sin
 
 
 @gluon.jit

@@ -196,7 +196,7 @@ def decode_step_kernel(
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
     gl.warp_specialize(
-        [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [40]
+        [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
     )
     shmem.finish(me)
 
@@ -205,9 +205,10 @@ def decode_step_kernel(
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
     position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    lengths = attention.lengths_of(given, SIZES)
     for layer in range(SIZES.LAYERS):
         position = phases.fetch_projections(ring, position, given, layer, SIZES)
-        position = attention.fetch(ring, position, given, layer, SIZES)
+        position = attention.fetch(ring, position, given, lengths, layer, SIZES)
         position = phases.fetch_share(ring, position, given.out, layer, SIZES.HEADS * SIZES.H, SIZES)
         position = phases.fetch_gate(ring, position, given, layer, SIZES)
         position = phases.fetch_share(ring, position, given.down, layer, SIZES.F, SIZES)
@@ -220,11 +221,15 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     x = x_ptr
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
+    lengths = attention.lengths_of(given, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * PHASES
+        window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
         position = phases.project(ring, position, given, x, layer, kept.qkv, factor, SIZES)
         factor = phases.meet(me, met, phase, factor, SIZES)
-        position = attention.attend(ring, position, given, kept, results, layer, factor, SIZES)
+        position = attention.attend(
+            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+        )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, SIZES)
         attention.merge(kept, factor, SIZES)
         factor = phases.meet(me, met, phase + 2, factor, SIZES)

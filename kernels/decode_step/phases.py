@@ -96,13 +96,13 @@ def project(ring, position, given, x, layer, qkv, factor, SIZES: gl.constexpr):
     gain = given.attn_norm + layer * SIZES.D
     vectors = rings.vectors_of(desc, x, gain, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
     for i in range(count):
-        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
         row = (first + i) * ROWS + rings.rows_of(desc)
         bias = row.to(gl.float32) * 0.0
         if given.query_bias is not None:
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
+        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
         for b in gl.static_range(B):
             gl.store(qkv + b * (QUERIES + 2 * KEYS) + row, products[b] + bias)
     return position
@@ -180,13 +180,17 @@ def add(
     first, count = share_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS)
     vectors = rings.vectors_of(desc, source, None, factor, COLUMNS, B, 0.0, False)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
+    if WORLD == 1:
+        before = rows_before(old, first, first + count, desc, SIZES)  # of the next block, before it is needed
     for i in range(count):
+        if WORLD == 1:
+            olds = before
+            before = rows_before(old, first + i + 1, first + count, desc, SIZES)
         products, position = rings.multiply(ring, position, desc, vectors, COLUMNS, B)
         row = (first + i) * ROWS + rings.rows_of(desc)
         for b in gl.static_range(B):
             if WORLD == 1:
-                value = gl.load(old + b * D + row, mask=row < D, other=0.0) + products[b] * SCALE
-                gl.store(new + b * D + row, value, mask=row < D)
+                gl.store(new + b * D + row, olds[b] + products[b] * SCALE, mask=row < D)
             else:
                 word = ((first + i) * B + b) * ROWS + rings.rows_of(desc)
                 send(me, box, word, products[b], SIZES)
@@ -196,19 +200,32 @@ def add(
         # Rows of 4 words, which a thread polls at a time.
         MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS) * B * ROWS // 4)
         begin, end = first * (B * ROWS) // 4, (first + count) * (B * ROWS) // 4
-        words, late = shmem.receive_vectors(me, box, begin, end, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        word = gl.arange(0, words[0].shape[0], shmem.vectors_of(4, gl.num_warps()))
+        VECTORS: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
+        word = gl.arange(0, max(4 * MOST, 4 * 32 * gl.num_warps()), VECTORS)
         row = (first + word // (B * ROWS)) * ROWS + word % ROWS
         at = word // ROWS % B * D + row
         inside = (word < count * (B * ROWS)) & (row < D)
+        before = gl.load(old + at, mask=inside, other=0.0)
+        words, late = shmem.receive_vectors(me, box, begin, end, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        gl.store(new + at, gl.load(old + at, mask=inside, other=0.0) + total * SCALE, mask=inside)
+        gl.store(new + at, before + total * SCALE, mask=inside)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
         factor = await_all(me, met, phase, factor, SIZES)
     return position, factor
+
+
+@gluon.jit
+def rows_before(old, block, end, desc, SIZES: gl.constexpr):
+    """Of each sequence the stream's rows of a block before block `end`."""
+    B: gl.constexpr = SIZES.B
+    row = block * desc.block_shape[0] + rings.rows_of(desc)
+    rows = ()
+    for b in gl.static_range(B):
+        rows = rows + (gl.load(old + b * SIZES.D + row, mask=(block < end) & (row < SIZES.D), other=0.0),)
+    return rows
 
 
 @gluon.jit

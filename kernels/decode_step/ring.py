@@ -157,10 +157,17 @@ def vectors_of(
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
     vectors = ()
+    # All loads come before what has to wait for one of them.
+    gains, loaded = (), ()
+    for chunk in gl.static_range(CHUNKS):
+        for b in gl.static_range(B):
+            loaded = loaded + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+        if gain_ptr is not None:
+            gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
     for b in gl.static_range(B):
         parts = ()
         for chunk in gl.static_range(CHUNKS):
-            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+            parts = parts + (loaded[chunk * B + b],)
         scale = factor
         if gain_ptr is not None:
             squares = gl.sum(gl.sum(parts[0] * parts[0], 1), 0)
@@ -170,7 +177,7 @@ def vectors_of(
         for chunk in gl.static_range(CHUNKS):
             part = parts[chunk] * scale
             if gain_ptr is not None:
-                gain = load_part(desc, gain_ptr, chunk, COLUMNS).to(gl.float32)
+                gain = gains[chunk].to(gl.float32)
                 part *= gain + 1.0 if PLUS_ONE else gain
             vectors = vectors + (part,)
     return vectors

@@ -145,7 +145,9 @@ def fused(
     # A scatter of its own, because the kernel has read the cache: so a donated one is updated where it lies.
     sequences = jnp.arange(x.shape[0])
     at = jnp.where(lengths >= 0, lengths, key.shape[3])
-    put = lambda old, new: old.at[:, sequences, :, at].set(jnp.moveaxis(new, 1, 0), mode="drop")  # noqa: E731
+    put = lambda old, new: old.at[:, sequences, :, at].set(  # noqa: E731
+        jnp.moveaxis(new, 1, 0), mode="drop", unique_indices=True, indices_are_sorted=True
+    )
     return [logits, *(put(old, new) for old, new in zip((key, value), news))]
 
 
