@@ -190,3 +190,36 @@ def test_what_the_kernel_takes(family, world):
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
         assert rows * groups * width <= config.stage, name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_kernel_in_a_program(world):
+    """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them."""
+    model = tiny("qwen2-7b", layers=1, d_model=64, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=64)
+    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
+    cos, sin = rotary_tables(model, SLOTS)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.bfloat16)
+    cache = tuple(jnp.asarray(rng.standard_normal((1, 2, 2, SLOTS, 64)), jnp.bfloat16) for _ in range(2))
+    config = {"programs": 2, "stage": 1024, "num_stages": 2, "merged": 32}
+    mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+    of_cache = P(None, None, "tp")
+
+    def run(implementation: str) -> list[np.ndarray]:
+        def steps(params: Any, cache: Any) -> Any:
+            found = []
+            for i in range(2):
+                logits, cache = jtf.decode_step(
+                    params, x[i], cache, jnp.array([5, 0]) + i, "tp", model=model, cos=cos, sin=sin,
+                    implementation=implementation, config=config,
+                )  # fmt: skip
+                found.append(logits)
+            return jnp.stack(found), cache
+
+        call = jax.shard_map(
+            steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, None, "tp"), of_cache)
+        )
+        return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
+
+    for found, expected in zip(run("simulate"), run("xla"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0.03, atol=0.03)
