@@ -142,12 +142,14 @@ def fused(
     arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     logits, *news = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    # A scatter of its own, because the kernel has read the cache: so a donated one is updated where it lies.
-    sequences = jnp.arange(x.shape[0])
-    at = jnp.where(lengths >= 0, lengths, key.shape[3])
-    put = lambda old, new: old.at[:, sequences, :, at].set(  # noqa: E731
-        jnp.moveaxis(new, 1, 0), mode="drop", unique_indices=True, indices_are_sorted=True
-    )
+    # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
+    # are those of the leading dimensions, or XLA would transpose the cache, and back.
+    layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
+    slot = jnp.where(lengths >= 0, lengths, key.shape[3])[None, :, None]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
+
     return [logits, *(put(old, new) for old, new in zip((key, value), news))]
 
 

@@ -130,10 +130,14 @@ def _appended(
     b, t = at.shape
     slots = past[0].shape[2]
     there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
-    slot = jnp.where(there, at, slots + jnp.arange(t))  # each its own place past the end, to be dropped
-    put = lambda old, new: old.at[jnp.arange(b)[:, None], :, slot].set(  # noqa: E731
-        new.astype(old.dtype), mode="drop", unique_indices=True
-    )
+    slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
+    # Indices of the leading dimensions, or XLA would transpose the cache, and back.
+    sequence, head, _ = jnp.ogrid[:b, : past[0].shape[1], :t]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
+        return old.at[sequence, head, slot].set(new, mode="drop", unique_indices=True)
+
     return put(past[0], k), put(past[1], v)
 
 
