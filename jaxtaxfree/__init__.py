@@ -8,6 +8,7 @@ from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations w
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
+from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -18,6 +19,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompileError",
+    "DecoderSpec",
     "HeapError",
     "HeapUnavailableError",
     "KVCache",
@@ -27,6 +29,7 @@ __all__ = [
     "append_kv",
     "block_until_ready",
     "decode_attention",
+    "decode_step",
     "dot_general",
     "einsum",
     "fuse",

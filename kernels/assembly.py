@@ -45,7 +45,7 @@ def pace(cycles):
 
 
 @triton.constexpr_function
-def poll():
+def poll(scope="sys"):
     """Each of the first threads of a block polls a signal of its own; the barrier that lets all go says how it ended.
 
     Result: 1 if all signals came, and all threads are ready; the same in all of them.
@@ -62,11 +62,12 @@ def poll():
     @p bra DONE;
     mad.wide.u32 signal, v, 4, $1;
     ld.volatile.global.b64 end, [$4 + 16];
-    ld.acquire.sys.global.b32 v, [signal];
+    {"add.u64 end, end, end;" if scope == "gpu" else ""}
+    ld.acquire.{scope}.global.b32 v, [signal];
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;
-    {_until_signal("signal", "DONE")}
+    {_until_signal("signal", "DONE", scope)}
     DONE:
     bar.warp.sync 0xffffffff;
     setp.ne.and.s32 p, $5, 0, p;
@@ -77,8 +78,11 @@ def poll():
 
 
 @triton.constexpr_function
-def poll_in_warps():
+def poll_in_warps(scope="sys"):
     """The first threads of each warp poll signals of their own, without a barrier of the block.
+
+    At scope "gpu" they wait for twice as long: who waits for programs of its own rank leaves it to those who wait for a
+    peer to say that one is missing.
 
     Result: for each thread 1, or 0 if its signal did not come.
     Operands: the address of the thread's signal, how many threads of a warp poll, the count that the signals have to
@@ -93,12 +97,13 @@ def poll_in_warps():
     mov.u32 v, %laneid;
     setp.ge.u32 p, v, $2;
     @p bra DONE;
-    ld.acquire.sys.global.b32 v, [$1];
+    ld.acquire.{scope}.global.b32 v, [$1];
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;
     ld.volatile.global.b64 end, [$4 + 16];
-    {_until_signal("$1", "MISSING")}
+    {"add.u64 end, end, end;" if scope == "gpu" else ""}
+    {_until_signal("$1", "MISSING", scope)}
     MISSING:
     mov.b32 $0, 0;
     DONE:
@@ -108,7 +113,7 @@ def poll_in_warps():
 
 
 @triton.constexpr_function
-def _until_signal(signal, late):
+def _until_signal(signal, late, scope="sys"):
     """Polls `signal` until it has reached the count $3, and goes to DONE; to `late` if this rank failed, and on if the
     time is over.
 
@@ -118,7 +123,7 @@ def _until_signal(signal, late):
     mov.u64 now, %globaltimer;
     add.u64 end, end, now;
     AGAIN:
-    ld.acquire.sys.global.b32 v, [{signal}];
+    ld.acquire.{scope}.global.b32 v, [{signal}];
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;

@@ -300,6 +300,31 @@ def wait_all(me, index, count):
 
 
 @triton.jit
+def arrive(me, index):
+    """Adds 1 to this rank's own signal `index`, and publishes what this program has stored to programs of this rank.
+
+    Like `signal` for those who `meet`, at the scope of the GPU. On an H100 a meeting of 128 programs takes 0.6 us less
+    than by `signal` and `wait`. Peers learn nothing by it.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release", scope="gpu")
+
+
+@triton.jit
+def meet(me, index, count):
+    """Waits until programs of this rank have raised signal `index` by `arrive` to `count`, and sees what they stored.
+
+    Like `wait`, at the scope of the GPU. What one program has received of a peer others may wait for here: so it lasts
+    for twice the heap's timeout, and who is to blame is a peer for whom somebody waits.
+    """
+    count = tl.to_tensor(count).to(tl.int32)
+    arrived = _poll(me, index, 1, count, "gpu")
+    if not arrived:
+        report_signal(me, index, count, me.rank)
+    return arrived
+
+
+@triton.jit
 def claim(me, index, draws):
     """Draws a ticket on this rank: 0, 1, 2, ... in each call, whichever programs draw.
 
@@ -919,7 +944,7 @@ def _signal_of(me, index, peer):
 
 
 @triton.jit
-def _poll(me, index, counters, count):
+def _poll(me, index, counters, count, SCOPE: tl.constexpr = "sys"):
     """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out or ran out before.
 
     The answer is the same in all threads, which may disagree on `me.ready` if the rank failed while they began.
@@ -930,7 +955,7 @@ def _poll(me, index, counters, count):
     if BACKEND == "cuda":
         # A thread for each signal polls; the barrier that lets the others go tells them how it ended.
         arrived = tl.inline_asm_elementwise(
-            assembly.poll(),
+            assembly.poll(SCOPE),
             "=r,l,r,r,l,r",
             [address, counters, count, me.base, me.ready.to(tl.int32)],
             dtype=tl.int32,
@@ -944,11 +969,11 @@ def _poll(me, index, counters, count):
         polls = _timeout(me) // 1000
         missing = count * 0
         for i in range(counters):
-            missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
+            missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)
             while (missing > 0) & (polls > 0):
                 if tl.atomic_add(failed, 0, sem="relaxed", scope="gpu") != 0:
                     polls = polls * 0
-                missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope="sys")
+                missing = count - tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)
                 polls -= 1
         tl.debug_barrier()
         arrived = ((missing <= 0) & me.ready).to(tl.int32)
@@ -956,7 +981,7 @@ def _poll(me, index, counters, count):
 
 
 @triton.jit
-def _poll_in_warps(me, signals, counters, count):
+def _poll_in_warps(me, signals, counters, count, SCOPE: tl.constexpr = "sys"):
     """Waits like `_poll`, with the first threads of each warp and without a barrier of the block.
 
     Args:
@@ -966,7 +991,7 @@ def _poll_in_warps(me, signals, counters, count):
     Returns: 1 for each thread, 0 for those of a warp for which the time ran out.
     """
     return tl.inline_asm_elementwise(
-        assembly.poll_in_warps(),
+        assembly.poll_in_warps(SCOPE),
         "=&r,l,r,r,l",
         [signals, counters, count, me.base],
         dtype=tl.int32,

@@ -1,11 +1,11 @@
 """The device API for Gluon kernels: `shmem.py` where it serves them, and in their own words where it does not.
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
-`verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `claim`,
-`pace`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with other arguments
-`receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and `finish` stand in
-the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are those of the
-partition that calls.
+`verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
+`meet`, `claim`, `pace`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with other
+arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and `finish`
+stand in the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are those of
+the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
   `tma.store_wait(0, read_only=False)`; what other partitions have stored, only behind an mbarrier at which they arrive.
@@ -30,6 +30,7 @@ store = shmem.store
 get = shmem.get
 put = shmem.put
 signal = shmem.signal
+arrive = shmem.arrive
 claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
@@ -72,13 +73,27 @@ def wait_all(me, index, count):
 
 
 @gluon.jit
-def _poll(me, index, counters, count):
+def meet(me, index, count):
+    """Waits for what programs of this rank `arrive` at. Like `shmem.meet`, for the calling partition."""
+    count = gl.to_tensor(count).to(gl.int32)
+    arrived = _poll(me, index, 1, count, "gpu")
+    if not arrived:
+        shmem.report_signal(me, index, count, me.rank)
+    return arrived
+
+
+@gluon.jit
+def _poll(me, index, counters, count, SCOPE: gl.constexpr = "sys"):
     """Waits for `counters` signals from `index` on to reach `count`; false if the time ran out."""
     WARPS: gl.constexpr = gl.num_warps()
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
-    signals = me.signals + (index + gl.arange(0, 32 * WARPS, LANES) % 32) * 4
+    thread = gl.arange(0, 32 * WARPS, LANES)
+    signals = me.signals + (index + thread % 32) * 4
+    looking = counters
+    if SCOPE == "gpu":  # all programs of the GPU poll one word: of each a single warp
+        looking = gl.where(thread < 32, counters, 0)
     # The minimum lets no warp go on that disagrees with another one, on `me.ready` either.
-    return gl.min(shmem._poll_in_warps(me, signals, counters, count) & me.ready.to(gl.int32), 0) != 0
+    return gl.min(shmem._poll_in_warps(me, signals, looking, count, SCOPE) & me.ready.to(gl.int32), 0) != 0
 
 
 @triton.constexpr_function

@@ -32,12 +32,12 @@ def _wait(function: Callable) -> Callable:
 
 @interpreter.hook(DEVICE_API, "_poll")
 def _poll(function: Callable) -> Callable:
-    def poll(me: Any, index: Any, counters: Any, count: Any) -> Any:
+    def poll(me: Any, index: Any, counters: Any, count: Any, *scope: Any) -> Any:
         machine = Machine.running
         assert machine is not None
         first = _integer(me.signals) + 4 * _integer(index)
         machine.begin_wait([first + 4 * i for i in range(_integer(counters))], _integer(count))
-        arrived = function(me, index, counters, count)
+        arrived = function(me, index, counters, count, *scope)
         machine.end_wait()
         return arrived
 
@@ -77,6 +77,11 @@ def _fence_proxy(function: Callable) -> Callable:
 
 
 # Gluon kernels wait in assembly; here they do as others do.
+
+
+@interpreter.hook(GLUON_API, "meet")
+def _gluon_meet(function: Callable) -> Callable:
+    return lambda *args: function.__globals__["shmem"].meet(*args)
 
 
 @interpreter.hook(GLUON_API, "wait")

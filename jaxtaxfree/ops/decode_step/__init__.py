@@ -1,0 +1,238 @@
+"""`decode_step`: one new token of each sequence through all layers of a dense decoder."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtaxfree.ops.decode_step import reference as plain
+from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
+from jaxtaxfree.ops.decode_step.reference import Params
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.kv_cache import Placement, placement_of
+from jaxtaxfree.ops.variant import choose, settings_of
+from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.target import HOPPER, target_of
+from jaxtaxfree.teams import check_axes
+
+Cache = tuple[jax.Array, jax.Array]
+PLACEMENTS = ("heads", "contiguous", "round_robin")
+
+
+def decode_step(
+    params: Params,
+    x: jax.Array,
+    cache: Cache,
+    lengths: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    model: DecoderSpec,
+    cos: jax.Array,
+    sin: jax.Array,
+    counts: jax.Array | None = None,
+    placement: str = "heads",
+    block_size: int | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, Cache]:
+    """One new token of each sequence through all layers of a dense decoder, to the logits of the next one.
+
+    Call it inside `jax.shard_map`. The letters are those of `jax.nn`: B sequences, T new tokens, S positions of the
+    cache, N query heads, K key/value heads, H head size; and L layers, D model, F mlp, V vocabulary, W ranks. Weights
+    are as checkpoints have them, [out, in], stacked over layers; each rank has whole heads, neighbours in their order.
+
+    Args:
+      params: this rank's part of the weights, of x's dtype. `model.param_shapes(W)` has the shapes, and
+        `model.sharded()` says which dimension of the whole model's weights the ranks share:
+
+          q_proj          [L, N / W * H, D]      k_proj, v_proj   [L, K / W * H, D]
+          o_proj          [L, D, N / W * H]      gate_proj, up_proj  [L, F / W, D]      down_proj  [L, D, F / W]
+          attn_norm, mlp_norm  [L, D]            final_norm  [D]
+          unembed         [V / W, D], or embed, likewise, if `model.tied`
+          q_bias [L, N / W * H], k_bias, v_bias [L, K / W * H]   if `model.qkv_bias`
+          q_norm, k_norm  [L, H]                                 if `model.qk_norm`
+          post_attn_norm, post_mlp_norm  [L, D]                  if `model.post_norms`
+
+        With a cache along the sequence each rank has `k_proj` and `v_proj` of all heads, [L, K * H, D], and their bias.
+      x: the embeddings of the new tokens, [B, D], the same on every rank, before `model.embedding_scale`. Or, to read
+        prompts, [B, T, D].
+      cache: keys and values, each [L, B, K / W, S, H] by heads; along the sequence [L, B, K, S / W, H].
+      lengths: i32[B], tokens in the cache so far, the same on every rank. The first new token gets this position.
+      axis_name: the mesh axis, or axes, along which the model is sharded.
+      model: what the model is made of.
+      cos, sin: f32 [positions, rotated / 2], or [tables, positions, rotated / 2] if the layers have several
+        (`model.rotary_tables`): the rotation of each position. So a scaling of frequencies is the caller's arithmetic.
+      counts: i32[B], with T tokens: how many of them each sequence has; None: T. Those behind them leave no trace.
+      placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
+        "round_robin", with `block_size`: as in `decode_attention`.
+      implementation: as in `all_gather_matmul`. "fused" is all layers in one launch, on Hopper: of one token of 1 to 4
+        sequences in bf16 or f16, with a cache by heads. None takes it for one sequence on several ranks, where it has
+        been measured.
+      config: how the kernel splits its work. The shape decides whatever it leaves out.
+
+    Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
+      cache's end are dropped.
+
+    Raises:
+      ValueError: if the operands do not fit together.
+      NameError: if `axis_name` is not bound.
+      NotImplementedError: for several tokens, or layers with different windows, and a cache along the sequence; and if
+        the kernel is asked for and cannot run here.
+    """
+    axes = check_axes(axis_name, "decode_step")
+    check_implementation(implementation)
+    world = lax.axis_size(axes)
+    params = {name: jnp.asarray(weight) for name, weight in params.items()}
+    x, lengths = jnp.asarray(x), jnp.asarray(lengths)
+    key, value = (jnp.asarray(part) for part in cache)
+    cos, sin = (jnp.asarray(table) for table in (cos, sin))
+    cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
+    given = x if x.ndim == 3 else x[:, None]
+    if counts is None:
+        counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32)
+    _check(params, x, key, value, lengths, counts, cos, sin, model, world, placement)
+    place = None
+    if placement != "heads":
+        place = placement_of(placement, block_size, key.shape[3], None, "decode_step")
+        if len(set(model.windows)) > 1:
+            raise NotImplementedError("decode_step takes layers with different windows only with a cache by heads.")
+    settings = settings_of("decode_step", VARIANTS, config)
+    operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin, *params.values()]
+    params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place}
+    reasons = _refusals(operands, model, world, place)
+    if takes_reference("decode_step", [x, key], implementation, reasons):
+        logits, *parts = reference(*operands, **params_)
+    else:
+        logits, *parts = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
+    return logits, (parts[0], parts[1])
+
+
+def reference(
+    x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
+    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    placement: Placement | None, config: Any = None,
+) -> list[jax.Array]:  # fmt: skip
+    """What the operation means, in plain `lax`: [logits, keys, values]."""
+    del config
+    params = dict(zip(names, weights))
+    how = {"axes": axes, "model": model, "placement": placement}
+    logits, cache = plain.run(params, x, (key, value), lengths, counts, cos, sin, **how)
+    return [logits, *cache]
+
+
+def fused(
+    x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
+    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
+    implementation: str | None = None,
+) -> list[jax.Array]:  # fmt: skip
+    """The operation by one kernel, and one scatter of the new keys and values."""
+    del counts
+    operands = [x, key, value]
+    if reasons := symbolic(*operands):
+        raise Unsupported("decode_step", reasons)
+    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, compute_capability)
+    chosen = choose("decode_step", VARIANTS, call, dict(config))
+    stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
+    tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)
+    kernel, keywords = chosen.variant.kernel, chosen.keywords
+    logits, *news = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
+    # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
+    # are those of the leading dimensions, or XLA would transpose the cache, and back.
+    layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
+    slot = jnp.where(lengths >= 0, lengths, key.shape[3])[None, :, None]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
+
+    return [logits, *(put(old, new) for old, new in zip((key, value), news))]
+
+
+def _call_of(
+    x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, compute_capability: int
+) -> Call:
+    """The call with these operands (arrays or their types)."""
+    return Call(
+        model=model,
+        world=world,
+        batch=x.shape[0],
+        tokens=x.shape[1],
+        slots=key.shape[3],
+        positions=cos.shape[1],
+        dtype=np.dtype(x.dtype),
+        cache_dtype=np.dtype(key.dtype),
+        by_heads=placement is None,
+        target=target_of(compute_capability),
+    )
+
+
+def _refusals(operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None) -> list[str]:
+    """All that keeps every kernel from taking these operands, whatever the GPU."""
+    if reasons := symbolic(*operands):
+        return reasons
+    call = _call_of(operands[0], operands[1], operands[5], model, world, placement, HOPPER.compute_capability)
+    refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
+    return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
+
+
+def _slower(x: Any, *_: Any, axes: tuple[str, ...], **__: Any) -> str | None:
+    """Why XLA is taken. On 2 H100, Llama 3 8B's share of 8 GPUs, one sequence, a step took 331 us; XLA's took 866."""
+    measured = x.shape[0] == 1 and lax.axis_size(axes) > 1
+    return None if measured else "the kernel was measured with one sequence and several ranks alone"
+
+
+decode_step_p = collective("decode_step", reference=reference, fused=fused, slower=_slower)
+
+
+def _check(
+    params: Params, x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array,
+    cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
+) -> None:  # fmt: skip
+    """Raises ValueError, with all reasons, if the operands do not fit together."""
+    wrong = []
+    by_heads = placement == "heads"
+    if placement not in PLACEMENTS:
+        wrong.append(f"there is no placement {placement!r} (choose one of {', '.join(map(repr, PLACEMENTS))})")
+    for name in ("heads", "d_mlp", "vocab", *(["kv_heads"] if by_heads else [])):
+        if getattr(model, name) % world:
+            wrong.append(f"{world} ranks do not divide {name}={getattr(model, name)}")
+    if wrong:
+        raise ValueError(f"decode_step cannot take this model: {'; '.join(wrong)}.")
+    if x.ndim not in (2, 3) or x.shape[-1] != model.d_model:
+        wrong.append(f"x must be [B, {model.d_model}] or [B, T, {model.d_model}], not {list(x.shape)}")
+    shapes = model.param_shapes(world, by_heads)
+    if missing := [name for name in shapes if name not in params]:
+        wrong.append(f"params lacks {', '.join(missing)}")
+    if unknown := [name for name in params if name not in shapes]:
+        wrong.append(f"params has {', '.join(unknown)}, which this model has not")
+    for name, shape in shapes.items():
+        if name in params and (params[name].shape != shape or params[name].dtype != x.dtype):
+            found = params[name]
+            wrong.append(f"{name} must be {x.dtype}{list(shape)}, not {found.dtype}{list(found.shape)}")
+    b, heads = x.shape[0], model.kv_heads // world if by_heads else model.kv_heads
+    for name, part in (("keys", key), ("values", value)):
+        if part.ndim != 5 or part.shape != (model.layers, b, heads, part.shape[3], model.head_dim):
+            wanted = f"[{model.layers}, {b}, {heads}, S, {model.head_dim}]"
+            wrong.append(f"the cache's {name} must be {wanted}, not {list(part.shape)}")
+    if key.shape != value.shape or key.dtype != value.dtype:
+        wrong.append(f"keys are {key.dtype}{list(key.shape)} and values {value.dtype}{list(value.shape)}")
+    for name, of in (("lengths", lengths), ("counts", counts)):
+        if of.shape != (b,) or not jnp.issubdtype(of.dtype, jnp.integer):
+            wrong.append(f"{name} must be i32[{b}], not {of.dtype}{list(of.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.ndim != 3 or table.shape[0] < model.tables or table.shape[2] != model.rotated // 2:
+            wanted = f"[{model.tables}, positions, {model.rotated // 2}]"
+            wrong.append(f"{name} must be {wanted}, not {list(table.shape)}")
+    if cos.shape != sin.shape:
+        wrong.append(f"cos is {list(cos.shape)} and sin {list(sin.shape)}")
+    if wrong:
+        raise ValueError(f"decode_step cannot take these operands: {'; '.join(wrong)}.")
+
+
+__all__ = ["Cache", "DecoderSpec", "Params", "Placement", "decode_step"]

@@ -1,0 +1,275 @@
+"""The kernel of `decode_step`: all layers in one launch, on Hopper."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from triton import next_power_of_2
+
+from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
+from jaxtaxfree.ops.blocks.portable import each
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.primitive import Lasting
+from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.target import Target
+
+GROUP = 64  # columns that TMA's swizzle keeps together
+LARGEST_BOX = 256  # rows, or groups, of a block
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `epilogue.activate` calls them
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """All that decides how the kernel works.
+
+    Attributes:
+      model: what the decoder is made of.
+      world: number of ranks.
+      batch, tokens: B and T.
+      slots: positions of the cache.
+      positions: of the rotary tables.
+      dtype, cache_dtype: dtypes of the weights and of the cache.
+      by_heads: whether the cache is by heads.
+      target: the GPU.
+    """
+
+    model: DecoderSpec
+    world: int
+    batch: int
+    tokens: int
+    slots: int
+    positions: int
+    dtype: np.dtype
+    cache_dtype: np.dtype
+    by_heads: bool
+    target: Target
+
+    @property
+    def heads(self) -> int:
+        """Query heads of a rank."""
+        return self.model.heads // self.world
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads of a rank."""
+        return self.model.kv_heads // self.world
+
+    @property
+    def d_mlp(self) -> int:
+        """F of a rank."""
+        return self.model.d_mlp // self.world
+
+    @property
+    def vocab(self) -> int:
+        """Logits of a rank."""
+        return self.model.vocab // self.world
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """How the kernel splits its work.
+
+    Attributes:
+      programs: all of which run at once, one on each multiprocessor.
+      stage: elements of a stage of the ring, a power of 2.
+      num_stages: stages of the ring.
+      splits: parts of the keys of a sequence and key/value head.
+      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
+      num_warps: warps that compute.
+    """
+
+    programs: int = setting(132, least=1)
+    stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)
+    num_stages: int = setting(12, least=2, most=32)
+    splits: int = setting(1, least=1)
+    merged: int = setting(8, least=4, most=128, power_of_2=True)
+    num_warps: int = setting(8, least=4, most=16, power_of_2=True)
+
+
+def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
+    """The shape of a block of weights [rows, columns]: [rows of it, groups, 64].
+
+    A block has as much of a row as a stage holds, in a power of 2, of which at most an eighth lies behind the end.
+
+    Args:
+      divides: if not 0, the block's rows divide it.
+    """
+    width = config.stage
+    while width > GROUP and (-(-columns // width) * width > columns * 8 / 7 or width // GROUP > LARGEST_BOX):
+        width //= 2
+    height = min(config.stage // width, LARGEST_BOX, next_power_of_2(-(-rows // config.programs)))
+    return math.gcd(height, divides), width // GROUP, GROUP
+
+
+class Hopper(Variant[Call]):
+    """One persistent program on each multiprocessor; a warp loads, the others compute."""
+
+    name, Config, kernel = "hopper", Config, decode_step_kernel
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        model = call.model
+        reasons = []
+        if call.target.compute_capability != 90:
+            reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
+        if call.dtype.name not in ("bfloat16", "float16"):
+            reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
+        if call.cache_dtype != call.dtype:
+            reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
+        if call.tokens != 1:
+            reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
+        if call.batch > 4:
+            reasons.append(f"it takes 1 to 4 sequences, not {call.batch}")
+        if not call.by_heads:
+            reasons.append("it takes a cache by heads, not along the sequence")
+            return reasons
+        if model.post_norms:
+            reasons.append(Lasting("it has no norms behind a block (post_norms)"))
+        if model.head_dim not in (64, 128, 256):
+            reasons.append(Lasting(f"it takes heads of 64, 128 and 256, not {model.head_dim}"))
+        if model.group > 8:
+            reasons.append(Lasting(f"it takes at most 8 query heads of a key/value head, not {model.group}"))
+        for name, size in (("d_model", model.d_model), ("d_mlp / ranks", call.d_mlp)):
+            if size % GROUP:
+                reasons.append(f"it takes a {name} that {GROUP} divides, not {size}")
+        if config.programs > call.target.multiprocessors:
+            most = call.target.multiprocessors
+            reasons.append(f"its {config.programs} programs wait for each other, and a GPU has room for {most}")
+        if model.head_dim % config.merged:
+            reasons.append(f"merged={config.merged} does not divide the head size, {model.head_dim}")
+        return reasons
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        programs = asked.get("programs", call.target.multiprocessors)
+        stage = asked.get("stage", 8192)
+        blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
+        pairs = max(1, call.batch * call.kv_heads)
+        stages = min(32, (192 << 10) // (2 * stage))
+        return Config(programs=programs, stage=stage, num_stages=stages, splits=max(1, min(programs // pairs, blocks)))
+
+    def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
+        """The shape of a block of each array of weights, and of the cache."""
+        model, h = call.model, call.model.head_dim
+        queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
+        project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
+        inner = block_of(f, d, config)
+        old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
+        return {
+            "query_desc": project,
+            "key_desc": project,
+            "value_desc": project,
+            "out_desc": block_of(d, queries, config),
+            "gate_desc": inner,
+            "up_desc": inner,
+            "down_desc": block_of(d, f, config),
+            "unembed_desc": block_of(call.vocab, d, config),
+            "old_keys_desc": old,
+            "old_values_desc": old,
+        }
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        model, b, d, h = call.model, call.batch, call.model.d_model, call.model.head_dim
+        heads, kv_heads, layers = call.heads, call.kv_heads, call.model.layers
+        blocks = self.blocks(call, config)
+        f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
+        words = max(_words(d, b, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
+        weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
+        cache = 2 * layers * b * kv_heads * call.slots * h
+        return {
+            "out_type": (f32(b, call.vocab), new, new),
+            "grid": config.programs,
+            "together": config.programs,
+            "scratch": {
+                "stream": f32(b, d),
+                "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
+                "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
+                "heads": f32(b, heads * h),
+                "hidden": f32(b, call.d_mlp),
+            },
+            "messages": {
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
+            },
+            "signals": {"met": 1},
+            "descriptors": blocks,
+            "name": "decode_step",
+            "num_warps": config.num_warps,
+            "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
+            **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
+            **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
+            "LAYERS": layers,
+            "B": b,
+            "D": d,
+            "HEADS": heads,
+            "KV_HEADS": kv_heads,
+            "H": h,
+            "F": call.d_mlp,
+            "V": call.vocab,
+            "SLOTS": call.slots,
+            "POSITIONS": call.positions,
+            "ROTATED": model.rotated,
+            "EPS": model.norm_eps,
+            "PLUS_ONE": model.norm_plus_one,
+            "SCORE_SCALE": model.score_factor,
+            "SCORE_SOFT_CAP": model.score_soft_cap or 0.0,
+            "ACTIVATION": ACTIVATIONS[model.activation],
+            "RESIDUAL_SCALE": model.residual_scale,
+            "LOGIT_SCALE": model.logit_scale,
+            "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
+            "PROGRAMS": config.programs,
+            "SPLITS": config.splits,
+            "WORDS": words,
+            "STAGE": config.stage,
+            "STAGES": config.num_stages,
+            "MERGED": config.merged,
+        }
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled."""
+        params, x, cache, lengths, cos, sin = operands
+        model = call.model
+        rows = lambda w: w.reshape(-1, w.shape[-1] // GROUP, GROUP)  # noqa: E731
+        weights = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        weights.append("embed" if model.tied else "unembed")
+        vectors = ["attn_norm", "mlp_norm", "final_norm"]
+        vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
+        vectors += ["q_norm", "k_norm"] if model.qk_norm else []
+        farthest = 1 << 30
+        windows = [farthest if window is None else window for window in model.window_by_layer]
+        return (
+            x,
+            *(rows(params[name]) for name in weights),
+            *map(rows, cache),
+            *(params[name] for name in vectors),
+            cos,
+            sin,
+            lengths,
+            jnp.asarray(windows, jnp.int32),
+            jnp.asarray(model.table_by_layer, jnp.int32),
+        )
+
+    def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
+        del call
+        return [
+            *({"stage": stage, "num_stages": (192 << 10) // (2 * stage)} for stage in (4096, 16384)),
+            *each("num_warps", 4, 16),
+            *each("merged", 4, 16, 32),
+            *each("splits", config.splits // 2),
+        ]
+
+
+def _words(rows: int, batch: int, block: int, programs: int) -> int:
+    """Words of a sum from one rank, of all programs: `most_of` of the kernel, times what a block has."""
+    unit = max(1, 4 // block)
+    blocks = math.ceil(rows / block)
+    most = math.ceil(blocks / (unit * programs)) * unit
+    return programs * most * batch * block
+
+
+# The kernels. Of those that do not refuse a call the cheapest one takes it.
+VARIANTS: tuple[Variant[Call], ...] = (Hopper(),)

@@ -1,0 +1,201 @@
+"""What `decode_step` means, in plain `lax`: a dense decoder of any family that `DecoderSpec` describes."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.kv_cache import Placement, append_kv
+
+Params = Mapping[str, jax.Array]
+LAYER_FREE = ("final_norm", "unembed", "embed")  # parameters that no layer has
+
+_ACTIVATIONS = {
+    "silu": jax.nn.silu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def run(
+    params: Params,
+    x: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    lengths: jax.Array,
+    counts: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    axes: tuple[str, ...],
+    model: DecoderSpec,
+    placement: Placement | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """All layers, for T new tokens of each sequence.
+
+    Args:
+      params, cache, lengths: as in `decode_step`.
+      x: [B, T, D].
+      counts: i32[B], how many of the T tokens are there; those behind them leave no trace.
+      cos, sin: f32 [tables, positions, rotated / 2].
+      placement: which positions a rank keeps; None: all, of some of the heads.
+
+    Returns: (logits f32[B, V / W] of each sequence's last token, the cache).
+    """
+    b, t, _ = x.shape
+    if t > 1 and placement is not None:
+        raise NotImplementedError("decode_step takes several new tokens only with a cache by heads.")
+    at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)  # [B, T]
+    row = jnp.clip(at, 0, cos.shape[1] - 1)
+    x = x.astype(x.dtype) * jnp.asarray(model.embedding_scale, x.dtype)
+    no_window = jnp.iinfo(jnp.int32).max
+    by_layer = (
+        {name: w for name, w in params.items() if name not in LAYER_FREE},
+        cache,
+        jnp.asarray([no_window if w is None else w for w in model.window_by_layer], jnp.int32),
+        jnp.asarray(model.table_by_layer, jnp.int32),
+    )
+
+    def normal(y: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(y, weight, model)
+
+    def layer(x: jax.Array, of_layer: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        w, past, window, table = of_layer
+        rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
+        q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
+        if placement is None:
+            past = _appended(past, k, v, at, counts)
+            y = _attend(q, past, at, lengths + counts, window, model)
+        else:
+            past, y = _attend_along_the_sequence(q, k, v, past, lengths, placement, axes, model)
+        y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
+        x = x + _scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
+        y = normal(x, w["mlp_norm"])
+        gate, up = (_product(y, w[name]) for name in ("gate_proj", "up_proj"))
+        y = (_ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
+        y = lax.psum(_product(y, w["down_proj"]), axes).astype(x.dtype)
+        x = x + _scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
+        return x, past
+
+    x, cache = lax.scan(layer, x, by_layer)
+    x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
+    return _capped(logits * model.logit_scale, model.logit_soft_cap), cache
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
+    """x [..., D] over the root of its mean square, times weight [D] or 1 + weight. In f32, rounded once."""
+    x32, w32 = x.astype(jnp.float32), weight.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.norm_eps)
+    return (x32 * (1 + w32 if model.norm_plus_one else w32)).astype(x.dtype)
+
+
+def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [B, T, heads, H]: each dimension of the first half of the rotated ones makes a pair with its like."""
+    cos, sin = rotation
+    half = cos.shape[-1]
+    x32 = x.astype(jnp.float32)
+    a, b, rest = x32[..., :half], x32[..., half : 2 * half], x32[..., 2 * half :]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [..., in] times weight [out, in], in f32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+
+
+def _queries_keys_values(
+    w: Params, y: jax.Array, rotation: tuple[jax.Array, jax.Array], model: DecoderSpec
+) -> list[jax.Array]:
+    """Of y [B, T, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
+    found = []
+    for name in ("q", "k", "v"):
+        of = _product(y, w[f"{name}_proj"])
+        if model.qkv_bias:
+            of = of + w[f"{name}_bias"].astype(jnp.float32)
+        of = of.astype(y.dtype).reshape(*y.shape[:2], -1, model.head_dim)
+        if name != "v":
+            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
+        found.append(of)
+    return found
+
+
+def _appended(
+    past: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values [B, K, S, H] with those of the new tokens [B, T, K, H] at positions [B, T]."""
+    b, t = at.shape
+    slots = past[0].shape[2]
+    there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
+    slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
+    # Indices of the leading dimensions, or XLA would transpose the cache, and back.
+    sequence, head, _ = jnp.ogrid[:b, : past[0].shape[1], :t]
+
+    def put(old: jax.Array, new: jax.Array) -> jax.Array:
+        new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
+        return old.at[sequence, head, slot].set(new, mode="drop", unique_indices=True)
+
+    return put(past[0], k), put(past[1], v)
+
+
+def _attend(
+    q: jax.Array, past: tuple[jax.Array, jax.Array], at: jax.Array, ends: jax.Array, window: jax.Array,
+    model: DecoderSpec,
+) -> jax.Array:  # fmt: skip
+    """Of queries [B, T, N, H] at positions [B, T] over keys and values [B, K, S, H], before ends [B]: [B, T, N, H]."""
+    b, t, n, h = q.shape
+    keys, values = past[0].astype(q.dtype), past[1].astype(q.dtype)
+    k, slots = keys.shape[1:3]
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    grouped = q.reshape(b, t, k, n // k, h)
+    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how) * model.score_factor
+    scores = _capped(scores, model.score_soft_cap)
+    slot = jnp.arange(slots)
+    there = slot < ends[:, None]
+    seen = there[:, None] & (slot <= at[:, :, None]) & (slot >= at[:, :, None] - window)  # [B, T, S]
+    scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
+    total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
+    # Behind the last key the cache may hold anything, and 0 * NaN is NaN.
+    values = jnp.where(there[:, None, :, None], values, 0)
+    y = jnp.einsum("bkgts,bksh->bkgth", weights.astype(q.dtype), values, **how)
+    y = y / jnp.where(total == 0, 1, total)[..., None]
+    return jnp.moveaxis(y, 3, 1).reshape(b, t, n, h).astype(q.dtype)
+
+
+def _attend_along_the_sequence(
+    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, placement: Placement,
+    axes: tuple[str, ...], model: DecoderSpec,
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
+    """The same over a cache of which each rank has some positions of all heads, [B, K, S, H]."""
+    q = lax.all_gather(q[:, 0], axes, axis=1, tiled=True)  # [B, N, H]
+    past = append_kv(past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH")
+    y = decode_attention(
+        q,
+        past[0],
+        past[1],
+        axes,
+        scale=model.score_factor,
+        key_value_seq_lengths=lengths + 1,
+        local_window_size=model.windows[0],
+        logits_soft_cap=model.score_soft_cap,
+        output="heads",
+        implementation="xla",
+        placement="round_robin",
+        block_size=placement.stretch,
+        kv_layout="BKSH",
+    )
+    return past, y[:, None]
+
+
+def _scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
+    return y if model.residual_scale == 1 else y * jnp.asarray(model.residual_scale, y.dtype)
+
+
+def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+    return x if cap is None else cap * jnp.tanh(x / cap)

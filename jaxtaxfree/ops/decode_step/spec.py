@@ -1,0 +1,164 @@
+"""What a dense decoder is made of, as far as `decode_step` has to know it."""
+
+import dataclasses
+from collections.abc import Sequence
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderSpec:
+    """A family of decoders with RMSNorm, rotary positions, grouped queries and a gated MLP, and the sizes of one.
+
+    It covers Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and Gemma 2 and 3. Sizes are those of the whole model, of all
+    ranks together. What a model does with numbers of its own (frequencies of the rotation, weights) is an operand.
+
+    Attributes:
+      layers: L.
+      d_model: D.
+      heads, kv_heads: N and K, query heads and key/value heads. N is a multiple of K.
+      head_dim: H.
+      d_mlp: F.
+      vocab: V, a multiple of the number of ranks.
+      norm_eps: what RMSNorm adds to the mean square.
+      norm_plus_one: RMSNorm multiplies by 1 + weight, not by the weight.
+      post_norms: a block's result is normalised before it is added to the residual stream, as well as its input.
+      qkv_bias: queries, keys and values have a bias.
+      qk_norm: each head of queries and keys is normalised before it is rotated.
+      rotary_dim: how many of a head's dimensions are rotated, the first ones; None: all. Dimensions i and
+        i + rotary_dim / 2 make a pair.
+      windows: for each layer the positions before a token that it attends to, besides itself; None: all. Fewer entries
+        than layers are taken in turn. (A checkpoint's `sliding_window` counts the token itself, and is 1 more.)
+      rotary_tables: for each layer which of the rotary tables is its own, in turn as well.
+      score_scale: multiplies attention's scores; None: 1 / sqrt(H).
+      score_soft_cap: c. A score becomes c * tanh(score / c).
+      activation: of the gate: "silu", "gelu" or "gelu_tanh".
+      tied: the logits' weights are the embedding.
+      embedding_scale: multiplies x. Gemma has sqrt(D).
+      residual_scale: multiplies a block's result before it is added to the residual stream.
+      logit_scale: multiplies the logits.
+      logit_soft_cap: as `score_soft_cap`, after the scale.
+    """
+
+    layers: int
+    d_model: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    d_mlp: int
+    vocab: int
+    norm_eps: float = 1e-6
+    norm_plus_one: bool = False
+    post_norms: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    rotary_dim: int | None = None
+    windows: tuple[int | None, ...] = (None,)
+    rotary_tables: tuple[int, ...] = (0,)
+    score_scale: float | None = None
+    score_soft_cap: float | None = None
+    activation: str = "silu"
+    tied: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        wrong = [
+            f"{name} must be a positive whole number, not {size!r}"
+            for name in ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_mlp", "vocab")
+            if not isinstance(size := getattr(self, name), int) or size < 1
+        ]
+        if not wrong and self.heads % self.kv_heads:
+            wrong.append(f"{self.heads} query heads are no multiple of {self.kv_heads} key/value heads")
+        rotated = self.rotary_dim
+        if rotated is not None and (rotated % 2 or not 0 <= rotated <= self.head_dim):
+            wrong.append(f"rotary_dim must be even and at most head_dim={self.head_dim}, not {rotated}")
+        if rotated is None and self.head_dim % 2:
+            wrong.append(f"a head of {self.head_dim} dimensions cannot be rotated in pairs: give rotary_dim")
+        if not self.windows or not self.rotary_tables:
+            wrong.append("windows and rotary_tables need an entry or more, which the layers take in turn")
+        if any(window is not None and window < 0 for window in self.windows):
+            wrong.append(f"windows must be None or not negative, not {self.windows}")
+        if any(table < 0 for table in self.rotary_tables):
+            wrong.append(f"rotary_tables must not be negative, not {self.rotary_tables}")
+        if self.activation not in ACTIVATIONS:
+            wrong.append(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {self.activation!r}")
+        for name in ("score_soft_cap", "logit_soft_cap"):
+            if (cap := getattr(self, name)) is not None and not cap > 0:
+                wrong.append(f"{name} must be positive, not {cap}")
+        if wrong:
+            raise ValueError(f"There is no such DecoderSpec: {'; '.join(wrong)}.")
+
+    @property
+    def group(self) -> int:
+        """Query heads of a key/value head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def rotated(self) -> int:
+        """Dimensions of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def tables(self) -> int:
+        """How many rotary tables there are."""
+        return 1 + max(self.rotary_tables)
+
+    @property
+    def score_factor(self) -> float:
+        """What multiplies attention's scores."""
+        return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
+
+    @property
+    def window_by_layer(self) -> tuple[int | None, ...]:
+        """`windows`, one for each layer."""
+        return _in_turn(self.windows, self.layers)
+
+    @property
+    def table_by_layer(self) -> tuple[int, ...]:
+        """`rotary_tables`, one for each layer."""
+        return _in_turn(self.rotary_tables, self.layers)
+
+    def param_shapes(self, world: int = 1, by_heads: bool = True) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter of a rank, as `decode_step` takes them.
+
+        Args:
+          world: number of ranks.
+          by_heads: whether each rank has some of the key/value heads, or all of them.
+        """
+        layers, d, h = self.layers, self.d_model, self.head_dim
+        n, f = self.heads // world, self.d_mlp // world
+        k = self.kv_heads // world if by_heads else self.kv_heads
+        shapes: dict[str, tuple[int, ...]] = {
+            "attn_norm": (layers, d),
+            "q_proj": (layers, n * h, d),
+            "k_proj": (layers, k * h, d),
+            "v_proj": (layers, k * h, d),
+            "o_proj": (layers, d, n * h),
+            "mlp_norm": (layers, d),
+            "gate_proj": (layers, f, d),
+            "up_proj": (layers, f, d),
+            "down_proj": (layers, d, f),
+            "final_norm": (d,),
+            "embed" if self.tied else "unembed": (self.vocab // world, d),
+        }
+        if self.qkv_bias:
+            shapes |= {"q_bias": (layers, n * h), "k_bias": (layers, k * h), "v_bias": (layers, k * h)}
+        if self.qk_norm:
+            shapes |= {"q_norm": (layers, h), "k_norm": (layers, h)}
+        if self.post_norms:
+            shapes |= {"post_attn_norm": (layers, d), "post_mlp_norm": (layers, d)}
+        return shapes
+
+    def sharded(self, by_heads: bool = True) -> dict[str, int | None]:
+        """The dimension along which the ranks share each parameter of the whole model; None: each has all of it."""
+        kv = 1 if by_heads else None
+        rows = {"q_proj": 1, "k_proj": kv, "v_proj": kv, "q_bias": 1, "k_bias": kv, "v_bias": kv}
+        rows |= {"gate_proj": 1, "up_proj": 1, "embed": 0, "unembed": 0, "o_proj": 2, "down_proj": 2}
+        return {name: rows.get(name) for name in self.param_shapes()}
+
+
+def _in_turn[T](entries: Sequence[T], count: int) -> tuple[T, ...]:
+    return tuple(entries[i % len(entries)] for i in range(count))

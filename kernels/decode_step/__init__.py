@@ -1,0 +1,1 @@
+"""A decode step in one launch."""

@@ -1,0 +1,247 @@
+"""A decode step in one launch: one new token of each sequence through all layers of a dense decoder, to the logits.
+
+One program runs on each multiprocessor, from the beginning to the end. Its warps have two roles:
+
+* *load* streams all that is read once through a ring in shared memory: the program's rows of each layer's weights, and
+  its part of the old keys and values. It waits for nothing but room in the ring, so it runs ahead of what depends on
+  this token, into the next phases and layers.
+* *compute* takes the blocks in the same order, and does depend: a layer has six phases, and at the end of each one all
+  programs of the rank meet.
+
+    project     queries, keys and values of the normalised stream
+    attend      each program to its part of the keys
+    merge       the parts of each head
+    add         the product of the heads, summed over the ranks, added to the stream
+    gate        the gated MLP's inner part
+    add         its product, summed over the ranks, added to the stream
+
+`phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring.
+
+Scratch has one copy of each array for all layers: who writes it again has met everybody who read it.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import ring as rings
+
+PHASES = phases.PHASES
+
+
+class Sizes(NamedTuple):
+    """The kernel's constants, all of one rank. They are explained where they are its parameters."""
+
+    LAYERS: Any
+    B: Any
+    D: Any
+    HEADS: Any
+    KV_HEADS: Any
+    H: Any
+    F: Any
+    V: Any
+    SLOTS: Any
+    POSITIONS: Any
+    ROTATED: Any
+    EPS: Any
+    PLUS_ONE: Any
+    SCORE_SCALE: Any
+    SCORE_SOFT_CAP: Any
+    ACTIVATION: Any
+    RESIDUAL_SCALE: Any
+    LOGIT_SCALE: Any
+    LOGIT_SOFT_CAP: Any
+    WORLD: Any
+    PROGRAMS: Any
+    SPLITS: Any
+    WORDS: Any
+    MERGED: Any
+
+
+class Given(NamedTuple):
+    """What the kernel is given: descriptors of what it reads once, and pointers to the rest."""
+
+    query: Any
+    key: Any
+    value: Any
+    out: Any
+    gate: Any
+    up: Any
+    down: Any
+    unembed: Any
+    old_keys: Any
+    old_values: Any
+    attn_norm: Any
+    mlp_norm: Any
+    final_norm: Any
+    query_bias: Any
+    key_bias: Any
+    value_bias: Any
+    query_norm: Any
+    key_norm: Any
+    cos: Any
+    sin: Any
+    lengths: Any
+    windows: Any
+    tables: Any
+
+
+class Kept(NamedTuple):
+    """The kernel's scratch, as pointers."""
+
+    stream: Any
+    qkv: Any
+    accs: Any
+    tops: Any
+    heads: Any
+    hidden: Any
+
+
+class Results(NamedTuple):
+    logits: Any
+    new_keys: Any
+    new_values: Any
+
+
+@triton.constexpr_function
+def sizes_of(*sizes):
+    """The constant of these sizes."""
+    return Sizes(*sizes)
+
+
+@gluon.jit
+def decode_step_kernel(
+    x_ptr,  # f32 [B, D]
+    query_desc,  # [L * HEADS * H, D / 64, 64]
+    key_desc,  # [L * KV_HEADS * H, D / 64, 64]
+    value_desc,
+    out_desc,  # [L * D, HEADS * H / 64, 64]
+    gate_desc,  # [L * F, D / 64, 64]
+    up_desc,
+    down_desc,  # [L * D, F / 64, 64]
+    unembed_desc,  # [V, D / 64, 64]
+    old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]
+    old_values_desc,
+    attn_norm_ptr,  # [L, D]
+    mlp_norm_ptr,  # [L, D]
+    final_norm_ptr,  # [D]
+    query_bias_ptr,  # [L, HEADS * H], or None
+    key_bias_ptr,  # [L, KV_HEADS * H], or None
+    value_bias_ptr,
+    query_norm_ptr,  # [L, H], or None
+    key_norm_ptr,
+    cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
+    sin_ptr,
+    lengths_ptr,  # i32 [B], tokens in the cache
+    windows_ptr,  # i32 [L], positions before a token that it attends to
+    tables_ptr,  # i32 [L], which rotary table is a layer's
+    team,
+    stream,  # scratch f32 [B, D], the residual stream
+    qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
+    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
+    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
+    heads,  # scratch f32 [B, HEADS * H]
+    hidden,  # scratch f32 [B, F]
+    sums,  # messages i32 [2 * L, WORLD, WORDS]
+    met,  # signal: programs that have come to the end of a phase
+    logits_ptr,  # f32 [B, V]
+    new_keys_ptr,  # [L, B, KV_HEADS, H]
+    new_values_ptr,
+    LAYERS: gl.constexpr,
+    B: gl.constexpr,
+    D: gl.constexpr,
+    HEADS: gl.constexpr,  # those of this rank, as are all sizes
+    KV_HEADS: gl.constexpr,
+    H: gl.constexpr,
+    F: gl.constexpr,
+    V: gl.constexpr,
+    SLOTS: gl.constexpr,
+    POSITIONS: gl.constexpr,
+    ROTATED: gl.constexpr,
+    EPS: gl.constexpr,
+    PLUS_ONE: gl.constexpr,  # gains of norms are 1 + weight
+    SCORE_SCALE: gl.constexpr,
+    SCORE_SOFT_CAP: gl.constexpr,  # 0: none
+    ACTIVATION: gl.constexpr,
+    RESIDUAL_SCALE: gl.constexpr,
+    LOGIT_SCALE: gl.constexpr,
+    LOGIT_SOFT_CAP: gl.constexpr,
+    WORLD: gl.constexpr,
+    PROGRAMS: gl.constexpr,
+    SPLITS: gl.constexpr,  # parts of the keys of a sequence and key/value head
+    WORDS: gl.constexpr,  # of a sum from one rank, at least
+    MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
+    STAGE: gl.constexpr,  # elements of a stage of the ring
+    STAGES: gl.constexpr,
+):
+    me = shmem.start(team, WORLD=WORLD)
+    SIZES: gl.constexpr = sizes_of(
+        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, SCORE_SCALE, SCORE_SOFT_CAP,
+        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+    )  # fmt: skip
+    given = Given(
+        query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
+        old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
+        query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+    )  # fmt: skip
+    kept = Kept(
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
+        shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
+        shmem.scratch(me, hidden, gl.float32),
+    )  # fmt: skip
+    results = Results(logits_ptr, new_keys_ptr, new_values_ptr)
+    ring = rings.allocate(query_desc, STAGE, STAGES)
+    gl.warp_specialize(
+        [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
+    )
+    shmem.finish(me)
+
+
+@gluon.jit
+def load(ring, given, SIZES: gl.constexpr):
+    """Fetches all that the program reads once, in the order in which `compute` takes it."""
+    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    lengths = attention.lengths_of(given, SIZES)
+    for layer in range(SIZES.LAYERS):
+        position = phases.fetch_projections(ring, position, given, layer, SIZES)
+        position = attention.fetch(ring, position, given, lengths, layer, SIZES)
+        position = phases.fetch_share(ring, position, given.out, layer, SIZES.HEADS * SIZES.H, SIZES)
+        position = phases.fetch_gate(ring, position, given, layer, SIZES)
+        position = phases.fetch_share(ring, position, given.down, layer, SIZES.F, SIZES)
+    phases.fetch_unembed(ring, position, given, SIZES)
+
+
+@gluon.jit
+def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
+    """The phases of all layers, and the logits."""
+    x = x_ptr
+    position = (me.rank * 0, me.rank * 0)
+    factor = gl.where(me.ready, 1.0, float("nan"))
+    lengths = attention.lengths_of(given, SIZES)
+    for layer in range(SIZES.LAYERS):
+        phase = layer * PHASES
+        window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
+        position = phases.project(ring, position, given, x, layer, kept.qkv, factor, SIZES)
+        factor = phases.meet(me, met, phase, factor, SIZES)
+        position = attention.attend(
+            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+        )  # fmt: skip
+        factor = phases.meet(me, met, phase + 1, factor, SIZES)
+        attention.merge(kept, factor, SIZES)
+        factor = phases.meet(me, met, phase + 2, factor, SIZES)
+        position, factor = phases.add(
+            me, ring, position, given.out, kept.heads, x, kept.stream, sums, met, 2 * layer, phase + 3, factor,
+            SIZES.HEADS * SIZES.H, SIZES,
+        )  # fmt: skip
+        position = phases.gate(ring, position, given, kept.stream, layer, kept.hidden, factor, SIZES)
+        factor = phases.meet(me, met, phase + 4, factor, SIZES)
+        position, factor = phases.add(
+            me, ring, position, given.down, kept.hidden, kept.stream, kept.stream, sums, met, 2 * layer + 1, phase + 5,
+            factor, SIZES.F, SIZES,
+        )  # fmt: skip
+        x = kept.stream
+    phases.unembed(ring, position, given, x, results.logits, factor, SIZES)

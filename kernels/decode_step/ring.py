@@ -1,0 +1,195 @@
+"""The ring in shared memory through which all that a decode step reads once comes: weights, and old keys and values.
+
+A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. Blocks of
+all arrays take the same stages, in one order that both roles know: `fetch` puts the next one in, `take` takes it out.
+A position is (stage, phase) of a role's next block.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+# What is read once is not to drive out of the L2 cache what all programs read.
+READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
+
+
+class Ring(NamedTuple):
+    """What lies in shared memory."""
+
+    stages: Any  # [STAGES, STAGE / 64, 64]
+    full: Any  # mbarriers of the stages: the block has come
+    empty: Any  # it has been taken
+
+
+@gluon.jit
+def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], desc.dtype)
+    stages = gl.allocate_shared_memory(desc.dtype, [STAGES, STAGE // 64, 64], LAYOUT)
+    full = mbarrier.allocate_mbarrier(batch=STAGES)
+    empty = mbarrier.allocate_mbarrier(batch=STAGES)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(full.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=1)
+    return Ring(stages, full, empty)
+
+
+@gluon.jit
+def fetch(ring, position, desc, row, group):
+    """Begins to load the block of `desc` at this row and group of columns; returns the next position."""
+    stage, phase = position
+    block = view(ring, stage, desc)
+    mbarrier.wait(ring.empty.index(stage), phase)
+    mbarrier.expect(ring.full.index(stage), block.nbytes_per_cta)
+    tma.async_load(desc, [row, group, 0], ring.full.index(stage), block, cache_policy=READ_ONCE)
+    return after(ring, position)
+
+
+@gluon.jit
+def take(ring, position, desc):
+    """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
+    stage, phase = position
+    mbarrier.wait(ring.full.index(stage), phase)
+    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    return block.to(gl.float32), after(ring, position)
+
+
+@gluon.jit
+def view(ring, stage, desc):
+    """A stage as a block of `desc`."""
+    return ring.stages.index(stage).reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def after(ring, position):
+    """The position after this one."""
+    STAGES: gl.constexpr = ring.stages.shape[0]
+    stage, phase = position
+    stage += 1
+    around = stage == STAGES
+    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
+
+
+@triton.constexpr_function
+def layout_of(block_shape, warps):
+    """How the threads share a block: each has 8 neighbours of a row, a warp 4 rows of 64, as shared memory has them."""
+    groups = block_shape[1]
+    lanes = min(4, groups)
+    across = min(warps, groups // lanes)
+    return gl.BlockedLayout([1, 1, 8], [4 // lanes, lanes, 8], [warps // across, across, 1], [2, 1, 0])
+
+
+@triton.constexpr_function
+def columns_layout(block_shape, warps):
+    """The layout of what every row of a block is multiplied by."""
+    return gl.SliceLayout(0, layout_of(block_shape, warps))
+
+
+@triton.constexpr_function
+def rows_layout(block_shape, warps):
+    """The layout of what a block has one of for each row."""
+    return gl.SliceLayout(1, gl.SliceLayout(2, layout_of(block_shape, warps)))
+
+
+@gluon.jit
+def columns_of(desc, chunk):
+    """The columns of a block, the chunk-th of its rows: i32 [groups, 64]."""
+    GROUPS: gl.constexpr = desc.block_shape[1]
+    LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
+    group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))[:, None]
+    return (chunk * GROUPS + group) * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@gluon.jit
+def rows_of(desc):
+    """The rows of a block: i32 [rows]."""
+    return gl.arange(0, desc.block_shape[0], rows_layout(desc.block_shape, gl.num_warps()))
+
+
+@triton.constexpr_function
+def chunks_of(columns, desc):
+    """Into how many blocks rows of so many columns fall."""
+    return -(-columns // (64 * desc.block_shape[1]))
+
+
+@gluon.jit
+def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr):
+    """Begins to load rows of so many columns, one block after the other."""
+    for chunk in range(chunks_of(COLUMNS, desc)):
+        position = fetch(ring, position, desc, row, chunk * desc.block_shape[1])
+    return position
+
+
+@gluon.jit
+def multiply(ring, position, desc, vectors, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """The rows that come next times each of B vectors, f32 [rows] each; and the next position.
+
+    Args:
+      vectors: what `vectors_of` returned.
+    """
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    sums = ()
+    for chunk in gl.static_range(CHUNKS):
+        block, position = take(ring, position, desc)
+        parts = ()
+        for b in gl.static_range(B):
+            part = gl.sum(gl.sum(block * vectors[b * CHUNKS + chunk][None, :, :], 2), 1)
+            if chunk > 0:
+                part += sums[b]
+            parts = parts + (part,)
+        sums = parts
+    return sums, position
+
+
+@gluon.jit
+def vectors_of(
+    desc, source, gain_ptr, factor, COLUMNS: gl.constexpr, B: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr
+):
+    """Vectors f32 [B, COLUMNS], as `multiply` takes them: of each vector one part after the other.
+
+    Args:
+      gain_ptr: weights [COLUMNS] of RMSNorm, by which they are normalised; None: they are taken as they are.
+      factor: f32, multiplies all.
+    """
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    vectors = ()
+    # All loads come before what has to wait for one of them.
+    gains, loaded = (), ()
+    for chunk in gl.static_range(CHUNKS):
+        for b in gl.static_range(B):
+            loaded = loaded + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+        if gain_ptr is not None:
+            gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
+    for b in gl.static_range(B):
+        parts = ()
+        for chunk in gl.static_range(CHUNKS):
+            parts = parts + (loaded[chunk * B + b],)
+        scale = factor
+        if gain_ptr is not None:
+            squares = gl.sum(gl.sum(parts[0] * parts[0], 1), 0)
+            for chunk in gl.static_range(1, CHUNKS):
+                squares += gl.sum(gl.sum(parts[chunk] * parts[chunk], 1), 0)
+            scale = factor * gl.rsqrt(squares / COLUMNS + EPS)
+        for chunk in gl.static_range(CHUNKS):
+            part = parts[chunk] * scale
+            if gain_ptr is not None:
+                gain = gains[chunk].to(gl.float32)
+                part *= gain + 1.0 if PLUS_ONE else gain
+            vectors = vectors + (part,)
+    return vectors
+
+
+@gluon.jit
+def load_part(desc, source, chunk, COLUMNS: gl.constexpr):
+    """A part of a vector [COLUMNS], that of a block; 0 behind its end."""
+    WHOLE: gl.constexpr = COLUMNS % (64 * desc.block_shape[1]) == 0
+    column = columns_of(desc, chunk)
+    if WHOLE:
+        part = gl.load(source + column)
+    else:
+        part = gl.load(source + column, mask=column < COLUMNS, other=0.0)
+    return part

@@ -1,0 +1,61 @@
+"""What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree import DecoderSpec, decode_step
+from tests.compiled.test_compiled import SHARED_MEMORY, local_memory, ptxas_report, spilled_bytes
+from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
+from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
+from tests.helpers.support import Compiled, lower_for_cuda, mesh_of, sharded
+
+SLOTS = 8192
+CACHE = P(None, None, "tp")
+
+
+def lowered(model: DecoderSpec, world: int, batch: int) -> str:
+    """The program of a step of this model, of all ranks together."""
+    mesh = mesh_of(world)
+    specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in model.sharded().items()}
+    shapes = model.param_shapes()
+    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in specs.items()}
+    size = (model.layers, batch, model.kv_heads, SLOTS, model.head_dim)
+    cache = (sharded(mesh, CACHE, size, "bfloat16"),) * 2
+    table = sharded(mesh, P(), (SLOTS, model.rotated // 2), "float32")
+
+    def step(params: dict, x: jax.Array, cache: tuple, lengths: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
+        return decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="fused")
+
+    program = jax.shard_map(
+        step, mesh=mesh, in_specs=(specs, P(), (CACHE, CACHE), P(), P(), P()),
+        out_specs=(P(None, "tp"), (CACHE, CACHE)), check_vma=False,
+    )  # fmt: skip
+    x, lengths = sharded(mesh, P(), (batch, model.d_model), "bfloat16"), sharded(mesh, P(), (batch,), jnp.int32)
+    return lower_for_cuda(program, params, x, cache, lengths, table, table)
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_a_share_of_llama_3_8b(world):
+    """That of eight GPUs: a warp loads, two groups of four compute, nothing is spilled, and a block is one TMA load."""
+    model = DecoderSpec(
+        layers=8, d_model=4096, heads=4 * world, kv_heads=world, head_dim=128, d_mlp=1792 * world, vocab=16032 * world
+    )
+    kernel = launch_of(lowered(model, world, 1))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert kernel[NAME] == b"decode_step_kernel"
+    assert kernel[WARPS] == 12
+    assert 190 << 10 < code.shared <= SHARED_MEMORY[90]
+    assert local_memory(code.ptx) == []
+    assert spilled_bytes(ptxas_report(code)) == 0
+    # Queries, keys, values, two of attention, out, gate, up, down and the last product: one load each, of 3 dimensions.
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
+    assert loads and set(loads) == {"3"}
+    assert len(loads) <= 10
+    # Programs of a rank meet at the scope of the GPU, and nothing else is published.
+    assert "ld.acquire.gpu.global.b32" in code.ptx
+    assert re.search(r"(atom|red)[\w.:]*\.release\.gpu|(atom|red)[\w.:]*\.gpu[\w.:]*\.release|\.release\.gpu", code.ptx)
+    assert "release.sys" not in code.ptx

@@ -1,0 +1,116 @@
+"""Calls of `decode_step`'s kernel for the simulator: tiny models, and what must come out."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from jaxtaxfree import simulator
+from jaxtaxfree.ops.decode_step.hopper import Call, Config, Hopper
+from jaxtaxfree.target import HOPPER
+from tests.helpers.decoders import make_params, rotary_tables, tiny
+
+SLOTS = 20  # of the cache, no multiple of a block
+CONFIG = Config(programs=3, stage=512, num_stages=3, splits=1, merged=32, num_warps=4)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Step:
+    """A call of the kernel.
+
+    Attributes:
+      family: of the model.
+      world: number of ranks. Each has one key/value head, and all have the same part of the vocabulary, so that all
+        logits have to be the same bits.
+      lengths: tokens of each sequence in the cache.
+      layers, group: of the model.
+      changes: what else is changed of the model.
+      config: what is changed of CONFIG.
+    """
+
+    family: str = "llama-3-8b"
+    world: int = 2
+    lengths: tuple[int, ...] = (11,)
+    layers: int = 1
+    group: int = 2
+    changes: tuple[tuple[str, Any], ...] = ()
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def model(self) -> jtf.DecoderSpec:
+        world = self.world
+        sizes = {"d_model": 64, "heads": self.group * world, "kv_heads": world, "head_dim": 64, "d_mlp": 64 * world}
+        return dataclasses.replace(
+            tiny(self.family, layers=self.layers, vocab=12 * world, **sizes), **dict(self.changes)
+        )
+
+    def run(self, kernel: Any = Hopper.kernel, **settings: Any) -> None:
+        """Simulates the call. Its logits must be right, and the same on all ranks."""
+        arrays, keywords, logits, keys, values = _prepared(self)
+        outs, _ = simulator.run(kernel, *arrays, **{**keywords, **settings})
+        for rank, out in enumerate(outs):
+            kept = np.asarray(self.lengths) < SLOTS  # the keys of others are dropped behind the kernel
+            new = [x[:, kept] for x in (out[1], out[2], keys[rank], values[rank])]
+            for found, expected in zip((out[0], *new[:2]), (logits, *new[2:]), strict=True):
+                found = np.asarray(found, np.float32)
+                np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02, err_msg=f"of rank {rank}")
+            np.testing.assert_array_equal(out[0], outs[0][0], err_msg="ranks have different bits")
+
+
+@functools.lru_cache(maxsize=32)
+def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.ndarray, np.ndarray, np.ndarray]:
+    """The operands of each rank, the keywords of the launch, and what must come out: logits, new keys and values."""
+    model, world, b = step.model, step.world, len(step.lengths)
+    rng = np.random.default_rng(0)
+    params = {name: w.astype(jnp.bfloat16) for name, w in make_params(model).items()}
+    unembed = "embed" if model.tied else "unembed"
+    params[unembed] = np.tile(params[unembed][:12], (world, 1))
+    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, 64)).astype(jnp.bfloat16)
+    x = rng.standard_normal((b, 64)).astype(jnp.bfloat16)
+    cos, sin = rotary_tables(model, SLOTS)
+    lengths = np.asarray(step.lengths, np.int32)
+    logits, keys, values = _expected(model, params, x, cache, lengths, cos, sin)
+    for row, length in enumerate(lengths):
+        cache[:, :, row, :, length:] = np.nan  # behind the last key anything
+    call = Call(
+        model=model, world=world, batch=b, tokens=1, slots=SLOTS, positions=SLOTS, dtype=np.dtype(jnp.bfloat16),
+        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
+    assert variant.refuses(call, config) == []
+    stream = x.astype(np.float32) * model.embedding_scale
+    arrays = []
+    for rank in range(world):
+        of_rank = {
+            name: w if (at := model.sharded()[name]) is None else np.split(w, world, at)[rank]
+            for name, w in params.items()
+        }
+        own = [np.ascontiguousarray(part[:, :, rank : rank + 1]) for part in cache]
+        arrays.append(list(map(np.asarray, variant.arrays(call, of_rank, stream, own, lengths, cos, sin))))
+    keywords = variant.launch(call, config)
+    for of_jax in ("cost_estimate", "name"):
+        del keywords[of_jax]
+    return list(zip(*arrays)), keywords | {"world": world}, logits, keys, values
+
+
+def _expected(model: jtf.DecoderSpec, params: Any, x: Any, cache: Any, lengths: Any, cos: Any, sin: Any) -> tuple:
+    """The reference's, in f32: logits of rank 0, keys and values [W, L, B, 1, H]."""
+    wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)  # noqa: E731
+
+    def step(params: Any, x: Any, cache: Any) -> Any:
+        return jtf.decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="xla")
+
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    logits, cache = jax.jit(step)(wide(params), wide(x), tuple(wide(cache)))
+    last = np.minimum(lengths, SLOTS - 1)
+    new = [np.stack([part[:, row, :, at] for row, at in enumerate(last)], axis=1) for part in map(np.asarray, cache)]
+    return np.asarray(logits)[:, : logits.shape[1] // (model.kv_heads)], *(
+        np.moveaxis(part, 2, 0)[:, :, :, None] for part in new
+    )

@@ -1,0 +1,225 @@
+"""`decode_step` against a decoder in float64, of every family that it names."""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.target import HOPPER, target_of
+from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
+
+PROMPTS = (5, 1, 7)  # tokens of each sequence
+NEW = 3  # tokens after them
+SLOTS = 16  # of the cache
+
+
+def specs(model: jtf.DecoderSpec, by_heads: bool = True) -> dict[str, P]:
+    sharded = model.sharded(by_heads)
+    return {name: P() if at is None else P(*[None] * at, "tp") for name, at in sharded.items()}
+
+
+def generate(model: jtf.DecoderSpec, world: int, **keywords: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [1 + NEW, B, V] after ragged prompts and each new token; and what they are to be."""
+    params = make_params(model)
+    cos, sin = rotary_tables(model, SLOTS)
+    rng = np.random.default_rng(1)
+    b, longest = len(PROMPTS), max(PROMPTS)
+    xs = [rng.standard_normal((prompt + NEW, model.d_model)).astype(np.float32) for prompt in PROMPTS]
+    prompts = np.full((b, longest, model.d_model), 7.0, np.float32)  # behind a prompt anything
+    for prompt, row, x in zip(PROMPTS, prompts, xs):
+        row[:prompt] = x[:prompt]
+    by_heads = keywords.get("placement", "heads") == "heads"
+
+    def run(params: Any, prompts: Any, news: Any) -> jax.Array:
+        heads = model.kv_heads // world if by_heads else model.kv_heads
+        slots = SLOTS if by_heads else SLOTS // world
+        cache = (jnp.full((model.layers, b, heads, slots, model.head_dim), jnp.nan),) * 2
+        cache = jax.lax.pcast(cache, "tp", to="varying")
+        call = lambda x, cache, lengths, **more: jtf.decode_step(  # noqa: E731
+            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, **more, **keywords
+        )
+        counts = jnp.asarray(PROMPTS)
+        if by_heads:
+            logits, cache = call(prompts, cache, 0 * counts, counts=counts)
+        else:  # one after the other: a sequence that has its prompt reads its last token again
+            each = jnp.minimum(jnp.arange(longest)[:, None], counts - 1)  # [longest, B]
+
+            def read(cache: Any, at: jax.Array) -> Any:
+                found, cache = call(prompts[jnp.arange(b), at], cache, at)
+                return cache, found
+
+            cache, found = jax.lax.scan(read, cache, each)
+            logits = found[-1]
+
+        def step(state: Any, new: jax.Array) -> Any:
+            lengths, cache = state
+            found, cache = call(new, cache, lengths)
+            return (lengths + 1, cache), found
+
+        return jnp.concatenate([logits[None], jax.lax.scan(step, (counts, cache), news)[1]])
+
+    mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+    run = jax.shard_map(
+        run, mesh=mesh, in_specs=(specs(model, by_heads), P(), P()), out_specs=P(None, None, "tp"), check_vma=True
+    )
+    news = np.stack([[x[prompt + i] for prompt, x in zip(PROMPTS, xs)] for i in range(NEW)])
+    logits = np.asarray(jax.jit(run)(params, prompts, news))
+    expected = [
+        [decode(model, params, x[: prompt + i], cos, sin) for prompt, x in zip(PROMPTS, xs)] for i in range(1 + NEW)
+    ]
+    return logits, np.asarray(expected)
+
+
+@pytest.mark.parametrize("family, world", list(zip(FAMILIES, itertools.cycle([1, 2, 4]))))
+def test_every_family(family, world):
+    logits, expected = generate(tiny(family), world)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_on_every_world(family, world):
+    logits, expected = generate(tiny(family), world)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("placement", [pytest.param("contiguous", marks=pytest.mark.soak), "round_robin"])
+def test_more_ranks_than_heads(placement):
+    """The cache is sharded along the sequence where the ranks do not divide the key/value heads."""
+    block = {"block_size": 2} if placement == "round_robin" else {}
+    logits, expected = generate(tiny("qwen2-7b", kv_heads=2), 4, placement=placement, **block)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_what_no_family_has():
+    """Of the head a part is rotated, and blocks and logits are scaled."""
+    model = dataclasses.replace(
+        tiny("llama-3-8b"), rotary_dim=4, residual_scale=0.5, logit_scale=0.25, activation="gelu"
+    )
+    logits, expected = generate(model, 2)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_published_sizes(family):
+    """The shapes of the whole model's parameters have as many numbers as it was published with."""
+    billions = {
+        "llama-2-7b": 6.74, "llama-3-8b": 8.03, "llama-3-70b": 70.55, "mistral-7b-v0.1": 7.24, "qwen2-7b": 7.62,
+        "qwen2.5-0.5b": 0.494, "qwen3-8b": 8.19, "gemma-2-9b": 9.24, "gemma-3-4b": 3.88,
+    }  # fmt: skip
+    model = FAMILIES[family]
+    count = sum(np.prod(shape, dtype=np.int64) for shape in model.param_shapes().values())
+    count += 0 if model.tied else model.vocab * model.d_model  # the embedding, which the caller looks up
+    assert count / 1e9 == pytest.approx(billions[family], rel=2e-3)
+
+
+def test_errors():
+    model = tiny("llama-3-8b")
+    with pytest.raises(ValueError, match="6 query heads are no multiple of 4 key/value heads"):
+        dataclasses.replace(model, heads=6)
+    with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'gelu_tanh', not 'relu'"):
+        dataclasses.replace(model, activation="relu")
+
+    def call(world: int = 2, **changed: Any) -> None:
+        params = {name: jnp.zeros(shape) for name, shape in model.param_shapes(world).items()}
+        cache = (jnp.zeros((2, 3, 4 // world, SLOTS, 8)),) * 2
+        given = {"params": params, "x": jnp.zeros((3, 32)), "cache": cache, "lengths": jnp.zeros(3, jnp.int32)}
+        tables = dict(zip(("cos", "sin"), rotary_tables(model, SLOTS)))
+        given |= tables | changed
+        mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+        f = jax.shard_map(
+            lambda: jtf.decode_step(axis_name="tp", model=model, **given)[0],
+            mesh=mesh, in_specs=(), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        jax.eval_shape(f)
+
+    call()
+    with pytest.raises(ValueError, match=r"params lacks .*; params has embed, which this model has not"):
+        call(params={"embed": jnp.zeros((32, 32))})
+    with pytest.raises(ValueError, match=r"x must be \[B, 32\] or \[B, T, 32\], not \[3, 31\]"):
+        call(x=jnp.zeros((3, 31)))
+    with pytest.raises(ValueError, match=r"3 ranks do not divide heads=8; .*kv_heads=4"):
+        call(world=3)
+    with pytest.raises(ValueError, match=r"lengths must be i32\[3\]"):
+        call(lengths=jnp.zeros(3))
+    with pytest.raises(ValueError, match="there is no placement 'ring'"):
+        call(placement="ring")
+
+
+def test_what_the_kernel_does_not_take():
+    """It names all that is missing, and None takes XLA for it."""
+    call = Call(
+        model=FAMILIES["gemma-2-9b"], world=2, batch=5, tokens=1, slots=64, positions=64, dtype=np.dtype(np.float32),
+        cache_dtype=np.dtype(np.float32), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    kernel = Hopper()
+    found = kernel.refuses(call, kernel.by_shape(call, {}))
+    for part in ("weights of bfloat16 and float16, not float32", "1 to 4 sequences, not 5", "post_norms"):
+        assert any(part in reason for reason in found), found
+    other = dataclasses.replace(call, target=target_of(100), tokens=3, by_heads=False)
+    found = kernel.refuses(other, kernel.by_shape(other, {}))
+    for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
+        assert any(part in reason for reason in found), found
+    with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*float32"):
+        generate(tiny("llama-3-8b"), 2, implementation="fused")
+
+
+@pytest.mark.parametrize("family", [name for name, model in FAMILIES.items() if not model.post_norms])
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_the_kernel_takes(family, world):
+    """Every published model without norms behind a block."""
+    model = FAMILIES[family]
+    if model.kv_heads % world:
+        pytest.skip("the ranks do not divide the key/value heads")
+    call = Call(
+        model=model, world=world, batch=1, tokens=1, slots=4096, positions=4096, dtype=np.dtype(jnp.bfloat16),
+        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    kernel = Hopper()
+    config = kernel.by_shape(call, {})
+    assert kernel.refuses(call, config) == []
+    for name, (rows, groups, width) in kernel.blocks(call, config).items():
+        assert width == 64 and max(rows, groups) <= 256, name
+        assert rows * groups * width <= config.stage, name
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_kernel_in_a_program(world):
+    """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them."""
+    model = tiny("qwen2-7b", layers=1, d_model=64, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=64)
+    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
+    cos, sin = rotary_tables(model, SLOTS)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.bfloat16)
+    cache = tuple(jnp.asarray(rng.standard_normal((1, 2, 2, SLOTS, 64)), jnp.bfloat16) for _ in range(2))
+    config = {"programs": 2, "stage": 1024, "num_stages": 2, "merged": 32}
+    mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+    of_cache = P(None, None, "tp")
+
+    def run(implementation: str) -> list[np.ndarray]:
+        def steps(params: Any, cache: Any) -> Any:
+            found = []
+            for i in range(2):
+                logits, cache = jtf.decode_step(
+                    params, x[i], cache, jnp.array([5, 0]) + i, "tp", model=model, cos=cos, sin=sin,
+                    implementation=implementation, config=config,
+                )  # fmt: skip
+                found.append(logits)
+            return jnp.stack(found), cache
+
+        call = jax.shard_map(
+            steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, None, "tp"), of_cache)
+        )
+        return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
+
+    for found, expected in zip(run("simulate"), run("xla"), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0.03, atol=0.03)

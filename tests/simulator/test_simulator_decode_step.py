@@ -1,0 +1,226 @@
+"""`decode_step`'s kernel in the simulator: right in many interleavings, and with faults planted in it."""
+
+import dataclasses
+import inspect
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jaxtaxfree import simulator
+from jaxtaxfree.kernels import shmem, shmem_gluon
+from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
+from jaxtaxfree.simulator import (
+    DataRaceError,
+    DeadlockError,
+    MbarrierError,
+    MessageError,
+    SignalCountError,
+    UninitializedReadError,
+    WaitOrderError,
+)
+from jaxtaxfree.simulator.scheduler import POLICIES
+from tests.helpers.decode_steps import Step
+from tests.helpers.simulator_kernels import load
+
+SEEDS = 200
+PORTION = 10
+STEPS = {
+    "one rank, two layers": Step(world=1, layers=2),
+    "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
+    "three ranks, two layers": Step(world=3, layers=2),
+    "qwen 2": Step(family="qwen2-7b", lengths=(20,)),
+    "qwen 3": Step(world=1, family="qwen3-8b", lengths=(7,)),
+    "a window": Step(world=1, family="mistral-7b-v0.1", lengths=(13,)),
+    "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
+    "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3),)),
+    "scales and caps": Step(
+        world=1,
+        changes=(
+            ("residual_scale", 0.5), ("logit_scale", 0.5), ("logit_soft_cap", 2.0), ("score_soft_cap", 3.0),
+            ("norm_plus_one", True), ("activation", "gelu_tanh"), ("rotary_dim", 32), ("embedding_scale", 2.0),
+        ),
+    ),
+}  # fmt: skip
+MANY = {"four ranks": Step(world=4, layers=2), "eight ranks": Step(world=8, lengths=(5, 12))}
+
+
+def settings_of(seed: int) -> dict[str, Any]:
+    return {"seed": seed, "policy": POLICIES[seed % len(POLICIES)]}
+
+
+@pytest.mark.filterwarnings("error::jaxtaxfree.simulator.WastedTrafficWarning")
+@pytest.mark.parametrize("name", STEPS)
+def test_every_model_is_right(name):
+    STEPS[name].run(calls=2, **settings_of(list(STEPS).index(name)))
+
+
+@pytest.mark.soak
+@pytest.mark.filterwarnings("error::jaxtaxfree.simulator.WastedTrafficWarning")
+@pytest.mark.parametrize("first", range(0, SEEDS, PORTION))
+@pytest.mark.parametrize("name", STEPS | MANY)
+def test_every_interleaving_is_right(name, first):
+    for seed in range(first, first + PORTION):
+        (STEPS | MANY)[name].run(**settings_of(seed))
+
+
+def test_all_programs_have_to_run_at_once():
+    """All wait for all: with fewer slots than programs nobody could go on, and the launch says so by `together`."""
+    step = Step(world=1)
+    step.run(slots=1, calls=2)
+    with pytest.raises((WaitOrderError, DeadlockError)):
+        step.run(slots=1, calls=2, together=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """A fault: in which file, what stands in place of what, the detectors that may find it, and in which call.
+
+    With no errors it is found by its results, which are wrong or not the same on all ranks.
+    """
+
+    module: ModuleType
+    edits: tuple[tuple[str, str], ...]
+    errors: tuple[type[Exception], ...]
+    step: Step = dataclasses.field(default_factory=Step)
+
+
+TOO_EARLY = (DataRaceError, UninitializedReadError)
+MEET = "factor = phases.meet(me, met, phase{}, factor, SIZES)\n"
+ALONE = "shmem.arrive(me, met)\n"
+AWAIT = "        factor = await_all(me, met, phase, factor, SIZES)\n    return position, factor\n"
+SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
+RECEIVED = """        for rank in gl.static_range(1, WORLD):
+            total += words[rank].to(gl.float32, bitcast=True)
+"""
+FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
+EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
+ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
+TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
+CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
+EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
+COUNT = "(phase + 1) * SIZES.PROGRAMS"
+RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
+ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
+MUTANTS = {
+    "attention does not wait for queries": Mutant(
+        module=hopper, edits=((MEET.format(""), ALONE),), errors=TOO_EARLY
+    ),
+    "the merge does not wait for all parts": Mutant(
+        module=hopper, edits=((MEET.format(" + 1"), ALONE),), errors=TOO_EARLY, step=Step(config=(("splits", 3),))
+    ),
+    "a product does not wait for the merge": Mutant(
+        module=hopper, edits=((MEET.format(" + 2"), ALONE),), errors=TOO_EARLY
+    ),
+    "a product does not wait for the gate": Mutant(
+        module=hopper, edits=((MEET.format(" + 4"), ALONE),), errors=TOO_EARLY
+    ),
+    "nobody waits for the sums": Mutant(
+        module=phases, edits=((AWAIT, "    return position, factor\n"),), errors=TOO_EARLY
+    ),
+    "a phase is not counted": Mutant(
+        module=hopper, edits=((MEET.format(" + 4"), "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
+    ),
+    "a counter is one too low": Mutant(module=phases, edits=((COUNT, COUNT + " - 1"),), errors=TOO_EARLY),
+    "a counter is one too high": Mutant(module=phases, edits=((COUNT, COUNT + " + 1"),), errors=(DeadlockError,)),
+    "the counter of an earlier call": Mutant(
+        module=phases, edits=((EPOCH, ""),), errors=(*TOO_EARLY, SignalCountError)
+    ),
+    "a load into a stage in use": Mutant(module=ring, edits=((EMPTY, ""),), errors=(DataRaceError, MbarrierError)),
+    "a stage is given back before it is read": Mutant(
+        module=ring, edits=((TAKEN, ARRIVE + TAKEN), (TAKEN + ARRIVE, TAKEN)), errors=(DataRaceError,)
+    ),
+    "a block is read before it has come": Mutant(module=ring, edits=((FULL, ""),), errors=TOO_EARLY),
+    "roles disagree on the order": Mutant(
+        module=phases,
+        edits=(
+            (
+                "rings.fetch_rows(ring, position, given.gate, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.up,",
+                "rings.fetch_rows(ring, position, given.up, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.gate,",
+            ),
+        ),
+        errors=(AssertionError,),
+    ),
+    "the twin's sum is missed": Mutant(
+        module=phases, edits=((RECEIVED, ""),), errors=(AssertionError,)
+    ),
+    "a twin is sent nothing": Mutant(
+        module=phases, edits=((SENDS, SENDS.replace("range(1,", "range(2,")),), errors=(DeadlockError, MessageError)
+    ),
+    "each rank begins to add with its own part": Mutant(
+        module=phases,
+        edits=(
+            (
+                "total = words[0].to(gl.float32, bitcast=True)\n" + RECEIVED,
+                "total = words[int(me.rank.value)].to(gl.float32, bitcast=True)\n"
+                + RECEIVED.replace("range(1,", "range(0,").replace(
+                    "            total", "            if rank != int(me.rank.value):\n                total"
+                ),
+            ),
+        ),
+        errors=(AssertionError,),
+        step=Step(world=3),
+    ),
+    "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
+    "the sums of two phases in one place": Mutant(
+        module=phases, edits=(("which * (WORLD * SIZES.WORDS)", "0"),), errors=(MessageError, DataRaceError)
+    ),
+    "a key behind the end": Mutant(
+        module=attention, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,)
+    ),
+    "the new token does not see itself": Mutant(
+        module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
+    ),
+    "no barrier before the release": Mutant(
+        module=shmem, edits=((RELEASE, RELEASE.replace("tl.debug_barrier()", "pass")),), errors=TOO_EARLY
+    ),
+    "the release is none": Mutant(
+        module=shmem, edits=((RELEASE, RELEASE.replace("release", "relaxed")),), errors=TOO_EARLY
+    ),
+    "the acquire is none": Mutant(
+        module=shmem, edits=((ACQUIRE, ACQUIRE.replace("acquire", "relaxed")),), errors=TOO_EARLY
+    ),
+}  # fmt: skip
+
+
+def kernel_of(mutant: Mutant, folder: Path) -> Any:
+    """The kernel, loaded anew with the mutated file in place of the real one."""
+    text = inspect.getsource(mutant.module)
+    for old, new in mutant.edits:
+        assert old in text, f"{mutant.module.__name__} has changed: {old!r}"
+        text = text.replace(old, new)
+    path = folder / Path(mutant.module.__file__ or "").name
+    path.write_text(text)
+    changed = load(path, mutant.module.__name__)
+    again = lambda module, **names: load(Path(module.__file__ or ""), module.__name__, **names)  # noqa: E731
+    if mutant.module is hopper:
+        return changed.decode_step_kernel
+    if mutant.module is shmem:
+        gluon = again(shmem_gluon, shmem=changed)
+        for name in ("start", "finish", "scratch", "messages", "arrive", "send_words"):
+            setattr(gluon, name, getattr(changed, name))
+        return again(hopper, shmem=gluon, phases=again(phases, shmem=gluon)).decode_step_kernel
+    files = {"rings": ring, "phases": phases, "attention": attention}
+    if mutant.module is ring:
+        files["rings"] = changed
+        files["phases"] = again(phases, rings=changed)
+        files["attention"] = again(attention, rings=changed)
+    else:
+        files["phases" if mutant.module is phases else "attention"] = changed
+    return again(hopper, **files).decode_step_kernel
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_fault_is_found(name, tmp_path):
+    mutant = MUTANTS[name]
+    kernel = kernel_of(mutant, tmp_path)
+    for seed in range(20):
+        try:
+            mutant.step.run(kernel, calls=3, **settings_of(seed))
+        except (simulator.SimulationError, AssertionError) as error:
+            assert isinstance(error, mutant.errors), f"found as {type(error).__name__}: {error}"
+            return
+    pytest.fail("not found in 20 seeds")
