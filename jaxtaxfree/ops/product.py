@@ -35,6 +35,8 @@ class Call:
       rhs_transposed: rhs is [n, k].
       return_gathered: the gathered rows are a result, too.
       along_columns: columns are gathered or scattered, not rows. Each rank has k columns of lhs, or n of the result.
+      widths: columns of each of several rhs, of which n is the sum, and `epilogue` that of `epilogue.joined`; () if
+        there is one.
     """
 
     operation: str
@@ -51,6 +53,7 @@ class Call:
     rhs_transposed: bool = False
     return_gathered: bool = False
     along_columns: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def m(self) -> int:
@@ -60,12 +63,23 @@ class Call:
     @property
     def weights(self) -> tuple[str, ...]:
         """The names of the matrices by which the rows are multiplied."""
+        if self.widths:
+            return tuple(f"rhs{i}" for i in range(len(self.widths)))
         return ("rhs", "gate") if self.epilogue.gated else ("rhs",)
 
     @property
     def products(self) -> int:
-        """By how many matrices like rhs the rows are multiplied."""
-        return len(self.weights)
+        """Of how many matrices a tile has columns."""
+        return 2 if self.epilogue.gated else 1
+
+    @property
+    def widths_or_n(self) -> int | tuple[int, ...]:
+        """What a kernel calls N, see `kernels.blocks.several`."""
+        return self.widths or self.n
+
+    def column_blocks(self, block_n: int) -> int:
+        """How many blocks of so many columns, none of which has columns of two rhs."""
+        return sum(math.ceil(width / block_n) for width in self.widths or (self.n,))
 
     @property
     def columns(self) -> int:
@@ -96,8 +110,13 @@ def call_of(
     rhs_transposed: bool = False,
     return_gathered: bool = False,
     along_columns: bool = False,
+    widths: tuple[int, ...] = (),
 ) -> Call:
-    """The call of an operation with these operands (arrays or their types), which some kernel has to support."""
+    """The call of an operation with these operands (arrays or their types), which some kernel has to support.
+
+    Args:
+      widths: of several rhs; `rhs` is then all of them side by side.
+    """
     k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
     if along_columns:
         k, n = (k // world, n) if operation == "all_gather_matmul" else (k, n // world)
@@ -117,6 +136,7 @@ def call_of(
         rhs_transposed=rhs_transposed,
         return_gathered=return_gathered,
         along_columns=along_columns,
+        widths=widths,
     )
 
 

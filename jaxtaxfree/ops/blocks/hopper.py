@@ -47,8 +47,10 @@ def refuses(call: Call) -> list[str]:
         reasons.append(why)
     if call.itemsize != 2:
         reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
-    if call.k % 8 or call.n % 8:
-        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
+    sizes = (call.k, *(call.widths or (call.n,)))
+    if any(size % 8 for size in sizes):
+        lengths = ", ".join(map(str, sizes[:-1]))
+        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {lengths} and {sizes[-1]} elements")
     return reasons
 
 
@@ -93,7 +95,7 @@ def keywords(call: Call, m: int, config: Tile, *, stored: int | None = None) -> 
             "out_desc": (1, block_m // PARTITIONS, columns),
         },
         "M": m,
-        "N": call.n,
+        "N": call.widths_or_n,
         "K": call.k,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,
