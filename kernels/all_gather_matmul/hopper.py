@@ -135,11 +135,19 @@ def multiply_tile(me, ring, position, outs, epilogue, tile, half, work, HALF: gl
     destination = 0 if work.COLUMNS else source
     for number in gl.static_range(several.count(work.N)):
         if several.is_number(rhs, number):
-            last = epilogues.of(epilogue, work.EPILOGUE, work.N, number)
-            activation: gl.constexpr = several.of(work.ACTIVATION, number)
-            stored = matmul.activate(product, gate, last, column, several.of(work.N, number), activation)
-            matmul.store_tile(outs[number], ring, stored, destination, row, column, PARTITION=PARTITION)
+            store_tile(ring, outs, epilogue, product, gate, destination, row, column, work, PARTITION, number)
     return stage, phase
+
+
+@gluon.jit
+def store_tile(
+    ring, outs, epilogue, product, gate, destination, row, column, work, PARTITION: gl.constexpr, NUMBER: gl.constexpr
+):
+    """Applies the epilogue to a partition's rows of a tile, of columns of this rhs, and stores them."""
+    last = epilogues.of(epilogue, work.EPILOGUE, work.N, NUMBER)
+    activation: gl.constexpr = several.of(work.ACTIVATION, NUMBER)
+    product = matmul.activate(product, gate, last, column, several.of(work.N, NUMBER), activation)
+    matmul.store_tile(outs[NUMBER], ring, product, destination, row, column, PARTITION=PARTITION)
 
 
 @gluon.jit
@@ -173,12 +181,23 @@ def load_tile(me, ring, position, lhs_desc, inbox_desc, weights, arrived, tile, 
     first, row, rhs, column = place(me, tile, half, work)
     for number in gl.static_range(several.count(work.N)):
         if several.is_number(rhs, number):
-            chosen = several.weights_of(weights, work.N, number)
-            for i in range(sources_of_a_tile(work)):
-                source = (first + i) % work.WORLD
-                position = load_part(
-                    me, ring, position, lhs_desc, inbox_desc, chosen, arrived, source, row, column, work, HALF
-                )
+            position = load_parts(
+                me, ring, position, lhs_desc, inbox_desc, several.weights_of(weights, work.N, number), arrived,
+                first, row, column, work, HALF,
+            )  # fmt: skip
+    return position
+
+
+@gluon.jit
+def load_parts(
+    me, ring, position, lhs_desc, inbox_desc, weights, arrived, first, row, column, work, HALF: gl.constexpr
+):
+    """Loads what a tile needs, from its source or all of them."""
+    for i in range(sources_of_a_tile(work)):
+        source = (first + i) % work.WORLD
+        position = load_part(
+            me, ring, position, lhs_desc, inbox_desc, weights, arrived, source, row, column, work, HALF
+        )
     return position
 
 

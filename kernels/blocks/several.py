@@ -40,9 +40,8 @@ def block_of(block, N: tl.constexpr, BLOCK_N: tl.constexpr):
         number = block * 0
         before = block * 0
         for i in tl.static_range(1, COUNT):
-            first: tl.constexpr = blocks_before(N, BLOCK_N, i)
-            number = tl.where(block >= first, i, number)
-            before = tl.where(block >= first, first, before)
+            number = tl.where(block >= blocks_before(N, BLOCK_N, i), i, number)
+            before = tl.where(block >= blocks_before(N, BLOCK_N, i), blocks_before(N, BLOCK_N, i), before)
         block -= before
     return number, block
 
