@@ -31,7 +31,8 @@ def results(call: Call, *rows: int, kind: str = "ptr") -> dict[str, Any]:
     found = products(call, *rows, kind=kind)
     if not call.return_gathered:
         return found | {"gathered_ptr": None}
-    return found | {"out_type": (found["out_type"], jax.ShapeDtypeStruct((*rows, whole_k(call)), call.dtype))}
+    outs = found["out_type"] if call.widths else (found["out_type"],)
+    return found | {"out_type": (*outs, jax.ShapeDtypeStruct((*rows, whole_k(call)), call.dtype))}
 
 
 def products(call: Call, *rows: int, kind: str = "ptr") -> dict[str, Any]:

@@ -145,7 +145,7 @@ def fused(
     )
     weights = dict(zip(call.weights, rhs, strict=True))
     outs = product.run(VARIANTS, call, rows, weights, biases, axes=axes, config=config, implementation=implementation)
-    return [matmul.rows_back(out, lengths, dimension) for out in jax.tree.leaves(outs)]
+    return [matmul.rows_back(out, lengths, dimension) for out in outs]
 
 
 def _unsupported(
