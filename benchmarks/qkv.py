@@ -7,6 +7,7 @@ sets of weights. One set of Llama 3 8B that four GPUs share would stay in the L2
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ class AllGatherMatmulQkv(AllGatherMatmul):
         del implementation
         return REFERENCE
 
-    def operands(self, shape: QkvShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+    def operands(self, shape: Any, mesh: Mesh, calls: int, turns: int) -> Operands:
         rows, columns, whole = (NamedSharding(mesh, spec) for spec in (P(AXIS, None), P(None, AXIS), P(None, None)))
         keys = jax.random.split(jax.random.key(0), calls + turns)
         make_lhs = normal((shape.m, shape.k), rows)
@@ -83,10 +84,10 @@ class AllGatherMatmulQkv(AllGatherMatmul):
         weights = tuple(tuple(map(lambda one, key: one(key), make, jax.random.split(key, 3))) for key in keys[calls:])
         return Operands(xs={"sharded": sharded, "gathered": gathered}, ys=weights)
 
-    def y_bytes(self, shape: QkvShape, world: int) -> int:
+    def y_bytes(self, shape: Any, world: int) -> int:
         return shape.k * shape.columns // world * jnp.dtype(DTYPE).itemsize
 
-    def fastest_seconds(self, shape: QkvShape, world: int) -> float:
+    def fastest_seconds(self, shape: Any, world: int) -> float:
         return max(shape.flops(world) / 800e12, self.y_bytes(shape, world) / 4.8e12)
 
     def parse_shape(self, text: str) -> QkvShape:

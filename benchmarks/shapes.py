@@ -18,17 +18,11 @@ GATED_ALL_GATHER_MATMUL = tuple(
 
 
 @dataclass(frozen=True, kw_only=True)
-class QkvShape:
-    """The products of query, key and value: m tokens, k model dimensions, n columns of queries, kv of keys or values.
+class QkvShape(MatmulShape):
+    """The products of query, key and value: n columns of queries, kv of keys and as many of values."""
 
-    The sizes are those of the whole arrays, before they are sharded.
-    """
-
-    name: str
-    m: int
-    k: int
-    n: int
     kv: int
+    sizes = ("m", "k", "n", "kv")
 
     @property
     def columns(self) -> int:
@@ -38,10 +32,6 @@ class QkvShape:
     def flops(self, world: int) -> int:
         """Floating-point operations of one rank."""
         return 2 * self.m * self.k * self.columns // world
-
-    def wire_bytes(self, world: int, itemsize: int) -> int:
-        """Bytes of lhs that each rank receives from its peers."""
-        return self.m * self.k * itemsize * (world - 1) // world
 
 
 ALL_GATHER_MATMUL_QKV = tuple(

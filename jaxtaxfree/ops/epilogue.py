@@ -40,7 +40,7 @@ class Epilogue:
       operands: which of "gate", "bias" and "residual" there are, in this order; of several products "bias0", ...
     """
 
-    activation: str | None | tuple[str | None, ...] = None
+    activation: str | tuple[str | None, ...] | None = None
     operands: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -85,7 +85,8 @@ NONE = Epilogue()
 def joined(each: Sequence[Epilogue]) -> Epilogue:
     """What a kernel of several products takes for their epilogues: a tuple of activations, operands by number."""
     names = tuple(f"{name}{i}" for i, epilogue in enumerate(each) for name in epilogue.operands)
-    return Epilogue(tuple(epilogue.activation for epilogue in each), names)
+    activations: tuple[Any, ...] = tuple(epilogue.activation for epilogue in each)
+    return Epilogue(activations, names)
 
 
 def wide_type(dtype: Any) -> Any:

@@ -248,7 +248,7 @@ def _several_jvp(
     linear = functools.partial(several_p.bind, epilogue=epilogue, **params)
     of_rhs = any(type(dot) is not ad.Zero for dot in rhs_dots)
     outs = linear(lhs, *rhs, return_gathered=return_gathered or of_rhs)
-    dots = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    dots: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
     if type(lhs_dot) is not ad.Zero:
         found = linear(lhs_dot, *rhs, return_gathered=return_gathered)
         dots[: len(found)] = found

@@ -141,8 +141,8 @@ def all_gather_matmul(
     Args:
       lhs: this rank's rows, [..., M, ..., K], or its part of the contracted dimension, [..., K / world].
       rhs: this rank's columns, [K, N]. The reference also takes a vector [K]. Or a tuple of several, [K, N_i] of one
-        dtype, such as those of query, key and value: one gather and one kernel then make a product by each. Kernels take
-        up to four. By default XLA takes them, because that was not measured yet.
+        dtype, such as those of query, key and value: one gather and one kernel then make a product by each. A kernel
+        takes up to four. By default XLA takes them, because that was not measured yet.
       axis_name: the mesh axis, or axes, over which `lhs` is sharded.
       axis: the sharded dimension of `lhs`. The last one, which is contracted, is for activations that are sharded along
         their channels. The result then has no more rows than `lhs`.
@@ -153,8 +153,8 @@ def all_gather_matmul(
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it. With several rhs one for
         all, or a tuple with one, or None, for each.
-      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With several
-        rhs one for all, or a tuple with one for each.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
+        several rhs one for all, or a tuple with one for each.
       residual: has the result's shape, and is added last. Not with several rhs.
       return_gathered: return the gathered lhs as well. The kernel writes its bytes once more. The gradient of rhs then
         needs no second gather.
@@ -167,8 +167,8 @@ def all_gather_matmul(
         of its own.
 
     Returns: [..., world * M, ..., N], or with `return_gathered` a pair of it and the gathered lhs,
-      [..., world * M, ..., K]. With several rhs, a tuple of their results takes the place of the result. The gathered lhs
-      is exact. Sums may be added in another order than XLA's.
+      [..., world * M, ..., K]. With several rhs a tuple of their results takes the place of the result. The gathered
+      lhs is exact. Sums may be added in another order than XLA's.
 
     Gate, bias, activation and residual are applied in f32 to the product's f32 sums, and the result is rounded once.
     In a program that is differentiated the product is an operation of its own, so that its gradients stay fused. There
@@ -233,14 +233,11 @@ def _several(
 ) -> Any:
     """The operation with a tuple of rhs. The kernels know no tuple of one: that is the product by the one."""
     found, biases = several.check(lhs, rhs, **epilogue)
-    axis = [_check_operands(lhs, each, axis, axes) for each in rhs][0]
+    (axis,) = {_check_operands(lhs, each, axis, axes) for each in rhs}
     if len(rhs) > 1:
         return several.call(lhs, rhs, biases, axes=axes, axis=axis, epilogue=found, **precision, **others)
-    others["config"] = dict(others["config"])
-    (bias,) = biases or [None]
-    out = all_gather_matmul(
-        lhs, rhs[0], axes, axis=axis, bias=bias, activation=found[0].activation, **precision, **others
-    )
+    others |= {"config": dict(others["config"]), "activation": found[0].activation}
+    out = all_gather_matmul(lhs, rhs[0], axes, axis=axis, bias=biases[0] if biases else None, **precision, **others)
     return ((out[0],), out[1]) if others["return_gathered"] else (out,)
 
 

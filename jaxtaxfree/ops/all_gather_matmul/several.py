@@ -155,9 +155,7 @@ def _unsupported(
     rhs, others, _ = split(operands, epilogue)
     reasons = []
     for weights, each, own in zip(rhs, epilogue, others, strict=True):
-        reasons += matmul.unsupported(
-            lhs, weights, precision=precision, preferred_element_type=preferred_element_type
-        )
+        reasons += matmul.unsupported(lhs, weights, precision=precision, preferred_element_type=preferred_element_type)
         reasons += epilogues.unsupported(each, list(own.values()))
     return list(dict.fromkeys(reasons))
 
