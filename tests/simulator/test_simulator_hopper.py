@@ -225,12 +225,14 @@ MANY_SUMS = (80, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox ha
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
-SEND = "        due = copy(remote + offset_of(source, work), origin, row, part, came, True, due, work.PACE, work)\n"
+SEND = (
+    "        due = copy(remote + offset_of(source, work), work.K, origin, row, part, came, True, due, work.PACE, work)\n"
+)
 SIGNAL = "        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)\n"
 FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
 FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
-SEND_FIND = f"ticket, work)\n        {FIND}"
-COPY_FIND = f"unit, work)\n            {FIND}"
+SEND_FIND = f"ticket, work.WORLD - 1, work)\n        {FIND}"
+COPY_FIND = f"unit, work.WORLD, work)\n            {FIND}"
 TILE_WAIT = "shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)"
 TILE_FENCE = "                shmem.fence_proxy()\n"
 TILE_LOAD = "            position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])\n"
@@ -245,7 +247,7 @@ NUMBER_AFTER = """    WARP: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_w
 """
 LINES = "    block = source.load(LAYOUT)\n"
 TAKEN = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n    return block"
-GATE_LOAD = "tma.async_load(gate_desc, [step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
+GATE_LOAD = "tma.async_load(gate_desc, [above + step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))"
 RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
