@@ -225,9 +225,8 @@ MANY_SUMS = (80, 96, 8, 1, 3, 1)  # one program, of more tiles than an outbox ha
 CLAIM = "        following = shmem.claim(me, tickets, draws)\n"
 LOAD_WAIT = "            wait_for_part(me, arrived, source, row, part, work)\n"
 FENCE = "            shmem.fence_proxy()\n"
-SEND = (
-    "        due = copy(remote + offset_of(source, work), work.K, origin, row, part, came, True, due, work.PACE, work)\n"
-)
+COPIED = "origin, row, part, came, True, due, work.PACE, work"
+SEND = f"        due = copy(remote + offset_of(source, work), work.K, {COPIED})\n"
 SIGNAL = "        shmem.signal(me, signal_of(source, row, part, arrived, work), peer, came)\n"
 FIND_WAIT = "came = wait_for_part(me, arrived, source, row, part, work)"
 FIND = "origin, came = find(me, lhs_ptr, inbox, arrived, source, row, part, work)"
