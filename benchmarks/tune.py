@@ -90,7 +90,7 @@ def _fits(choice: Choice) -> bool:
     """Whether the tiles of a product fit into shared memory."""
     if not isinstance(choice.config, portable.Tile):
         return True
-    step = portable.bytes_of_a_step(choice.config, DTYPE)
+    step = portable.bytes_of_a_step(choice.call, choice.config)
     return choice.config.num_stages * step <= (choice.call.target.shared_memory or 0)
 
 

@@ -1,14 +1,17 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
 from jaxtaxfree import heap
+from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
+from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations whose axes span hosts)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
 
 __version__ = "0.1.0"
@@ -24,7 +27,11 @@ __all__ = [
     "append_kv",
     "block_until_ready",
     "decode_attention",
+    "dot_general",
+    "einsum",
+    "fuse",
     "heap",
+    "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",

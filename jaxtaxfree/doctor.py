@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.console import Console
@@ -128,6 +128,13 @@ def can_add_at_peer(ordinal: int, peer: int) -> bool:
 
     attribute = driver.CUdevice_P2PAttribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
     return bool(driver_call("cuDeviceGetP2PAttribute", attribute, ordinal, peer))
+
+
+def nvlink_domain() -> tuple[str, str]:
+    """What is to be said of the first GPU's NVLink domain, and what to do."""
+    from jaxtaxfree.heap import driver, fabric
+
+    return fabric.report(fabric.of(driver.Driver().bus_id(0)), driver.Driver().domain([0]))
 
 
 def heap_range() -> tuple[tuple[int, ...], int]:
@@ -395,6 +402,14 @@ def check_virtual_memory() -> list[Finding]:
     return findings
 
 
+@check("NVLink domain", INSTALL_CUDA)
+def check_nvlink_domain() -> Finding:
+    if gpu_count() == 0:
+        return Finding("NVLink domain", "note", NO_CUDA_DEVICE)
+    found, mend = nvlink_domain()
+    return Finding("NVLink domain", "OK" if found.startswith("NVLink ends in") else "note", found, mend)
+
+
 @check("heap addresses", "Lift the limit on address space (ulimit -v unlimited): the heap reserves up to 3 TiB of it.")
 def check_heap_addresses() -> Finding:
     name = "heap addresses"
@@ -566,8 +581,7 @@ def _print_round_trip(platform_name: str) -> None:
 
 
 def _last_line(text: str) -> str:
-    lines: Iterator[str] = (line.strip() for line in reversed(text.splitlines()))
-    return next((line for line in lines if line), "")
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 def _numbers(version: str) -> tuple[int, ...]:

@@ -18,12 +18,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 from jax._src.core import NamedAxisEffect, ShardingTypeError
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from jaxtaxfree import dispatch
-from jaxtaxfree.teams import ArrangementError, concrete_mesh, explicit_axes, resharded, team_of
+from jaxtaxfree import dispatch, levels
+from jaxtaxfree.teams import ArrangementError, Team, concrete_mesh, explicit_axes, resharded, team_of
 
 _log = logging.getLogger("jaxtaxfree")
 
@@ -285,6 +286,11 @@ def collective(
     return primitive
 
 
+def needs_devices(primitive: Any) -> None:
+    """Has JAX say which devices a program is for where it lowers this primitive outside of `jax.shard_map`."""
+    prim_requires_devices_during_lowering.add(primitive)
+
+
 def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
     """The rule of a primitive that is differentiated as this function of its operands."""
     primals = [jnp.asarray(x) for x in primals]  # literals of a jaxpr are none
@@ -330,8 +336,10 @@ def _communicating(
         return outs if multiple_results else outs[0], {NamedAxisEffect(axis) for axis in axes}
 
     @primitive.def_impl
-    def _impl(*_: Any, **__: Any) -> Any:
-        raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
+    def _impl(*operands: Any, **params: Any) -> Any:
+        if params["axes"]:
+            raise NotImplementedError(f"{name} runs inside jax.shard_map only.")
+        return apply_primitive(primitive, *operands, **params)
 
     _register_lowerings(primitive, reference=reference, fused=fused, slower=slower, dimensions=dimensions, case=case)
     _register_map(primitive, reference=reference, batch=batch)
@@ -355,7 +363,10 @@ def _register_lowerings(
 
     def lower_reference(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
         if implementation == "simulate":
-            return lower_kernel(ctx, *operands, implementation=implementation, **params)
+            how = params | {"implementation": implementation}
+            if found := levels_of(ctx, how):
+                return lower(found.function, ctx, *operands)
+            return lower_kernel(ctx, *operands, **how)
         platforms = ctx.platforms or ctx.module_context.platforms
         why = Lasting(f"it is for NVIDIA GPUs, and the program is lowered for {', '.join(platforms)}")
         if implementation == "fused":
@@ -364,32 +375,37 @@ def _register_lowerings(
             log_reference(name, ctx.avals_in, [why])
         return lower(reference, ctx, *operands, **params)
 
-    def case_of(ctx: Any, params: dict[str, Any]) -> dispatch.Case | None:
-        return case(*ctx.avals_in, team=team_of(ctx, params["axes"]), **params) if case else None
+    def case_of(avals: Sequence[Any], team: Team, params: Mapping[str, Any]) -> dispatch.Case | None:
+        return case(*avals, team=team, **params) if case else None
+
+    @_refusing(name)
+    def levels_of(ctx: Any, params: dict[str, Any]) -> levels.Levels | None:
+        return None if symbolic(*ctx.avals_in) else levels.of(primitive, ctx, **params)
 
     @_refusing(name)
     def lower_kernel(ctx: Any, *operands: Any, **params: Any) -> Any:
-        if not params["config"] and (measured := dispatch.config(case_of(ctx, params))):
+        team = team_of(ctx, params["axes"])
+        if not params["config"] and (measured := dispatch.config(case_of(ctx.avals_in, team, params))):
             params["config"] = hashable(measured)
-        target = team_of(ctx, params["axes"]).compute_capability
-        return lower(functools.partial(fused, compute_capability=target), ctx, *operands, **params)
+        function = functools.partial(fused, compute_capability=team.compute_capability)
+        return lower(function, ctx, *operands, **params)
+
+    why_reference = functools.partial(_why_reference, slower, case_of)
+    levels.define_why(primitive, why_reference)
 
     @_refusing(name)
-    def why_reference(ctx: Any, params: dict[str, Any]) -> list[str]:
-        if reasons := symbolic(*ctx.avals_in):  # which jax.vmap may have made them
-            return reasons
-        if (is_slower := dispatch.is_slower(case_of(ctx, params))) is not None:
-            return [dispatch.SLOWER] if is_slower else []
-        target = team_of(ctx, params["axes"]).compute_capability
-        why = None if params["config"] else dispatch.unmeasured(target)
-        why = why or slower(*ctx.avals_in, compute_capability=target, **params)
-        return [why] if why else []
+    def reasons_for_reference(ctx: Any, params: dict[str, Any]) -> list[str]:
+        # jax.vmap may have made dimensions symbolic.
+        return symbolic(*ctx.avals_in) or why_reference(ctx.avals_in, team_of(ctx, params["axes"]), params)
 
     def lower_fused(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+        how = params | {"implementation": implementation}
         try:
-            reasons = why_reference(ctx, params) if implementation is None else []
+            if found := levels_of(ctx, how):
+                return lower(found.function, ctx, *operands)
+            reasons = reasons_for_reference(ctx, params) if implementation is None else []
             if not reasons:
-                return lower_kernel(ctx, *operands, implementation=implementation, **params)
+                return lower_kernel(ctx, *operands, **how)
         except Unsupported as error:
             if implementation is not None:
                 raise
@@ -397,26 +413,52 @@ def _register_lowerings(
         log_reference(name, ctx.avals_in, reasons)
         return lower(reference, ctx, *operands, **params)
 
-    def register(lower_part: Callable, platform: str | None = None) -> None:
-        def rule(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
-            axes = explicit_axes(ctx)
-            if not axes or dimensions is None:
-                return lower_part(ctx, *operands, implementation=implementation, **params)
-            ins, outs = dimensions(*ctx.avals_in, **params)
-            function = functools.partial(primitive.bind, implementation=implementation)
-            if reasons := _inseparable(ctx.avals_in, ins):
-                if implementation is not None:
-                    raise Unsupported(name, reasons)
-                log_reference(name, ctx.avals_in, reasons)
-                function = reference
-            split = _split(functools.partial(function, **params), ctx.avals_in, ins, ctx.avals_out, outs, axes)
-            with concrete_mesh(ctx):
-                return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
-
-        mlir.register_lowering(primitive, rule, platform=platform)
-
+    register = functools.partial(_register, primitive, reference, dimensions)
     register(lower_reference)
     register(lower_fused, "cuda")
+
+
+def _why_reference(
+    slower: Callable[..., str | None],
+    case_of: Callable[..., dispatch.Case | None],
+    avals: Sequence[Any],
+    team: Team,
+    params: Mapping[str, Any],
+) -> list[str]:
+    """Why None takes XLA on GPUs, as shapes and tables say it."""
+    if (is_slower := dispatch.is_slower(case_of(avals, team, params))) is not None:
+        return [dispatch.SLOWER] if is_slower else []
+    target = team.compute_capability
+    why = None if params["config"] else dispatch.unmeasured(target)
+    why = why or slower(*avals, compute_capability=target, **params)
+    return [why] if why else []
+
+
+def _register(
+    primitive: Any,
+    reference: Callable[..., Any],
+    dimensions: Dimensions | None,
+    lower_part: Callable[..., Any],
+    platform: str | None = None,
+) -> None:
+    """Registers a lowering rule that takes each part of the operands where Explicit axes are left over."""
+
+    def rule(ctx: Any, *operands: Any, implementation: str | None, **params: Any) -> Any:
+        axes = explicit_axes(ctx)
+        if not axes or dimensions is None:
+            return lower_part(ctx, *operands, implementation=implementation, **params)
+        ins, outs = dimensions(*ctx.avals_in, **params)
+        function = functools.partial(primitive.bind, implementation=implementation)
+        if reasons := _inseparable(ctx.avals_in, ins):
+            if implementation is not None:
+                raise Unsupported(primitive.name, reasons)
+            log_reference(primitive.name, ctx.avals_in, reasons)
+            function = reference
+        split = _split(functools.partial(function, **params), ctx.avals_in, ins, ctx.avals_out, outs, axes)
+        with concrete_mesh(ctx):
+            return mlir.lower_fun(split, multiple_results=True)(ctx, *operands)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
 
 
 def _sharded(avals: Sequence[Any], labels: Labels) -> dict[str | None, Any]:

@@ -87,7 +87,7 @@ def shmem_call(
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
       *args: this rank's operands. A mapping from names to arrays, without None, is one parameter of the kernel.
       axis_name: the mesh axis, or axes, along which the ranks work together. A rank's number is
-        `lax.axis_index(axis_name)`.
+        `lax.axis_index(axis_name)`. () is a team of one rank.
       out_type: pytree of objects with `shape` and `dtype`: this rank's results.
       grid: number of programs, in one to three dimensions, the same on every rank.
       scratch: an object with `shape` and `dtype` for each name. Peers write into this memory, and every rank has it
@@ -129,7 +129,7 @@ def shmem_call(
         hash(kernel)  # which Triton remembers, with the key that `_digest` takes
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
-    axes = check_axes(axis_name, name)
+    axes = check_axes(axis_name, name, alone=True)
     world = lax.axis_size(axes)
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
     leaves, bundles = unbundled(name, args)

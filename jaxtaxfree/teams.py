@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax._src.core import get_axis_env
-from jax._src.sharding_impls import SPMDAxisContext, _internal_use_concrete_mesh
+from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, _internal_use_concrete_mesh
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxtaxfree import environment
@@ -71,14 +71,20 @@ class Team:
         return position
 
 
-def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...]:
+def check_axes(axis_name: str | Sequence[str] | None, operation: str, *, alone: bool = False) -> tuple[str, ...]:
     """The axes as a tuple.
+
+    Args:
+      operation: its name, for errors.
+      alone: whether there may be none, () or None: each rank works on its own.
 
     Raises:
       NameError: if one is not bound.
       TypeError: if it is no name, and no sequence of names.
       ValueError: if it names an axis twice.
     """
+    if alone and (axis_name is None or (isinstance(axis_name, tuple | list) and not axis_name)):
+        return ()
     several = not isinstance(axis_name, str)
     if several and (not isinstance(axis_name, Iterable) or isinstance(axis_name, jax.Array)):
         raise TypeError(f"{operation} takes a mesh axis as axis_name, or a tuple of them, not {axis_name!r}.")
@@ -91,7 +97,8 @@ def check_axes(axis_name: str | Sequence[str], operation: str) -> tuple[str, ...
     if unbound or not axes:
         raise NameError(
             f"{operation} needs a mesh axis to work along, and {unbound[0] if unbound else axis_name!r} is none: "
-            "call it inside jax.shard_map over a mesh that has the axis."
+            "call it inside jax.shard_map over a mesh that has the axis"
+            f"{', or pass axis_name=() for a call without peers' if alone else ''}."
         )
     return axes
 
@@ -164,9 +171,11 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
 
     Raises:
       ArrangementError: if the mesh does not say which devices the program will run on, or not all of its axes are
-      manual.
+        manual; without axes and a mesh, if the program is for several devices.
     """
     context = ctx.module_context.axis_context
+    if not axes and isinstance(context, ShardingContext):
+        return _alone(context.device_assignment)
     mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
     if not isinstance(mesh, Mesh):
         raise ArrangementError(
@@ -182,3 +191,20 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     order = [mesh.axis_names.index(axis) for axis in (*hidden, *others, *axes)]
     devices = tuple(np.transpose(mesh.devices, order).flat)
     return Team(axes, others, math.prod(mesh.shape[axis] for axis in axes), devices)
+
+
+def _alone(devices: tuple[Any, ...] | None) -> Team:
+    """The team of a call without peers that is in no `jax.shard_map`.
+
+    Raises:
+      ArrangementError: if the program is for several devices, or JAX does not say for which.
+    """
+    if devices is None:
+        raise ArrangementError("JAX does not say for which device the program is: call it inside jax.shard_map")
+    if len(devices) > 1:
+        raise ArrangementError(
+            "the program is for several devices, and outside of jax.shard_map the compiler would have to split the "
+            "kernel among them, which it cannot: call it inside jax.shard_map, with axis_name=() if each device has "
+            "all keys of its sequences or heads"
+        )
+    return Team((), (), 1, devices)

@@ -33,6 +33,8 @@ from jaxtaxfree.heap.cuda import STEPS, CudaHeap, Device, next_meeting
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
 from jaxtaxfree.heap.layout import Layout, Record, Region
+from jaxtaxfree.heap.places import PLACES, Place, spanning
+from jaxtaxfree.heap.places import next_meeting as next_look
 
 __all__ = [
     "Heap",
@@ -40,13 +42,16 @@ __all__ = [
     "HeapUnavailableError",
     "Layout",
     "PeerTimeoutError",
+    "Place",
     "Region",
     "block_until_ready",
     "check",
     "close",
+    "places",
     "region",
     "reset",
     "set_timeout",
+    "spanning",
 ]
 
 _log = logging.getLogger("jaxtaxfree")
@@ -68,6 +73,8 @@ class Heap(Protocol):
     timeout: float
 
     def region(self, name: str, devices: Sequence[Any], world: int, layout_: Layout) -> Region: ...
+
+    def places(self, devices: Sequence[Any]) -> dict[int, Place]: ...
 
     def refuse(self, name: str, devices: Sequence[Any], world: int, why: str) -> None: ...
 
@@ -110,6 +117,29 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
                 next_meeting(_exchange, name, members, world).fail(error, STEPS)
             raise
     return heap.region(name, members, world, layout)
+
+
+def places(devices: Sequence[jax.Device]) -> dict[int, Place]:
+    """Where the processes of a mesh are, as all of them find it; opens the heap if need be.
+
+    Processes are asked once. All of them call it, as they build the same programs.
+
+    Args:
+      devices: CUDA devices of the mesh, one of this process among them.
+
+    Raises:
+      HeapUnavailableError: if there can be no heap here.
+      HeapError: if another process fails or does not come.
+    """
+    with _lock:
+        try:
+            heap = _open()
+        except Exception as error:
+            if _exchange is not None:  # the others do not wait for this process
+                members = sorted({device.process_index for device in devices})
+                next_look(_exchange, members).fail(error, [PLACES])
+            raise
+    return heap.places([Device.of(device) for device in devices])
 
 
 def set_timeout(seconds: float) -> None:

@@ -4,12 +4,14 @@ The heap reserves ranges of addresses, and the processes of a mesh agree on one 
 is a window in that range, with one part of equal size for each device of a team in the order of the mesh, so that a
 kernel finds any part by arithmetic. Each process takes the memory of its own devices, and maps it and that of its
 devices' peers into the window. Teams that no process shares have the same addresses: a window is as long as what one
-process sees. A team is on one host; the processes of a mesh, whose program is the same, may be on many.
+process sees. A team is on one host, or in one NVLink domain of several; the processes of a mesh, whose program is the
+same, may be anywhere.
 """
 
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import socket
 import threading
@@ -20,8 +22,9 @@ from jaxtaxfree import environment
 from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
-from jaxtaxfree.heap.exchange import Alone, Late, Meeting, processes
+from jaxtaxfree.heap.exchange import Alone, Late, Meeting
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
+from jaxtaxfree.heap.places import Place, agreed, gathered, spanning
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
 # top; what they map later goes below these, into the last range in one process of several.
@@ -67,20 +70,6 @@ def next_meeting(exchange: Alone, name: str, devices: Sequence[Device], world: i
     return exchange.meeting(f"{key:x}", name, sorted({device.process for device in devices}))
 
 
-def _check_hosts(devices: Sequence[Device], world: int, hosts: Mapping[int, str], names: Mapping[int, str]) -> None:
-    """Raises SpansHostsError unless each team of the mesh, whoever's it is, is on one host."""
-    for first in range(0, len(devices), world):
-        of_hosts: dict[str, list[int]] = {}
-        for process in sorted({device.process for device in devices[first : first + world]}):
-            of_hosts.setdefault(hosts[process], []).append(process)
-        if len(of_hosts) > 1:
-            found = "; ".join(f"{processes(members)} on {names[members[0]]}" for members in of_hosts.values())
-            raise SpansHostsError(
-                f"the axis spans hosts ({found}), and kernels reach the memory of one host only: put only devices of "
-                "one host on the axis"
-            )
-
-
 class _Part:
     """One device's part of a region, as this process sees it. `close` undoes what was done to get it."""
 
@@ -95,7 +84,7 @@ class _Part:
 
 
 class CudaHeap:
-    """A heap on the GPUs of this process and those of its peers, which are on the same host.
+    """A heap on the GPUs of this process and those of its peers, which are on the same host or NVLink domain.
 
     Args:
       driver: CUDA's, or a model of it.
@@ -116,6 +105,8 @@ class CudaHeap:
         self._gates: dict[tuple, threading.Lock] = {}
         self._regions: dict[tuple, Region] = {}
         self._parts: dict[tuple, list[_Part]] = {}
+        self._place: Place | None = None
+        self._known: dict[tuple[int, ...], dict[int, Place]] = {}
         self._resets = resets
         self._refused: list[Meeting] = []
         self._failed = False
@@ -148,6 +139,21 @@ class CudaHeap:
                     if self._failed:  # meanwhile
                         self._mark(parts)
             return self._regions[key]
+
+    def places(self, devices: Sequence[Device]) -> dict[int, Place]:
+        """Where the processes of a mesh are, one of them this one; all of them ask for it together.
+
+        Raises:
+          HeapError: if one of them fails or does not come.
+        """
+        members = sorted({device.process for device in devices})
+        key = tuple(members)
+        with self._lock:
+            gate = self._gates.setdefault(key, threading.Lock())
+        with gate:
+            if key not in self._known:
+                self._known[key] = gathered(self._exchange, lambda: self._own_place(devices), members)
+            return self._known[key]
 
     def refuse(self, name: str, devices: Sequence[Device], world: int, why: str) -> None:
         """Tells the other processes that this one makes no region before a reset, so that they do not wait for it."""
@@ -253,6 +259,17 @@ class CudaHeap:
             )
         return bases
 
+    def _own_place(self, devices: Sequence[Device]) -> Place:
+        """Where this process is. It stays there, so it is found with the first mesh of several processes."""
+        mine = [device.ordinal for device in devices if device.process == self._exchange.process]
+        if len(mine) == len(devices):
+            return Place(self._exchange.host, self._exchange.host, socket.gethostname())
+        with self._lock:
+            if self._place is None:
+                domain = self._driver.domain(mine) or self._exchange.host
+                self._place = Place(self._exchange.host, domain, socket.gethostname())
+            return self._place
+
     def _common_base(self, of_processes: Mapping[int, Sequence[str]]) -> int:
         """The first range that all processes have."""
         for base in next(iter(of_processes.values())):
@@ -284,13 +301,13 @@ class CudaHeap:
         placed = [[(i, devices[i]) for i in team] for team in teams]
         parts: list[_Part] = []
         try:
-            region = self._place(meeting, key, name, devices, world, layout_)
+            region, spread = self._set(meeting, key, name, devices, world, layout_)
             for team in placed:
                 self._check_access([device for _, device in team])
-                self._take(region, team, meeting, parts)
+                self._take(region, team, meeting, parts, team[0][0] // world in spread)
             meeting.settle("taken")
             for team in placed:
-                self._join(region, team, meeting, parts)
+                self._join(region, team, meeting, parts, team[0][0] // world in spread)
             meeting.settle("joined")
         except BaseException as error:
             with contextlib.ExitStack() as undo:  # all of it, even if some of it fails
@@ -305,38 +322,48 @@ class CudaHeap:
             meeting.end()
         return region, parts
 
-    def _place(
+    def _set(
         self, meeting: Meeting, key: tuple, name: str, devices: Sequence[Device], world: int, layout_: Layout
-    ) -> Region:
-        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program."""
+    ) -> tuple[Region, set[int]]:
+        """Finds addresses for a region, the same in all processes of the mesh, so that all build the same program.
+
+        Returns: the region, and which teams of the mesh are on several hosts.
+        """
+        owners = [device.process for device in devices]
         size = layout_.nbytes
         granules = size // GRANULE
-        places = layout.places([device.process for device in devices], world)
+        places = layout.places(owners, world)
 
         def origin(said: Mapping[int, str]) -> str:
             words = {process: text.split() for process, text in said.items()}
-            hosts = {process: host for process, (host, *_) in words.items()}
-            _check_hosts(devices, world, hosts, {process: name for process, (_, name, *_) in words.items()})
-            base = self._common_base({process: bases for process, (_, _, *bases) in words.items()})
+            found = agreed({process: Place(*text[:3]) for process, text in words.items()})
+            if why := spanning(owners, world, found):
+                raise SpansHostsError(why)
+            base = self._common_base({process: text[3:] for process, text in words.items()})
+            hosts = {process: place.host for process, place in found.items()}
             start = self._exchange.next_window(granules * (max(places) + 1), hosts, RANGE_BYTES // GRANULE)
             if start is None:
                 raise HeapError(
                     f"The heap's {RANGE_BYTES >> 30} GiB of addresses are used up; {name} needs {size >> 20} MiB on "
                     f"each of {len(devices)} devices. Close the heap (jaxtaxfree.heap.close()) to begin afresh."
                 )
-            return str(base // GRANULE + start)
+            teams = enumerate(itertools.batched((hosts[owner] for owner in owners), world))
+            spread = (str(i) for i, team in teams if len(set(team)) > 1)
+            return " ".join([str(base // GRANULE + start), *spread])
 
-        said = (self._exchange.host, socket.gethostname(), *map(hex, self._bases))
-        return Region(
+        said = (*self._own_place(devices), *map(hex, self._bases))
+        start, *spread = meeting.settle("placed", " ".join(said), origin).split()
+        region = Region(
             name=name,
             device_ids=key[1],
             world=world,
             layout=layout_,
-            origin=int(meeting.settle("placed", " ".join(said), origin)),
+            origin=int(start),
             stride=granules,
             magic=layout.magic(*key),
             places=places,
         )
+        return region, set(map(int, spread))
 
     @contextlib.contextmanager
     def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
@@ -363,14 +390,16 @@ class CudaHeap:
                         "`nvidia-smi topo -p2p r` shows which can."
                     )
 
-    def _take(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
+    def _take(
+        self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part], fabric: bool
+    ) -> None:
         """Takes, maps and clears the memory of this process's own devices of a team."""
         size = region.stride * GRANULE
         for position, device in team:
             if device.process != self._exchange.process:
                 continue
             try:
-                handle = self._driver.create(device.ordinal, size)
+                handle = self._driver.create(device.ordinal, size, fabric)
             except DriverError as error:
                 if not error.out_of_memory:
                     raise
@@ -386,18 +415,19 @@ class CudaHeap:
             part.undo(self._driver.free_host, part.record_address)
             self._clear(part, region)
             if any(peer.process != device.process for _, peer in team):
-                meeting.offer(position, self._driver.export(handle))
+                if fabric:
+                    meeting.hand_over(position, self._driver.export_fabric(handle))
+                else:
+                    meeting.offer(position, self._driver.export(handle))
 
-    def _join(self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part]) -> None:
+    def _join(
+        self, region: Region, team: list[tuple[int, Device]], meeting: Meeting, parts: list[_Part], fabric: bool
+    ) -> None:
         """Maps other processes' devices, and lets all own devices of the team reach the whole team's memory."""
         ordinals = [device.ordinal for _, device in team if device.process == self._exchange.process]
         for position, device in team:
             if device.process != self._exchange.process:
-                descriptor = meeting.fetch(position, device.process)
-                try:
-                    handle = self._driver.import_(descriptor)
-                finally:
-                    os.close(descriptor)
+                handle = self._import(meeting, position, device.process, fabric)
                 self._map(region, position, device, handle, parts)
             try:
                 self._driver.allow(region.address(position), region.stride * GRANULE, ordinals)
@@ -407,6 +437,16 @@ class CudaHeap:
                     f"({error}). Put devices that can on the axis, or use implementation='xla'; `nvidia-smi topo "
                     "-p2p r` shows which can."
                 ) from error
+
+    def _import(self, meeting: Meeting, position: int, owner: int, fabric: bool) -> Any:
+        """A handle of the memory of another process."""
+        if fabric:
+            return self._driver.import_fabric(meeting.handed_over(position, owner))
+        descriptor = meeting.fetch(position, owner)
+        try:
+            return self._driver.import_(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _map(self, region: Region, position: int, device: Device, handle: Any, parts: list[_Part]) -> _Part:
         """Maps memory where the region has it."""

@@ -4,7 +4,10 @@ Tests put a model of a driver in its place.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
+
+from jaxtaxfree.heap import fabric as fabrics
 
 # Context and stream of each device. They stay when a heap is closed, and serve the next one.
 _STREAMS: dict[int, tuple[Any, Any]] = {}
@@ -51,17 +54,17 @@ class Driver:
         self._call("cuCtxSetCurrent", context)
         return stream
 
-    def _properties(self, ordinal: int) -> Any:
+    def _properties(self, ordinal: int, fabric: bool) -> Any:
         properties = self._cuda.CUmemAllocationProp()
         properties.type = self._cuda.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         properties.location.type = self._cuda.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
         properties.location.id = ordinal
-        properties.requestedHandleTypes = self._handle_type
+        properties.requestedHandleTypes = self._handle_type(fabric)
         return properties
 
-    @property
-    def _handle_type(self) -> Any:
-        return self._cuda.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    def _handle_type(self, fabric: bool) -> Any:
+        types = self._cuda.CUmemAllocationHandleType
+        return types.CU_MEM_HANDLE_TYPE_FABRIC if fabric else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def supports_virtual_memory(self, ordinal: int) -> bool:
         """Whether a device can map memory at chosen addresses and share it with another process."""
@@ -74,6 +77,41 @@ class Driver:
                 attributes.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
             )
         )
+
+    def bus_id(self, ordinal: int) -> str:
+        """The PCI address of a device."""
+        device = self._call("cuDeviceGet", ordinal)
+        return self._call("cuDeviceGetPCIBusId", 32, device).rstrip(b"\0").decode()
+
+    def domain(self, ordinals: Sequence[int]) -> str | None:
+        """A name for the GPUs that reach these devices over NVLink, if they may be on several hosts.
+
+        None if NVLink ends in the host, or memory cannot be handed over to other hosts.
+        """
+        attribute = self._cuda.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED
+        domains = set()
+        try:
+            for ordinal in ordinals:
+                device = self._call("cuDeviceGet", ordinal)
+                found = fabrics.of(self.bus_id(ordinal))
+                supported = self._call("cuDeviceGetAttribute", attribute, device)
+                domains.add(found.domain if found and supported else None)
+            name = domains.pop() if len(domains) == 1 else None
+            if name:
+                self._hand_over(ordinals[0])
+        except DriverError:  # of a driver that does not know the attribute, or has no IMEX channel
+            return None
+        return name
+
+    def _hand_over(self, ordinal: int) -> None:
+        """Exports a little memory to other hosts, which needs an IMEX channel."""
+        flag = self._cuda.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        size = int(self._call("cuMemGetAllocationGranularity", self._properties(ordinal, True), flag))
+        handle = self.create(ordinal, size, fabric=True)
+        try:
+            self.export_fabric(handle)
+        finally:
+            self.release(handle)
 
     def can_access_peer(self, ordinal: int, peer: int) -> bool:
         """Whether kernels on `ordinal` can load and store in the memory of `peer`."""
@@ -93,18 +131,27 @@ class Driver:
     def unreserve(self, address: int, size: int) -> None:
         self._call("cuMemAddressFree", address, size)
 
-    def create(self, ordinal: int, size: int) -> Any:
-        """Takes memory of a device; returns a handle."""
+    def create(self, ordinal: int, size: int, fabric: bool = False) -> Any:
+        """Takes memory of a device, to be shared with this host or with those on its fabric; returns a handle."""
         self._enter(ordinal)
-        return self._call("cuMemCreate", size, self._properties(ordinal), 0)
+        return self._call("cuMemCreate", size, self._properties(ordinal, fabric), 0)
 
     def export(self, handle: Any) -> int:
         """A file descriptor through which another process can import the memory."""
-        return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type, 0))
+        return int(self._call("cuMemExportToShareableHandle", handle, self._handle_type(False), 0))
+
+    def export_fabric(self, handle: Any) -> bytes:
+        """64 bytes through which a process on a host of the same fabric can import the memory."""
+        return bytes(self._call("cuMemExportToShareableHandle", handle, self._handle_type(True), 0).data)
 
     def import_(self, descriptor: int) -> Any:
         """A handle of the memory that another process exported."""
-        return self._call("cuMemImportFromShareableHandle", descriptor, self._handle_type)
+        return self._call("cuMemImportFromShareableHandle", descriptor, self._handle_type(False))
+
+    def import_fabric(self, exported: bytes) -> Any:
+        """The same of what `export_fabric` gave."""
+        memory = ctypes.create_string_buffer(exported, len(exported))
+        return self._call("cuMemImportFromShareableHandle", ctypes.addressof(memory), self._handle_type(True))
 
     def release(self, handle: Any) -> None:
         """Gives memory back once it is mapped nowhere any more."""

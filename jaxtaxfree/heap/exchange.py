@@ -75,6 +75,14 @@ class Meeting:
         """The file descriptor that process `owner` offers for a position."""
         raise AssertionError("a process that is alone imports nothing")
 
+    def hand_over(self, position: int, handle: bytes) -> None:
+        """Tells the members a handle that holds on other hosts, too."""
+        raise AssertionError("a process that is alone shares nothing")
+
+    def handed_over(self, position: int, owner: int) -> bytes:
+        """The handle that process `owner` has told for a position."""
+        raise AssertionError("a process that is alone imports nothing")
+
     def end(self) -> None:
         """Closes what was offered."""
 
@@ -382,11 +390,21 @@ class _Meeting(Meeting):
                 raise HeapError(f"Process {owner} ended before it had shared its memory.") from error
             raise HeapUnavailableError(
                 f"Process {process} cannot reach process {owner} at {door.path_of(address)} ({error}): processes that "
-                "share memory must run on one host and see the same temporary folder (TMPDIR)."
+                "share memory must run on one host and see the same temporary folder (TMPDIR). Where they run in "
+                "containers, mount one folder of the host into all of them, at the same path, and set TMPDIR to it."
             ) from error
         if descriptor is None:
             raise HeapError(f"Process {owner} does not share {name!r} with process {process}.")
         return descriptor
+
+    def hand_over(self, position: int, handle: bytes) -> None:
+        self._exchange.put(f"{self._key}/handles/{position}", handle.hex())
+
+    def handed_over(self, position: int, owner: int) -> bytes:
+        told = self._exchange.get(f"{self._key}/handles/{position}", self._patience.left)
+        if told is None:
+            raise HeapError(f"Process {owner} does not share its memory with process {self._process}.")
+        return bytes.fromhex(told)
 
     def end(self) -> None:
         self._exchange.door.withdraw(self._exchange.name(f"{self._key}/"))

@@ -95,8 +95,24 @@ def wide_type(dtype: Any) -> Any:
         return jnp.promote_types(dtype, jnp.float32)
 
 
+def activation_name(operation: str, activation: Any) -> str | None:
+    """The key of `ACTIVATIONS` of a name or a function of `jax.nn`; raises ValueError if there is none."""
+    name = activation if isinstance(activation, str) else next((_NAMES[f] for f in _NAMES if f is activation), None)
+    if activation is not None and name not in ACTIVATIONS:
+        known = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{operation} has no activation {activation!r}: choose {known}, jax.nn.silu or jax.nn.gelu.")
+    return name
+
+
 def check(
-    operation: str, lhs: jax.Array, rhs: jax.Array, shape: Sequence[int], activation: Any, **given: Any
+    operation: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    shape: Sequence[int],
+    activation: Any,
+    *,
+    rhs_transposed: bool = False,
+    **given: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
     """An epilogue and its operands.
 
@@ -108,10 +124,7 @@ def check(
     Raises:
       ValueError: if there is no such activation, or an operand does not fit.
     """
-    name = activation if isinstance(activation, str) else next((_NAMES[f] for f in _NAMES if f is activation), None)
-    if activation is not None and name not in ACTIVATIONS:
-        known = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"{operation} has no activation {activation!r}: choose {known}, jax.nn.silu or jax.nn.gelu.")
+    name = activation_name(operation, activation)
     operands = {name: jnp.asarray(x) for name, x in given.items() if x is not None}
     epilogue = Epilogue(name, tuple(operands))
     if not epilogue:
@@ -121,6 +134,8 @@ def check(
             f"{operation} has an epilogue for lhs of two or more dimensions and rhs of two, not {lhs.ndim} and "
             f"{rhs.ndim}."
         )
+    if epilogue.gated and rhs_transposed:
+        raise ValueError(f"{operation} takes a gate with rhs [K, N] only, not with rhs_transposed.")
     shapes = {"gate": rhs.shape, "bias": tuple(shape[-1:]), "residual": tuple(shape)}
     for name, x in operands.items():
         if x.shape != shapes[name]:

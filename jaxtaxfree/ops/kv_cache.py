@@ -15,7 +15,7 @@ from jaxtaxfree.primitive import check_whole
 from jaxtaxfree.teams import check_axes, replicated, vary, varying
 
 PLACEMENTS = ("contiguous", "round_robin")
-KV_LAYOUTS = ("BSKH", "BKSH")
+KV_LAYOUTS = ("BSKH", "BKSH", "KBSH")
 DEFAULT_BLOCK_SIZE = 64
 
 
@@ -23,8 +23,8 @@ class KVCache(NamedTuple):
     """One rank's part of a cache, as `append_kv` takes and returns it.
 
     Attributes:
-      key: [B, S, K, H], or [B, K, S, H] with kv_layout="BKSH". A paged cache is [pages, page_size, K, H] or
-        [pages, K, page_size, H].
+      key: [B, S, K, H], or [B, K, S, H] with kv_layout="BKSH", or [K, B, S, H] with "KBSH". A paged cache has pages in
+        place of B, and page_size in place of S.
       value: like key. Its head size may differ.
       key_scale, value_scale: f32 factors of the cached numbers: [], [K], or one for each token and head (the shape of
         `key` without its last dimension). None if the cache is not quantised.
@@ -52,6 +52,20 @@ class Placement:
         """The position that each slot of a rank holds: i32 [S]."""
         slot = jnp.arange(self.slots, dtype=jnp.int32)
         return (slot // self.stretch * world + rank) * self.stretch + slot % self.stretch
+
+    def in_ring(self, position: jax.Array, starts: jax.Array, world: int) -> jax.Array:
+        """The place of a token in a ring that wraps round after the slots of all ranks; -1 if it has none.
+
+        `slot_of` takes a place for a position, and `token_of` is the inverse.
+        """
+        places = world * self.slots
+        place = jnp.mod(jnp.mod(starts, places).astype(jnp.int32) + jnp.clip(position, 0, places), places)
+        return jnp.where((position >= 0) & (position < places), place, -1)
+
+    def token_of(self, place: jax.Array, starts: jax.Array, world: int) -> jax.Array:
+        """The token that lies in a place of such a ring, if its sequence is as long as that."""
+        places = world * self.slots
+        return jnp.mod(place - jnp.mod(starts, places).astype(jnp.int32), places)
 
     def slot_of(self, position: jax.Array, rank: Any, world: int) -> jax.Array:
         """The slot in which a rank keeps a position, or `slots`, which does not exist, if the rank does not keep it."""
@@ -126,7 +140,7 @@ def cache_sizes(key: Any, kv_layout: str, block_tables: Any, operation: str) -> 
             f"{operation} takes keys and values of 4 dimensions, {kv_layout} or pages in place of B and S, but key is "
             f"{list(key.shape)}."
         )
-    length, heads = (key.shape[1], key.shape[2]) if kv_layout == "BSKH" else (key.shape[2], key.shape[1])
+    length, heads = key.shape[kv_layout.index("S")], key.shape[kv_layout.index("K")]
     if block_tables is None:
         return length, None, heads
     if block_tables.ndim != 2 or not jnp.issubdtype(block_tables.dtype, jnp.integer):
@@ -177,12 +191,13 @@ def append_kv(
     key: jax.Array,
     value: jax.Array,
     lengths: jax.Array,
-    axis_name: str | Sequence[str],
+    axis_name: str | Sequence[str] | None,
     *,
     placement: str = "contiguous",
     block_size: int | None = None,
     kv_layout: str = "BSKH",
     block_tables: jax.Array | None = None,
+    starts: jax.Array | None = None,
 ) -> Any:
     """Puts the keys and values of new tokens into a cache that is sharded along the sequence.
 
@@ -197,11 +212,16 @@ def append_kv(
       key: keys of the new tokens, [B, K, H] or [B, T, K, H], the same on every rank.
       value: like key. Its head size may differ.
       lengths: i32[B], keys in the cache so far, counted over all ranks. The first new token gets this position.
-      axis_name: the mesh axis, or axes, along which the cache is sharded.
+      axis_name: the mesh axis, or axes, along which the cache is sharded. () or None: it is not, and the call may stand
+        outside of `jax.shard_map`.
       placement, block_size, kv_layout, block_tables: as in `decode_attention`.
+      starts: i32[B], as in `decode_attention`. The first new token of a sequence goes to the place (starts + lengths)
+        modulo the places of all ranks. To let it take the place of the oldest token of a full ring, move `starts` past
+        that one, and make `lengths` smaller by as much.
 
     Returns: the cache with the new tokens. It has the type of `cache`. Tokens at positions past its end or before its
-      beginning are dropped, and so are tokens on pages that are -1. To give a sequence no token, set its length to -T.
+      beginning are dropped, with `starts` too, and so are tokens on pages that are -1. To give a sequence no token, set
+      its length to -T.
 
     Raises:
       ValueError: if the arguments do not fit together. Also if `shard_map` knows (`check_vma=True`) that several ranks
@@ -210,7 +230,7 @@ def append_kv(
       TypeError: if `block_size` is not an integer, or is None where a symbolic shape leaves it open.
       NameError: if `axis_name` is not bound.
     """
-    axes = check_axes(axis_name, "append_kv")
+    axes = check_axes(axis_name, "append_kv", alone=True)
     if not isinstance(cache, tuple | list) or len(cache) not in (2, 4):
         found = f"of {len(cache)} parts" if isinstance(cache, tuple | list) else repr(cache)
         raise ValueError(f"append_kv takes a cache (key, value) or (key, value, key_scale, value_scale), not {found}.")
@@ -223,11 +243,15 @@ def append_kv(
     if wrong := cache_faults(parts, heads):
         raise ValueError(f"append_kv cannot take this cache: {'; '.join(wrong)}.")
     check_sharded("append_kv", parts.key, parts.value, block_tables, axes)
-    _check_new_tokens(parts, key, value, lengths, heads, block_tables)
+    starts = None if starts is None else jnp.asarray(starts)
+    of_sequences = parts.key.shape[kv_layout.index("B")] if block_tables is None else block_tables.shape[0]
+    _check_new_tokens(parts, key, value, lengths, starts, heads, of_sequences, paged=block_tables is not None)
     place = placement_of(placement, block_size, slots, page_size, "append_kv")
     world = lax.axis_size(axes)
 
     position = lengths.astype(jnp.int32)[:, None] + jnp.arange(key.shape[1], dtype=jnp.int32)[None]  # [B, T]
+    if starts is not None:
+        position = place.in_ring(position, starts[:, None], world)
     slot = place.slot_of(position, lax.axis_index(axes), world)
     if page_size is None or block_tables is None:
         row, inside = jnp.arange(key.shape[0])[:, None], slot
@@ -235,10 +259,14 @@ def append_kv(
         row = jnp.take_along_axis(block_tables, jnp.minimum(slot // page_size, block_tables.shape[1] - 1), axis=1)
         inside = slot % page_size
     # A token of another rank, or on no page, gets a row past the end, each its own, and is dropped.
-    row = jnp.where((slot < slots) & (row >= 0), row, parts.key.shape[0] + jnp.arange(slot.size).reshape(slot.shape))
-    at = (row, inside) if kv_layout == "BSKH" else (row, slice(None), inside)
+    past = parts.key.shape[kv_layout.index("B")] + jnp.arange(slot.size).reshape(slot.shape)
+    row = jnp.where((slot < slots) & (row >= 0), row, past)
+    everything = slice(None)
+    at = {"BSKH": (row, inside), "BKSH": (row, everything, inside), "KBSH": (everything, row, inside)}[kv_layout]
 
     def put(array: jax.Array, new: jax.Array) -> jax.Array:
+        if kv_layout == "KBSH":  # the two indices stand together, behind the heads
+            new = jnp.moveaxis(new, 2, 0)
         along = set(axes) | varying(array) | varying(new) | varying(row)
         return vary(array, along).at[at].set(vary(new, along).astype(array.dtype), mode="drop", unique_indices=True)
 
@@ -277,7 +305,15 @@ def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.A
 
 
 def _check_new_tokens(
-    cache: KVCache, key: jax.Array, value: jax.Array, lengths: jax.Array, heads: int, block_tables: Any
+    cache: KVCache,
+    key: jax.Array,
+    value: jax.Array,
+    lengths: jax.Array,
+    starts: jax.Array | None,
+    heads: int,
+    sequences: int,
+    *,
+    paged: bool,
 ) -> None:
     for name, new, old in (("key", key, cache.key), ("value", value, cache.value)):
         if new.shape != (*key.shape[:2], heads, old.shape[3]):
@@ -286,11 +322,12 @@ def _check_new_tokens(
                 f"this cache, the same B and T for both, not {list(new.shape)}."
             )
     b = key.shape[0]
-    of, what = (cache.key, "a cache") if block_tables is None else (block_tables, "block_tables")
-    if of.shape[0] != b:
-        raise ValueError(f"append_kv has {what} of {of.shape[0]} sequences and new tokens of {b}.")
-    if lengths.shape != (b,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise ValueError(f"append_kv takes lengths i32[{b}], not {np.dtype(lengths.dtype)}{list(lengths.shape)}.")
+    if sequences != b:
+        what = "block_tables" if paged else "a cache"
+        raise ValueError(f"append_kv has {what} of {sequences} sequences and new tokens of {b}.")
+    for name, x in (("lengths", lengths), ("starts", starts)):
+        if x is not None and (x.shape != (b,) or not jnp.issubdtype(x.dtype, jnp.integer)):
+            raise ValueError(f"append_kv takes {name} i32[{b}], not {np.dtype(x.dtype)}{list(x.shape)}.")
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -33,15 +33,23 @@ def check_operands(operation: str, lhs: jax.Array, rhs: jax.Array) -> None:
         )
 
 
-def check_contraction(operation: str, lhs: jax.Array, rhs: jax.Array, parts: int = 1) -> None:
+def check_contraction(
+    operation: str, lhs: jax.Array, rhs: jax.Array, parts: int = 1, rhs_transposed: bool = False
+) -> None:
     """Raises ValueError if `lhs @ rhs` is no product, where the last dimension of lhs is gathered of so many parts."""
-    size = parts * lhs.shape[-1]
-    if size != rhs.shape[0]:
+    size, k = parts * lhs.shape[-1], rhs.shape[-1 if rhs_transposed else 0]
+    if size != k:
         gathered = f" ({lhs.shape[-1]} from each of {parts} ranks)" if parts > 1 else ""
+        which = "last (rhs_transposed)" if rhs_transposed else "first"
         raise ValueError(
-            f"{operation} contracts the last dimension of lhs with the first of rhs, but lhs is "
-            f"{list(lhs.shape)} and rhs is {list(rhs.shape)}: {size}{gathered} is not {rhs.shape[0]}."
+            f"{operation} contracts the last dimension of lhs with the {which} of rhs, but lhs is "
+            f"{list(lhs.shape)} and rhs is {list(rhs.shape)}: {size}{gathered} is not {k}."
         )
+
+
+def columns(rhs: jax.Array, rhs_transposed: bool) -> tuple[int, ...]:
+    """The lengths of the dimensions that a product has of rhs: N, or none of a vector."""
+    return rhs.shape[:-1] if rhs_transposed else rhs.shape[1:]
 
 
 def check_precision(precision: Any, preferred_element_type: Any) -> dict[str, Any]:

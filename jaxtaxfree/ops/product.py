@@ -1,17 +1,22 @@
 """A product that a rank multiplies, as the kernels of an operation see it."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax import lax
 
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.variant import Choice, Variant, choose
-from jaxtaxfree.primitive import Labels
+from jaxtaxfree.primitive import Labels, Unsupported, bilinear, collective
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import Target, target_of
 from jaxtaxfree.teams import Team
@@ -26,13 +31,12 @@ class Call:
       rows: of the product, those of all ranks.
       k, n: the contracted dimension and the columns of this rank.
       world: number of ranks.
-      dtype: of the operands.
+      lhs, rhs: the operands' types.
       out_dtype: of the result.
       target: the GPU.
       precision: of f32 products, in Triton's words.
       epilogue: what follows the product.
       residual: dtype of the residual; None if there is none.
-      rhs_transposed: rhs is [n, k].
       return_gathered: the gathered rows are a result, too.
       along_columns: columns are gathered or scattered, not rows. Each rank has k columns of lhs, or n of the result.
       widths: columns of each of several rhs, of which n is the sum, and `epilogue` that of `epilogue.joined`; () if
@@ -44,13 +48,13 @@ class Call:
     k: int
     n: int
     world: int
-    dtype: np.dtype
+    lhs: Operand
+    rhs: Operand
     out_dtype: np.dtype
     target: Target
     precision: str = "tf32"
     epilogue: Epilogue = NONE
     residual: np.dtype | None = None
-    rhs_transposed: bool = False
     return_gathered: bool = False
     along_columns: bool = False
     widths: tuple[int, ...] = ()
@@ -87,146 +91,264 @@ class Call:
         return self.products * self.n
 
     @property
-    def itemsize(self) -> int:
-        """Bytes of an element of the operands."""
-        return self.dtype.itemsize
+    def dtype(self) -> np.dtype:
+        """Of the rows."""
+        return self.lhs.dtype
+
+    @property
+    def rhs_transposed(self) -> bool:
+        """Whether rhs is [n, k]."""
+        return self.rhs.transposed
+
+    @property
+    def operand_bytes(self) -> int:
+        """Of all rows and all weights."""
+        parts = self.world if self.along_columns else 1
+        return self.lhs.nbytes(self.rows * self.k) + self.rhs.nbytes(parts * self.k * self.columns)
+
+    def bytes_of_a_step(self, rows: int, columns: int, k: int) -> int:
+        """What blocks [rows, k] and [k, columns] of the operands take in shared memory."""
+        return self.lhs.nbytes(rows * k) + self.rhs.nbytes(k * columns)
+
+    def depth_of(self, nbytes: int) -> int:
+        """How many elements of K are so many bytes of a row of either operand, or less of the narrower one."""
+        return min(self.lhs.elements(nbytes), self.rhs.elements(nbytes))
 
     def wire(self, exact_wire: bool) -> np.dtype:
         """In which dtype partial sums travel."""
-        return np.dtype(np.float32) if exact_wire else self.dtype
+        return np.dtype(np.float32) if exact_wire else self.lhs.wire
+
+    @property
+    def widens(self) -> bool:
+        """Whether the result has more bits than partial sums that are rounded on their way."""
+        return self.out_dtype.itemsize > self.lhs.wire.itemsize
 
 
-def call_of(
-    operation: str,
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    rows: int,
-    world: int,
-    compute_capability: int,
-    precision: Any,
-    preferred_element_type: Any,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    along_columns: bool = False,
-    widths: tuple[int, ...] = (),
-) -> Call:
-    """The call of an operation with these operands (arrays or their types), which some kernel has to support.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product:
+    """An operation that multiplies a rank's rows: what is alike in all of them between its reference and its kernels.
 
-    Args:
-      widths: of several rhs; `rhs` is then all of them side by side.
+    Attributes:
+      name: of the operation.
+      variants: its kernels.
+      reference: what it means, in plain `lax`.
+      moved: the parameter that is the dimension of lhs to be gathered or scattered; None if there is none.
+      gathers: the rows of all ranks are multiplied, not the rank's own. Then there may be several weights.
+      alone: what one rank has nothing to do of.
+      slower_transposed: rows -> why XLA is taken for rhs [N, K], or None.
     """
-    k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
-    if along_columns:
-        k, n = (k // world, n) if operation == "all_gather_matmul" else (k, n // world)
-    residual = epilogue.split(rhs, others)[1].get("residual") if others else None
-    return Call(
-        operation=operation,
-        rows=rows,
-        k=k,
-        n=n,
-        world=world,
-        dtype=np.dtype(lhs.dtype),
-        out_dtype=np.dtype(preferred_element_type or lhs.dtype),
-        target=target_of(compute_capability),
-        precision=matmul.triton_precision(precision) or "tf32",
-        epilogue=epilogue,
-        residual=None if residual is None else np.dtype(residual.dtype),
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-        along_columns=along_columns,
-        widths=widths,
-    )
 
+    name: str
+    variants: Sequence[Variant[Call]]
+    reference: Callable[..., Any]
+    moved: str | None = None
+    gathers: bool = False
+    alone: str
+    slower_transposed: Callable[[int], str | None] = lambda rows: None
 
-def run(
-    variants: Sequence[Variant[Call]],
-    call: Call,
-    *operands: Any,
-    axes: tuple[str, ...],
-    config: Sequence[tuple[str, Any]] | None,
-    implementation: str | None,
-) -> Any:
-    """The results of the kernel that takes a call.
+    def unsupported(
+        self,
+        lhs: Any,
+        rhs: Any,
+        *operands: Any,
+        precision: Any,
+        preferred_element_type: Any,
+        epilogue: Epilogue,
+        **_: Any,
+    ) -> list[str]:
+        """All that keeps every kernel from taking these operands."""
+        reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+        return reasons + epilogues.unsupported(epilogue, operands)
 
-    Args:
-      *operands: lhs as rows, rhs (or, where there may be several, the bundle of them), and the bundle of the epilogue.
-      config: the settings that the caller makes.
-    """
-    chosen = choose(call.operation, variants, call, dict(config or ()))
-    return shmem_call(
-        chosen.variant.kernel,
-        *chosen.variant.arrays(call, *operands),
-        axis_name=axes,
-        implementation=implementation,
-        **chosen.keywords,
-    )
+    def fused(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        *operands: jax.Array,
+        axes: tuple[str, ...],
+        config: Sequence[tuple[str, Any]] | None,
+        implementation: str | None = None,
+        epilogue: Epilogue = NONE,
+        **params: Any,
+    ) -> Any:
+        """The operation by one kernel."""
+        if reasons := self.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params):
+            raise Unsupported(self.name, reasons)
+        along_columns = self._along_columns(lhs, params)
+        dimension = 0 if along_columns else self._dimension(params)
+        rows, lengths = matmul.rows_first(lhs, dimension)
+        form = {"epilogue": epilogue, "along_columns": along_columns}
+        call = self.call(rows, rhs, *operands, world=lax.axis_size(axes), **form, **params)
+        chosen = choose(self.name, self.variants, call, dict(config or ()))
+        if implementation != "simulate":
+            chosen.variant.check_compiles(call, chosen.config)
+        weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
+        outs = shmem_call(
+            chosen.variant.kernel,
+            *chosen.variant.arrays(call, rows, weights if self.gathers else rhs, others),
+            axis_name=axes,
+            implementation=implementation,
+            **chosen.keywords,
+        )
+        return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
+    def slower(
+        self,
+        lhs: Any,
+        rhs: Any,
+        *others: Any,
+        axes: tuple[str, ...],
+        precision: Any,
+        preferred_element_type: Any,
+        rhs_transposed: bool = False,
+        **params: Any,
+    ) -> str | None:
+        """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
+        world = lax.axis_size(axes)
+        if world == 1:
+            return f"there is one rank, so nothing to {self.alone}"
+        types = {"precision": precision, "preferred_element_type": preferred_element_type}
+        along_columns = self._along_columns(lhs, params)
+        if why := matmul.slower(lhs, rhs, self._rows(lhs, world, along_columns), **types):
+            return why
+        form = {"rhs_transposed": rhs_transposed, "along_columns": along_columns}
+        call = self.call(lhs, rhs, *others, world=world, **form, **types, **params)
+        chosen = choose(self.name, self.variants, call, {})
+        why = chosen.variant.slower(call, chosen.config)
+        return why or (self.slower_transposed(call.rows) if rhs_transposed else None)
 
-def slower(variants: Sequence[Variant[Call]], call: Call) -> str | None:
-    """Why XLA is known to be faster than the kernel that would be chosen, if it is."""
-    chosen = choose(call.operation, variants, call, {})
-    return chosen.variant.slower(call, chosen.config)
+    def call(
+        self,
+        lhs: Any,
+        rhs: Any,
+        *others: Any,
+        world: int,
+        compute_capability: int,
+        precision: Any,
+        preferred_element_type: Any,
+        epilogue: Epilogue = NONE,
+        rhs_transposed: bool = False,
+        return_gathered: bool = False,
+        along_columns: bool = False,
+        widths: tuple[int, ...] = (),
+        **_: Any,
+    ) -> Call:
+        """The call with these operands (arrays or their types), which some kernel has to support.
 
+        Args:
+          widths: of several rhs; `rhs` is then all of them side by side.
+        """
+        k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
+        if along_columns:
+            k, n = (k // world, n) if self.gathers else (k, n // world)
+        residual = epilogue.split(rhs, others)[1].get("residual") if others else None
+        return Call(
+            operation=self.name,
+            rows=self._rows(lhs, world, along_columns),
+            k=k,
+            n=n,
+            world=world,
+            lhs=Operand(dtype=np.dtype(lhs.dtype)),
+            rhs=Operand(dtype=np.dtype(rhs.dtype), transposed=rhs_transposed),
+            out_dtype=np.dtype(preferred_element_type or lhs.dtype),
+            target=target_of(compute_capability),
+            precision=matmul.triton_precision(precision) or "tf32",
+            epilogue=epilogue,
+            residual=None if residual is None else np.dtype(residual.dtype),
+            return_gathered=return_gathered,
+            along_columns=along_columns,
+            widths=widths,
+        )
 
-def dimensions(
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    moved: int | None = None,
-    scattered: bool = False,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-) -> tuple[Labels, Labels]:
-    """The `jaxtaxfree.primitive.Dimensions` of a product.
-
-    Args:
-      moved: the dimension of lhs that is gathered, or that of the result that is scattered.
-      scattered: whether it is the result's.
-    """
-    del others
-    rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
-    column = None if scattered and moved == len(rows) else "column"
-    weights, product = [None, column], [*rows, column]
-    labels = {"gate": weights, "bias": [column], "residual": product}
-    ins = [[*rows, None], weights[::-1] if rhs_transposed else weights, *(labels[name] for name in epilogue.operands)]
-    return ins, [product, [*rows, None]] if return_gathered else [product]
-
-
-def case(
-    operation: str,
-    variants: Sequence[Variant[Call]],
-    lhs: Any,
-    rhs: Any,
-    *,
-    rows: Callable[[int], int],
-    team: Team,
-    precision: Any,
-    preferred_element_type: Any,
-    rhs_transposed: bool = False,
-    **_: Any,
-) -> Case | None:
-    """What the tables know a product of a rank's operands [m, k] and [k, n] by; None if none of its kind is in them.
-
-    Args:
-      rows: of the product, by m.
-    """
-    alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
-    if not alike or rhs_transposed or matmul.triton_precision(precision) != "tf32":
-        return None
-    on: dict[str, Any] = {"world": team.world, "compute_capability": team.compute_capability}
-
-    def chosen(m: int, settings: Mapping[str, Any]) -> Choice:
+    def case(
+        self,
+        lhs: Any,
+        rhs: Any,
+        *,
+        team: Team,
+        precision: Any,
+        preferred_element_type: Any,
+        rhs_transposed: bool = False,
+        **params: Any,
+    ) -> Case | None:
+        """What the tables know a product [m, k] by [k, n] of a rank by; None if none of its kind is in them."""
+        alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
+        if not alike or rhs_transposed or matmul.triton_precision(precision) != "tf32":
+            return None
+        if self._along_columns(lhs, params):
+            return None
         form = {"precision": precision, "preferred_element_type": preferred_element_type}
-        return choose(operation, variants, call_of(operation, lhs, rhs, rows=rows(m), **on, **form), settings)
 
-    return Case(
-        operation=operation,
-        device_kind=team.device_kind,
-        same={"world": team.world, "dtype": lhs.dtype.name, "k": rhs.shape[0], "n": rhs.shape[1]},
-        along="m",
-        size=math.prod(lhs.shape[:-1]),
-        choose=chosen,
-    )
+        def chosen(m: int, settings: Mapping[str, Any]) -> Choice:
+            rows = jax.ShapeDtypeStruct((m, lhs.shape[-1]), lhs.dtype)
+            call = self.call(rows, rhs, world=team.world, compute_capability=team.compute_capability, **form)
+            return choose(self.name, self.variants, call, settings)
+
+        return Case(
+            operation=self.name,
+            device_kind=team.device_kind,
+            same={"world": team.world, "dtype": lhs.dtype.name, "k": rhs.shape[0], "n": rhs.shape[1]},
+            along="m",
+            size=math.prod(lhs.shape[:-1]),
+            choose=chosen,
+        )
+
+    def dimensions(
+        self,
+        lhs: Any,
+        rhs: Any,
+        *others: Any,
+        epilogue: Epilogue = NONE,
+        rhs_transposed: bool = False,
+        return_gathered: bool = False,
+        **params: Any,
+    ) -> tuple[Labels, Labels]:
+        """The `jaxtaxfree.primitive.Dimensions` of the operation."""
+        del rhs
+        moved = self._dimension(params) if self.moved else None
+        rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
+        column = None if moved == len(rows) and not self.gathers else "column"
+        weights, product = [None, column], [*rows, column]
+        labels = {"gate": weights, "bias": [column], "residual": product}
+        ins = [[*rows, None], weights[::-1] if rhs_transposed else weights]
+        ins += [labels[name] for name, _ in zip(epilogue.operands, others, strict=True)]
+        return ins, [product, [*rows, None]] if return_gathered else [product]
+
+    def bilinear(self) -> Any:
+        """The primitive without an epilogue."""
+        return bilinear(
+            self.name,
+            reference=self.reference,
+            fused=self.fused,
+            slower=self.slower,
+            dimensions=self.dimensions,
+            case=self.case,
+            batch=functools.partial(epilogues.batch, moved=self.moved),
+        )
+
+    def collective(self, **fixed: Any) -> Any:
+        """The primitive of a list of results, with or without an epilogue.
+
+        Args:
+          **fixed: parameters that are the same in each call of it.
+        """
+        return collective(
+            self.name,
+            reference=lambda *operands, **params: jax.tree.leaves(self.reference(*operands, **params, **fixed)),
+            fused=lambda *operands, **params: jax.tree.leaves(self.fused(*operands, **params, **fixed)),
+            slower=self.slower,
+            dimensions=functools.partial(self.dimensions, **fixed),
+            batch=functools.partial(epilogues.batch, moved=self.moved),
+        )
+
+    def _rows(self, lhs: Any, world: int, along_columns: bool) -> int:
+        """Of the product that a rank multiplies."""
+        return math.prod(lhs.shape[:-1]) * (world if self.gathers and not along_columns else 1)
+
+    def _along_columns(self, lhs: Any, params: Mapping[str, Any]) -> bool:
+        """Whether columns are gathered or scattered. (The usual call, which the tables know, says no dimension.)"""
+        return self.moved is not None and params.get(self.moved, 0) == lhs.ndim - 1 and lhs.ndim > 1
+
+    def _dimension(self, params: Mapping[str, Any]) -> int:
+        """Of lhs, that is gathered or scattered; the first one where there is none such."""
+        return params[self.moved] if self.moved else 0

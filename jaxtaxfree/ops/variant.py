@@ -34,6 +34,10 @@ class Variant[Call](abc.ABC):
         del call, config
         return []
 
+    def check_compiles(self, call: Call, config: Any) -> None:
+        """Raises ValueError for settings that the compiler does not take together, though the simulator does."""
+        del call, config
+
     @abc.abstractmethod
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Any:
         """The configuration for a call.

@@ -86,7 +86,7 @@ def simulate(
     num_warps: int,
     together: int,
 ) -> Sequence[jax.Array]:
-    """A call of `shmem_call`, to be traced inside `jax.shard_map`.
+    """A call of `shmem_call`, to be traced inside `jax.shard_map`, or anywhere if it has no axes.
 
     Args:
       *operands: of this rank.
@@ -117,7 +117,7 @@ def simulate(
         meeting = _meeting((identity, shapes, members), launch, here)
         return tuple(meeting.results(rank, [np.asarray(operand) for operand in gathered]))
 
-    everybodys = [lax.all_gather(operand, axes) for operand in operands]
+    everybodys = [lax.all_gather(operand, axes) if axes else operand[None] for operand in operands]
     position = jnp.asarray(team.position(), jnp.int32)
     return io_callback(call, out_types, position, *everybodys)
 

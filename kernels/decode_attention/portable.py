@@ -8,6 +8,10 @@ A partial result is (acc, top, total) with acc = sum_s 2^(logit_s - top) value_s
 logits in units of log 2, as in FlashDecoding. A part without keys has top = -inf and adds nothing.
 
 A merging program waits for attending ones, which have lower ids, and for its twin on every other rank.
+
+With `starts` the slots of all ranks, in the order of their places, are a ring that wraps round: key i of a sequence
+lies in place (start + i) mod (WORLD * S). What a rank has of a ring is one piece of its slots, or two, at their end and
+at their beginning: its blocks of slots are a ring, too.
 """
 
 import triton
@@ -22,13 +26,14 @@ LN_2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def decode_attention_kernel(
     query_ptr,  # [B, T, N, H]
-    key_ptr,  # [PAGES in all, PAGE, K, H], or [PAGES in all, K, PAGE, H] if HEAD_MAJOR
+    key_ptr,  # [pages in all, PAGE, K, H], [pages in all, K, PAGE, H] if HEAD_MAJOR, or [K, POOL, PAGE, H] if POOL
     value_ptr,  # the same with HV
     lengths_ptr,  # i32 [B], keys of all ranks, the new tokens' included
     tables_ptr,  # i32 [B, S / PAGE] if PAGED: which pages hold a sequence; else page b holds sequence b
     key_scale_ptr,  # f32; KEY_SCALE says of what: "none", "tensor", "head" [K] or "token" (one for each row of H)
     value_scale_ptr,
     sinks_ptr,  # [N] if SINKS
+    starts_ptr,  # i32 [B]: the place in the ring of a sequence's key 0; None without a ring
     team,
     partials,  # messages [B, K, SPLITS, T * G, ~HV]: acc of each split
     partial_sums,  # messages [B, K, SPLITS, T * G, 2]: top and total
@@ -47,6 +52,7 @@ def decode_attention_kernel(
     PAGE: tl.constexpr,
     PAGED: tl.constexpr,
     HEAD_MAJOR: tl.constexpr,
+    POOL: tl.constexpr,  # pages in all, if the heads stand before them; else 0
     STRETCH: tl.constexpr,  # keys with consecutive positions before the next rank's follow
     WINDOW: tl.constexpr,  # keys before a token that it attends to; negative: all
     SCALE: tl.constexpr,
@@ -68,8 +74,8 @@ def decode_attention_kernel(
     if program < attending:
         attend(
             team, program, query_ptr, key_ptr, value_ptr, lengths_ptr, tables_ptr, key_scale_ptr, value_scale_ptr,
-            partials, partial_sums,
-            T, N, K, H, HV, S, PAGE, PAGED, HEAD_MAJOR, STRETCH, WINDOW, SCALE, SOFT_CAP, KEY_SCALE, VALUE_SCALE,
+            starts_ptr, partials, partial_sums,
+            T, N, K, H, HV, S, PAGE, PAGED, HEAD_MAJOR, POOL, STRETCH, WINDOW, SCALE, SOFT_CAP, KEY_SCALE, VALUE_SCALE,
             WORLD, SPLITS, BLOCK_R, BLOCK_S, TEAMS,
         )  # fmt: skip
     else:
@@ -82,9 +88,9 @@ def decode_attention_kernel(
 @triton.jit
 def attend(
     team, program, query_ptr, key_ptr, value_ptr, lengths_ptr, tables_ptr, key_scale_ptr, value_scale_ptr,
-    partials, partial_sums,
+    starts_ptr, partials, partial_sums,
     T: tl.constexpr, N: tl.constexpr, K: tl.constexpr, H: tl.constexpr, HV: tl.constexpr,
-    S: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, HEAD_MAJOR: tl.constexpr,
+    S: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, HEAD_MAJOR: tl.constexpr, POOL: tl.constexpr,
     STRETCH: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
     KEY_SCALE: tl.constexpr, VALUE_SCALE: tl.constexpr,
     WORLD: tl.constexpr, SPLITS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -114,12 +120,21 @@ def attend(
     query = tl.load(query_ptr + query_row.to(tl.int64)[:, None] * H + h[None, :], mask=valid, other=0.0)
 
     # This rank's keys that some row attends to, in blocks, of which the split takes its share.
-    stop = tl.minimum(keys_before(length, me.rank, WORLD, STRETCH), S)
-    begin = 0
-    if WINDOW >= 0:
-        begin = tl.minimum(keys_before(tl.maximum(length - T - WINDOW, 0), me.rank, WORLD, STRETCH), stop)
-    first_block = begin // BLOCK_S
-    blocks = tl.maximum(tl.cdiv(stop, BLOCK_S) - first_block, 0)
+    if starts_ptr is None:
+        stop = tl.minimum(keys_before(length, me.rank, WORLD, STRETCH), S)
+        begin = 0
+        if WINDOW >= 0:
+            begin = tl.minimum(keys_before(tl.maximum(length - T - WINDOW, 0), me.rank, WORLD, STRETCH), stop)
+        first_block = begin // BLOCK_S
+        blocks = tl.maximum(tl.cdiv(stop, BLOCK_S) - first_block, 0)
+    else:
+        start = tl.load(starts_ptr + sequence) % (WORLD * S)
+        start = tl.where(start < 0, start + WORLD * S, start)
+        end = tl.minimum(length, WORLD * S)
+        oldest = 0
+        if WINDOW >= 0:
+            oldest = tl.minimum(tl.maximum(length - T - WINDOW, 0), end)
+        first_block, blocks = blocks_of_ring(start, oldest, end, me.rank, WORLD, S, STRETCH, BLOCK_S)
     last = first_block + (blocks.to(tl.int64) * (split + 1) // SPLITS).to(tl.int32)
     first = first_block + (blocks.to(tl.int64) * split // SPLITS).to(tl.int32)
     position_of_row = length - T + row // group
@@ -138,17 +153,28 @@ def attend(
         total = tl.broadcast_to(total[None], (TEAMS, BLOCK_R))
     top = total - float("inf")
     for block in range(first, last):
-        slot = block * BLOCK_S + tl.arange(0, BLOCK_S)
+        if starts_ptr is None:
+            tile = block
+        else:
+            tile = tl.where(block < tl.cdiv(S, BLOCK_S), block, block - tl.cdiv(S, BLOCK_S))
+        slot = tile * BLOCK_S + tl.arange(0, BLOCK_S)
         if TEAMS > 1:
             slot = slot.reshape(TEAMS, BLOCK_S // TEAMS)
-        there = slot < stop
+        if starts_ptr is None:
+            there = slot < stop
+        else:
+            position = place_of(slot, me.rank, WORLD, STRETCH) - start
+            position = tl.where(position < 0, position + WORLD * S, position)
+            there = (slot < S) & (position < end)
         if not PAGED:
             page = sequence.to(tl.int64)
         elif PAGE % BLOCK_S == 0:
-            page = tl.load(tables_ptr + sequence * (S // PAGE) + block // (PAGE // BLOCK_S)).to(tl.int64)
+            page = tl.load(tables_ptr + sequence * (S // PAGE) + tile // (PAGE // BLOCK_S)).to(tl.int64)
         else:
             page = tl.load(tables_ptr + sequence * (S // PAGE) + slot // PAGE, mask=there, other=0).to(tl.int64)
-        if HEAD_MAJOR:
+        if POOL > 0:
+            cache_row = (head.to(tl.int64) * POOL + page) * PAGE + slot % PAGE
+        elif HEAD_MAJOR:
             cache_row = (page * K + head) * PAGE + slot % PAGE
         else:
             cache_row = (page * PAGE + slot % PAGE) * K + head
@@ -166,7 +192,8 @@ def attend(
         if SOFT_CAP > 0:
             # tanh(x) = 1 - 2 / (e^2x + 1), right at both ends.
             logits = SOFT_CAP * (1 - 2 / (tl.exp2(logits * (2 * LOG2_E / SOFT_CAP)) + 1))
-        position = (slot // STRETCH * WORLD + me.rank) * STRETCH + slot % STRETCH
+        if starts_ptr is None:
+            position = place_of(slot, me.rank, WORLD, STRETCH)
         position = tl.expand_dims(position, -2)
         seen = tl.expand_dims(there, -2) & (position <= position_of_row[:, None])
         if WINDOW >= 0:
@@ -380,6 +407,36 @@ def keys_before(position, rank, WORLD: tl.constexpr, STRETCH: tl.constexpr):
     turn: tl.constexpr = STRETCH * WORLD
     rest = tl.minimum(tl.maximum(position % turn - rank * STRETCH, 0), STRETCH)
     return position // turn * STRETCH + rest
+
+
+@triton.jit
+def place_of(slot, rank, WORLD: tl.constexpr, STRETCH: tl.constexpr):
+    """The place, among those of all ranks, of a rank's slot; without a ring, the position that it keeps."""
+    return (slot // STRETCH * WORLD + rank) * STRETCH + slot % STRETCH
+
+
+@triton.jit
+def blocks_of_ring(
+    start,  # the place of key 0, at least 0 and less than WORLD * S
+    oldest,  # of the keys that are needed; at most end
+    end,  # of all keys, at most WORLD * S
+    rank,
+    WORLD: tl.constexpr,
+    S: tl.constexpr,
+    STRETCH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """The first of a rank's blocks with keys of a ring, and how many there are: past its last block is its first."""
+    rest = WORLD * S - start
+    place = tl.where(oldest < rest, start + oldest, oldest - rest)
+    over = end - oldest - (WORLD * S - place)  # so many lie at the beginning, if any
+    begin = keys_before(place, rank, WORLD, STRETCH)
+    stop = keys_before(tl.minimum(over, 0) + WORLD * S, rank, WORLD, STRETCH)
+    wrapped = keys_before(tl.maximum(over, 0), rank, WORLD, STRETCH)
+    first = tl.where(begin < stop, begin // BLOCK_S, 0)
+    count = tl.where(begin < stop, tl.cdiv(stop, BLOCK_S) - first, 0) + tl.cdiv(wrapped, BLOCK_S)
+    # The oldest keys and the newest ones may lie in one block.
+    return first, tl.minimum(count, tl.cdiv(S, BLOCK_S))
 
 
 @triton.constexpr_function

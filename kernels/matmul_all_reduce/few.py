@@ -17,6 +17,7 @@ import triton.language as tl
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import wire as wire_types
 
 
 @triton.jit
@@ -47,7 +48,7 @@ def matmul_all_reduce_few_kernel(
 ):
     me = shmem.start(team, VERIFY=False)  # `send_tile` has time for it
     last = epilogues.of(epilogue, EPILOGUE)
-    wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
+    wire: tl.constexpr = wire_types.type_of(lhs_ptr.dtype.element_ty, EXACT_WIRE)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # Rows and columns that are sent; those past the end of the result are not stored.
     all_rows: tl.constexpr = M if SHOTS == 1 else WORLD * OWNED

@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper_few
+from jaxtaxfree.kernels.blocks import wire as wire_types
 
 
 @gluon.jit
@@ -59,7 +60,7 @@ def matmul_reduce_hopper_few_kernel(
     ring = hopper_few.allocate((rhs_desc,), BLOCK_M, STAGES)
     fetched = hopper_few.begin(ring, (rhs_desc,), place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
-    wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
+    wire: gl.constexpr = wire_types.type_of(rhs_desc.dtype, EXACT_WIRE)
     gl.warp_specialize(
         [
             (

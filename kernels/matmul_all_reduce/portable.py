@@ -17,6 +17,7 @@ import triton.language as tl
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import wire as wire_types
 from jaxtaxfree.kernels.matmul_reduce_scatter.portable import add_received
 
 
@@ -67,7 +68,7 @@ def matmul_all_reduce_kernel(
             product = matmul.multiply(
                 lhs, rhs_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
             )  # fmt: skip
-            inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
+            inbox = shmem.scratch(me, partials, wire_types.type_of(lhs_ptr.dtype.element_ty, EXACT_WIRE))
             if step < WORLD - 1:
                 # A tile travels whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
                 slot = step * tiles_a_rank + tile

@@ -14,6 +14,7 @@ import triton.language as tl
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import wire as wire_types
 
 
 @triton.jit
@@ -40,7 +41,7 @@ def matmul_reduce_scatter_few_kernel(
 ):
     me = shmem.start(team)
     last = epilogues.of(epilogue, EPILOGUE)
-    inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
+    inbox = shmem.scratch(me, partials, wire_types.type_of(lhs_ptr.dtype.element_ty, EXACT_WIRE))
     all_rows: tl.constexpr = WORLD * M
     row_blocks: tl.constexpr = tl.cdiv(all_rows, BLOCK_M)
     row_block, column_block = tiles.grouped(tl.program_id(0), row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M=64)

@@ -23,6 +23,7 @@ import triton.language as tl
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import wire as wire_types
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def matmul_reduce_scatter_kernel(
 ):
     me = shmem.start(team)
     last = epilogues.of(epilogue, EPILOGUE)
-    wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
+    wire: tl.constexpr = wire_types.type_of(lhs_ptr.dtype.element_ty, EXACT_WIRE)
     inbox = shmem.scratch(me, partials, wire)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
     column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)

@@ -36,6 +36,8 @@ REFUSED_BY_ALL: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
     (KERNELS, {"num_stages": 0}),
     (("hopper", "hopper_few"), {"num_stages": 1}),
     (("portable", "hopper"), {"group_m": 0}),
+    (("hopper",), {"num_warps": 4}),
+    (("hopper",), {"num_warps": 16}),
     (("hopper_few",), {"splits": 0}),
     (("hopper_few",), {"whole": -1}),
     (("hopper",), {"programs": 0}),
@@ -65,6 +67,33 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("all_gather", "portable", {"num_warps": 0}),
     ("psum_scatter", "portable", {"block": 8}),
 )
+
+
+# Settings that the simulator takes and the compiler does not, and what the error says that they have to be.
+DO_NOT_COMPILE: tuple[tuple[dict[str, Any], int, str], ...] = (
+    (
+        {"kernel": "hopper_few", "num_warps": 8},
+        64,
+        "num_warps of a config is at most 4 for the kernel 'hopper_few' with",
+    ),
+    ({"kernel": "hopper_few", "num_warps": 2}, 64, "num_warps of a config is 4, 8 or 16 for the kernel 'hopper_few'"),
+    ({"kernel": "hopper_few", "block_n": 32}, 64, "block_n of a config is at least 64 for the kernel 'hopper_few'"),
+    ({"kernel": "hopper", "block_m": 64}, 4096, "block_m of a config is at least 128 for the kernel 'hopper', not 64"),
+)
+
+
+@pytest.mark.parametrize("operation", NAMES)
+@pytest.mark.parametrize(("config", "rows", "says"), DO_NOT_COMPILE, ids=lambda x: str(x)[:40].replace(" ", ""))
+def test_settings_that_do_not_compile_together(operation: str, config: dict[str, Any], rows: int, says: str) -> None:
+    entry, mesh = register.OPERATIONS[operation], mesh_of(2)
+    call = functools.partial(entry.function, axis_name="tp", implementation="fused", config=config)
+    program = jax.shard_map(call, mesh=mesh, in_specs=entry.in_specs("tp"), out_specs=entry.out_spec("tp"))
+    operands = [
+        sharded(mesh, spec, shape, "bfloat16")
+        for spec, shape in zip(entry.in_specs("tp"), ((rows, 1024), (1024, 1024)))
+    ]
+    with fails(ValueError, says):
+        lower_for_cuda(program, *operands)
 
 
 @pytest.mark.parametrize(("operation", "kernel", "settings"), REFUSED, ids=lambda x: str(x).replace(" ", ""))
@@ -159,7 +188,7 @@ def test_what_settings_do_not_say_is_chosen_by_shape(module: ModuleType, kernel:
     assert found.variant.name == kernel
     assert found.config == dataclasses.replace(by_shape(module, kernel, call), num_stages=2)
     # All of them leave nothing to be chosen.
-    config = found.variant.Config(block_m=32, num_warps=4)
+    config = found.variant.Config(block_m=128, num_warps=8 if kernel == "hopper" else 4)
     assert chosen(module, call, **dict(settings_of("", module.VARIANTS, config))).config == config
 
 

@@ -3,6 +3,7 @@
 import collections
 import functools
 import re
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +45,23 @@ CASES = {
     "h-192": case(h=192, hv=128),
     "h-256": case(h=256),
     "h-8": case(h=8, hv=128),
+    "ring": case(starts=(5000,), lengths=(30000,)),
+    "ring-pool-16": case(b=8, page_size=16, kv_layout="KBSH", starts=(5000,) * 8),
+    "pool": case(b=8, kv_layout="KBSH"),
+    "alone": case(world=1),
 }
-WAITS = 2  # places that wait, for each piece: for the splits, and for what the ranks send
 each_case = pytest.mark.parametrize("name", CASES)
 
 
 @functools.cache
 def compiled(name: str, compute_capability: int = 90) -> Compiled:
     """Compiles the kernel of a call with operands of these shapes on every rank."""
-    call = functools.partial(decode_attention, axis_name="tp", implementation="fused", **CASES[name].keywords)
+    axis_name = "tp" if CASES[name].world > 1 else ()
+    call = functools.partial(decode_attention, axis_name=axis_name, implementation="fused", **CASES[name].keywords)
     arrays = jax.eval_shape(lambda: operands(CASES[name], jax.random.key(0), jnp.int32(0)))
-    program = jax.shard_map(
-        lambda arrays: call(**arrays), mesh=mesh_of(4), in_specs=P(), out_specs=P("tp"), check_vma=False
-    )
+    program: Callable = lambda arrays: call(**arrays)  # noqa: E731
+    if axis_name:
+        program = jax.shard_map(program, mesh=mesh_of(4), in_specs=P(), out_specs=P("tp"), check_vma=False)
     return compile_call(decode_attention_kernel, program, arrays, compute_capability=compute_capability)
 
 
@@ -76,13 +81,18 @@ def pieces(call: Compiled) -> int:
     return max(1, constants["MERGE_ROWS"] * constants["HV"] // (4 * 32 * call.options["num_warps"]))
 
 
+def waits(call: Compiled) -> int:
+    """Places that wait, for each piece: for the splits, and for what the ranks send."""
+    return 1 + (call.constants["WORLD"] > 1)
+
+
 def narrow_messages(call: Compiled, program: list[Statement]) -> list[str]:
     """Partial results are sent and polled in 16-byte accesses; only their sums, two of a row, are single words.
 
     A result of fewer words than its program's threads could store in this way goes out in single words as well.
     """
     wrong, constants = [], call.constants
-    ranks = constants["WORLD"]
+    ranks = constants["WORLD"] if constants["WORLD"] > 1 else 0  # to whom results are sent
     few = constants["MERGE_ROWS"] * constants["HV"] < 4 * 32 * call.options["num_warps"]
     sends = 1 if few else 1 + ranks  # of a split to this rank, and of its result to each
     stores, polls = widths(program, "st."), widths(program, "ld.")
@@ -124,12 +134,24 @@ def test_sm_90(name: str) -> None:
     assert ".target sm_90a" in call.ptx
     assert narrow_messages(call, program) == []
     assert late_copies(name, program) == []
-    assert polling_loops(program) == WAITS * pieces(call)
+    assert polling_loops(program) == waits(call) * pieces(call)
     assert not any(s.starts("membar", "fence") for s in program)
     assert local_memory(call.ptx) == []
     assert 0 < call.shared <= SHARED_MEMORY[90]
     # At other sizes ptxas may spill a few scalars around a wait.
     assert spilled_bytes(ptxas_report(call)) <= (0 if CASES[name].h == 128 else 64)
+
+
+def copies(name: str) -> collections.Counter[str]:
+    """How many copies into shared memory the kernel has, by what they say of their size."""
+    text = " ".join(compiled(name).ptx.split())
+    return collections.Counter(re.findall(r"cp\.async\.c\w\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", text))
+
+
+@pytest.mark.parametrize(("name", "plain"), (("ring", "batch-1"), ("ring-pool-16", "paged-16"), ("pool", "batch-8")))
+def test_keys_and_values_are_loaded_as_in_other_forms(name: str, plain: str) -> None:
+    assert copies(plain)["0x10"] >= 2
+    assert copies(name) == copies(plain)
 
 
 @pytest.mark.parametrize("compute_capability", (80, 100))
@@ -140,7 +162,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert f".target sm_{compute_capability}" in call.ptx
     assert narrow_messages(call, program) == []
     assert late_copies(name, program) == []
-    assert polling_loops(program) == WAITS * pieces(call)
+    assert polling_loops(program) == waits(call) * pieces(call)
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 

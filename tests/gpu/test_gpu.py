@@ -66,6 +66,12 @@ def test_decode_attention_on_one_device():
     attention_parity.check_combinations(mesh, 4)
 
 
+@pytest.mark.parametrize("check", attention_parity.ALONE)
+def test_decode_attention_without_peers(check):
+    """Outside of `jax.shard_map`, on one device."""
+    check(jax.devices("cuda")[0])
+
+
 def test_programs_of_two_threads(mesh):
     """Each thread runs its own program on operands of its own, and gets its own results."""
     failures = []

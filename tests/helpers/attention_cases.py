@@ -58,6 +58,7 @@ class Case:
     cache: str | None = None
     scales: str = "token"
     lengths: tuple[int, ...] | None = None
+    starts: tuple[int, ...] | None = None
     window: int | tuple[int, int] | None = None
     soft_cap: float | None = None
     scale: float | None = None
@@ -179,12 +180,22 @@ def shuffled_tables(case: Case, rng: np.random.Generator) -> np.ndarray | None:
     return some.reshape(case.world, case.b, -1).astype(np.int32)
 
 
+def in_places(case: Case, x: np.ndarray) -> np.ndarray:
+    """What each token has, [B, world * S, ...], in the order of the places where the tokens lie."""
+    if case.starts is None:
+        return x
+    places = np.empty_like(x)
+    for b, token in np.ndindex(x.shape[:2]):
+        places[b, (case.starts[b] + token) % x.shape[1]] = x[b, token]
+    return places
+
+
 def lay_out(case: Case, x: np.ndarray, tables: np.ndarray | None, garbage: Any = 0) -> np.ndarray:
     """Keys, values or their scales [B, world * S, K, ...] as the ranks keep them: [world, ...]."""
-    x = deal_out(x, case.world, case.stretch)
+    x = deal_out(in_places(case, x), case.world, case.stretch)
     if tables is not None:
         x = cut_into_pages(x, tables, tables[0].size + SPARE_PAGES, garbage)
-    return x if case.kv_layout == "BSKH" else np.swapaxes(x, 2, 3)
+    return np.moveaxis(x, 3, {"BSKH": 3, "BKSH": 2, "KBSH": 1}[case.kv_layout])
 
 
 def make(case: Case, seed: int = 0) -> tuple[Operands, Expected]:
@@ -199,10 +210,12 @@ def make(case: Case, seed: int = 0) -> tuple[Operands, Expected]:
     parts: dict[str, np.ndarray] = {}
     if case.lengths is not None:
         whole["key_value_seq_lengths"] = lengths.astype(np.int32)
+    if case.starts is not None:
+        whole["starts"] = np.array(case.starts, np.int32)
     if case.sinks:
         whole["sinks"] = rng.normal(size=case.n).astype(np.float32)
     if tables is not None:
-        unused = deal_out(behind, case.world, case.stretch).reshape(*tables.shape, -1).all(-1)
+        unused = deal_out(in_places(case, behind), case.world, case.stretch).reshape(*tables.shape, -1).all(-1)
         parts["block_tables"] = np.where(unused, -1, tables)
 
     def put(name: str, x: np.ndarray) -> None:
@@ -238,16 +251,23 @@ def make(case: Case, seed: int = 0) -> tuple[Operands, Expected]:
     return Operands(whole, parts), expected if case.t else Expected(*(x[:, 0] for x in expected))
 
 
+def alone(case: Case, axis_name: Any = (), **keywords: Any) -> Callable:
+    """(Operands) -> (result, log-sum-exp) by `decode_attention` without peers and outside of `jax.shard_map`."""
+
+    def call(operands: Operands) -> Any:
+        own = {name: x[0] for name, x in operands.parts.items()}
+        attend = functools.partial(decode_attention, axis_name=axis_name, return_residual=True)
+        return attend(**operands.whole, **own, **case.keywords, **keywords)
+
+    return call
+
+
 def program(
     case: Case, mesh: Mesh, axis_name: Any = "tp", *, batch: str | None = None, check_vma: bool = True, **keywords: Any
 ) -> Callable:
     """(Operands) -> (result, log-sum-exp) of all heads, by `decode_attention`; sequences along the axis `batch`."""
 
-    def local(operands: Operands) -> Any:
-        own = {name: x[0] for name, x in operands.parts.items()}
-        call = functools.partial(decode_attention, axis_name=axis_name, return_residual=True)
-        return call(**operands.whole, **own, **case.keywords, **keywords)
-
+    local = alone(case, axis_name, **keywords)
     heads = axis_name if case.output == "heads" else None
     out = P(batch, None, heads) if case.t else P(batch, heads)
     operands = Operands(P(batch) if batch else P(), P(axis_name, batch) if batch else P(axis_name))
@@ -313,6 +333,28 @@ def features(base: Case) -> dict[str, Case]:
     return cases
 
 
+def forms(base: Case) -> dict[str, Case]:
+    """Rings, and pools of which the heads stand first, by name; every one has three sequences."""
+    s, full = base.s, base.world * base.s
+    uneven = (full, 3, full // 2 + 1)
+    change = functools.partial(dataclasses.replace, base, lengths=uneven)
+    pool = functools.partial(change, kv_layout="KBSH")
+    return {
+        "ring": change(lengths=(0, full, s + 1), starts=(7, full - 1, full - 3)),
+        "ring-full": change(lengths=None, starts=(0, s + 5, -1), hv=32),
+        "ring-past-the-end": change(lengths=(full + 2, full, 1), starts=(s + 3, 0, full - 1), soft_cap=2.0),
+        "ring-window": change(starts=(s - 2, full - 2, 3), window=7, t=3, sinks=True),
+        "ring-round-robin": change(
+            starts=(full - 5, full - 1, 9), placement="round_robin", block_size=8, output="heads"
+        ),
+        "ring-paged": change(starts=(s + 17, full - 1, 40), page_size=16, cache="int8", window=s + 7),
+        "pool": pool(sinks=True),
+        "pool-paged": pool(page_size=32, t=2, output="heads"),
+        "pool-quantised": pool(page_size=16, cache="float8_e4m3fn"),
+        "pool-ring": pool(page_size=16, starts=(1, full - 2, s), placement="round_robin", cache="int8", scales="head"),
+    }
+
+
 def draw(choose: random.Random, *, world: int, small: bool = False) -> Case:
     """A call with features at random.
 
@@ -343,7 +385,7 @@ def draw(choose: random.Random, *, world: int, small: bool = False) -> Case:
         hv=maybe(choose.choice(sizes)),
         s=s,
         dtype=choose.choice(DTYPES),
-        kv_layout=choose.choice(("BSKH", "BKSH")),
+        kv_layout=choose.choice(("BSKH", "BKSH", "KBSH")),
         placement=placement,
         block_size=maybe(choose.choice([i for i in range(1, s + 1) if s % i == 0]))
         if placement == "round_robin"
@@ -352,6 +394,7 @@ def draw(choose: random.Random, *, world: int, small: bool = False) -> Case:
         cache=maybe(choose.choice(tuple(LARGEST))),
         scales=choose.choice(SCALES),
         lengths=maybe(tuple(choose.choice(ends) for _ in range(b))),
+        starts=maybe(tuple(choose.choice((*ends, -choose.randint(1, s))) for _ in range(b))),
         window=choose.choice((None, None, choose.randint(0, s), (choose.randint(0, 2 * s), 0))),
         soft_cap=maybe(5.0),
         scale=choose.choice((None, None, 1.0)),

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import register
-from tests.helpers.attention_cases import LARGEST, TOLERANCE, Case, draw, features
+from tests.helpers.attention_cases import LARGEST, TOLERANCE, Case, draw, features, forms
 from tests.helpers.parity import program, run_all
 
 # Cases of one program.
@@ -38,9 +38,11 @@ def operands(case: Case, key: jax.Array, rank: jax.Array) -> dict[str, Any]:
         pages = case.b * case.s // case.page_size
         lead = (pages + 3, case.page_size)
         arrays["block_tables"] = jax.random.permutation(own, lead[0])[:pages].reshape(case.b, -1)
-    lead = (*lead, case.k) if case.kv_layout == "BSKH" else (lead[0], case.k, lead[1])
+    lead = tuple({"B": lead[0], "S": lead[1], "K": case.k}[letter] for letter in case.kv_layout[:3])
     if case.lengths is not None:
         arrays["key_value_seq_lengths"] = jnp.array(case.lengths)
+    if case.starts is not None:
+        arrays["starts"] = jnp.array(case.starts)
     if case.sinks:
         arrays["sinks"] = jax.random.normal(next(keys), (case.n,))
     scale_keys = [next(keys), next(keys)]  # the same on every rank
@@ -59,9 +61,11 @@ def operands(case: Case, key: jax.Array, rank: jax.Array) -> dict[str, Any]:
     return lax.optimization_barrier(arrays)
 
 
-def attend(case: Case, arrays: dict[str, Any], implementation: str, **keywords: Any) -> tuple[jax.Array, jax.Array]:
+def attend(
+    case: Case, arrays: dict[str, Any], implementation: str, axis_name: Any = "tp", **keywords: Any
+) -> tuple[jax.Array, jax.Array]:
     """(result, log-sum-exp)"""
-    call = functools.partial(jtf.decode_attention, axis_name="tp", return_residual=True)
+    call = functools.partial(jtf.decode_attention, axis_name=axis_name, return_residual=True)
     return call(**arrays, **case.keywords, implementation=implementation, **keywords)
 
 
@@ -120,6 +124,68 @@ def check_features(mesh: Mesh) -> None:
         "result-float32",
     )  # fmt: skip
     check_cases(mesh, {name: named[name] for name in chosen})
+
+
+def check_forms(mesh: Mesh) -> None:
+    """Rings, and pools of which the heads stand first."""
+    world = mesh.devices.size
+    n = 16 if world < 8 else 32
+    check_cases(mesh, forms(Case(world=world, n=n, k=4, h=128, s=256, dtype="bfloat16")))
+    check_cases(mesh, forms(Case(world=world, n=n, k=2, h=64, s=192, dtype="float16")))
+
+
+def check_alone(device: jax.Device) -> None:
+    """Calls without peers, outside of `jax.shard_map`, in all forms and some features."""
+    base = Case(world=1, n=16, k=4, h=128, s=512, dtype="bfloat16")
+    cases = forms(base) | {
+        name: features(base)[name] for name in ("full", "tokens-8", "sinks-heads", "paged", "int8-token", "no-keys")
+    }
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def distance_of(case: Case, key: jax.Array) -> jax.Array:
+        arrays = operands(case, key, jnp.int32(0))
+        results = [attend(case, arrays, implementation, axis_name=None) for implementation in ("fused", "xla")]
+        return distance(case, *results)
+
+    with jax.default_device(device):
+        found = {name: float(distance_of(case, jax.random.key(i))) for i, (name, case) in enumerate(cases.items())}
+    wrong = {name: (cases[name], each) for name, each in found.items() if not each < 1}
+    assert not wrong, wrong
+    jtf.heap.check()
+
+
+def check_ring_that_slides(device: jax.Device, tokens: int = 500) -> None:
+    """Every step of a loop in which each new token takes the place of the oldest one; the fused kernel beside XLA."""
+    for layout in ("BSKH", "KBSH"):
+        case = Case(world=1, b=2, n=16, k=4, h=128, s=192, dtype="bfloat16", kv_layout=layout, lengths=(0, 0))
+
+        @jax.jit
+        def slide(case: Case = case) -> jax.Array:
+            empty = operands(dataclasses.replace(case, starts=(0, 0)), jax.random.key(0), jnp.int32(0))
+
+            def step(i: jax.Array, state: tuple) -> tuple:
+                cache, starts, lengths, worst = state
+                full = lengths == case.s
+                starts, lengths = starts + full, lengths - full
+                keys = jax.random.split(jax.random.fold_in(jax.random.key(1), i), 3)
+                new = [jax.random.normal(key, (case.b, case.k, case.h), case.dtype) for key in keys[:2]]
+                cache = jtf.append_kv(cache, *new, lengths, None, starts=starts, kv_layout=case.kv_layout)
+                given = {
+                    "query": jax.random.normal(keys[2], (case.b, case.n, case.h), case.dtype),
+                    "key": cache[0],
+                    "value": cache[1],
+                    "key_value_seq_lengths": lengths + 1,
+                    "starts": starts,
+                }
+                results = [attend(case, given, implementation, axis_name=()) for implementation in ("fused", "xla")]
+                return cache, starts, lengths + 1, jnp.maximum(worst, distance(case, *results))
+
+            state = (empty["key"], empty["value"]), jnp.array([190, 3]), jnp.array([0, 100]), jnp.float32(0)
+            return lax.fori_loop(0, tokens, step, state)[3]
+
+        with jax.default_device(device):
+            assert slide() < 1
+    jtf.heap.check()
 
 
 def check_combinations(mesh: Mesh, count: int = 12) -> None:
@@ -251,9 +317,12 @@ def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
 NAMES = ("decode_attention",)
 CHECKS = (
     check_features,
+    check_forms,
     check_combinations,
     check_listed_shapes,
     check_repetitions,
     check_growing_cache,
     check_mixture,
 )
+# Of calls without peers, on one device.
+ALONE = (check_alone, check_ring_that_slides)

@@ -3,6 +3,7 @@
 import ctypes
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from jaxtaxfree.heap.driver import DriverError
@@ -35,6 +36,8 @@ class DriverModel:
         self.access: dict[int, set[int]] = {}  # address -> ordinals
         self.host: dict[int, Any] = {}
         self.exported: list[int] = []  # descriptors
+        self.fabric: str | None = None  # the NVLink domain of the devices, if it may have other hosts
+        self.for_fabric: set[int] = set()  # handles that hold on other hosts
         self.synchronized: list[int] = []
         self._handles = itertools.count(first * 1000 + 1)
 
@@ -74,17 +77,30 @@ class DriverModel:
         assert self.reserved.pop(address) == size
         assert not any(address <= mapped < address + size for mapped in self.mapped)
 
-    def create(self, ordinal: int, size: int) -> int:
+    def bus_id(self, ordinal: int) -> str:
+        return f"0000:{ordinal:02x}:00.0"
+
+    def domain(self, ordinals: Sequence[int]) -> str | None:
+        assert ordinals and self.memory
+        return self.fabric
+
+    def create(self, ordinal: int, size: int, fabric: bool = False) -> int:
         self._called("create")
+        if fabric and self.fabric is None:
+            raise DriverError("cuMemCreate", "CUDA_ERROR_NOT_PERMITTED")
         if size > self.free_memory(ordinal)[0]:
             raise DriverError("cuMemCreate", "CUDA_ERROR_OUT_OF_MEMORY")
         handle = next(self._handles)
         self.store[handle] = bytearray(b"\xff" * size)
         self.owned[handle] = ordinal
+        if fabric:
+            self.for_fabric.add(handle)
         return handle
 
     def export(self, handle: int) -> int:
         self._called("export")
+        if handle in self.for_fabric:
+            raise DriverError("cuMemExportToShareableHandle", "CUDA_ERROR_INVALID_VALUE")
         descriptor = os.memfd_create("memory")
         os.pwrite(descriptor, f"{handle} {len(self.store[handle])}".encode(), 0)
         self.exported.append(descriptor)
@@ -96,6 +112,22 @@ class DriverModel:
         self.store.setdefault(handle, bytearray(b"\xff" * size))  # that of a process that really is another one
         self.imported.add(handle)
         return handle
+
+    def export_fabric(self, handle: int) -> bytes:
+        self._called("export_fabric")
+        if handle not in self.for_fabric:
+            raise DriverError("cuMemExportToShareableHandle", "CUDA_ERROR_INVALID_VALUE")
+        return f"{self.fabric} {handle} {len(self.store[handle])}".encode().ljust(64)
+
+    def import_fabric(self, exported: bytes) -> int:
+        self._called("import_fabric")
+        assert len(exported) == 64
+        fabric, handle, size = exported.split()
+        if fabric.decode() != self.fabric:
+            raise DriverError("cuMemImportFromShareableHandle", "CUDA_ERROR_NOT_PERMITTED")
+        self.store.setdefault(int(handle), bytearray(b"\xff" * int(size)))
+        self.imported.add(int(handle))
+        return int(handle)
 
     def release(self, handle: int) -> None:
         assert handle not in list(self.mapped.values()), "released while it is mapped"

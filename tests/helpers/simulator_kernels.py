@@ -231,12 +231,14 @@ def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_
     names = ("block_tables", "key_scale", "value_scale", "sinks")
     lengths = given["key_value_seq_lengths"]  # stands for what is not there
     arrays = (given["query"], given["key"], given["value"], lengths, *(given.get(name, lengths) for name in names))
+    if case.starts is not None:
+        arrays += (given["starts"],)
     assert isinstance(case.window, int | None)
     spec = attention_op.Spec(
         placement=Placement(stretch=case.stretch, slots=case.s),
         page_size=case.page_size,
         kv_heads=case.k,
-        head_major=case.kv_layout == "BKSH",
+        layout=case.kv_layout,
         scale=case.h**-0.5 if case.scale is None else case.scale,
         window=case.window,
         soft_cap=case.soft_cap,
@@ -255,6 +257,8 @@ def _decode_attention(world: int, dtype: np.dtype, shape: tuple[Case, attention_
         key_scale=kind,
         value_scale=kind,
         sinks=case.sinks,
+        starts=case.starts is not None,
+        pages=parts["key"].shape[1 + case.kv_layout.index("B")],
     )
     (variant,) = attention_op.VARIANTS
     keywords = variant.launch(call, config)
@@ -274,6 +278,7 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.porta
     split = functools.partial(attention_op.portable.Config, block_s=16)
     case = functools.partial(Case, world=world, b=1, t=1, k=1, h=16)
     few = world > 4  # ranks take most of the time
+    full = world * 24
     return (
         (
             case(b=2, n=2, s=32, lengths=(world * 32 - 3, 5), sinks=True),
@@ -296,6 +301,33 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.porta
         (
             case(n=3, s=32, page_size=16, cache="int8", lengths=(33,), kv_layout="BKSH"),
             split(splits=2, merge_rows=4),
+        ),
+        # Rings: empty, full from the last place on, wrapped across ranks, and inside of one (and of its first block).
+        (
+            case(b=4, n=2, s=24, lengths=(0, full, 20, full - 2), starts=(0, full - 1, full - 5, 20)),
+            split(splits=2, merge_rows=2),
+        ),
+        # Parts that are no whole blocks, several heads before the sequences, windows that wrap, scales of tokens.
+        (
+            case(
+                t=2,
+                b=2,
+                n=2,
+                k=2,
+                s=24,
+                lengths=(full, full - 5),
+                starts=(full - 3, 13),
+                window=world * 12,
+                placement="round_robin",
+                block_size=8,
+                kv_layout="KBSH",
+                cache="int8",
+            ),
+            split(splits=2, merge_rows=2),
+        ),
+        (
+            case(n=2, k=2, s=48, page_size=16, lengths=(world * 48 - 7,), starts=(-29,), window=40, kv_layout="KBSH"),
+            split(splits=3, merge_rows=1),
         ),
     )
 

@@ -243,6 +243,8 @@ def test_errors() -> None:
         call(residual=np.zeros((4, 6), np.float32))
     with fails(ValueError, "no gate with a tuple of rhs"):
         call(gate=rhs[0])
+    with fails(ValueError, "no rhs_transposed with a tuple of rhs"):
+        call(rhs_transposed=True)
     with fails(ValueError, "not an empty tuple"):
         call(())
     with fails(ValueError, "one bias for all 2 rhs or a tuple of 2, not of 3"):

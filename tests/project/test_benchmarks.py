@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import jaxtaxfree as jtf
-from benchmarks import decode_step, measure, operation, run, sampling, summary, timing, torch_peer
+from benchmarks import decode_step, global_products, measure, operation, run, sampling, summary, timing, torch_peer
 from benchmarks.attention import TARGETS_US
 from benchmarks.operation import Operands, Operation
 from benchmarks.operations import OPERATIONS
@@ -793,3 +793,17 @@ def test_hang_is_named_and_ended() -> None:
     assert done.returncode != 0
     assert "small, fused: no end after 0.5 s" in done.stderr
     assert time.perf_counter() - started < 40
+
+
+def test_global_products_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """And results that differ fail, however fast they came."""
+    arguments = ["--shrink", "512", "--seconds", "0", "--implementation", "xla"]
+    global_products.main(arguments)  # a CPU's times say nothing
+    said = capsys.readouterr().out
+    assert said.count("results alike") == 2 and said.count("sustained") == 4
+    case = global_products.CASES["matmul_all_reduce"]
+    wrong = replace(case, operation=lambda x, w, *_, **__: 2 * lax.psum(x @ w, operation.AXIS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(global_products, "CASES", {"matmul_all_reduce": wrong})
+        assert global_products.main(arguments) == 1
+    assert "DIFFER" in capsys.readouterr().out

@@ -14,6 +14,7 @@ import pytest
 
 from jaxtaxfree import doctor
 from jaxtaxfree.__main__ import main
+from jaxtaxfree.heap import fabric
 
 CPU_ONLY = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
 
@@ -27,7 +28,13 @@ def test_healthy_cpu_machine() -> None:
     names = ["Python", "jax", "jaxlib", "jax-triton", "triton", "environment variables"]
     names += ["CUDA plugin", "cuda-bindings", "driver", "devices", "kernels timed on such GPUs"]
     names += ["memory for the heap", "peer access", "virtual memory management", "memory handles as file descriptors"]
-    names += ["heap addresses", "Triton compile", "reference on two CPU devices", "fused kernel on two GPUs"]
+    names += [
+        "NVLink domain",
+        "heap addresses",
+        "Triton compile",
+        "reference on two CPU devices",
+        "fused kernel on two GPUs",
+    ]
     rows = [line.split("│")[1].strip() for line in done.stdout.splitlines() if line.startswith("│")]
     assert [row for row in rows if row] == names
 
@@ -81,6 +88,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         device_memory=80 * doctor.GIB,
         can_access_peer=True,
         can_add_at_peer=True,
+        nvlink_domain=("NVLink ends in this host (NVML tells of no fabric)", ""),
         reserved_address=lambda size, hint: hint,
         jax_view={"platform": "gpu", "cuda": pool},
         compiled_stage=("cubin", ""),
@@ -178,6 +186,17 @@ def test_peers_whose_memory_takes_stores_alone(machine: Callable[..., None]) -> 
     machine(can_add_at_peer=False)
     finding = doctor.check_peer_access()[0]
     assert finding.status == "note" and finding.found == "0: - stores\n1: stores -" and "NVLink" in finding.mend
+
+
+def test_nvlink_domain_of_several_hosts(machine: Callable[..., None]) -> None:
+    gpu = fabric.Fabric("0a" * 16, 1, 3, 0)
+    machine(nvlink_domain=fabric.report(gpu, gpu.domain))
+    (finding,) = doctor.check_nvlink_domain()
+    assert finding.status == "note" and f"cluster {'0a' * 16}, clique 1, state completed" in finding.found
+    machine(nvlink_domain=fabric.report(gpu, None))
+    (finding,) = doctor.check_nvlink_domain()
+    assert finding.status == "note" and "IMEX channel" in finding.mend
+    assert doctor.main() == 0
 
 
 def test_one_range_of_addresses_is_enough(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:

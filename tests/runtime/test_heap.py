@@ -881,15 +881,16 @@ def test_process_that_does_not_come(pair: list[CudaHeap]) -> None:
 
 
 def processes_of(
-    monkeypatch: pytest.MonkeyPatch, members: list[Device], patience: float = 2.0, hosts: str = ""
+    monkeypatch: pytest.MonkeyPatch, members: list[Device], patience: float = 2.0, hosts: str = "", fabrics: str = ""
 ) -> list[CudaHeap]:
-    """Heaps of the processes that drive these devices, on hosts of one letter."""
+    """Heaps of the processes that drive these devices, on hosts and fabrics of one letter; "-" is no fabric."""
     monkeypatch.setattr(distributed.global_state, "client", Store())
     memory: dict[int, Any] = {}
     heaps = []
     for process in range(1 + max(device.process for device in members)):
         own = sum(device.process == process for device in members)
         driver = DriverModel(own, store=memory, first=process + 1)
+        driver.fabric = fabrics[process:][:1].strip("-") or None
         heaps.append(CudaHeap(driver, one_of_several(process, patience, hosts[process:][:1]), TIMEOUT))
     return heaps
 
@@ -1151,6 +1152,101 @@ def test_mesh_of_teams_on_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None
     assert together(heaps, lambda each: each.reset()) == [None] * 4
 
 
+def test_domain_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="ffff")
+    regions = together(heaps, lambda each: each.region("a", APART, 4, LAYOUT))
+    assert isinstance(regions[0], Region), regions
+    assert all(region == regions[0] for region in regions)
+    for each in heaps:
+        assert len(each._driver.imported) == 3 and each._driver.exported == []
+        assert sorted(each._driver.mapped) == [regions[0].address(i) for i in range(4)]
+        assert each._driver.read(regions[0].address(3), 4) == regions[0].magic.to_bytes(4, "little")
+    heaps[3]._driver.fail("export_fabric", code="CUDA_ERROR_NOT_PERMITTED")
+    for result in together(heaps, lambda each: each.region("b", APART, 4, LAYOUT)):
+        assert isinstance(result, HeapError) and "CUDA_ERROR_NOT_PERMITTED" in str(result)
+    for each in heaps:
+        each.close()
+        assert each._driver.leaked == {}
+
+
+def test_meshes_of_a_domain_share_its_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="ffff")
+    meshes = [(heaps, APART, 4), (heaps[:2], APART[:2], 2), (heaps, APART, 2), (heaps[2:], APART[2:], 2)]
+    taken: dict[int, set[int]] = {process: set() for process in range(4)}
+    for number, (members, devices, world) in enumerate(meshes):
+        asked = (f"{number}", devices, world, LAYOUT)
+        found = together(members, lambda each, asked=asked: each.region(*asked))
+        for position, device in enumerate(devices):
+            for process in {other.process for other in devices[position // world * world :][:world]}:
+                address = found[0].address(position)
+                assert address not in taken[process], (number, device)
+                taken[process].add(address)
+
+
+def test_teams_with_and_without_a_fabric(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="abcc", fabrics="ff--")
+    regions = together(heaps, lambda each: each.region("a", APART, 2, LAYOUT))
+    assert all(region == regions[0] for region in regions) and isinstance(regions[0], Region), regions
+    assert [len(each._driver.for_fabric) for each in heaps] == [1, 1, 0, 0]
+    assert [len(each._driver.exported) for each in heaps] == [0, 0, 1, 1]
+
+
+def test_teams_on_one_host_of_a_domain_take_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="ffff")
+    together(heaps, lambda each: each.region("a", APART, 2, LAYOUT))
+    assert [len(each._driver.exported) for each in heaps] == [1] * 4
+
+
+def test_processes_of_a_host_that_find_different_domains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share memory as if there was no fabric, and those of other hosts do not reach them."""
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics="f-ff")
+    regions = together(heaps, lambda each: each.region("a", APART, 2, LAYOUT))
+    assert isinstance(regions[0], Region), regions
+    assert [len(each._driver.exported) for each in heaps] == [1] * 4
+    for result in together(heaps, lambda each: each.region("b", APART, 4, LAYOUT)):
+        assert isinstance(result, SpansHostsError)
+    places = together(heaps, lambda each: each.places(APART))
+    assert [place.domain for place in places[0].values()] == ["a", "a", "f", "f"]
+
+
+@pytest.mark.parametrize("fabrics", ("ffgg", "ff--", "fff-"))
+def test_several_domains(monkeypatch: pytest.MonkeyPatch, fabrics: str) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabb", fabrics=fabrics)
+    results = together(heaps, lambda each: each.region("a", APART, 4, LAYOUT))
+    assert all(isinstance(result, SpansHostsError) for result in results)
+    assert len({str(result) for result in results}) == 1
+
+
+def test_places_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, hosts="aabc", fabrics="ff-f")
+    found = together(heaps, lambda each: each.places(APART))
+    name = socket.gethostname()
+    wanted = {i: (host, domain, name) for i, (host, domain) in enumerate(("af", "af", "bb", "cf"))}
+    assert found == [wanted] * 4
+    store = distributed.global_state.client
+    assert store is not None
+    before = dict(store._values)
+    assert together(heaps, lambda each: each.places(APART)) == [wanted] * 4
+    assert store._values == before  # they are asked once
+    heaps[0]._driver.domain = lambda _: pytest.fail("asked again")
+    assert together(heaps[:2], lambda each: each.places(APART[:2])) == [{0: wanted[0], 1: wanted[1]}] * 2
+
+
+def test_place_that_cannot_be_found_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    heaps = processes_of(monkeypatch, APART, patience=20.0)
+
+    def domain(_: Any) -> str:
+        raise DriverError("cuDeviceGet", "CUDA_ERROR_INVALID_DEVICE")
+
+    heaps[2]._driver.domain = domain
+    start = time.monotonic()
+    for result in together(heaps, lambda each: each.places(APART)):
+        assert isinstance(result, HeapError) and "cuDeviceGet failed with CUDA_ERROR_INVALID_DEVICE" in str(result)
+    assert time.monotonic() - start < 10
+    del heaps[2]._driver.domain
+    assert len({str(result) for result in together(heaps, lambda each: each.places(APART))}) == 1
+
+
 @hypothesis.given(st.data())
 def test_places_in_a_window(data: st.DataObject) -> None:
     world, teams = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 5))
@@ -1213,7 +1309,7 @@ MEETING = f"jaxtaxfree/0/{layout.magic('a', tuple(range(512)), 8):x}/1"
 
 @pytest.mark.parametrize("one_by_one", (False, True))
 def test_questions_of_512_processes(monkeypatch: pytest.MonkeyPatch, one_by_one: bool) -> None:
-    here = f"here HOST name {' '.join(map(hex, BASES))}"
+    here = f"here HOST HOST name {' '.join(map(hex, BASES))}"
     says = {"placed": {i: here.replace("HOST", f"{i // 8}") for i in range(1, 512)}}
     says |= {step: dict.fromkeys(range(1, 512), "here ") for step in ("taken", "joined")}
     store = CountingStore(says, one_by_one)

@@ -1,5 +1,6 @@
 """Processes that build programs together: what each finds if one is late, fails, differs or ends. No GPU needed."""
 
+import json
 import re
 from typing import Any
 
@@ -149,9 +150,13 @@ def test_meshes_of_own_devices_outlive_the_job() -> None:
 
 HOSTS = """
 devices = jax.devices()
-def on(hosts, *args, **named):
+def on(hosts, *args, by=lower, **named):
     fake_gpus.move(hosts[rank])
-    return lower(*args, **named)
+    return by(*args, **named)
+
+def in_levels(name, shape, hosts, devices=devices, hows=(None, "fused")):
+    for how, axes in zip(hows, (("data", "model"), ("model", "data"))):
+        found[f"levels {name} {how}"] = on(hosts, devices, shape, axes, how, by=lower_all)
 
 if world == 4:
     found["inside"] = on("aabb", devices, (2, 4), ("dp", "tp"))
@@ -161,6 +166,15 @@ if world == 4:
     found["across"] = on("aabb", devices)
     found["fused across"] = lower(devices, implementation="fused")
     found["one team across"] = on("aaab", devices, (2, 4), ("dp", "tp"))
+    in_levels("2 x 2 x 2", (2, 4), "aabb")
+    in_levels("4 x 1 x 2", (4, 2), "abcd", hows=("fused",))
+    in_levels("permuted", (2, 4), "aabb", [devices[i] for i in (5, 4, 7, 6, 1, 0, 3, 2)], ("fused",))
+    driver.fabric = "rack"
+    found["one domain of two hosts"] = on("aabb", devices)
+    driver.fabric = ("rack", "another")[rank // 2]
+    found["across domains"] = on("aabb", devices)
+    driver.fabric = None
+    found["nothing inside"] = on("aaab", devices, (2, 4), ("data", "model"), "fused", by=lower_all)
     fake_gpus.move("aabb"[rank])
     if rank == 3:
         driver.fail("create", code="CUDA_ERROR_OUT_OF_MEMORY")
@@ -172,9 +186,16 @@ else:
     found["inside"] = on("aaaabbbb", devices, (2, 4), ("dp", "tp"))
     found["across"] = on("abcdefgh", devices, (4, 2), ("dp", "tp"))
     found["fused across"] = lower(devices, (4, 2), ("dp", "tp"), implementation="fused")
+    in_levels("2 x 4 x 1", (2, 4), "aaaabbbb", hows=("fused",))
 if rank == 0:
     time.sleep(6)  # the coordination service is in it
 """
+
+
+def check_levels(found: dict[str, Any]) -> None:
+    """Kernels of the four operations inside of hosts (gathers follow sums), and XLA's collectives across."""
+    assert found.get("kernels") == 2 + 1 + 1 + 2, found
+    assert sorted(found["collectives"]) == ["all_gather", "all_reduce", "all_reduce", "reduce_scatter"]
 
 
 @pytest.mark.slow
@@ -186,7 +207,12 @@ def test_meshes_of_several_hosts(world: int) -> None:
         assert found.pop() is None  # it was killed
     living = [each for each in found if each is not None]
     assert len(living) == len(found), "\n".join(outputs)
-    for case in living[0].keys() - {"fused across", "memory", "killed"}:
+    in_levels = {case for case in living[0] if case.startswith("levels")}
+    assert len(in_levels) == (4 if world == 4 else 1)
+    for case in in_levels:
+        (program,) = {json.dumps({**each[case], "seconds": None}) for each in living}
+        check_levels(json.loads(program))
+    for case in living[0].keys() - in_levels - {"fused across", "nothing inside", "memory", "killed"}:
         has_kernel = "across" not in case
         assert all(each[case].get("kernel") is has_kernel for each in living), (case, living[0][case])
         assert len({each[case]["program"] for each in living}) == 1, case
@@ -195,6 +221,8 @@ def test_meshes_of_several_hosts(world: int) -> None:
     assert refusal.startswith("Unsupported: The fused kernel of psum cannot run here")
     assert f"the axis spans hosts ({where})" in refusal and "put only devices of one host on the axis" in refusal
     if world == 4:
+        (refusal,) = {each["nothing inside"]["error"] for each in living}
+        assert "processes 0, 1, 2 on a; process 3 on b" in refusal and "some devices share a host" in refusal
         (error,) = {each["memory"]["error"] for each in living}
         assert error.startswith("HeapError: Process 3: psum(") and "for the symmetric heap" in error
         (error,) = {each["killed"]["error"] for each in living}  # which its neighbour on the host has seen, process 2

@@ -224,6 +224,23 @@ def test_teams_of_processes_that_believe_to_be_on_two_hosts(gpus, order):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "gpus", [pytest.param("shared", marks=pytest.mark.gpu(1)), pytest.param("own", marks=pytest.mark.gpu(4))]
+)
+def test_two_levels_of_processes_that_believe_to_be_on_two_hosts(gpus):
+    body = """
+    from jaxtaxfree.heap import door
+    from tests.helpers import levels_parity
+    door.announce().host = "alpha" if rank < 2 else "beta"
+    mesh = parity.mesh_of(devices, (2, 2), ("data", "model"))
+    levels_parity.check_program(mesh, "fused")
+    for _ in range(3):
+        levels_parity.check(mesh, "fused")
+    """
+    check_processes(4, body, gpus=gpus, timeout=600)
+
+
+@pytest.mark.slow
 @pytest.mark.gpu(2)
 def test_two_processes_that_believe_to_be_two_hosts():
     """Data across hosts, each a team of its own; and an axis that spans them."""

@@ -24,9 +24,15 @@ def test_every_shape_is_right(kernel: Simulated, world: int) -> None:
     kernel.run(first_seeds(kernel, world), world)
 
 
+def test_without_peers() -> None:
+    """A team of one rank, whose programs wait for each other alone."""
+    [kernel] = [kernel for kernel in KERNELS if kernel.name == "decode_attention"]
+    kernel.run(range(2 * len(kernel.shapes(1))), 1)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("first", PORTIONS)
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", (1, *WORLDS))
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) -> None:
     kernel.run(range(first, first + PORTION), world)

@@ -1,7 +1,6 @@
 """`all_gather_matmul`: the column-parallel half of a tensor-parallel layer."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -10,16 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops.all_gather_matmul import several
 from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.variant import settings_of
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, check_whole, collective, takes_reference
+from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
-from jaxtaxfree.teams import Team, check_axes
+from jaxtaxfree.teams import check_axes
 
 _Activation = str | Callable[..., jax.Array] | None
 
@@ -33,6 +31,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
@@ -52,6 +51,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
@@ -71,6 +71,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
@@ -123,6 +124,7 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     activation: _Activation | tuple[_Activation, ...] = None,
@@ -149,6 +151,7 @@ def all_gather_matmul(
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
       gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it. With several rhs one for
@@ -190,7 +193,8 @@ def all_gather_matmul(
             axes,
             axis,
             matmul.check_precision(precision, preferred_element_type),
-            {"activation": activation, "bias": bias, "gate": gate, "residual": residual},
+            {"activation": activation, "bias": bias, "gate": gate, "residual": residual}
+            | {"rhs_transposed": rhs_transposed or None},
             return_gathered=return_gathered,
             implementation=implementation,
             config=settings_of("all_gather_matmul", VARIANTS, config),
@@ -198,20 +202,36 @@ def all_gather_matmul(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     params: dict[str, Any] = {
         "axes": axes,
-        "axis": _check_operands(lhs, rhs, axis, axes),
+        "axis": _check_operands(lhs, rhs, axis, axes, rhs_transposed),
         **matmul.check_precision(precision, preferred_element_type),
     }
-    shape = [*lhs.shape[:-1], *rhs.shape[-1:]]
+    shape = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
     epilogue, operands = epilogues.check(
-        "all_gather_matmul", lhs, rhs, shape, activation, gate=gate, bias=bias, residual=residual
+        "all_gather_matmul",
+        lhs,
+        rhs,
+        shape,
+        activation,
+        rhs_transposed=rhs_transposed,
+        gate=gate,
+        bias=bias,
+        residual=residual,
     )
     settings = settings_of("all_gather_matmul", VARIANTS, config)
-    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
-        return reference(lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
+        return reference(
+            lhs,
+            rhs,
+            *operands,
+            epilogue=epilogue,
+            rhs_transposed=rhs_transposed,
+            return_gathered=return_gathered,
+            **params,
+        )
+    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
     if epilogue:
         result = matmul.bind(
             with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
@@ -233,7 +253,7 @@ def _several(
 ) -> Any:
     """The operation with a tuple of rhs. The kernels know no tuple of one: that is the product by the one."""
     found, biases = several.check(lhs, rhs, **epilogue)
-    (axis,) = {_check_operands(lhs, each, axis, axes) for each in rhs}
+    (axis,) = {_check_operands(lhs, each, axis, axes, False) for each in rhs}
     if len(rhs) > 1:
         return several.call(lhs, rhs, biases, axes=axes, axis=axis, epilogue=found, **precision, **others)
     others |= {"config": dict(others["config"]), "activation": found[0].activation}
@@ -269,58 +289,7 @@ def reference(
     return (out, gathered) if return_gathered else out
 
 
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    axis: int,
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...] | None,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    return_gathered: bool = False,
-    implementation: str | None = None,
-) -> Any:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        axis=axis,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("all_gather_matmul", reasons)
-    world = lax.axis_size(axes)
-    along_columns = axis == lhs.ndim - 1
-    dimension = 0 if along_columns else axis
-    rows, lengths = matmul.rows_first(lhs, dimension)
-    call = product.call_of(
-        "all_gather_matmul",
-        rows,
-        rhs,
-        *operands,
-        rows=rows.shape[0] if along_columns else world * rows.shape[0],
-        world=world,
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-        along_columns=along_columns,
-    )
-    weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
-    outs = product.run(VARIANTS, call, rows, weights, others, axes=axes, config=config, implementation=implementation)
-    return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
-
-
-def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...]) -> int:
+def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, ...], rhs_transposed: bool) -> int:
     """The sharded dimension of `lhs`, from 0 on; raises ValueError if the operands do not fit."""
     matmul.check_operands("all_gather_matmul", lhs, rhs)
     axis = check_whole("all_gather_matmul", "axis", axis)
@@ -330,108 +299,23 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, axis: int, axes: tuple[str, 
     if not lhs.shape[axis]:
         raise ValueError(f"all_gather_matmul cannot gather axis {axis} of lhs {list(lhs.shape)}, which is 0.")
     parts = lax.axis_size(axes) if axis == lhs.ndim - 1 else 1
-    matmul.check_contraction("all_gather_matmul", lhs, rhs, parts)
+    matmul.check_contraction("all_gather_matmul", lhs, rhs, parts, rhs_transposed)
     return axis
 
 
-def _unsupported(
-    lhs: Any,
-    rhs: Any,
-    *operands: Any,
-    axes: tuple[str, ...],
-    axis: int,
-    precision: Any,
-    preferred_element_type: Any,
-    epilogue: Epilogue,
-) -> list[str]:
-    """All reasons for which the kernel cannot take these operands."""
-    del axes
-    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return reasons + epilogues.unsupported(epilogue, operands)
-
-
-def _slower(
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    axes: tuple[str, ...],
-    axis: int,
-    precision: Any,
-    preferred_element_type: Any,
-    rhs_transposed: bool,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    return_gathered: bool = False,
-    **_: Any,
-) -> str | None:
-    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
-    world = lax.axis_size(axes)
-    rows = world * math.prod(lhs.shape[:-1])
-    if world == 1:
-        return "there is one rank, so nothing to gather"
-    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
-        return why
-    if axis == lhs.ndim - 1:
-        return matmul.UNMEASURED
-    call = product.call_of(
-        "all_gather_matmul",
-        lhs,
-        rhs,
-        *others,
-        rows=rows,
-        world=world,
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-        rhs_transposed=rhs_transposed,
-        return_gathered=return_gathered,
-    )
-    if why := product.slower(VARIANTS, call):
-        return why
-    # Of gradients, that of an MLP of 4096 rows was measured.
-    return matmul.UNMEASURED if rhs_transposed and rows < 2048 else None
-
-
-def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
-    """What the tables know a call by."""
-    if params["axis"] == lhs.ndim - 1:
-        return None
-    return product.case("all_gather_matmul", VARIANTS, lhs, rhs, rows=lambda m: team.world * m, team=team, **params)
-
-
-def _dimensions(*operands: Any, axis: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **params: Any) -> Any:
-    gathered = params.get("return_gathered", False)
-    return product.dimensions(
-        *operands, moved=axis, rhs_transposed=rhs_transposed, epilogue=epilogue, return_gathered=gathered
-    )
-
-
-_batch = functools.partial(epilogues.batch, moved="axis")
-all_gather_matmul_p = bilinear(
-    "all_gather_matmul",
+PRODUCT = product.Product(
+    name="all_gather_matmul",
+    variants=VARIANTS,
     reference=reference,
-    fused=fused,
-    slower=_slower,
-    dimensions=_dimensions,
-    case=case,
-    batch=_batch,
+    moved="axis",
+    gathers=True,
+    alone="gather",
+    # Of gradients, that of an MLP of 4096 rows was measured.
+    slower_transposed=lambda rows: matmul.UNMEASURED if rows < 2048 else None,
 )
+case = PRODUCT.case
+all_gather_matmul_p = PRODUCT.bilinear()
 # With the gathered lhs as a second result.
-gathered_too_p = collective(
-    "all_gather_matmul",
-    reference=functools.partial(reference, return_gathered=True),
-    fused=functools.partial(fused, return_gathered=True),
-    slower=_slower,
-    dimensions=functools.partial(_dimensions, return_gathered=True),
-    batch=_batch,
-)
+gathered_too_p = PRODUCT.collective(return_gathered=True)
 # With an epilogue; a list of the result and, with `return_gathered`, the gathered lhs.
-with_epilogue_p = collective(
-    "all_gather_matmul",
-    reference=lambda *operands, **params: jax.tree.leaves(reference(*operands, **params)),
-    fused=lambda *operands, **params: jax.tree.leaves(fused(*operands, **params)),
-    slower=_slower,
-    dimensions=_dimensions,
-    batch=_batch,
-)
+with_epilogue_p = PRODUCT.collective()

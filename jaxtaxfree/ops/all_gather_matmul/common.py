@@ -16,7 +16,7 @@ def common(call: Call) -> dict[str, Any]:
         "name": "all_gather_matmul",
         "cost_estimate": {
             "flops": 2 * call.rows * call.columns * k,
-            "bytes_accessed": call.itemsize * (call.rows * (k + call.n) + k * call.columns),
+            "bytes_accessed": call.operand_bytes + call.wire(False).itemsize * call.rows * call.n,
         },
     }
 

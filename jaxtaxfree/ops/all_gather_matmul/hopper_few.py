@@ -41,10 +41,13 @@ class HopperFew(Variant[Call]):
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
         return hopper_few.refuses(call) + portable.refuses_columns(call) + refuses_several(call) + gathered
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        hopper_few.check_compiles(call, config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         rows, pushers = call.rows, 16
-        tile = hopper_few.tile(rows, call.n, products=call.products, others=pushers)
+        tile = hopper_few.tile(call, rows, others=pushers)
         splits = 1 if tile["whole"] else tile["splits"]  # programs that begin with another part of K
         tiles = math.ceil(rows / tile["block_m"]) * math.ceil(call.n / tile["block_n"])
         if tiles * splits <= hopper_few.MULTIPROCESSORS - 32:

@@ -12,7 +12,9 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.primitive import Labels, Unsupported, collective, takes_reference
+from jaxtaxfree.shmem import shmem_call
 
 NAME = "all_gather_matmul"
 
@@ -107,6 +109,9 @@ def reference(
     return [*outs, gathered] if return_gathered else outs
 
 
+PRODUCT = product.Product(name=NAME, variants=VARIANTS, reference=reference, moved="axis", gathers=True, alone="gather")
+
+
 def fused(
     lhs: jax.Array,
     *operands: jax.Array,
@@ -124,17 +129,15 @@ def fused(
     form = {"precision": precision, "preferred_element_type": preferred_element_type, "epilogue": epilogue}
     if reasons := _unsupported(lhs, *operands, axes=axes, axis=axis, **form):
         raise Unsupported(NAME, reasons)
-    world, along_columns = lax.axis_size(axes), axis == lhs.ndim - 1
+    along_columns = axis == lhs.ndim - 1
     dimension = 0 if along_columns else axis
     rows, lengths = matmul.rows_first(lhs, dimension)
     rhs, _, biases = split(operands, epilogue)
     widths = tuple(each.shape[1] for each in rhs)
-    call = product.call_of(
-        NAME,
+    call = PRODUCT.call(
         rows,
         jax.ShapeDtypeStruct((rhs[0].shape[0], sum(widths)), rhs[0].dtype),
-        rows=rows.shape[0] if along_columns else world * rows.shape[0],
-        world=world,
+        world=lax.axis_size(axes),
         compute_capability=compute_capability,
         precision=precision,
         preferred_element_type=preferred_element_type,
@@ -144,7 +147,16 @@ def fused(
         widths=widths,
     )
     weights = dict(zip(call.weights, rhs, strict=True))
-    outs = product.run(VARIANTS, call, rows, weights, biases, axes=axes, config=config, implementation=implementation)
+    chosen = choose(NAME, VARIANTS, call, dict(config or ()))
+    if implementation != "simulate":
+        chosen.variant.check_compiles(call, chosen.config)
+    outs = shmem_call(
+        chosen.variant.kernel,
+        *chosen.variant.arrays(call, rows, weights, biases),
+        axis_name=axes,
+        implementation=implementation,
+        **chosen.keywords,
+    )
     return [matmul.rows_back(out, lengths, dimension) for out in outs]
 
 

@@ -25,7 +25,8 @@ class Tile(portable.Tile):
     """The settings of a product by persistent programs.
 
     Attributes:
-      block_m, block_n, block_k, num_warps: as in `portable.Tile`, for the warps that multiply.
+      block_m, block_n, block_k: as in `portable.Tile`.
+      num_warps: 8, those that multiply.
       num_stages: steps of the loop in flight, at least 2, because a stage is released one step late.
       group_m: number of row blocks whose tiles run together, for the L2 cache.
       programs: number of programs, by default one for each multiprocessor of the GPU.
@@ -34,6 +35,17 @@ class Tile(portable.Tile):
     num_stages: int = setting(4, least=2, most=32)
     group_m: int = setting(16, least=1)
     programs: int = setting(HOPPER.multiprocessors, least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_warps != 4 * PARTITIONS:
+            self.refuse("num_warps", f"{4 * PARTITIONS} for the kernel 'hopper', which multiplies by so many warps")
+
+
+def check_compiles(config: Tile) -> None:
+    """Raises ValueError unless each partition multiplies 64 rows or more, the least that four warps take."""
+    if config.block_m < 64 * PARTITIONS:
+        config.refuse("block_m", f"at least {64 * PARTITIONS} for the kernel 'hopper'")
 
 
 def refuses(call: Call) -> list[str]:
@@ -45,10 +57,12 @@ def refuses(call: Call) -> list[str]:
         )
     elif why := gluon.unsupported("it", call.target.compute_capability):
         reasons.append(why)
-    if call.itemsize != 2:
+    if {call.lhs.bits, call.rhs.bits} != {16}:
         reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
+    # Of the narrower operand, or of a result of 16 bits.
+    elements = 128 // min(call.lhs.bits, call.rhs.bits, 16)
     sizes = (call.k, *(call.widths or (call.n,)))
-    if any(size % 8 for size in sizes):
+    if any(size % elements for size in sizes):
         lengths = ", ".join(map(str, sizes[:-1]))
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {lengths} and {sizes[-1]} elements")
     return reasons

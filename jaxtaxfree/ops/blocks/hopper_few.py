@@ -30,7 +30,7 @@ class Tile(portable.Tile):
 
     Attributes:
       block_m: rows of a tile, at least 8. A power of 2, or the sum of two powers of 2.
-      block_n: columns that a tile has of each product. Each warp takes 16 of the columns of all products.
+      block_n: columns that a tile has of each product. Each warp takes 16 of the columns of all products, or more.
       block_k, num_warps: as in `portable.Tile`.
       num_stages: steps of the loop in flight, at least 2.
       splits: number of programs that share a tile. Each multiplies a part of K.
@@ -49,19 +49,30 @@ class Tile(portable.Tile):
             self.refuse("block_m", "a multiple of 8 and a power of 2, or the sum of two")
 
 
+def check_compiles(call: Call, config: Tile) -> None:
+    """Raises ValueError unless warps multiply in whole groups of four, and each has 16 columns of a tile or more."""
+    columns = call.products * config.block_n
+    of = f"block_n={config.block_n}" + (" of each of two products" if call.products == 2 else "")
+    if config.num_warps % 4:
+        config.refuse("num_warps", "4, 8 or 16 for the kernel 'hopper_few', whose warps multiply in groups of four")
+    if columns < 64:
+        config.refuse("block_n", f"at least {64 // call.products} for the kernel 'hopper_few' here")
+    if columns < 16 * config.num_warps:
+        config.refuse("num_warps", f"at most {columns // 16} for the kernel 'hopper_few' with {of}, 16 columns a warp")
+
+
 def refuses(call: Call) -> list[str]:
     return hopper.refuses(call) + hopper.refuses_transposed(call)
 
 
-def tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, Any]:
+def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
     """Settings by shape.
 
     Args:
-      rows: of the product, few.
-      n: columns of `rhs`.
-      products: by how many matrices like it the rows are multiplied.
+      rows: that the kernel multiplies, few.
       others: programs that do something else.
     """
+    n, products = call.n, call.products
     # Wider tiles where narrow ones are more than a GPU runs at a time; not measured for two products. Of more rows,
     # that programs read again and again from the L2 cache, tiles are wide in any case.
     block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
@@ -79,14 +90,14 @@ def tile(rows: int, n: int, *, products: int = 1, others: int = 0) -> dict[str, 
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
         splits = 1
     block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
-    stage = 2 * block_k * (block_m + products * block_n)  # bytes
+    stage = call.bytes_of_a_step(block_m, products * block_n, block_k)
     return {
         "block_m": block_m,
         "block_n": block_n,
         "block_k": block_k,
         "num_warps": products * block_n // 16,
         # Beside them a piece of the tile, in f32, is put in order to be stored.
-        "num_stages": min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage),
+        "num_stages": max(2, min(16, ((226 << 10) - 4 * min(PIECE.value, products * block_m * block_n)) // stage)),
         "splits": splits,
         "whole": waves * MULTIPROCESSORS if splits > 1 else 0,
     }

@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.ops.product import Call
@@ -43,8 +42,8 @@ def refuses_columns(call: Call) -> list[str]:
 def large_tile(call: Call) -> dict[str, Any]:
     """Settings for products of many rows."""
     if not call.target.has_big_shared_memory:
-        return {"block_n": 128, "block_k": 64 // call.itemsize, "num_stages": 3}
-    return {"block_k": 128 // call.itemsize}
+        return {"block_n": 128, "block_k": call.depth_of(64), "num_stages": 3}
+    return {"block_k": call.depth_of(128)}
 
 
 def small_tile(call: Call) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def small_tile(call: Call) -> dict[str, Any]:
     return {
         "block_m": block_m,
         "block_n": 64,
-        "block_k": nbytes // call.itemsize,
+        "block_k": call.depth_of(nbytes),
         "num_warps": 4,
         "num_stages": stages,
     }
@@ -102,13 +101,13 @@ def variations_of_many(call: Call, config: Any) -> list[dict[str, Any]]:
 
 def _as_deep_as_fits(call: Call, config: Any, **blocks: int) -> dict[str, Any]:
     """These blocks, with as many steps in flight as shared memory holds."""
-    step = bytes_of_a_step(dataclasses.replace(config, **blocks), call.dtype)
+    step = bytes_of_a_step(call, dataclasses.replace(config, **blocks))
     return blocks | {"num_stages": min(8, (call.target.shared_memory or 0) // step)}
 
 
-def bytes_of_a_step(config: Any, dtype: Any) -> int:
+def bytes_of_a_step(call: Call, config: Any) -> int:
     """Of a product's loop, in shared memory."""
-    return (config.block_m + config.block_n) * config.block_k * np.dtype(dtype).itemsize
+    return call.bytes_of_a_step(config.block_m, config.block_n, config.block_k)
 
 
 def each(name: str, *values: Any) -> list[dict[str, Any]]:

@@ -44,13 +44,14 @@ def psum(
 
     Args:
       x: pytree of this rank's arrays, of any shape.
-      axis_name: the mesh axis, or axes, to sum along.
+      axis_name: the mesh axis, or axes, to sum along. If some of them lie inside of hosts and the others span hosts,
+        there are kernels inside, and XLA's collective across.
       implementation: "fused": the kernel. "xla": plain `lax`. None: the one that was measured to be faster.
         "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: how the kernel splits its work. The size decides whatever it leaves out.
 
     Returns: the sums, with the same bits on every rank. The kernel adds up in f32, in the order of the ranks, and
-      rounds once. Sums of integers wrap around.
+      rounds once; between hosts XLA adds up. Sums of integers wrap around.
 
     Raises:
       ValueError: if the implementation or setting does not exist.

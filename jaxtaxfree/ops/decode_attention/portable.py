@@ -32,6 +32,8 @@ class Call:
       target: the GPU.
       key_scale, value_scale: "none", "tensor", "head" or "token".
       sinks: whether there are any.
+      starts: whether the cache is a ring whose first key may lie anywhere.
+      pages: of the whole cache, or sequences if it is not paged. The kernel asks for it with the layout KBSH alone.
     """
 
     query_shape: tuple[int, ...]
@@ -44,6 +46,8 @@ class Call:
     key_scale: str = "none"
     value_scale: str = "none"
     sinks: bool = False
+    starts: bool = False
+    pages: int = 0
 
     @property
     def rows(self) -> int:
@@ -174,7 +178,8 @@ class Portable(Variant[Call]):
             "S": slots,
             "PAGE": spec.page_size or slots,
             "PAGED": spec.page_size is not None,
-            "HEAD_MAJOR": spec.head_major,
+            "HEAD_MAJOR": spec.layout == "BKSH",
+            "POOL": call.pages if spec.layout == "KBSH" else 0,
             "STRETCH": spec.placement.stretch,
             "WINDOW": -1 if spec.window is None else spec.window,
             "SCALE": spec.scale,
@@ -182,6 +187,7 @@ class Portable(Variant[Call]):
             "KEY_SCALE": call.key_scale,
             "VALUE_SCALE": call.value_scale,
             "SINKS": call.sinks,
+            **({} if call.starts else {"starts_ptr": None}),
             "SPLITS": config.splits,
             "BLOCK_R": config.block_r,
             "BLOCK_S": config.block_s,

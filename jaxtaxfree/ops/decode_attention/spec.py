@@ -16,7 +16,7 @@ class Spec:
       placement: which positions a rank keeps.
       page_size: None if the cache is not paged.
       kv_heads: K.
-      head_major: whether the cache is BKSH.
+      layout: of the cache, one of KV_LAYOUTS.
       scale: factor of the logits.
       window: number of positions before a token that it attends to; None for all.
       soft_cap: soft cap of the logits, or None.
@@ -27,7 +27,7 @@ class Spec:
     placement: Placement
     page_size: int | None
     kv_heads: int
-    head_major: bool
+    layout: str
     scale: float
     window: int | None
     soft_cap: float | None
@@ -41,7 +41,7 @@ class Spec:
             placement=Placement(stretch=slots, slots=slots),
             page_size=None,
             kv_heads=kv_heads,
-            head_major=False,
+            layout="BSKH",
             scale=head_size**-0.5,
             window=None,
             soft_cap=None,

@@ -9,6 +9,9 @@ from jax import lax
 
 from jaxtaxfree.ops.decode_attention.spec import Spec
 
+# Apart from the cache, what each sequence has of its own.
+OF_SEQUENCES = ("query", "lengths", "starts", "tables")
+
 
 def batch(
     call: Callable[..., Any],
@@ -35,19 +38,23 @@ def batch(
         if along := jax.typeof(stacked["query"]).sharding.spec[0]:
             return f"jax.vmap maps over queries of the same keys, and they are sharded along {along!r}"
         return _as_heads(call, given, stacked, size, spec.kv_heads)
-    if alike := [name for name in mapped if name not in ("query", "lengths", "tables", *cache)]:
+    if alike := [name for name in mapped if name not in (*OF_SEQUENCES, *cache)]:
         return f"jax.vmap maps over {', '.join(alike)}, and the kernel takes one for all sequences"
     shared = [name for name in cache if name not in mapped]
     if shared and (len(shared) < len(cache) or spec.page_size is None):
         return f"jax.vmap does not map over {', '.join(shared)}, which the kernel's sequences share as pages alone"
+    if spec.layout == "KBSH":  # sequences, or pages, stand second in these
+        stacked |= {name: jnp.moveaxis(stacked[name], 1, 2) for name in cache if name not in shared}
     if "tables" in given:  # one pool of all examples' pages
         pages = 0 if shared else stacked["key"].shape[1]
         stacked["tables"] = stacked["tables"].astype(jnp.int32) + pages * jnp.arange(size)[:, None, None]
     # JAX joins two dimensions, and parts them, if the second is not sharded (along an Explicit axis).
     b, sharded = stacked["query"].shape[1], jax.typeof(stacked["query"]).sharding.spec[1] is not None
-    for name in ("query", "lengths", "tables", *([] if shared else cache)):
+    for name in (*OF_SEQUENCES, *([] if shared else cache)):
         if name in given:
             given[name] = lax.collapse(jnp.swapaxes(stacked[name], 0, 1) if sharded else stacked[name], 0, 2)
+            if spec.layout == "KBSH" and name in cache:
+                given[name] = jnp.moveaxis(given[name], 1, 0)
     outs = call(*given.values())
     if sharded:
         return [jnp.swapaxes(x.reshape(b, size, *x.shape[1:]), 0, 1) for x in outs]

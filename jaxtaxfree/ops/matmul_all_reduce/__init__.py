@@ -1,6 +1,5 @@
 """`matmul_all_reduce`: a row-parallel layer whose result every rank needs."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
@@ -18,9 +16,9 @@ from jaxtaxfree.ops.matmul_all_reduce.hopper import Hopper
 from jaxtaxfree.ops.matmul_all_reduce.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_all_reduce.portable import Portable
 from jaxtaxfree.ops.variant import Variant, settings_of
-from jaxtaxfree.primitive import Lasting, Unsupported, bilinear, check_implementation, collective, takes_reference
+from jaxtaxfree.primitive import Lasting, check_implementation, takes_reference
 from jaxtaxfree.settings import Settings
-from jaxtaxfree.teams import Team, check_axes, varying
+from jaxtaxfree.teams import check_axes, varying
 
 # The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
@@ -50,7 +48,8 @@ def matmul_all_reduce(
     Args:
       lhs: this rank's part of the contracted dimension, [..., M, K] or [K].
       rhs: the same part, [K, N]. The reference also takes a vector [K].
-      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded.
+      axis_name: the mesh axis, or axes, over which the contracted dimension is sharded. If some of them lie inside of
+        hosts and the others span hosts, there are kernels inside, and XLA's sum across.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. The kernel's sums are always f32, and are rounded once. Each rank's
@@ -97,7 +96,7 @@ def matmul_all_reduce(
         operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
     settings = settings_of("matmul_all_reduce", VARIANTS, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
-    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     reasons += [
         Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")
         for name in differing
@@ -130,118 +129,8 @@ def reference(
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...],
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("matmul_all_reduce", reasons)
-    rows = lhs.reshape(-1, lhs.shape[-1])
-    call = product.call_of(
-        "matmul_all_reduce",
-        rows,
-        rhs,
-        *operands,
-        rows=rows.shape[0],
-        world=lax.axis_size(axes),
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    )
-    _, others = epilogue.split(rhs, epilogue.rows_first(operands, 0))
-    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
-    return out.reshape(*lhs.shape[:-1], call.n)
-
-
-def _unsupported(
-    lhs: Any,
-    rhs: Any,
-    *operands: Any,
-    axes: tuple[str, ...],
-    precision: Any,
-    preferred_element_type: Any,
-    epilogue: Epilogue,
-) -> list[str]:
-    """All that keeps the kernel from taking these operands."""
-    del axes
-    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return reasons + epilogues.unsupported(epilogue, operands)
-
-
-def _slower(
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    axes: tuple[str, ...],
-    precision: Any,
-    preferred_element_type: Any,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    **_: Any,
-) -> str | None:
-    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
-    rows, world = math.prod(lhs.shape[:-1]), lax.axis_size(axes)
-    if world == 1:
-        return "there is one rank, so nothing to add up"
-    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
-        return why
-    call = product.call_of(
-        "matmul_all_reduce",
-        lhs,
-        rhs,
-        *others,
-        rows=rows,
-        world=world,
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    )
-    return product.slower(VARIANTS, call)
-
-
-def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
-    """What the tables know a call by."""
-    return product.case("matmul_all_reduce", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
-
-
-def _dimensions(*operands: Any, epilogue: Epilogue = NONE, **_: Any) -> Any:
-    return product.dimensions(*operands, epilogue=epilogue)
-
-
-matmul_all_reduce_p = bilinear(
-    "matmul_all_reduce",
-    reference=reference,
-    fused=fused,
-    slower=_slower,
-    dimensions=_dimensions,
-    case=case,
-    batch=epilogues.batch,
-)
+PRODUCT = product.Product(name="matmul_all_reduce", variants=VARIANTS, reference=reference, alone="add up")
+case = PRODUCT.case
+matmul_all_reduce_p = PRODUCT.bilinear()
 # With an epilogue.
-with_epilogue_p = collective(
-    "matmul_all_reduce",
-    reference=lambda *operands, **params: [reference(*operands, **params)],
-    fused=lambda *operands, **params: [fused(*operands, **params)],
-    slower=_slower,
-    dimensions=_dimensions,
-    batch=epilogues.batch,
-)
+with_epilogue_p = PRODUCT.collective()

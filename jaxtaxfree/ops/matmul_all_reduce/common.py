@@ -20,7 +20,7 @@ EXACT_SIZE = 2**14
 
 
 def common(call: Call) -> dict[str, Any]:
-    nbytes = call.itemsize * (call.rows * call.k + call.k * call.n + call.rows * call.n)
+    nbytes = call.operand_bytes + call.wire(False).itemsize * call.rows * call.n
     return {
         "name": "matmul_all_reduce",
         "out_type": jax.ShapeDtypeStruct((call.rows, call.n), call.out_dtype),
@@ -38,8 +38,7 @@ def exchange_of_few(call: Call, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of how few rows are added up; what a caller asks for decides about the rest."""
     size = call.rows * call.n
     shots = asked.get("shots", 1 if size <= (ONE_SHOT_SIZE_OF_TWO if call.world == 2 else ONE_SHOT_SIZE) else 2)
-    wider = call.out_dtype.itemsize > call.itemsize
-    exact_wire = asked.get("exact_wire", wider or size <= EXACT_SIZE)
+    exact_wire = asked.get("exact_wire", call.widens or size <= EXACT_SIZE)
     owned = call.rows if shots == 1 else math.ceil(call.rows / call.world)
     return {
         "shots": shots,

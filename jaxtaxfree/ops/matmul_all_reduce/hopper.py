@@ -49,6 +49,10 @@ class Hopper(Variant[Call]):
             reasons.append(f"it gives results of the operands' dtype, {call.dtype}, not {call.out_dtype}")
         return reasons
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        del call
+        hopper.check_compiles(config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
         if portable.tiles(call.rows, call.n, config) < config.programs:
@@ -69,19 +73,20 @@ class Hopper(Variant[Call]):
         tiles, peers, block = exchanged(call, config)
         groups = min(config.groups, tiles)
         a_group = math.ceil(tiles / groups)
+        wire = call.wire(exact_wire=False)
 
         def cycles(length: int, chunks: int, programs: int) -> int:
-            nbytes = chunks * config.chunk * call.itemsize
-            return hopper.pace(config.pace, length, call.itemsize, nbytes, min(programs, config.programs))
+            nbytes = chunks * config.chunk * wire.itemsize
+            return hopper.pace(config.pace, length, wire.itemsize, nbytes, min(programs, config.programs))
 
         return {
             **common(call),
             **hopper.reduce_keywords(call, call.rows, config),
-            "out_type": jax.ShapeDtypeStruct((1, call.rows, call.n), call.dtype),
+            "out_type": jax.ShapeDtypeStruct((1, call.rows, call.n), call.out_dtype),
             "scratch": {
-                "partials": jax.ShapeDtypeStruct((peers, tiles, *block), call.dtype),
-                "sums": jax.ShapeDtypeStruct((call.world, tiles, *block), call.dtype),
-                "outbox": hopper.outbox(config, PLACES.value, call.dtype),
+                "partials": jax.ShapeDtypeStruct((peers, tiles, *block), wire),
+                "sums": jax.ShapeDtypeStruct((call.world, tiles, *block), wire),
+                "outbox": hopper.outbox(config, PLACES.value, wire),
             },
             "signals": {"arrived": (peers, tiles), "added": (call.world, tiles), "tickets": 1},
             "TILES": tiles,

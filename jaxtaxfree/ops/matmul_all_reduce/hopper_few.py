@@ -40,9 +40,12 @@ class HopperFew(Variant[Call]):
         del config
         return hopper_few.refuses(call)
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        hopper_few.check_compiles(call, config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         exchange = exchange_of_few(call, asked)
-        return Config(**exchange, **hopper_few.tile(rows_sent(call, exchange["shots"]), call.n))
+        return Config(**exchange, **hopper_few.tile(call, rows_sent(call, exchange["shots"])))
 
     def cost(self, call: Call, config: Config) -> float:
         return hopper_few.cost(call, rows_sent(call, config.shots), config)

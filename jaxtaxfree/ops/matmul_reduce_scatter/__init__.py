@@ -1,7 +1,5 @@
 """`matmul_reduce_scatter`: the row-parallel half of a tensor-parallel layer."""
 
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
@@ -19,9 +16,9 @@ from jaxtaxfree.ops.matmul_reduce_scatter.hopper import Hopper
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_reduce_scatter.portable import Portable
 from jaxtaxfree.ops.variant import Variant, settings_of
-from jaxtaxfree.primitive import Unsupported, bilinear, check_implementation, check_whole, collective, takes_reference
+from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
-from jaxtaxfree.teams import Team, check_axes
+from jaxtaxfree.teams import check_axes
 
 # The kernels. The cheapest one that does not refuse a call takes it.
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
@@ -35,6 +32,7 @@ def matmul_reduce_scatter(
     scatter_dimension: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
@@ -57,6 +55,7 @@ def matmul_reduce_scatter(
       preferred_element_type: dtype of the result. The kernel's sums are always f32, and the sum is rounded once. Each
         rank's part is rounded to the operands' dtype on its way, unless the result is small or `config` asks for
         `exact_wire`.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
       bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
         the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
@@ -86,20 +85,27 @@ def matmul_reduce_scatter(
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_reduce_scatter")
     check_implementation(implementation)
-    scatter_dimension, shape = _check_operands(lhs, rhs, scatter_dimension, axes)
+    scatter_dimension, shape = _check_operands(lhs, rhs, scatter_dimension, axes, rhs_transposed)
     params: dict[str, Any] = {
         "axes": axes,
         "scatter_dimension": scatter_dimension,
         **matmul.check_precision(precision, preferred_element_type),
     }
     epilogue, operands = epilogues.check(
-        "matmul_reduce_scatter", lhs, rhs, shape, activation, bias=bias, residual=residual
+        "matmul_reduce_scatter",
+        lhs,
+        rhs,
+        shape,
+        activation,
+        rhs_transposed=rhs_transposed,
+        bias=bias,
+        residual=residual,
     )
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
-    reasons = _unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
-        return reference(lhs, rhs, *operands, epilogue=epilogue, **params)
-    params |= {"rhs_transposed": False, "implementation": implementation, "config": settings}
+        return reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
+    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
     if epilogue:
         return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
@@ -125,60 +131,14 @@ def reference(
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
-def fused(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *operands: jax.Array,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    config: tuple[tuple[str, Any], ...] | None,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    rhs_transposed: bool = False,
-    implementation: str | None = None,
-) -> jax.Array:
-    """The operation by one kernel."""
-    if reasons := _unsupported(
-        lhs,
-        rhs,
-        *operands,
-        axes=axes,
-        scatter_dimension=scatter_dimension,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    ):
-        raise Unsupported("matmul_reduce_scatter", reasons)
-    along_columns = scatter_dimension == lhs.ndim - 1
-    dimension = 0 if along_columns else scatter_dimension
-    rows, lengths = matmul.rows_first(lhs, dimension)
-    call = product.call_of(
-        "matmul_reduce_scatter",
-        rows,
-        rhs,
-        *operands,
-        rows=rows.shape[0],
-        world=lax.axis_size(axes),
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-        rhs_transposed=rhs_transposed,
-        along_columns=along_columns,
-    )
-    _, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
-    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
-    return matmul.rows_back(out, lengths, dimension)
-
-
-def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...]) -> tuple[int, list[int]]:
+def _check_operands(
+    lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[str, ...], rhs_transposed: bool
+) -> tuple[int, list[int]]:
     """The scattered dimension, from 0 on, and the result's shape; raises ValueError if the operands do not fit."""
     matmul.check_operands("matmul_reduce_scatter", lhs, rhs)
     dimension = check_whole("matmul_reduce_scatter", "scatter_dimension", dimension)
-    matmul.check_contraction("matmul_reduce_scatter", lhs, rhs)
-    result = [*lhs.shape[:-1], *rhs.shape[1:]]
+    matmul.check_contraction("matmul_reduce_scatter", lhs, rhs, rhs_transposed=rhs_transposed)
+    result = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if not -len(result) <= dimension < len(result):
         raise ValueError(f"matmul_reduce_scatter cannot scatter dimension {dimension} of a product {result}.")
     dimension %= len(result)
@@ -192,93 +152,17 @@ def _check_operands(lhs: jax.Array, rhs: jax.Array, dimension: int, axes: tuple[
     return dimension, result
 
 
-def _unsupported(
-    lhs: Any,
-    rhs: Any,
-    *operands: Any,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    epilogue: Epilogue,
-) -> list[str]:
-    """All that keeps the kernel from taking these operands."""
-    del axes
-    reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
-    return reasons + epilogues.unsupported(epilogue, operands)
-
-
-def _slower(
-    lhs: Any,
-    rhs: Any,
-    *others: Any,
-    axes: tuple[str, ...],
-    scatter_dimension: int,
-    precision: Any,
-    preferred_element_type: Any,
-    rhs_transposed: bool,
-    compute_capability: int,
-    epilogue: Epilogue = NONE,
-    **_: Any,
-) -> str | None:
-    """Why XLA is known to be faster, if it is. Measured on 2 and 4 H200."""
-    rows, world = math.prod(lhs.shape[:-1]), lax.axis_size(axes)
-    if world == 1:
-        return "there is one rank, so nothing to scatter"
-    if why := matmul.slower(lhs, rhs, rows, precision=precision, preferred_element_type=preferred_element_type):
-        return why
-    if scatter_dimension == lhs.ndim - 1:
-        return matmul.UNMEASURED
-    if rhs_transposed:
-        # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
-        # scatters beside the gradient of the weights.
-        return "XLA is faster in the gradients of an MLP"
-    call = product.call_of(
-        "matmul_reduce_scatter",
-        lhs,
-        rhs,
-        *others,
-        rows=rows,
-        world=world,
-        compute_capability=compute_capability,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        epilogue=epilogue,
-    )
-    return product.slower(VARIANTS, call)
-
-
-def case(lhs: Any, rhs: Any, *, team: Team, **params: Any) -> Case | None:
-    """What the tables know a call by."""
-    if params["scatter_dimension"] == lhs.ndim - 1:
-        return None
-    return product.case("matmul_reduce_scatter", VARIANTS, lhs, rhs, rows=lambda m: m, team=team, **params)
-
-
-def _dimensions(
-    *operands: Any, scatter_dimension: int, rhs_transposed: bool, epilogue: Epilogue = NONE, **_: Any
-) -> Any:
-    return product.dimensions(
-        *operands, moved=scatter_dimension, scattered=True, rhs_transposed=rhs_transposed, epilogue=epilogue
-    )
-
-
-_batch = functools.partial(epilogues.batch, moved="scatter_dimension")
-matmul_reduce_scatter_p = bilinear(
-    "matmul_reduce_scatter",
+PRODUCT = product.Product(
+    name="matmul_reduce_scatter",
+    variants=VARIANTS,
     reference=reference,
-    fused=fused,
-    slower=_slower,
-    dimensions=_dimensions,
-    case=case,
-    batch=_batch,
+    moved="scatter_dimension",
+    alone="scatter",
+    # Forward and backward of an MLP (4096, 8192, 28672) took 4.84 ms with this kernel, and 4.78 with XLA, which
+    # scatters beside the gradient of the weights.
+    slower_transposed=lambda rows: "XLA is faster in the gradients of an MLP",
 )
+case = PRODUCT.case
+matmul_reduce_scatter_p = PRODUCT.bilinear()
 # With an epilogue.
-with_epilogue_p = collective(
-    "matmul_reduce_scatter",
-    reference=lambda *operands, **params: [reference(*operands, **params)],
-    fused=lambda *operands, **params: [fused(*operands, **params)],
-    slower=_slower,
-    dimensions=_dimensions,
-    batch=_batch,
-)
+with_epilogue_p = PRODUCT.collective()

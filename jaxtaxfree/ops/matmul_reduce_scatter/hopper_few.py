@@ -36,10 +36,13 @@ class HopperFew(Variant[Call]):
         del config
         return hopper_few.refuses(call) + portable.refuses_columns(call)
 
+    def check_compiles(self, call: Call, config: Config) -> None:
+        hopper_few.check_compiles(call, config)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
-        exact_wire = call.out_dtype.itemsize > call.itemsize or call.rows * call.n <= EXACT_SIZE
-        return Config(**hopper_few.tile(call.rows, call.n), exact_wire=exact_wire)
+        exact_wire = call.widens or call.rows * call.n <= EXACT_SIZE
+        return Config(**hopper_few.tile(call, call.rows), exact_wire=exact_wire)
 
     def cost(self, call: Call, config: Config) -> float:
         return hopper_few.cost(call, call.rows, config)

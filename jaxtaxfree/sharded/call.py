@@ -1,0 +1,275 @@
+"""A product of global arrays: by an operation where there is one for it, by JAX's own product otherwise."""
+
+import dataclasses
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops.epilogue import Epilogue
+from jaxtaxfree.primitive import Unsupported, check_implementation, symbolic
+from jaxtaxfree.sharded.plan import Axes, Plan, Sharded, plan
+from jaxtaxfree.sharded.run import AnyMesh, axes_of, placed, run, sharding_on, spec_of, typed
+
+_log = logging.getLogger("jaxtaxfree")
+
+Sharding = PartitionSpec | NamedSharding
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A product as it was asked for.
+
+    Attributes:
+      name: of the function.
+      own: (operands, out_sharding) -> JAX's own product of them.
+      operands: of the product.
+      labels: of lhs, rhs and the result; None if it is no product of two operands.
+      reasons: why it can be JAX's own product alone.
+      in_shardings, out_sharding: how the arrays lie.
+      gate, bias, activation, residual, implementation: see `jaxtaxfree.einsum`.
+      keywords: of the operations.
+    """
+
+    name: str
+    own: Callable[[Sequence[jax.Array], Any], jax.Array]
+    operands: Sequence[jax.Array]
+    labels: tuple[tuple[str, ...], ...] | None
+    reasons: Sequence[str] = ()
+    in_shardings: Sequence[Sharding | None] | None
+    out_sharding: Sharding | None
+    gate: jax.Array | None
+    bias: jax.Array | None
+    activation: str | Callable[..., jax.Array] | None
+    residual: jax.Array | None
+    implementation: str | None
+    keywords: Mapping[str, Any]
+
+    @functools.cached_property
+    def others(self) -> dict[str, jax.Array]:
+        """The operands of the epilogue that there are."""
+        given = {"gate": self.gate, "bias": self.bias, "residual": self.residual}
+        return {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+
+    @functools.cached_property
+    def lengths(self) -> dict[str, int]:
+        """Of the dimensions, by their labels."""
+        assert self.labels is not None
+        each = zip(self.labels, self.operands)
+        return {label: length for labels, x in each for label, length in zip(labels, x.shape, strict=True)}
+
+    @property
+    def columns(self) -> list[str]:
+        """The dimensions of the result that rhs has, in its order."""
+        lhs, rhs, _ = self.labels or ((), (), ())
+        return [label for label in rhs if label not in lhs]
+
+
+def product(call: Call) -> jax.Array:
+    """The result of a call."""
+    check_implementation(call.implementation)
+    _check_epilogue(call)
+    mesh = _mesh_of(call)
+    _check_shardings(call, mesh)
+    if call.implementation == "xla":
+        return _plain(call, mesh)
+    found = _plan(call, mesh)
+    if isinstance(found, Plan) and found.operation:
+        assert mesh is not None
+        # The gradient of weights that are gathered before lies as they do.
+        lhs, rhs = _placed_operands(call, mesh) if found.before else call.operands
+        keywords = {**call.keywords, "activation": call.activation, "implementation": call.implementation}
+        return run(found, mesh, lhs, rhs, call.others, **keywords)
+    if isinstance(found, Plan):
+        gathers = found.gathered or found.before
+        found = [f"it needs no communication{' once the weights are gathered' if gathers else ''}"]
+    if call.implementation is not None:
+        raise Unsupported(call.name, found)
+    _say(call, "; ".join(found))
+    return _plain(call, mesh)
+
+
+_said: set[tuple[str, str]] = set()
+_said_lock = threading.Lock()
+
+
+def _say(call: Call, reason: str) -> None:
+    """Says that a product is JAX's own: once in a process for each function and reason at INFO level."""
+    with _said_lock:
+        new = (call.name, reason) not in _said
+        _said.add((call.name, reason))
+    described = [f"{x.dtype}{list(x.shape)}" for x in call.operands]
+    more = ". implementation='xla' asks for that. Later calls say so at DEBUG level." if new else ""
+    _log.log(
+        logging.INFO if new else logging.DEBUG, "%s%s is JAX's own product: %s%s", call.name, described, reason, more
+    )
+
+
+def forget() -> None:
+    """Makes `_say` say again what it has said: for tests."""
+    with _said_lock:
+        _said.clear()
+
+
+def _check_epilogue(call: Call) -> None:
+    """Raises ValueError if there is no such activation, or an operand of the epilogue does not fit."""
+    epilogues.activation_name(call.name, call.activation)
+    if not call.others and call.activation is None:
+        return
+    if call.labels is None:
+        raise ValueError(f"{call.name} takes {', '.join(call.others) or 'an activation'} with two operands only.")
+    rhs, lengths = call.operands[1], call.lengths
+    shapes = {
+        "gate": rhs.shape,
+        "bias": tuple(lengths[label] for label in call.columns),
+        "residual": tuple(lengths[label] for label in call.labels[2]),
+    }
+    for name, x in call.others.items():
+        if x.shape != shapes[name]:
+            raise ValueError(f"{call.name} takes a {name} of shape {list(shapes[name])} here, not {list(x.shape)}.")
+    for x in (*call.operands, *call.others.values()):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"{call.name} has an epilogue for floating-point numbers, not {x.dtype}.")
+
+
+def _mesh_of(call: Call) -> AnyMesh | None:
+    """The mesh on which a call's arrays lie; None if nothing says it.
+
+    Raises ValueError if the shardings are of several meshes.
+    """
+    context = jax.sharding.get_abstract_mesh()
+    given = [s.mesh for s in (*(call.in_shardings or ()), call.out_sharding) if isinstance(s, NamedSharding)]
+    if len(set(given)) > 1:
+        raise ValueError(f"{call.name} takes shardings of one mesh, not of {given}.")
+    if context.manual_axes or not (given or context.empty):
+        return context
+    typed_by = [jax.typeof(x).sharding.mesh for x in call.operands]
+    return next(iter([*given, *(mesh for mesh in typed_by if not mesh.empty)]), None)
+
+
+def _check_shardings(call: Call, mesh: AnyMesh | None) -> None:
+    """Raises ValueError if there are not as many as operands, or one names an axis that cannot shard a global array."""
+    if call.in_shardings is not None and len(call.in_shardings) != len(call.operands):
+        raise ValueError(f"{call.name} takes in_shardings of {len(call.operands)} operands, not {call.in_shardings}.")
+    if mesh is None:
+        return
+    manual = axes_of(mesh, AxisType.Manual)
+    for sharding in (*(call.in_shardings or ()), call.out_sharding):
+        for entry in () if sharding is None else _spec(sharding):
+            for axis in entry if isinstance(entry, tuple) else (entry,):
+                if isinstance(axis, str) and axis not in mesh.shape:
+                    raise ValueError(
+                        f"{call.name} takes axes of the mesh {mesh.axis_names}, not {axis!r} as in {sharding}."
+                    )
+                if axis in manual:
+                    raise ValueError(
+                        f"{call.name} is called inside a jax.shard_map that has made {axis!r} manual. Arrays are local "
+                        f"along it there, so leave it out of the shardings, not as in {sharding}."
+                    )
+
+
+def _plan(call: Call, mesh: AnyMesh | None) -> Plan | list[str]:
+    """The operation of a call, or all reasons why there is none."""
+    reasons = list(call.reasons) or symbolic(*call.operands)
+    if reasons or call.labels is None:
+        return reasons
+    if mesh is None:
+        return ["there is no mesh: take jax.set_mesh or NamedShardings"]
+    if manual := axes_of(mesh, AxisType.Manual):
+        return [
+            f"jax.shard_map has made the mesh axes {sorted(manual)} manual, where arrays are local: take "
+            "jtf.matmul_all_reduce and its like"
+        ]
+    if call.out_sharding is None:
+        return ["there is no out_sharding"]
+    auto = sorted(axis for axis in axes_of(mesh, AxisType.Auto) if mesh.shape[axis] > 1)
+    if auto and (call.in_shardings is None or None in call.in_shardings):
+        return [f"types say nothing along the Auto axes {auto}: take in_shardings"]
+    given = call.in_shardings or (None, None)
+    shardings = [jax.typeof(x).sharding if s is None else s for x, s in zip(call.operands, given)]
+    found = [_sharded(call.name, *each) for each in zip(call.labels, (*shardings, call.out_sharding))]
+    if reasons := [each for each in found if isinstance(each, str)]:
+        return list(dict.fromkeys(reasons))
+    lhs, rhs, out = (each for each in found if isinstance(each, Sharded))
+    return plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others))
+
+
+def _sharded(name: str, labels: Sequence[str], sharding: Sharding) -> Sharded | str:
+    """An array as the planner sees it, or why that is not possible; raises ValueError if the sharding does not fit."""
+    spec = _spec(sharding)
+    if spec.unreduced or spec.reduced:
+        return f"{spec} has sums that are added up later"
+    if PartitionSpec.UNCONSTRAINED in tuple(spec):
+        return f"{spec} leaves dimensions to the compiler"
+    if len(spec) > len(labels):
+        raise ValueError(f"{name} takes a sharding of up to {len(labels)} dimensions here, not {spec}.")
+    return Sharded(tuple(labels), tuple(_entries(spec, len(labels))))
+
+
+def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
+    """JAX's own product, with the same epilogue."""
+    others = dict(call.others)
+    operands = _placed_operands(call, mesh)
+    products = [_own(call, mesh, operands)]
+    if not call.others and call.activation is None:
+        return products[0]
+    if "gate" in others:
+        gated = dataclasses.replace(call, operands=[operands[0], others.pop("gate")])
+        products.append(_own(call, mesh, _placed_operands(gated, mesh)))
+    y, own_mesh = products[0], jax.typeof(products[0]).sharding.mesh
+    dtype, entries = y.dtype, _entries(jax.typeof(y).sharding.spec, y.ndim)
+    if "bias" in others:
+        assert call.labels is not None
+        _, _, out = call.labels
+        bias = others.pop("bias").transpose([call.columns.index(x) for x in out if x in call.columns])
+        bias = jnp.expand_dims(bias, [i for i, x in enumerate(out) if x not in call.columns])
+        bias = typed(bias, own_mesh, [entry if x in call.columns else () for x, entry in zip(out, entries)])
+        products[0] = y.astype(epilogues.wide_type(dtype)) + bias.astype(epilogues.wide_type(dtype))
+    if "residual" in others:
+        others["residual"] = typed(others["residual"], own_mesh, entries)
+    gate = ("gate",) * (len(products) - 1)
+    epilogue = Epilogue(epilogues.activation_name(call.name, call.activation), (*gate, *others))
+    return epilogue.apply(products, others, dtype)
+
+
+def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
+    """The operands, as the caller says that they lie."""
+    if mesh is None or call.in_shardings is None:
+        return list(call.operands)
+    return [x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.in_shardings, strict=True)]
+
+
+def _own(call: Call, mesh: AnyMesh | None, operands: Sequence[jax.Array]) -> jax.Array:
+    """JAX's own product, which takes shardings along Explicit axes alone."""
+    sharding = call.out_sharding
+    if sharding is None or mesh is None or not axes_of(mesh, AxisType.Auto):
+        return call.own(operands, sharding)
+    y = call.own(operands, None) if not axes_of(mesh, AxisType.Explicit) else None
+    if y is None:
+        spec = _spec(sharding)
+        explicit = spec_of(_entries(spec, len(spec)), axes_of(mesh, AxisType.Explicit))
+        y = call.own(operands, sharding_on(mesh, explicit))
+    return _placed(y, mesh, sharding)
+
+
+def _placed(x: jax.Array, mesh: AnyMesh, sharding: Sharding) -> jax.Array:
+    if not axes_of(mesh, AxisType.Explicit):
+        return lax.with_sharding_constraint(x, sharding)
+    return placed(x, mesh, _entries(_spec(sharding), x.ndim))
+
+
+def _spec(sharding: Sharding) -> PartitionSpec:
+    return sharding if isinstance(sharding, PartitionSpec) else sharding.spec
+
+
+def _entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
+    """The axes of each dimension."""
+    parts = (*spec, *[None] * (ndim - len(spec)))
+    return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
