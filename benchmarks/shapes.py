@@ -16,6 +16,34 @@ GATED_ALL_GATHER_MATMUL = tuple(
     )
 )
 
+
+@dataclass(frozen=True, kw_only=True)
+class QkvShape(MatmulShape):
+    """The products of query, key and value: n columns of queries, kv of keys and as many of values."""
+
+    kv: int
+    sizes = ("m", "k", "n", "kv")
+
+    @property
+    def columns(self) -> int:
+        """Of all three."""
+        return self.n + 2 * self.kv
+
+    def flops(self, world: int) -> int:
+        """Floating-point operations of one rank."""
+        return 2 * self.m * self.k * self.columns // world
+
+
+ALL_GATHER_MATMUL_QKV = tuple(
+    QkvShape(name=f"{model}/{name}/attention-qkv", m=m, k=d_model, n=d_model, kv=1024)
+    for model, d_model in (("llama3-70b", 8192), ("llama3-8b", 4096))
+    for name, m in (("decode-16", 16), ("prefill-2k", 2048))
+)
+ALL_GATHER_MATMUL_QKV_TINY = (
+    QkvShape(name="tiny/decode-qkv", m=16, k=128, n=256, kv=64),
+    QkvShape(name="tiny/prefill-qkv", m=256, k=128, n=256, kv=64),
+)
+
 # A whole MLP: M tokens, K model and N hidden dimensions.
 MLP_GRADIENTS = (
     MatmulShape(name="llama3-70b/train-4k/mlp", m=4096, k=8192, n=28672),

@@ -36,11 +36,11 @@ class Epilogue:
     """activation(product + bias) + residual; with a gate activation(gate's product) * (product + bias) + residual.
 
     Attributes:
-      activation: a key of `ACTIVATIONS`, or None.
-      operands: which of "gate", "bias" and "residual" there are, in this order.
+      activation: a key of `ACTIVATIONS`, or None; a tuple of these, if it is of several products (`joined`).
+      operands: which of "gate", "bias" and "residual" there are, in this order; of several products "bias0", ...
     """
 
-    activation: str | None = None
+    activation: str | tuple[str | None, ...] | None = None
     operands: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
@@ -62,6 +62,7 @@ class Epilogue:
         """The epilogue in plain `jax.numpy`, in f32 (or f64), of the products by what `split` gives first."""
         wide = wide_type(dtype)
         out, *gates = (product.astype(wide) for product in products)
+        assert not isinstance(self.activation, tuple), "each of several products has an epilogue of its own"
         activate = ACTIVATIONS[self.activation] if self.activation else lambda x: x
         if "bias" in others:
             out = out + jnp.expand_dims(others["bias"].astype(wide), range(out.ndim - 1))
@@ -79,6 +80,13 @@ class Epilogue:
 
 
 NONE = Epilogue()
+
+
+def joined(each: Sequence[Epilogue]) -> Epilogue:
+    """What a kernel of several products takes for their epilogues: a tuple of activations, operands by number."""
+    names = tuple(f"{name}{i}" for i, epilogue in enumerate(each) for name in epilogue.operands)
+    activations: tuple[Any, ...] = tuple(epilogue.activation for epilogue in each)
+    return Epilogue(activations, names)
 
 
 def wide_type(dtype: Any) -> Any:

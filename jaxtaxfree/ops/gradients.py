@@ -25,7 +25,8 @@ from jax import lax
 from jax.interpreters import ad
 
 from jaxtaxfree.ops import all_gather_matmul, matmul, matmul_all_reduce, matmul_reduce_scatter
-from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p
+from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul_p, gathered_too_p, several
+from jaxtaxfree.ops.all_gather_matmul.several import several_p
 from jaxtaxfree.ops.collectives import psum_scatter
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
@@ -231,6 +232,74 @@ def _gathered_too_transpose(
 
 ad.primitive_jvps[gathered_too_p] = _gathered_too_jvp
 ad.primitive_transposes[gathered_too_p] = _gathered_too_transpose
+
+
+def _several_jvp(
+    primals: Any, tangents: Any, *, epilogue: tuple[Epilogue, ...], return_gathered: bool, **params: Any
+) -> tuple[list[Any], list[Any]]:
+    """Of products by several rhs. With epilogues they are an operation by itself, as in `_separate`."""
+    if any(epilogue):
+        return jvp_of(
+            functools.partial(_several_separate, epilogue=epilogue, return_gathered=return_gathered, **params),
+            primals,
+            tangents,
+        )
+    (lhs, *rhs), (lhs_dot, *rhs_dots) = primals, tangents
+    linear = functools.partial(several_p.bind, epilogue=epilogue, **params)
+    of_rhs = any(type(dot) is not ad.Zero for dot in rhs_dots)
+    outs = linear(lhs, *rhs, return_gathered=return_gathered or of_rhs)
+    dots: list[Any] = [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    if type(lhs_dot) is not ad.Zero:
+        found = linear(lhs_dot, *rhs, return_gathered=return_gathered)
+        dots[: len(found)] = found
+    for i, rhs_dot in enumerate(rhs_dots):
+        if type(rhs_dot) is not ad.Zero:
+            more = _times_gathered(
+                outs[-1], rhs_dot, outs[i].dtype, rhs_transposed=False, precision=params["precision"]
+            )
+            dots[i] = ad.add_tangents(dots[i], more)
+    count = len(rhs) + return_gathered
+    return outs[:count], dots[:count]
+
+
+def _several_separate(
+    lhs: jax.Array, *operands: jax.Array, epilogue: tuple[Epilogue, ...], **params: Any
+) -> list[jax.Array]:
+    rhs, others, _ = several.split(operands, epilogue)
+    outs = several.linear(lhs, *rhs, **params)
+    applied = [each.apply([out], own, out.dtype) for each, out, own in zip(epilogue, outs, others)]
+    return [*applied, *outs[len(rhs) :]]
+
+
+def _several_transpose(
+    cts: Any, lhs: Any, *rhs: Any, axis: int, epilogue: tuple[Epilogue, ...], return_gathered: bool, **params: Any
+) -> list[Any]:
+    """Of products by several rhs as a linear function of one operand; the rule above leaves them as one of lhs."""
+    del epilogue, return_gathered
+    pairs = [(ct, each) for ct, each in zip(cts, rhs) if type(ct) is not ad.Zero]
+    if not ad.is_undefined_primal(lhs):
+        gathered = lax.all_gather(lhs, params["axes"], axis=axis, tiled=True)
+        return [
+            None,
+            *(
+                _contract(gathered, ct, False, each.aval, params)
+                if ad.is_undefined_primal(each) and type(ct) is not ad.Zero
+                else None
+                for ct, each in zip(cts, rhs)
+            ),
+        ]
+    parts = []
+    if pairs:
+        # One product for all, so that the sum is scattered once.
+        ct, weights = (jnp.concatenate(each, axis=-1) for each in zip(*pairs))
+        parts.append(_scatter(ct, weights, axis, True, lhs.aval, params))
+    if len(cts) > len(rhs) and type(cts[-1]) is not ad.Zero:
+        parts.append(psum_scatter(cts[-1], params["axes"], scatter_dimension=axis, tiled=True))
+    return [functools.reduce(ad.add_tangents, parts), *(None for _ in rhs)]
+
+
+ad.primitive_jvps[several_p] = _several_jvp
+ad.primitive_transposes[several_p] = _several_transpose
 
 
 def _separate(

@@ -39,6 +39,8 @@ class Call:
       residual: dtype of the residual; None if there is none.
       return_gathered: the gathered rows are a result, too.
       along_columns: columns are gathered or scattered, not rows. Each rank has k columns of lhs, or n of the result.
+      widths: columns of each of several rhs, of which n is the sum, and `epilogue` that of `epilogue.joined`; () if
+        there is one.
     """
 
     operation: str
@@ -55,6 +57,7 @@ class Call:
     residual: np.dtype | None = None
     return_gathered: bool = False
     along_columns: bool = False
+    widths: tuple[int, ...] = ()
 
     @property
     def m(self) -> int:
@@ -64,12 +67,23 @@ class Call:
     @property
     def weights(self) -> tuple[str, ...]:
         """The names of the matrices by which the rows are multiplied."""
+        if self.widths:
+            return tuple(f"rhs{i}" for i in range(len(self.widths)))
         return ("rhs", "gate") if self.epilogue.gated else ("rhs",)
 
     @property
     def products(self) -> int:
-        """By how many matrices like rhs the rows are multiplied."""
-        return len(self.weights)
+        """Of how many matrices a tile has columns."""
+        return 2 if self.epilogue.gated else 1
+
+    @property
+    def widths_or_n(self) -> int | tuple[int, ...]:
+        """What a kernel calls N, see `kernels.blocks.several`."""
+        return self.widths or self.n
+
+    def column_blocks(self, block_n: int) -> int:
+        """How many blocks of so many columns, none of which has columns of two rhs."""
+        return sum(math.ceil(width / block_n) for width in self.widths or (self.n,))
 
     @property
     def columns(self) -> int:
@@ -216,9 +230,14 @@ class Product:
         rhs_transposed: bool = False,
         return_gathered: bool = False,
         along_columns: bool = False,
+        widths: tuple[int, ...] = (),
         **_: Any,
     ) -> Call:
-        """The call with these operands (arrays or their types), which some kernel has to support."""
+        """The call with these operands (arrays or their types), which some kernel has to support.
+
+        Args:
+          widths: of several rhs; `rhs` is then all of them side by side.
+        """
         k, n = reversed(rhs.shape) if rhs_transposed else rhs.shape
         if along_columns:
             k, n = (k // world, n) if self.gathers else (k, n // world)
@@ -238,6 +257,7 @@ class Product:
             residual=None if residual is None else np.dtype(residual.dtype),
             return_gathered=return_gathered,
             along_columns=along_columns,
+            widths=widths,
         )
 
     def case(

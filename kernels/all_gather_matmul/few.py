@@ -13,21 +13,24 @@ import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
-from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import matmul, several, tiles
 
 
 @triton.jit
 def all_gather_matmul_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one
-    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]
+    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one; or several rhs
+    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [WORLD]: PUSHERS from each rank
     out_ptr,  # [WORLD * M, N]
+    out1_ptr,  # the results of three more rhs, or None
+    out2_ptr,
+    out3_ptr,
     gathered_ptr,  # [WORLD * M, K]: where the gathered rows go as well, or None
     M: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr,  # of several rhs a tuple, and so is ACTIVATION: see `blocks.several`
     K: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -41,32 +44,56 @@ def all_gather_matmul_few_kernel(
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
-    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, inbox, arrived, M * K, WORLD, PUSHERS, CHUNK)
     else:
         all_rows: tl.constexpr = WORLD * M
         row_blocks: tl.constexpr = tl.cdiv(all_rows, BLOCK_M)
-        row_block, column_block = tiles.grouped(tl.program_id(0) - PUSHERS, row_blocks, tl.cdiv(N, BLOCK_N), GROUP_M=64)
-        row = row_block * BLOCK_M
-        column = column_block * BLOCK_N
-        rows = tl.minimum(all_rows - row, BLOCK_M)
+        count: tl.constexpr = several.count(N)
+        column_blocks: tl.constexpr = several.blocks_before(N, BLOCK_N, count)
+        tile = tl.program_id(0) - PUSHERS
+        row_block, column_block = tiles.grouped(tile, row_blocks, column_blocks, GROUP_M=64)
         ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)
-        lhs = inbox + row.to(tl.int64) * K
-        product, gate = matmul.multiply_gated(
-            lhs, weights, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
-        )
+        outs = (out_ptr, out1_ptr, out2_ptr, out3_ptr)
+        rhs, column_block = several.block_of(column_block, N, BLOCK_N)
+        for i in tl.static_range(count):
+            if several.is_number(rhs, i):
+                multiply(
+                    inbox, weights, epilogue, outs, ready, row_block, column_block, all_rows, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, EPILOGUE, ACTIVATION, i,
+                )  # fmt: skip
         if gathered_ptr is not None:
-            for at in range((tl.program_id(0) - PUSHERS) * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
+            for at in range(tile * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
                 element = at + tl.arange(0, CHUNK)
                 inside = element < all_rows * K
                 value = tl.load(inbox + element, mask=inside)
                 tl.store(gathered_ptr + element, tl.where(ready, value, float("nan")), mask=inside)
-        product = tl.where(ready, product, float("nan"))
-        out = out_ptr + row.to(tl.int64) * N
-        epilogues.store_tile(out, product, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
     shmem.finish(me)
+
+
+@triton.jit
+def multiply(
+    inbox, weights, epilogue, outs, ready, row_block, column_block,
+    ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, RHS_TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr, NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile, of columns of this rhs, and stores it; NaN if some rows have not come."""
+    WIDTH: tl.constexpr = several.of(N, NUMBER)
+    last = epilogues.of(epilogue, EPILOGUE, N, NUMBER)
+    row = row_block * BLOCK_M
+    rows = tl.minimum(ROWS - row, BLOCK_M)
+    column = column_block * BLOCK_N
+    lhs = inbox + row.to(tl.int64) * K
+    product, gate = matmul.multiply_gated(
+        lhs, several.weights_of(weights, N, NUMBER), rows, column, ROWS, WIDTH, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED,
+    )  # fmt: skip
+    product = tl.where(ready, product, float("nan"))
+    out = outs[NUMBER] + row.to(tl.int64) * WIDTH
+    activation: tl.constexpr = several.of(ACTIVATION, NUMBER)
+    epilogues.store_tile(out, product, gate, last, row, rows, column, WIDTH, BLOCK_M, BLOCK_N, activation)
 
 
 @triton.jit

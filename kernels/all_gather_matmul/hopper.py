@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
-from jaxtaxfree.kernels.blocks import tiles
+from jaxtaxfree.kernels.blocks import several, tiles
 
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 
@@ -52,6 +52,7 @@ class Work(NamedTuple):
     UNIT: Any
     PACE: Any
     GATED: Any
+    EPILOGUE: Any
     ACTIVATION: Any
     COLUMNS: Any
 
@@ -61,17 +62,20 @@ def all_gather_matmul_hopper_kernel(
     lhs_ptr,  # [1, M, K], this rank's rows or columns
     lhs_desc,  # the same, in boxes [1, rows, BLOCK_K], see `tiles.box_of`
     weights,  # rhs [K, N] in blocks [BLOCK_K, BLOCK_N], or [N, K] in blocks [BLOCK_N, BLOCK_K]; gate [K, N], if any; of
-    # columns WORLD * K
+    # columns WORLD * K; or several rhs
     half_weights,  # the same, in blocks of half the columns
-    epilogue,  # what there is of bias [N]
+    epilogue,  # what there is of bias [N], or of a bias for each rhs
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
     tickets,  # signal: to claim units
     out_desc,  # [WORLD, M, N], or [1, M, N] for columns; in blocks [1, rows of a partition, columns stored at a time]
+    out1_desc,  # the results of three more rhs, or None
+    out2_desc,
+    out3_desc,
     gathered_ptr,  # [WORLD, M, K], or [1, M, WORLD * K]: where what is gathered goes as well, or None
     M: gl.constexpr,
-    N: gl.constexpr,
+    N: gl.constexpr,  # of several rhs a tuple, and so is ACTIVATION: see `blocks.several`
     K: gl.constexpr,
     WORLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -88,16 +92,16 @@ def all_gather_matmul_hopper_kernel(
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
-    last = epilogues.of(epilogue, EPILOGUE)
-    GATED: gl.constexpr = len(weights) > 1
+    GATED: gl.constexpr = len(several.weights_of(weights, N, 0)) > 1
     ring = matmul.allocate(lhs_desc, weights[0], half_weights[0], out_desc, BLOCK_M, STAGES, GATED)
     work: gl.constexpr = Work(
-        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION, COLUMNS
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, EPILOGUE, ACTIVATION, COLUMNS
     )
+    outs = (out_desc, out1_desc, out2_desc, out3_desc)
     gl.warp_specialize(
         [
-            (multiply, (me, ring, out_desc, last, work, 0)),
-            (multiply, (me, ring, out_desc, last, work, 1)),
+            (multiply, (me, ring, outs, epilogue, work, 0)),
+            (multiply, (me, ring, outs, epilogue, work, 1)),
             (load, (me, ring, lhs_desc, weights, half_weights, gathered, arrived, work)),
             (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
         ],
@@ -108,30 +112,42 @@ def all_gather_matmul_hopper_kernel(
 
 
 @gluon.jit
-def multiply(me, ring, out_desc, last, work, PARTITION: gl.constexpr):
+def multiply(me, ring, outs, epilogue, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's rows of this program's tiles."""
     position = (0, 0)
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, last, tile, 0, work, False, PARTITION)
+        position = multiply_tile(me, ring, position, outs, epilogue, tile, 0, work, False, PARTITION)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, last, half // 2, half % 2, work, True, PARTITION)
+        position = multiply_tile(me, ring, position, outs, epilogue, half // 2, half % 2, work, True, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, out_desc, last, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
-    source, row, column = place(me, tile, half, work)
+def multiply_tile(me, ring, position, outs, epilogue, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
+    source, row, rhs, column = place(me, tile, half, work)
     steps = sources_of_a_tile(work) * gl.cdiv(work.K, work.BLOCK_K)
     product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)
-    product = matmul.activate(product, gate, last, column, work.N, work.ACTIVATION)
     destination = 0 if work.COLUMNS else source
-    matmul.store_tile(out_desc, ring, product, destination, row, column, PARTITION=PARTITION)
+    for number in gl.static_range(several.count(work.N)):
+        if several.is_number(rhs, number):
+            store_tile(ring, outs, epilogue, product, gate, destination, row, column, work, PARTITION, number)
     return stage, phase
+
+
+@gluon.jit
+def store_tile(
+    ring, outs, epilogue, product, gate, destination, row, column, work, PARTITION: gl.constexpr, NUMBER: gl.constexpr
+):
+    """Applies the epilogue to a partition's rows of a tile, of columns of this rhs, and stores them."""
+    last = epilogues.of(epilogue, work.EPILOGUE, work.N, NUMBER)
+    activation: gl.constexpr = several.of(work.ACTIVATION, NUMBER)
+    product = matmul.activate(product, gate, last, column, several.of(work.N, NUMBER), activation)
+    matmul.store_tile(outs[NUMBER], ring, product, destination, row, column, PARTITION=PARTITION)
 
 
 @gluon.jit
@@ -162,7 +178,21 @@ def load(me, ring, lhs_desc, weights, half_weights, gathered, arrived, work):
 
 @gluon.jit
 def load_tile(me, ring, position, lhs_desc, inbox_desc, weights, arrived, tile, half, work, HALF: gl.constexpr):
-    first, row, column = place(me, tile, half, work)
+    first, row, rhs, column = place(me, tile, half, work)
+    for number in gl.static_range(several.count(work.N)):
+        if several.is_number(rhs, number):
+            position = load_parts(
+                me, ring, position, lhs_desc, inbox_desc, several.weights_of(weights, work.N, number), arrived,
+                first, row, column, work, HALF,
+            )  # fmt: skip
+    return position
+
+
+@gluon.jit
+def load_parts(
+    me, ring, position, lhs_desc, inbox_desc, weights, arrived, first, row, column, work, HALF: gl.constexpr
+):
+    """Loads what a tile needs, from its source or all of them."""
     for i in range(sources_of_a_tile(work)):
         source = (first + i) % work.WORLD
         position = load_part(
@@ -315,19 +345,25 @@ def copy(dest, stride, source, row, part, mask, valid, due, PACE: gl.constexpr, 
 
 @gluon.jit
 def place(me, tile, half, work):
-    """The source of a tile, or the first of several, and its first row and column."""
+    """The source of a tile, or the first of several, its first row, and the number of its rhs and column of it."""
     row_blocks = gl.cdiv(work.M, work.BLOCK_M)
-    column_blocks = gl.cdiv(work.N, work.BLOCK_N)
+    column_blocks = column_blocks_of(work)
     source = (me.rank + tile // (row_blocks * column_blocks)) % work.WORLD
     row_block, column_block = tiles.grouped(
         tile % (row_blocks * column_blocks), row_blocks, column_blocks, work.GROUP_M
     )
-    return source, row_block * work.BLOCK_M, column_block * work.BLOCK_N + half * (work.BLOCK_N // 2)
+    rhs, block = several.block_of(column_block, work.N, work.BLOCK_N)
+    return source, row_block * work.BLOCK_M, rhs, block * work.BLOCK_N + half * (work.BLOCK_N // 2)
+
+
+@gluon.jit
+def column_blocks_of(work):
+    return several.blocks_before(work.N, work.BLOCK_N, several.count(work.N))
 
 
 @gluon.jit
 def tile_count(work):
-    count = gl.cdiv(work.M, work.BLOCK_M) * gl.cdiv(work.N, work.BLOCK_N)
+    count = gl.cdiv(work.M, work.BLOCK_M) * column_blocks_of(work)
     return count if work.COLUMNS else work.WORLD * count
 
 

@@ -20,22 +20,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
-from jaxtaxfree.kernels.blocks import hopper_few, tiles
+from jaxtaxfree.kernels.blocks import hopper_few, several, tiles
 
 
 @gluon.jit
 def all_gather_matmul_hopper_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one
-    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]
+    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs
+    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
     shares,  # scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [shared tiles]: one from each program that has left some; or None
     out_ptr,  # [WORLD * M, N]
+    out1_ptr,  # the results of three more rhs, or None
+    out2_ptr,
+    out3_ptr,
     M: gl.constexpr,
-    N: gl.constexpr,
+    N: gl.constexpr,  # of several rhs a tuple, and so is ACTIVATION: see `blocks.several`
     K: gl.constexpr,
     WORLD: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -53,13 +56,12 @@ def all_gather_matmul_hopper_few_kernel(
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    last = epilogues.of(epilogue, EPILOGUE)
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
-        place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
-        ring = hopper_few.allocate(weights, BLOCK_M, STAGES)
+        place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N, N)
+        ring = hopper_few.allocate(several.weights_of(weights, N, 0), BLOCK_M, STAGES)
         rows = allocate_answer()
         hopper_few.begin(ring, weights, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
@@ -69,8 +71,8 @@ def all_gather_matmul_hopper_few_kernel(
                 (
                     multiply,
                     (
-                        me, ring, rows, last, shares, left, out_ptr, place, split, end - first,
-                        WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, ACTIVATION,
+                        me, ring, rows, epilogue, shares, left, (out_ptr, out1_ptr, out2_ptr, out3_ptr), place, split,
+                        end - first, WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, EPILOGUE, ACTIVATION,
                     ),
                 ),
                 (
@@ -185,9 +187,9 @@ def load(
 
 @gluon.jit
 def multiply(
-    me, ring, rows, last, shares, left, out_ptr, place, split, steps,
+    me, ring, rows, epilogue, shares, left, outs, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-    WHOLE: gl.constexpr, ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
     tile = hopper_few.multiply(ring, steps)
@@ -201,7 +203,9 @@ def multiply(
         ready = hopper_few.wait(me, left, place.number, SPLITS, WHOLE, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
             piece = hopper_few.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
-            store_piece(piece, ready, last, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
+            for number in gl.static_range(several.count(N)):
+                if several.is_number(place.rhs, number):
+                    store_piece(piece, ready, epilogue, outs, place, ROWS, N, BLOCK_N, EPILOGUE, ACTIVATION, number)
 
 
 @gluon.jit
@@ -215,10 +219,14 @@ def nan_unless(ready, tile):
 
 @gluon.jit
 def store_piece(
-    piece, ready, last, out_ptr, place, ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
-    ACTIVATION: gl.constexpr,
+    piece, ready, epilogue, outs, place, ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
+    EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, NUMBER: gl.constexpr,
 ):  # fmt: skip
-    """Applies the epilogue to a piece of the tile at this place, and stores it."""
+    """Applies the epilogue to a piece of the tile at this place, of columns of this rhs, and stores it."""
+    WIDTH: gl.constexpr = several.of(N, NUMBER)
+    activation: gl.constexpr = several.of(ACTIVATION, NUMBER)
+    last = epilogues.of(epilogue, EPILOGUE, N, NUMBER)
+    out_ptr = outs[NUMBER]
     # 8 columns of a row for each thread.
     STORED: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, gl.num_warps()], [0, 1])
     SUMS: gl.constexpr = hopper_few.layout_of_sums(piece.sums.shape[1], gl.num_warps())
@@ -229,13 +237,13 @@ def store_piece(
         sums, gate = hopper_few.product_and_gate(sums, LAYOUT)
     if last.bias is not None:
         n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        sums += gl.load(last.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    sums = gl.where(ready, epilogues.activate_gated(sums, gate, ACTIVATION), float("nan"))
+        sums += gl.load(last.bias + n, mask=n < WIDTH, other=0.0).to(gl.float32)[:, None]
+    sums = gl.where(ready, epilogues.activate_gated(sums, gate, activation), float("nan"))
     n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
     m = place.row + hopper_few.rows_of(piece, gl.SliceLayout(0, STORED))[None, :]
-    inside = (m < ROWS) & (n < N)
+    inside = (m < ROWS) & (n < WIDTH)
     if last.residual is not None:
-        residual = gl.load(last.residual + m * N + n, mask=inside, other=0.0)
+        residual = gl.load(last.residual + m * WIDTH + n, mask=inside, other=0.0)
         sums += gl.convert_layout(residual.to(gl.float32), LAYOUT)
     stored = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), STORED)
-    gl.store(out_ptr + m * N + n, stored, mask=inside)
+    gl.store(out_ptr + m * WIDTH + n, stored, mask=inside)

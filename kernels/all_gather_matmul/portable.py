@@ -16,22 +16,25 @@ import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
-from jaxtaxfree.kernels.blocks import matmul, tiles
+from jaxtaxfree.kernels.blocks import matmul, several, tiles
 
 
 @triton.jit
 def all_gather_matmul_kernel(
     lhs_ptr,  # [M, K], this rank's rows, or its columns
-    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one; WORLD * K if ranks have columns
-    epilogue,  # what there is of bias [N] and residual, which is as the result
+    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one; WORLD * K if ranks have columns; or several rhs
+    epilogue,  # what there is of bias [N] and residual, which is as the result; or of a bias for each rhs
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
     turn,  # signals [PUSHERS]: one at the end of each step of the push
     out_ptr,  # [WORLD * M, N]; [M, N] if ranks have columns
+    out1_ptr,  # the results of three more rhs, or None
+    out2_ptr,
+    out3_ptr,
     gathered_ptr,  # [WORLD * M, K], or [M, WORLD * K]: where what is gathered goes as well, or None
     M: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr,  # of several rhs a tuple, and so is ACTIVATION: see `blocks.several`
     K: tl.constexpr,
     WORLD: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -48,51 +51,81 @@ def all_gather_matmul_kernel(
     COLUMNS: tl.constexpr,  # ranks have columns of lhs, not rows
 ):
     me = shmem.start(team)
-    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, PUSHERS, UNITS, CHUNK)
     else:
         row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
-        column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
+        count: tl.constexpr = several.count(N)
+        column_blocks: tl.constexpr = several.blocks_before(N, BLOCK_N, count)
         tile = tl.program_id(0) - PUSHERS
         step = tile // (row_blocks * column_blocks)
         row_block, column_block = tiles.grouped(tile % (row_blocks * column_blocks), row_blocks, column_blocks, GROUP_M)
-        rows = tl.minimum(M - row_block * BLOCK_M, BLOCK_M)
-        column = column_block * BLOCK_N
-        row = row_block * BLOCK_M
-        if COLUMNS:
-            WIDTH: tl.constexpr = BLOCK_N * len(weights)
-            STRIDE: tl.constexpr = WORLD * K if RHS_TRANSPOSED else N
-            ready = me.ready
-            total = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
-            for i in range(WORLD):
-                source = (me.rank + i) % WORLD
-                lhs, came = find(me, lhs_ptr, inbox, arrived, i, source, row_block, M, K, BLOCK_M, UNITS)
-                ready &= came
-                if gathered_ptr is not None:
-                    dest = gathered_ptr + row.to(tl.int64) * (WORLD * K) + source * K
-                    copy(dest, lhs, came, rows, column_block, WORLD * K, K, BLOCK_M, column_blocks, CHUNK)
-                above = source.to(tl.int64) * (K if RHS_TRANSPOSED else K * N)
-                total = matmul.multiply(
-                    lhs, weights[0] + above, rows, column, M, N, K, BLOCK_M, WIDTH, BLOCK_K, PRECISION, RHS_TRANSPOSED,
-                    None if len(weights) == 1 else weights[1] + above, STRIDE=STRIDE, accumulator=total,
+        outs = (out_ptr, out1_ptr, out2_ptr, out3_ptr)
+        rhs, block = several.block_of(column_block, N, BLOCK_N)
+        for i in tl.static_range(count):
+            if several.is_number(rhs, i):
+                multiply(
+                    me, lhs_ptr, weights, epilogue, inbox, arrived, outs, gathered_ptr, step, row_block, column_block,
+                    block, M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, UNITS, CHUNK, PRECISION, RHS_TRANSPOSED, EPILOGUE,
+                    ACTIVATION, COLUMNS, i,
                 )  # fmt: skip
-            product, gate = matmul.split_gated(total, len(weights) > 1, BLOCK_M, WIDTH)
-        else:
-            source = (me.rank + step) % WORLD
-            row += source * M
-            lhs, ready = find(me, lhs_ptr, inbox, arrived, step, source, row_block, M, K, BLOCK_M, UNITS)
-            if gathered_ptr is not None:
-                dest = gathered_ptr + row.to(tl.int64) * K
-                copy(dest, lhs, ready, rows, column_block, K, K, BLOCK_M, column_blocks, CHUNK)
-            product, gate = matmul.multiply_gated(
-                lhs, weights, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
-            )
-        product = tl.where(ready, product, float("nan"))
-        out = out_ptr + row.to(tl.int64) * N
-        epilogues.store_tile(out, product, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
     shmem.finish(me)
+
+
+@triton.jit
+def multiply(
+    me, lhs_ptr, weights, epilogue, inbox, arrived, outs, gathered_ptr, step, row_block, column_block, block,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UNITS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, COLUMNS: tl.constexpr,
+    NUMBER: tl.constexpr,
+):  # fmt: skip
+    """Computes a tile, of columns of this rhs, as its rows come, and stores it; copies a part of what has come.
+
+    Args:
+      step: 0 for this rank's own rows, 1 for those of the next one, ...; where ranks have columns, 0.
+      column_block, block: of columns, among those of all rhs and among those of this one.
+    """
+    WIDTH: tl.constexpr = several.of(N, NUMBER)
+    column_blocks: tl.constexpr = several.blocks_before(N, BLOCK_N, several.count(N))
+    last = epilogues.of(epilogue, EPILOGUE, N, NUMBER)
+    matrices = several.weights_of(weights, N, NUMBER)
+    row = row_block * BLOCK_M
+    rows = tl.minimum(M - row, BLOCK_M)
+    column = block * BLOCK_N
+    if COLUMNS:
+        BOTH: tl.constexpr = BLOCK_N * len(matrices)
+        STRIDE: tl.constexpr = WORLD * K if RHS_TRANSPOSED else WIDTH
+        ready = me.ready
+        total = tl.zeros((BLOCK_M, BOTH), dtype=tl.float32)
+        for i in range(WORLD):
+            source = (me.rank + i) % WORLD
+            lhs, came = find(me, lhs_ptr, inbox, arrived, i, source, row_block, M, K, BLOCK_M, UNITS)
+            ready &= came
+            if gathered_ptr is not None:
+                dest = gathered_ptr + row.to(tl.int64) * (WORLD * K) + source * K
+                copy(dest, lhs, came, rows, column_block, WORLD * K, K, BLOCK_M, column_blocks, CHUNK)
+            above = source.to(tl.int64) * (K if RHS_TRANSPOSED else K * WIDTH)
+            total = matmul.multiply(
+                lhs, matrices[0] + above, rows, column, M, WIDTH, K, BLOCK_M, BOTH, BLOCK_K, PRECISION, RHS_TRANSPOSED,
+                None if len(matrices) == 1 else matrices[1] + above, STRIDE=STRIDE, accumulator=total,
+            )  # fmt: skip
+        product, gate = matmul.split_gated(total, len(matrices) > 1, BLOCK_M, BOTH)
+    else:
+        source = (me.rank + step) % WORLD
+        row += source * M
+        lhs, ready = find(me, lhs_ptr, inbox, arrived, step, source, row_block, M, K, BLOCK_M, UNITS)
+        if gathered_ptr is not None:
+            dest = gathered_ptr + row.to(tl.int64) * K
+            copy(dest, lhs, ready, rows, column_block, K, K, BLOCK_M, column_blocks, CHUNK)
+        product, gate = matmul.multiply_gated(
+            lhs, matrices, rows, column, M, WIDTH, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+        )
+    product = tl.where(ready, product, float("nan"))
+    out = outs[NUMBER] + row.to(tl.int64) * WIDTH
+    activation: tl.constexpr = several.of(ACTIVATION, NUMBER)
+    epilogues.store_tile(out, product, gate, last, row, rows, column, WIDTH, BLOCK_M, BLOCK_N, activation)
 
 
 @triton.jit

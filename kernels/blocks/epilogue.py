@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels.blocks import bundle, matmul
+from jaxtaxfree.kernels.blocks import bundle, matmul, several
 
 
 class Epilogue(NamedTuple):
@@ -15,10 +15,15 @@ class Epilogue(NamedTuple):
     residual: Any  # of the result's shape, or None
 
 
+@triton.constexpr_function
+def _bias_of(N, NUMBER):
+    return "bias" if several.count(N) == 1 else f"bias{NUMBER}"
+
+
 @triton.jit
-def of(operands, NAMES: tl.constexpr):
-    """The `Epilogue` of a kernel's bundle."""
-    return Epilogue(bundle.member(operands, NAMES, "bias"), bundle.member(operands, NAMES, "residual"))
+def of(operands, NAMES: tl.constexpr, N: tl.constexpr = 0, NUMBER: tl.constexpr = 0):
+    """The `Epilogue` of a kernel's bundle; with several widths N, see `blocks.several`, that of the rhs of a number."""
+    return Epilogue(bundle.member(operands, NAMES, _bias_of(N, NUMBER)), bundle.member(operands, NAMES, "residual"))
 
 
 @triton.jit

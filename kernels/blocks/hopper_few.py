@@ -14,7 +14,7 @@ for as many programs as share a tile, which start in the order of their ids. If 
 those that fill all of these have a program each, and only those left over are shared (`WHOLE`).
 
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
-`rhs` and then of the gate (`product_and_gate`).
+`rhs` and then of the gate (`product_and_gate`). Of several `rhs` (`blocks.several`) a tile has columns of one.
 
 `allocate` and `begin` stand in the kernel itself; of its partitions one calls `load`, the other one `multiply` and what
 comes after it. What becomes of a tile then it does with one of its `pieces` after the other, for want of registers.
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, Fracti
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import tiles
+from jaxtaxfree.kernels.blocks import several, tiles
 
 # Weights are read once. They are not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
@@ -101,21 +101,28 @@ class Place(NamedTuple):
     Attributes:
       number: of the tile. Those of the same columns follow each other, and read them together.
       block: of rows, from 0 on.
-      row, column: its first ones.
+      row, column: its first ones; the column is one of the rhs to which it belongs.
+      rhs: which of several that is; None if there is one.
     """
 
     number: Any
     block: Any
     row: Any
     column: Any
+    rhs: Any
 
 
 @gluon.jit
-def place_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The `Place` of a tile of a product of so many rows."""
+def place_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, N: gl.constexpr = 0):
+    """The `Place` of a tile of a product of so many rows.
+
+    Args:
+      N: the widths of several rhs.
+    """
     BLOCKS: gl.constexpr = gl.cdiv(ROWS, BLOCK_M)
     block = number % BLOCKS
-    return Place(number, block, block * BLOCK_M, number // BLOCKS * BLOCK_N)
+    rhs, column_block = several.block_of(number // BLOCKS, N, BLOCK_N)
+    return Place(number, block, block * BLOCK_M, column_block * BLOCK_N, rhs)
 
 
 @gluon.jit
@@ -149,7 +156,10 @@ def fetch_weights(ring, weights, stage, step, place):
     at = [step * weights[0].block_shape[0], place.column]
     REST: gl.constexpr = 0 if ring.rest is None else ring.rest.index(stage).nbytes_per_cta
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + REST + dest.nbytes_per_cta)
-    if len(weights) == 1:
+    if place.rhs is not None:
+        for i in gl.static_range(len(weights)):
+            tma.async_load(weights[i], at, full, dest, pred=place.rhs == i, cache_policy=READ_ONCE)
+    elif len(weights) == 1:
         tma.async_load(weights[0], at, full, dest, cache_policy=READ_ONCE)
     else:
         BLOCK_N: gl.constexpr = weights[0].block_shape[1]

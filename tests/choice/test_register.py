@@ -187,12 +187,22 @@ def test_overloads_are_the_function(function: Callable[..., Any], flag: str) -> 
     """They differ in the flag that says whether there are two results, and in what they return."""
     whole = inspect.signature(function)
     pair = tuple[jax.Array, jax.Array]
-    found = {}
+    found, of_several = {}, {}
     for overload in typing.get_overloads(function):
         signature = inspect.signature(overload)
         kind = signature.parameters[flag]
+        if signature.parameters.get("rhs", kind).annotation == tuple[jax.Array, ...]:
+            # Several rhs take some of the parameters, bias and activation as tuples as well.
+            assert [name for name in whole.parameters if name not in ("rhs_transposed", "gate", "residual")] == list(
+                signature.parameters
+            )
+            of_several[kind.annotation] = signature.return_annotation, kind.default
+            continue
+        several = {"rhs", "bias", "activation"} if function is jtf.all_gather_matmul else set()
         same = signature.replace(
-            parameters=[whole.parameters[flag] if name == flag else x for name, x in signature.parameters.items()],
+            parameters=[
+                whole.parameters[name] if name in several | {flag} else x for name, x in signature.parameters.items()
+            ],
             return_annotation=whole.return_annotation,
         )
         assert same == whole
@@ -203,6 +213,12 @@ def test_overloads_are_the_function(function: Callable[..., Any], flag: str) -> 
         typing.Literal[True]: (pair, empty),
         bool: (jax.Array | pair, empty),
     }
+    if function is jtf.all_gather_matmul:
+        each = tuple[jax.Array, ...]
+        assert of_several == {
+            typing.Literal[False]: (each, False),
+            typing.Literal[True]: (tuple[each, jax.Array], empty),
+        }
     assert whole.parameters[flag].default is False
 
 

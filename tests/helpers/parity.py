@@ -360,6 +360,69 @@ def check_columns(mesh: Mesh) -> None:
         assert different == 0, f"{case}: {different} elements of 200 calls are not the first call's"
 
 
+SEVERAL_SHAPES = [  # rows of a rank, K, columns of each rhs of a rank
+    (8, 1024, (1024, 128, 128)),
+    (9, 264, (200, 8, 72)),
+    (3, 129, (37, 1, 130)),
+    (100, 512, (520, 64)),
+    (300, 264, (40, 8, 264, 16)),
+    (1030, 1024, (1024, 136, 128)),
+]
+
+
+def check_several(mesh: Mesh) -> None:
+    """Products by several rhs, with biases and activations, by every kernel that takes them, many times over."""
+    on_gpu = mesh.devices.flat[0].platform == "gpu"
+    on_hopper = on_gpu and mesh.devices.flat[0].compute_capability == "9.0"
+
+    def local(m: int, k: int, widths: tuple[int, ...], dtype: Any, kernel: str, again: bool) -> jax.Array:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(0), lax.axis_index("tp")), 2 + len(widths))
+        lhs, *rhs = (
+            jax.random.normal(key, shape, dtype) for key, shape in zip(keys, ((m, k), *((k, n) for n in widths)))
+        )
+        bias = jax.random.normal(keys[-1], (widths[1],), dtype)
+        others = (None,) * (len(widths) - 2)
+        call = functools.partial(
+            jtf.all_gather_matmul,
+            axis_name="tp",
+            bias=(None, bias, *others),
+            activation=("silu", None, *others),
+            precision="highest",
+        )
+        fused = functools.partial(call, implementation="fused", config={"kernel": kernel})
+        if again:
+            first = fused(lhs, tuple(rhs))
+
+            def step(_: int, different: jax.Array) -> jax.Array:
+                outs = fused(lax.optimization_barrier(lhs), tuple(rhs))
+                return different + sum(jnp.sum(out != one) for out, one in zip(outs, first, strict=True))
+
+            return lax.psum(lax.fori_loop(0, 200, step, vary(jnp.int32(0), ("tp",))), "tp")
+        gathers = kernel != "hopper_few"
+        wide = {"implementation": "xla", "preferred_element_type": jnp.float32}
+        expected = jax.tree.leaves(call(lhs, tuple(rhs), return_gathered=gathers, **wide))
+        found = jax.tree.leaves(fused(lhs, tuple(rhs), return_gathered=gathers))
+        pairs = zip(found, expected, strict=True)
+        return jnp.stack([relative_error(out.astype(jnp.float32), want, ("tp",)) for out, want in pairs]).max()
+
+    cases = [
+        (*shape, dtype, kernel)
+        for kernel in ("portable", "few", *(("hopper_few", "hopper") if on_hopper else ()))
+        for dtype in (("bfloat16",) if kernel.startswith("hopper") else ("float32", "bfloat16"))
+        for shape in SEVERAL_SHAPES
+        if not kernel.startswith("hopper") or all(size % 8 == 0 for size in (shape[1], *shape[2]))
+        if "few" not in kernel or shape[0] <= 100
+    ]
+    found = run_all([program(mesh, functools.partial(local, *case, False)) for case in cases])
+    for case, error in zip(cases, found, strict=True):
+        assert error < TOLERANCE[case[3]], f"{case}: {error}"
+    often = [case for case in cases if case[0] in (8, 1030) and case[3] == "bfloat16"]
+    for case, different in zip(
+        often, run_all([program(mesh, functools.partial(local, *case, True)) for case in often]), strict=True
+    ):
+        assert different == 0, f"{case}: {different} elements of 200 calls are not the first call's"
+
+
 def check_repetition(mesh: Mesh, operation: Operation, times: int = 1000) -> None:
     """Call after call with changing operands gives what the first call with those operands gave, bit for bit."""
 
@@ -613,6 +676,7 @@ CHECKS = (
     check_all_reduce_is_the_same_everywhere,
     check_gradients_of_an_mlp,
     check_columns,
+    check_several,
     check_epilogues,
     check_gradients_of_a_gated_mlp,
     check_mixture_with_reduce_scatter,

@@ -29,7 +29,8 @@ from benchmarks.operation import Operands, Operation
 from benchmarks.operations import OPERATIONS
 from benchmarks.rows import commit, is_fault, make_row, write_rows
 from benchmarks.rows import torch_rows as rows_of_torch
-from benchmarks.shapes import DecoderShape
+from benchmarks.shapes import DecoderShape, QkvShape
+from jaxtaxfree.ops import register
 from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,9 +46,13 @@ MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
+QKV = OPERATIONS["all_gather_matmul_qkv"]
+COLUMNS = [OPERATIONS[f"{name}_columns"] for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
     GATED: MatmulShape(name="small", m=64, k=256, n=256),
+    QKV: QkvShape(name="small", m=64, k=256, n=256, kv=64),
+    **{op: MatmulShape(name="small", m=64, k=256, n=256) for op in COLUMNS},
     SCATTER: MatmulShape(name="small", m=64, k=256, n=128),
     REDUCE: MatmulShape(name="small", m=30, k=256, n=128),
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
@@ -538,7 +543,9 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 
 @each_operation
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = {MLP: "matmul_reduce_scatter", GATED: "all_gather_matmul", STEP: "matmul_all_reduce"}.get(op, op.name)
+    # A form of an operation has its name in its own.
+    named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
+    function = {MLP: "matmul_reduce_scatter", STEP: "matmul_all_reduce"}.get(op, named)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
@@ -723,7 +730,7 @@ def printed(table: Any) -> str:
 def test_summary_of_every_shape_is_short(op: Operation) -> None:
     tables, notes = summary.summarize(op, rows_of(op, []))
     assert notes == []
-    assert len(tables) == (2 if op is STEP else 1)  # of a step there are several forms of ours
+    assert len(tables) == (2 if op in (STEP, QKV) else 1)  # of these there are several forms of ours
     text = printed(tables[0])
     assert len(text) < 6000
     # A line more would be a cell that was wrapped.
@@ -761,7 +768,8 @@ def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
     assert all(f"| {name} " in text for name in ("floor", "fused", "fused[splits=3]", "fused[splits=5,block_s=128]")), (
         text
     )
-    assert text.count("1234.5") == 3 * 2 * len(op.shapes)
+    forms = sum(name.startswith("fused") for name in op.implementations())
+    assert text.count("1234.5") == (forms + 2) * 2 * len(op.shapes)
     assert "splits" not in printed(tables[0])
 
 

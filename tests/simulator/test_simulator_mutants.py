@@ -65,7 +65,7 @@ PUSH_LOOP = """            for at in range(begin, tl.minimum(begin + unit_size, 
                 shmem.put(me, dest + element, source + element, peer, element < size)
 """
 PUSH_SIGNAL = "            shmem.signal(me, arrived + me.rank * row_blocks + row_block, peer)\n"
-TILE_WAIT = "shmem.wait(me, arrived + source * row_blocks + row_block, me.epoch * UNITS, source)"
+TILE_WAIT = "shmem.wait(me, arrived + source * tl.cdiv(M, BLOCK_M) + row_block, me.epoch * UNITS, source)"
 TILE_STORES = """    if slot < sent:
         # A tile lies whole and in one piece, whatever the sizes: all stores are 16 bytes wide.
         element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, half)[None, :]
@@ -196,7 +196,7 @@ MUTANTS = (
         # Of three ranks, whose numbers add up to three: the one that is neither this rank nor the source.
         name="wait for another peer",
         kernel="all_gather_matmul",
-        edits=((TILE_WAIT, TILE_WAIT.replace("source * row_blocks", "(WORLD - me.rank - source) * row_blocks")),),
+        edits=((TILE_WAIT, TILE_WAIT.replace("source * tl", "(me.world - me.rank - source) * tl")),),
         errors=TOO_EARLY,
     ),
     Mutant(
@@ -230,8 +230,8 @@ MUTANTS = (
         kernel="all_gather_matmul_few",
         edits=(
             (
-                "        lhs = inbox + row.to(tl.int64) * K\n",
-                "        lhs = inbox + row.to(tl.int64) * K\n"
+                "        ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)\n",
+                "        ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)\n"
                 "        tl.store(shmem._signal_of(me, arrived, me.rank), 0)\n",
             ),
         ),
@@ -331,8 +331,8 @@ MUTANTS = (
         kernel="all_gather_matmul",
         edits=(
             (
-                "        )\n    shmem.finish(me)\n",
-                "        )\n        shmem.finish(me)\n",
+                ")  # fmt: skip\n    shmem.finish(me)\n",
+                ")  # fmt: skip\n        shmem.finish(me)\n",
             ),
         ),
         errors=(EpochMismatchError,),

@@ -11,18 +11,15 @@ from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, product
-from jaxtaxfree.ops.all_gather_matmul.few import Few
-from jaxtaxfree.ops.all_gather_matmul.hopper import Hopper
-from jaxtaxfree.ops.all_gather_matmul.hopper_few import HopperFew
-from jaxtaxfree.ops.all_gather_matmul.portable import Portable
+from jaxtaxfree.ops.all_gather_matmul import several
+from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.ops.variant import Variant, settings_of
+from jaxtaxfree.ops.variant import settings_of
 from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import check_axes
 
-# The kernels. The cheapest one that does not refuse a call takes it.
-VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
+_Activation = str | Callable[..., jax.Array] | None
 
 
 @overload
@@ -37,7 +34,7 @@ def all_gather_matmul(
     rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
+    activation: _Activation = None,
     residual: jax.Array | None = None,
     return_gathered: Literal[False] = False,
     implementation: str | None = None,
@@ -57,7 +54,7 @@ def all_gather_matmul(
     rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
+    activation: _Activation = None,
     residual: jax.Array | None = None,
     return_gathered: Literal[True],
     implementation: str | None = None,
@@ -77,7 +74,7 @@ def all_gather_matmul(
     rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
+    activation: _Activation = None,
     residual: jax.Array | None = None,
     return_gathered: bool,
     implementation: str | None = None,
@@ -85,9 +82,43 @@ def all_gather_matmul(
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
+@overload
 def all_gather_matmul(
     lhs: jax.Array,
-    rhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
+    activation: _Activation | tuple[_Activation, ...] = None,
+    return_gathered: Literal[False] = False,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
+    activation: _Activation | tuple[_Activation, ...] = None,
+    return_gathered: Literal[True],
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
+
+
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array | tuple[jax.Array, ...],
     axis_name: str | Sequence[str],
     *,
     axis: int = 0,
@@ -95,13 +126,13 @@ def all_gather_matmul(
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
     gate: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
+    bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
+    activation: _Activation | tuple[_Activation, ...] = None,
     residual: jax.Array | None = None,
     return_gathered: bool = False,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """`lax.all_gather(lhs, axis_name, axis=axis, tiled=True) @ rhs`, as one kernel on NVIDIA GPUs.
 
     The ranks send their rows to each other while they multiply the rows that they have. So the gathered matrix makes
@@ -111,19 +142,23 @@ def all_gather_matmul(
 
     Args:
       lhs: this rank's rows, [..., M, ..., K], or its part of the contracted dimension, [..., K / world].
-      rhs: this rank's columns, [K, N]. The reference also takes a vector [K].
+      rhs: this rank's columns, [K, N]. The reference also takes a vector [K]. Or a tuple of several, [K, N_i] of one
+        dtype, such as those of query, key and value: one gather and one kernel then make a product by each. A kernel
+        takes up to four. By default XLA takes them, because that was not measured yet.
       axis_name: the mesh axis, or axes, over which `lhs` is sharded.
       axis: the sharded dimension of `lhs`. The last one, which is contracted, is for activations that are sharded along
         their channels. The result then has no more rows than `lhs`.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
-      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
       gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
-        `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only.
-      bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it.
-      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
-      residual: has the result's shape, and is added last.
+        `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
+      bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it. With several rhs one for
+        all, or a tuple with one, or None, for each.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
+        several rhs one for all, or a tuple with one for each.
+      residual: has the result's shape, and is added last. Not with several rhs.
       return_gathered: return the gathered lhs as well. The kernel writes its bytes once more. The gradient of rhs then
         needs no second gather.
       implementation: "fused": the kernel. "xla": plain `lax`. None: the kernel, where it can run and is not known to
@@ -135,7 +170,8 @@ def all_gather_matmul(
         of its own.
 
     Returns: [..., world * M, ..., N], or with `return_gathered` a pair of it and the gathered lhs,
-      [..., world * M, ..., K]. The gathered lhs is exact. Sums may be added in another order than XLA's.
+      [..., world * M, ..., K]. With several rhs a tuple of their results takes the place of the result. The gathered
+      lhs is exact. Sums may be added in another order than XLA's.
 
     Gate, bias, activation and residual are applied in f32 to the product's f32 sums, and the result is rounded once.
     In a program that is differentiated the product is an operation of its own, so that its gradients stay fused. There
@@ -148,9 +184,22 @@ def all_gather_matmul(
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
-    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "all_gather_matmul")
     check_implementation(implementation)
+    if isinstance(rhs, tuple):
+        return _several(
+            jnp.asarray(lhs),
+            tuple(map(jnp.asarray, rhs)),
+            axes,
+            axis,
+            matmul.check_precision(precision, preferred_element_type),
+            {"activation": activation, "bias": bias, "gate": gate, "residual": residual}
+            | {"rhs_transposed": rhs_transposed or None},
+            return_gathered=return_gathered,
+            implementation=implementation,
+            config=settings_of("all_gather_matmul", VARIANTS, config),
+        )
+    lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     params: dict[str, Any] = {
         "axes": axes,
         "axis": _check_operands(lhs, rhs, axis, axes, rhs_transposed),
@@ -191,6 +240,25 @@ def all_gather_matmul(
     primitive = gathered_too_p if return_gathered else all_gather_matmul_p
     result = matmul.bind(primitive, lhs, rhs, **params)
     return tuple(result) if return_gathered else result
+
+
+def _several(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    axes: tuple[str, ...],
+    axis: int,
+    precision: dict[str, Any],
+    epilogue: dict[str, Any],
+    **others: Any,
+) -> Any:
+    """The operation with a tuple of rhs. The kernels know no tuple of one: that is the product by the one."""
+    found, biases = several.check(lhs, rhs, **epilogue)
+    (axis,) = {_check_operands(lhs, each, axis, axes, False) for each in rhs}
+    if len(rhs) > 1:
+        return several.call(lhs, rhs, biases, axes=axes, axis=axis, epilogue=found, **precision, **others)
+    others |= {"config": dict(others["config"]), "activation": found[0].activation}
+    out = all_gather_matmul(lhs, rhs[0], axes, axis=axis, bias=biases[0] if biases else None, **precision, **others)
+    return ((out[0],), out[1]) if others["return_gathered"] else (out,)
 
 
 def reference(

@@ -6,6 +6,8 @@ import jax
 
 from jaxtaxfree.ops.product import Call
 
+MOST = 4  # right-hand sides that a kernel takes, because it has a parameter for each result
+
 
 def common(call: Call) -> dict[str, Any]:
     k = whole_k(call)
@@ -24,9 +26,26 @@ def whole_k(call: Call) -> int:
     return call.world * call.k if call.along_columns else call.k
 
 
-def results(call: Call, *rows: int) -> dict[str, Any]:
-    """The results of a kernel that can return the gathered rows, all of which have these dimensions."""
-    out = jax.ShapeDtypeStruct((*rows, call.n), call.out_dtype)
+def results(call: Call, *rows: int, kind: str = "ptr") -> dict[str, Any]:
+    """The results of a kernel that can return the gathered rows, all of which have these dimensions; as `products`."""
+    found = products(call, *rows, kind=kind)
     if not call.return_gathered:
-        return {"out_type": out, "gathered_ptr": None}
-    return {"out_type": (out, jax.ShapeDtypeStruct((*rows, whole_k(call)), call.dtype))}
+        return found | {"gathered_ptr": None}
+    outs = found["out_type"] if call.widths else (found["out_type"],)
+    return found | {"out_type": (*outs, jax.ShapeDtypeStruct((*rows, whole_k(call)), call.dtype))}
+
+
+def products(call: Call, *rows: int, kind: str = "ptr") -> dict[str, Any]:
+    """The result of a kernel, of these dimensions; of several rhs a tuple of results.
+
+    Args:
+      kind: what the kernel's parameters for more results are, such as out1_ptr.
+    """
+    outs = tuple(jax.ShapeDtypeStruct((*rows, n), call.out_dtype) for n in call.widths or (call.n,))
+    missing = {f"out{i}_{kind}": None for i in range(len(outs), MOST)}
+    return missing | {"out_type": outs if call.widths else outs[0]}
+
+
+def refuses_several(call: Call) -> list[str]:
+    """What keeps a kernel with MOST results from taking a call."""
+    return [f"it takes up to {MOST} rhs, not {len(call.widths)}"] if len(call.widths) > MOST else []

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
+from jaxtaxfree.ops.all_gather_matmul.common import refuses_several
 from jaxtaxfree.ops.all_gather_matmul.portable import keywords, slower
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call
@@ -34,7 +35,7 @@ class Few(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        return portable.refuses_columns(call)
+        return portable.refuses_columns(call) + refuses_several(call)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
@@ -49,7 +50,7 @@ class Few(Variant[Call]):
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         config = dataclasses.replace(config, block_n=config.block_n // call.products)
         return keywords(call, config) | {
-            "grid": config.pushers + portable.tiles(call.rows, call.n, config),
+            "grid": config.pushers + math.ceil(call.rows / config.block_m) * call.column_blocks(config.block_n),
             "signals": {"arrived": call.world},
         }
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
-from jaxtaxfree.ops.all_gather_matmul.common import common, results
+from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
@@ -47,7 +47,7 @@ class Hopper(Variant[Call]):
     name, Config, kernel = "hopper", Config, all_gather_matmul_hopper_kernel
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        reasons = hopper.refuses(call)
+        reasons = hopper.refuses(call) + refuses_several(call)
         if "residual" in call.epilogue.operands:
             reasons.append("it adds no residual")
         if call.along_columns and call.k % config.block_k:
@@ -86,11 +86,13 @@ class Hopper(Variant[Call]):
         for name in call.weights:
             blocks |= {f"weights.{name}": whole, f"half_weights.{name}": half}
         chunk = call.lhs.nbytes(CHUNK.value * config.part)
+        for i in range(1, len(call.widths)):
+            blocks[f"out{i}_desc"] = blocks["out_desc"]
         return {
             **common(call),
             **keywords,
             "ACTIVATION": call.epilogue.activation,
-            **results(call, _sources(call), call.m),
+            **results(call, _sources(call), call.m, kind="desc"),
             "signals": {
                 "arrived": (call.world, math.ceil(call.m / config.block_m), math.ceil(call.k / config.part)),
                 "tickets": 1,

@@ -8,7 +8,7 @@ from typing import Any
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.all_gather_matmul.hopper_few import all_gather_matmul_hopper_few_kernel
-from jaxtaxfree.ops.all_gather_matmul.common import common, results
+from jaxtaxfree.ops.all_gather_matmul.common import common, products, refuses_several
 from jaxtaxfree.ops.blocks import hopper_few, portable
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
@@ -39,7 +39,7 @@ class HopperFew(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
-        return hopper_few.refuses(call) + portable.refuses_columns(call) + gathered
+        return hopper_few.refuses(call) + portable.refuses_columns(call) + refuses_several(call) + gathered
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)
@@ -80,13 +80,13 @@ class HopperFew(Variant[Call]):
         return {
             **shared,
             **keywords,
-            "out_type": results(call, call.rows)["out_type"],
+            **products(call, call.rows),
             "scratch": shared["scratch"] | keywords["scratch"],
             "grid": pushers + keywords["grid"],
             "signals": keywords["signals"] | {"arrived": (parts, call.world)},
             "ACTIVATION": call.epilogue.activation,
             "M": call.m,
-            "N": call.n,
+            "N": call.widths_or_n,
             "K": call.k,
             "PUSHERS": pushers,
             "GROUPS": groups,

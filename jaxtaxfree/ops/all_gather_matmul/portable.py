@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
-from jaxtaxfree.ops.all_gather_matmul.common import common, results
+from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
@@ -37,6 +37,10 @@ class Portable(Variant[Call]):
 
     name, Config, kernel = "portable", Config, all_gather_matmul_kernel
 
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        del config
+        return refuses_several(call)
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         tile = portable.large_tile(call)
@@ -60,7 +64,7 @@ class Portable(Variant[Call]):
         row_blocks = math.ceil(call.m / config.block_m)
         sources = 1 if call.along_columns else call.world
         return keywords(call, config) | {
-            "grid": config.pushers + sources * row_blocks * math.ceil(call.n / config.block_n),
+            "grid": config.pushers + sources * row_blocks * call.column_blocks(config.block_n),
             "signals": {"arrived": (call.world, row_blocks), "turn": config.pushers},
             "UNITS": config.units,
             "GROUP_M": config.group_m,

@@ -61,8 +61,10 @@ def refuses(call: Call) -> list[str]:
         reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
     # Of the narrower operand, or of a result of 16 bits.
     elements = 128 // min(call.lhs.bits, call.rhs.bits, 16)
-    if call.k % elements or call.n % elements:
-        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
+    sizes = (call.k, *(call.widths or (call.n,)))
+    if any(size % elements for size in sizes):
+        lengths = ", ".join(map(str, sizes[:-1]))
+        reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {lengths} and {sizes[-1]} elements")
     return reasons
 
 
@@ -107,7 +109,7 @@ def keywords(call: Call, m: int, config: Tile, *, stored: int | None = None) -> 
             "out_desc": (1, block_m // PARTITIONS, columns),
         },
         "M": m,
-        "N": call.n,
+        "N": call.widths_or_n,
         "K": call.k,
         "BLOCK_M": block_m,
         "BLOCK_N": block_n,

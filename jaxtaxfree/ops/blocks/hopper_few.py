@@ -166,12 +166,12 @@ def keywords(call: Call, rows: int, config: Any, *descriptors: str) -> dict[str,
       rows: that the kernel multiplies.
       *descriptors: its parameters for the matrices.
     """
-    number = portable.tiles(rows, call.n, config)
+    number = math.ceil(rows / config.block_m) * call.column_blocks(config.block_n)
     splits = min(config.splits, math.ceil(call.k / config.block_k)) if config.whole < number else 1
     whole = config.whole if splits > 1 else 0
     shared: dict[str, Any] = {"shares": None, "left": None, "scratch": {}, "signals": {}}
     if splits > 1:
-        size = len(descriptors) * config.block_n * config.block_m
+        size = call.products * config.block_n * config.block_m
         shares = jax.ShapeDtypeStruct((number - whole, splits, size), np.float32)
         shared = {"scratch": {"shares": shares}, "signals": {"left": number - whole}}
     return {

@@ -76,7 +76,7 @@ def keywords(call: Call, m: int, config: Any) -> dict[str, Any]:
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
         "M": m,
-        "N": call.n,
+        "N": call.widths_or_n,
         "K": call.k,
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
