@@ -214,7 +214,7 @@ def wrong_kernel(x_ptr, team, out_ptr, SIZE: gl.constexpr, WRONG: gl.constexpr):
         (
             "name",
             (
-                "does not compile: tests/compiled/test_gluon.py:",
+                "does not compile: compiled/test_gluon.py:",
                 " in wrong_kernel, `gl.store(out_ptr + element, no_such_name)  # noqa: F821`: ",
                 "`: NameError('no_such_name is not defined').",
             ),

@@ -1,10 +1,9 @@
-"""Bias, activation, gate and residual of the fused products: values, derivatives, errors, compiled code."""
+"""Bias, activation, gate and residual of the fused products: values, derivatives, errors."""
 
 import dataclasses
 import logging
 import math
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -12,26 +11,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, simulator
-from jaxtaxfree.kernels.blocks import matmul as matmul_kernels
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
-from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
-from tests.compiled import test_compiled as compiled_code
 from tests.helpers.support import (
     DTYPES,
-    KERNELS,
-    Kernel,
     assert_fused,
     assert_not_fused,
-    compile_for_amd,
-    compile_for_cuda,
     exact_product,
     fails,
     lower_for_cuda,
@@ -659,104 +650,3 @@ def test_what_none_takes(mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypat
     with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
         assert_not_fused(lower_for_cuda(GATHER.on_mesh(mesh, ("gate",)), *wide))
     assert "with a gate XLA was faster" in caplog.text
-
-
-def with_epilogue(kernel: Kernel, given: dict[str, Any]) -> Kernel:
-    """A kernel as it is launched with an epilogue."""
-    gathers = kernel.operation is all_gather_matmul
-
-    def operation(lhs: jax.Array, rhs: jax.Array, axis_name: str, **keywords: Any) -> Any:
-        world = lax.axis_size(axis_name)
-        rows = lhs.shape[0]
-        if kernel.operation is not matmul_all_reduce:
-            rows = rows * world if gathers else rows // world
-        arrays = {
-            "gate": rhs,
-            "bias": jnp.zeros(rhs.shape[1], rhs.dtype),
-            "residual": jnp.zeros((rows, rhs.shape[1]), rhs.dtype),
-        }
-        arrays = {name: arrays[name] for name in names_of(given)}
-        return kernel.operation(lhs, rhs, axis_name, activation=given.get("activation"), **arrays, **keywords)
-
-    return dataclasses.replace(kernel, name=f"{kernel.name}-{name_of(given)}", operation=operation)
-
-
-FORWARD = tuple(
-    kernel for kernel in KERNELS if kernel.operation in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
-)
-GATHERING = tuple(kernel for kernel in FORWARD if kernel.operation is all_gather_matmul)
-VARIANTS = (
-    *(with_epilogue(kernel, given) for kernel in FORWARD for given in ELEMENTWISE[2:]),
-    *(with_epilogue(kernel, given) for kernel in GATHERING for given in PAIRS[1:]),
-)
-each_variant = pytest.mark.parametrize("kernel", VARIANTS, ids=lambda kernel: kernel.name)
-
-
-@each_variant
-def test_sm_90(kernel: Kernel) -> None:
-    compiled = compile_for_cuda(kernel, kernel.aligned)
-    program = compiled_code.parse(compiled.ptx)
-    assert compiled_code.waits_that_do_not_wait(program, kernel.waits) == []
-    assert compiled_code.publishes_out_of_order(program) == []
-    assert compiled_code.narrow_remote_stores(program) == []
-    assert compiled_code.copies_not_in_flight(program, kernel.dot) == []
-    assert compiled_code.local_memory(compiled.ptx) == []
-    assert compiled.shared <= compiled_code.SHARED_MEMORY[90]
-
-
-@pytest.mark.parametrize("kernel", FORWARD, ids=lambda kernel: kernel.name)
-def test_the_residual_is_read_as_the_result_is_stored(kernel: Kernel) -> None:
-    """In as few accesses. An all-reduce stores every tile in two places of its code: its own, and those of peers."""
-    program = compiled_code.parse(compile_for_cuda(with_epilogue(kernel, {"residual": True}), kernel.aligned).ptx)
-    loads = [s for s in program if s.starts("ld.global") and s.place.startswith("epilogue.py")]
-    # `multiply` stores as well, what it carries.
-    places = compiled_code.places_of(matmul_kernels.store_tile, "tl.store(")
-    stores = [s for s in program if s.starts("st.global") and s.place in places]
-    times = 2 if kernel.operation is matmul_all_reduce else 1
-    assert sorted(map(compiled_code.bytes_of, times * loads)) == sorted(map(compiled_code.bytes_of, stores))
-
-
-@pytest.mark.parametrize(
-    "kernel", [kernel for kernel in VARIANTS if kernel.name.endswith("residual")], ids=lambda kernel: kernel.name
-)
-@pytest.mark.parametrize("compute_capability", (80, 100))
-def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
-    compiled = compile_for_cuda(kernel, kernel.aligned, compute_capability=compute_capability)
-    program = compiled_code.parse(compiled.ptx)
-    assert compiled_code.waits_that_do_not_wait(program, kernel.waits) == []
-    assert compiled_code.publishes_out_of_order(program) == []
-    assert compiled.shared <= compiled_code.SHARED_MEMORY[compute_capability]
-
-
-@pytest.mark.parametrize(
-    "kernel", [kernel for kernel in VARIANTS if kernel.name.endswith("residual")], ids=lambda kernel: kernel.name
-)
-def test_gfx942(kernel: Kernel) -> None:
-    code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True)).asm["amdgcn"]
-    assert "mfma" in code
-    assert re.findall(r"\.(?:sgpr|vgpr)_spill_count:\s*(\d+)", code) == ["0", "0"]
-    assert compiled_code.amd_publishes_out_of_order(code) == []
-
-
-def default_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
-    """A call for every configuration that the benchmarks' shapes lead to on 4 ranks."""
-    for kernel in FORWARD:
-        for given in ELEMENTWISE[2:] + (PAIRS[1:2] if kernel in GATHERING else ()):
-            seen = set()
-            for shape in kernel.benchmarks:
-                for dtype in ("bfloat16", "float32") if len(given) > 1 else ("bfloat16",):
-                    columns = 2 * shape.n if "gate" in given else shape.n
-                    config = kernel.default_config(dataclasses.replace(shape, n=columns), 4, dtype)
-                    if (config, dtype) not in seen:
-                        seen.add((config, dtype))
-                        yield with_epilogue(kernel, given), shape, dtype
-
-
-@pytest.mark.parametrize(
-    ("kernel", "shape", "dtype"), tuple(default_cases()), ids=lambda x: getattr(x, "name", x).replace("/", "-")
-)
-def test_default_configs_fit_sm_90(kernel: Kernel, shape: MatmulShape, dtype: str) -> None:
-    compiled = compile_for_cuda(kernel, shape, dtype)
-    assert 0 < compiled.shared <= compiled_code.SHARED_MEMORY[90]
-    assert compiled_code.local_memory(compiled.ptx) == []
-    assert compiled_code.spilled_bytes(compiled_code.ptxas_report(compiled)) == 0
