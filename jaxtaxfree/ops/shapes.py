@@ -77,3 +77,18 @@ class CollectiveShape:
     def of(cls, nbytes: int) -> Self:
         """Named by its size."""
         return cls(name=f"{nbytes} B", nbytes=nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedShape:
+    """Rows of d elements that a rank sends, as many to each rank, and as many as it receives."""
+
+    name: str
+    rows: int
+    d: int
+    sizes: ClassVar[tuple[str, ...]] = ("rows", "d")
+
+    @classmethod
+    def of(cls, rows: int, d: int) -> Self:
+        """Named by its sizes."""
+        return cls(name=f"{rows}x{d}", rows=rows, d=d)

@@ -1,0 +1,158 @@
+"""Rows that each rank sends to each other one, as many as it says: one launch, and nothing asks the host.
+
+Each program sends a part of the rows for every peer, and collects what its twins on the other ranks have sent. So a
+program waits for its twins alone. The sender knows where its rows belong in the receiver's result. It puts them at that
+place of the receiver's inbox, and tells the receiver so.
+
+What is sent comes in stages, each with one signal to all ranks. While a stage is on its way, the one before it is copied
+from the inbox to the result. A peer for which there are no rows costs nothing more than its part of this signal.
+
+Sizes and offsets are data, so a sender checks them before they address anything. Of a transfer that does not fit into
+the operand or the result nothing is sent. The receiver learns that, also where the two disagree about the number of
+rows, and then gives no result.
+"""
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels import shmem
+
+
+@triton.jit
+def ragged_all_to_all_kernel(
+    operand_ptr,  # [ROWS_IN, D]
+    output_ptr,  # [ROWS_OUT, D]: the result where nothing arrives
+    input_offsets_ptr,  # i32 [WORLD]: the first row for each rank
+    send_sizes_ptr,  # i32 [WORLD]: and how many
+    output_offsets_ptr,  # i32 [WORLD]: the first row of these in the result of each rank
+    recv_sizes_ptr,  # i32 [WORLD]: how many rows come from each rank
+    team,
+    inbox,  # scratch [ROWS_OUT, D]
+    transfers,  # scratch [WORLD, programs, 2]: of each rank the first row in the result, and how many there are
+    arrived,  # signals [programs, WORLD]: STAGES of each rank
+    out_ptr,  # [ROWS_OUT, D]
+    ROWS_IN: tl.constexpr,
+    ROWS_OUT: tl.constexpr,
+    D: tl.constexpr,
+    WORLD: tl.constexpr,
+    CHUNK: tl.constexpr,  # elements that a program moves at a time
+    STAGES: tl.constexpr,
+):
+    me = shmem.start(team)
+    box = shmem.scratch(me, inbox, operand_ptr.dtype.element_ty)
+    table = shmem.scratch(me, transfers, tl.int32)
+    meeting = arrived + tl.program_id(0) * WORLD
+    ready = me.ready
+    for stage in range(STAGES + 1):
+        if stage < STAGES:
+            for i in range(1, WORLD):
+                # In step with the peers, each link carries one stream at a time.
+                peer = (me.rank + i) % WORLD
+                first, to, count = transfer(
+                    input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, peer, ROWS_IN, ROWS_OUT
+                )
+                if stage == 0:
+                    place = place_of(table, me.rank, WORLD)
+                    shmem.store(me, place, to, peer)
+                    shmem.store(me, place + 1, count, peer)
+                dest = shmem.remote(me, box + to.to(tl.int64) * D, peer)
+                move(dest, operand_ptr + first.to(tl.int64) * D, count * D, stage, me.ready, STAGES, CHUNK)
+            shmem.signal_all(me, meeting + me.rank, WORLD)
+        if stage > 0:
+            ready &= shmem.wait_all(me, meeting, (me.epoch - 1) * STAGES + stage)
+            if all_fit(
+                me, table, ready, input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, recv_sizes_ptr,
+                ROWS_IN, ROWS_OUT, WORLD,
+            ):  # fmt: skip
+                for i in range(WORLD):
+                    source = (me.rank + WORLD - i) % WORLD
+                    first, to, count = transfer(
+                        input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, me.rank, ROWS_IN, ROWS_OUT
+                    )
+                    rows = (operand_ptr + first.to(tl.int64) * D).to(tl.int64)
+                    if source != me.rank:
+                        place = place_of(table, source, WORLD)
+                        to, count = tl.load(place), tl.load(place + 1)
+                        rows = (box + to.to(tl.int64) * D).to(tl.int64)
+                    rows = rows.to(operand_ptr.dtype)
+                    move(out_ptr + to.to(tl.int64) * D, rows, count * D, stage - 1, True, STAGES, CHUNK)
+
+    fits = all_fit(
+        me, table, ready, input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, recv_sizes_ptr,
+        ROWS_IN, ROWS_OUT, WORLD,
+    )  # fmt: skip
+    # The rows that nobody sends; or no result at all.
+    for first in range(tl.program_id(0) * CHUNK, ROWS_OUT * D, tl.num_programs(0) * CHUNK):
+        element = first + tl.arange(0, CHUNK)
+        rest = element < ROWS_OUT * D
+        if fits:
+            row = element // D
+            for source in range(WORLD):
+                _, to, count = transfer(
+                    input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, me.rank, ROWS_IN, ROWS_OUT
+                )
+                if source != me.rank:
+                    place = place_of(table, source, WORLD)
+                    to, count = tl.load(place), tl.load(place + 1)
+                rest &= (row < to) | (row >= to + count)
+            value = tl.load(output_ptr + element, mask=rest)
+        else:
+            value = tl.full([CHUNK], nothing(out_ptr.dtype.element_ty), out_ptr.dtype.element_ty)
+        tl.store(out_ptr + element, value, mask=rest)
+    shmem.finish(me)
+
+
+@triton.jit
+def transfer(
+    input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, peer, ROWS_IN: tl.constexpr, ROWS_OUT: tl.constexpr
+):
+    """What this rank sends to a peer: its first row here, its first row there, and how many; -1 if that cannot be."""
+    first = tl.load(input_offsets_ptr + peer)
+    count = tl.load(send_sizes_ptr + peer)
+    to = tl.load(output_offsets_ptr + peer)
+    fits = (count >= 0) & (first >= 0) & (first <= ROWS_IN - count) & (to >= 0) & (to <= ROWS_OUT - count)
+    return tl.where(fits, first, 0), tl.where(fits, to, 0), tl.where(fits, count, -1)
+
+
+@triton.jit
+def place_of(table, source, WORLD: tl.constexpr):
+    """Where a source tells this program's twin what it sends."""
+    return table + (source * tl.num_programs(0) + tl.program_id(0)) * 2
+
+
+@triton.jit
+def all_fit(
+    me, table, ready, input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, recv_sizes_ptr,
+    ROWS_IN: tl.constexpr, ROWS_OUT: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Whether all ranks have sent as many rows as this one expects."""
+    fits = ready
+    for source in range(WORLD):
+        _, _, count = transfer(input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, me.rank, ROWS_IN, ROWS_OUT)
+        if source != me.rank:
+            count = tl.load(place_of(table, source, WORLD) + 1)
+        fits &= (count >= 0) & (count == tl.load(recv_sizes_ptr + source))
+    return fits
+
+
+@triton.jit
+def move(dest, source, size, stage, there, STAGES: tl.constexpr, CHUNK: tl.constexpr):
+    """Moves this program's part of `size` elements that belongs to a stage.
+
+    Args:
+      size: i32; less than 0 for none.
+      there: whether to.
+    """
+    chunks = tl.cdiv(tl.maximum(size, 0), CHUNK * tl.num_programs(0))  # of each program
+    begin = chunks * stage // STAGES
+    end = chunks * (stage + 1) // STAGES
+    for chunk in range(begin, end):
+        element = (chunk * tl.num_programs(0) + tl.program_id(0)) * CHUNK + tl.arange(0, CHUNK)
+        mask = (element < size) & there
+        tl.store(dest + element, tl.load(source + element, mask=element < size), mask=mask)
+
+
+@triton.constexpr_function
+def nothing(dtype):
+    """What stands for no result: NaN; -1 of integers, which is NaN of the 8-bit floats that travel as such."""
+    return float("nan") if dtype.is_floating() else -1
