@@ -1,6 +1,6 @@
 """What a call of a kernel may be: the checks that `shmem_call` and `simulator.run` share."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.export
@@ -14,13 +14,67 @@ def check_kernel(kernel: Any, what: str) -> None:
         raise TypeError(f"{what} takes a kernel that is decorated with triton.jit or gluon.jit, not {kernel!r}.")
 
 
-def constants_of(kernel: Any, params: Mapping[str, Any], world: int) -> dict[str, Any]:
-    """The kernel's other parameters: those given, as Python's numbers, and WORLD if it has that.
+# Of each argument for arrays the names of those that it bundles, in their order; None for a single array.
+Bundles = tuple[tuple[str, ...] | None, ...]
+
+
+def unbundled(name: str, args: Sequence[Any]) -> tuple[list[Any], Bundles]:
+    """The arrays of a call's arguments, one after the other, and what makes them arguments again by `bundled`."""
+    arrays: list[Any] = []
+    for arg in args:
+        if not isinstance(arg, Mapping):
+            arrays.append(arg)
+            continue
+        for key, value in arg.items():
+            # Triton takes no None within a tuple.
+            if not isinstance(key, str) or value is None:
+                raise TypeError(
+                    f"{name} takes a bundle of arrays as a mapping from their names to those that there are, not "
+                    f"{key!r}: {value!r}."
+                )
+        arrays += arg.values()
+    return arrays, tuple(tuple(arg) if isinstance(arg, Mapping) else None for arg in args)
+
+
+def bundled(arrays: Iterable[Any], bundles: Bundles) -> list[Any]:
+    """An array for each argument, or the arrays of a bundle by their names."""
+    left = iter(arrays)
+    return [next(left) if names is None else {name: next(left) for name in names} for names in bundles]
+
+
+def members(parameter: str, value: Any) -> list[tuple[str, Any]]:
+    """What a parameter takes, by the name that it has in `descriptors`: "scales.lhs" in a bundle "scales"."""
+    if isinstance(value, dict):
+        return [(f"{parameter}.{key}", each) for key, each in value.items()]
+    return [(parameter, value)]
+
+
+def pointers_of(kernel: Any, named: Iterable[str]) -> list[str]:
+    """The parameters that take operands and results, in their order, where a call names these others."""
+    return [each.name for each in kernel.params if each.name not in named and not each.has_default]
+
+
+def constexprs_of(kernel: Any) -> set[str]:
+    """The names of the parameters that are `tl.constexpr`."""
+    return {each.name for each in kernel.params if each.is_constexpr}
+
+
+def constants_of(
+    kernel: Any, params: Mapping[str, Any], world: int, bundles: Bundles, buffers: Iterable[str]
+) -> dict[str, Any]:
+    """The kernel's other parameters: those given, as Python's numbers; WORLD, and the names of bundles, if it has them.
+
+    Args:
+      buffers: names of scratch, messages and signals.
 
     Raises:
       ValueError: if WORLD is given and not the number of ranks.
     """
     given = {key: value.item() if isinstance(value, np.generic) else value for key, value in params.items()}
+    # The names of the bundle that parameter `scales` takes are the constant SCALES.
+    pointers = pointers_of(kernel, {"team", *buffers, *given, *constexprs_of(kernel)})
+    names = {pointer.upper(): names for pointer, names in zip(pointers, bundles) if names is not None}
+    given = {key: value for key, value in names.items() if key in constexprs_of(kernel)} | given
     if (said := given.get("WORLD", world)) != world:
         raise ValueError(
             f"{kernel.fn.__name__} takes as WORLD the number of ranks, which is {world}, not {said!r}: leave it out."
@@ -49,7 +103,7 @@ def check_call(
     """Raises unless these are what `shmem_call` takes.
 
     Args:
-      inputs, outputs: of one rank: objects with a shape.
+      inputs, outputs: of one rank: objects with a shape; of a bundle such objects by their names.
       **buffers: scratch, signals, messages and descriptors.
     """
     _check_buffers(name, outputs, **buffers)
@@ -128,8 +182,7 @@ def _check_parameters(
     reasons = []
     if unknown := sorted(named - set(parameters)):
         reasons.append(f"it has no parameter {', '.join(map(repr, unknown))}")
-    defaults = {parameter.name for parameter in kernel.params if parameter.has_default}
-    pointers = [parameter for parameter in parameters if parameter not in named and parameter not in defaults]
+    pointers = pointers_of(kernel, named)
     arrays = [*inputs, *outputs]
     if len(pointers) != len(arrays):
         reasons.append(
@@ -141,9 +194,10 @@ def _check_parameters(
         reasons.append("its results do not stand behind 'team'")
     if descriptors and not kernel.is_gluon():
         reasons.append("descriptors are for Gluon kernels")
-    elif unknown := sorted(descriptors.keys() - set(pointers)):
+    described = dict(each for pointer, array in zip(pointers, arrays) for each in members(pointer, array))
+    if kernel.is_gluon() and (unknown := sorted(descriptors.keys() - described.keys())):
         reasons.append(f"it has no pointer {', '.join(map(repr, unknown))} to be a descriptor")
-    for pointer, array in zip(pointers, arrays):
+    for pointer, array in described.items():
         if len(block := descriptors.get(pointer, array.shape)) != len(array.shape):
             reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor has blocks {list(block)}")
     if reasons:

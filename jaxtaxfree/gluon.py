@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from jaxtaxfree.call import members
 from jaxtaxfree.kernels import shmem_gluon
 
 OLDEST_COMPUTE_CAPABILITY = 90
@@ -56,7 +57,7 @@ def unsupported(name: str, compute_capability: int) -> str | None:
 
 
 def gluon_call(
-    *args: jax.Array,
+    *args: jax.Array | dict[str, jax.Array],
     kernel: Any,
     out_type: Sequence[jax.ShapeDtypeStruct],
     grid: tuple[int, ...],
@@ -73,8 +74,9 @@ def gluon_call(
 
     Args:
       *args, kernel, out_type, grid, name, num_warps, compute_capability, backend_options, cost_estimate,
-        has_side_effect, **named: as there. The parameter `team` is a tuple whose first element is an array.
-      descriptors: for each parameter that is to be a TMA descriptor the shape of a block.
+        has_side_effect, **named: as there. The parameter `team` is a tuple whose first element is an array. Arrays by
+        their names are one parameter, a tuple.
+      descriptors: for each parameter that is to be a TMA descriptor the shape of a block; see `call.members`.
     """
     source, arguments = _source(kernel, [*args, *out_type], named, descriptors)
     compiled = triton.compile(
@@ -182,12 +184,15 @@ def _source(
             types.append("constexpr")
             constants[1, i] = value
             continue
-        parts, tree = jax.tree.flatten_with_path(value)
-        own = [_Argument.of(part, descriptors.get(parameter.name)) for _, part in parts]
-        types.append(jax.tree.unflatten(tree, [argument.type for argument in own]))
-        for (path, _), argument in zip(parts, own):
+        parts = (
+            [(parameter.name, part) for part in value] if isinstance(value, tuple) else members(parameter.name, value)
+        )
+        own = [_Argument.of(part, descriptors.get(name)) for name, part in parts]
+        is_tuple = isinstance(value, tuple | dict)
+        types.append(tuple(argument.type for argument in own) if is_tuple else own[0].type)
+        for place, argument in enumerate(own):
             if argument.type.startswith("*"):
-                attributes[1, i, *(key.idx for key in path)] = [["tt.divisibility", 16]]
+                attributes[(1, i, place) if is_tuple else (1, i)] = [["tt.divisibility", 16]]
         arguments += own
     signature = {"KERNEL": "constexpr", "arguments": tuple(types), "TEAM": "constexpr"}
     return GluonASTSource(shmem_gluon.run, signature, constants, attributes), arguments

@@ -19,7 +19,16 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxtaxfree import diagnosis, environment, gluon, heap, language
-from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
+from jaxtaxfree.call import (
+    Bundles,
+    bundled,
+    check_call,
+    check_kernel,
+    constants_of,
+    pointers_of,
+    sizes_of,
+    unbundled,
+)
 from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import target_of
@@ -32,7 +41,7 @@ class CompileError(RuntimeError):
 
 def shmem_call(
     kernel: Any,
-    *args: jax.Array,
+    *args: jax.Array | Mapping[str, jax.Array],
     axis_name: str | Sequence[str],
     out_type: Any,
     grid: int | tuple[int, ...],
@@ -54,7 +63,9 @@ def shmem_call(
     through `jaxtaxfree.kernels.shmem`. These are the kernel's parameters, in this order. Only `team`, the names of the
     buffers and `WORLD` have fixed names.
 
-    * One pointer for each array of `args`.
+    * One pointer for each array of `args`, and one tuple of pointers for each mapping, a bundle, in its order. (JAX
+      sorts a dict that passes through `jit` or `shard_map`.) If the bundle's parameter is `scales` and the kernel has a
+      constant `SCALES`, this is the tuple of their names.
     * `team`, which goes to `shmem.start`, and the names of `scratch`, `messages` and `signals`. They go to
       `shmem.scratch`, to `shmem.messages`, and as first index to `shmem.signal` and `shmem.wait`. These parameters may
       stand anywhere before the outputs.
@@ -74,7 +85,7 @@ def shmem_call(
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      *args: this rank's operands.
+      *args: this rank's operands. A mapping from names to arrays, without None, is one parameter of the kernel.
       axis_name: the mesh axis, or axes, along which the ranks work together. A rank's number is
         `lax.axis_index(axis_name)`.
       out_type: pytree of objects with `shape` and `dtype`: this rank's results.
@@ -86,9 +97,10 @@ def shmem_call(
         `shmem.send` and `shmem.receive` exchange every f32 value once in each call. `shmem.send_words` and
         `shmem.receive_words` exchange as many int32 words as they like. In every call each rank must wait for something
         from each other rank.
-      descriptors: the shape of a block for each name of a pointer, for Gluon kernels. The parameter is then a TMA
-        descriptor of the whole operand or result. Its layout is `gl.NVMMASharedLayout.get_default_for` of the block.
-        To take an operand in several ways, pass it several times, which costs nothing.
+      descriptors: the shape of a block for each name of a pointer ("scales.lhs" in a bundle), for Gluon kernels. The
+        parameter is then a TMA descriptor of the whole operand or result. Its layout is
+        `gl.NVMMASharedLayout.get_default_for` of the block. To take an operand in several ways, pass it several times,
+        which costs nothing.
       name: the operation's name in profiles and errors; the kernel's name if None.
       num_warps, num_stages: as in Triton. In a Gluon kernel `num_warps` are those of the first partition.
       together: how many programs with consecutive ids may wait for each other. If other work leaves the GPU too few
@@ -120,12 +132,13 @@ def shmem_call(
     axes = check_axes(axis_name, name)
     world = lax.axis_size(axes)
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
-    params = constants_of(kernel, params, world)
+    leaves, bundles = unbundled(name, args)
+    params = constants_of(kernel, params, world, bundles, [*scratch, *signals, *messages])
     out_leaves, out_tree = jax.tree.flatten(out_type)
     buffers = {"scratch": scratch, "signals": signals, "messages": messages, "descriptors": descriptors}
     launch = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
-    arrays = [jnp.asarray(arg) for arg in args]
-    check_call(kernel, name, arrays, out_leaves, grid, params, **buffers, **launch)
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    check_call(kernel, name, bundled(arrays, bundles), out_leaves, grid, params, **buffers, **launch)
     for parameter in kernel.params:
         if parameter.has_default and not parameter.is_constexpr:  # which jax-triton asks for
             params.setdefault(parameter.name, parameter.default)
@@ -137,6 +150,7 @@ def shmem_call(
         outs = shmem_call_p.bind(
             *(vary(array, along) for array in arrays),
             kernel=kernel,
+            bundles=bundles,
             axes=axes,
             out_types=out_types,
             grid=grid,
@@ -300,6 +314,7 @@ _COMPILER_OPTIONS = {
 def _launch(
     *args: jax.Array,
     kernel: Any,
+    bundles: Bundles,
     axes: tuple[str, ...],
     out_types: tuple,
     grid: tuple[int, ...],
@@ -323,7 +338,7 @@ def _launch(
         position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
     return _call_of(kernel, descriptors, num_stages)(
-        *args,
+        *bundled(args, bundles),
         kernel=kernel,
         out_type=out_types,
         grid=grid,
@@ -357,9 +372,10 @@ def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., 
     return functools.partial(_triton_call, num_stages=num_stages)
 
 
-def _triton_call(*args: jax.Array, kernel: Any, **named: Any) -> Any:
+def _triton_call(*args: Any, kernel: Any, **named: Any) -> Any:
     # By name, because parameters before these may be None.
-    operands = dict(zip((name for name in kernel.arg_names if name not in named), args))
+    arguments = (tuple(arg.values()) if isinstance(arg, dict) else arg for arg in args)
+    operands = dict(zip(pointers_of(kernel, named), arguments))
     return jax_triton.triton_call(kernel=kernel, **operands, **named)
 
 

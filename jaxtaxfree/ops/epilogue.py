@@ -50,10 +50,13 @@ class Epilogue:
     def gated(self) -> bool:
         return "gate" in self.operands
 
-    def split(self, rhs: jax.Array, operands: Sequence[jax.Array]) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-        """What lhs is multiplied by, and the other operands by their names."""
+    def split(self, rhs: jax.Array, operands: Sequence[jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The two bundles of a kernel, arrays by their names: what lhs is multiplied by, and the other operands."""
         others = dict(zip(self.operands, operands, strict=True))
-        return [rhs, others.pop("gate")] if self.gated else [rhs], others
+        weights = {"rhs": rhs}
+        if self.gated:
+            weights["gate"] = others.pop("gate")
+        return weights, others
 
     def apply(self, products: Sequence[jax.Array], others: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
         """The epilogue in plain `jax.numpy`, in f32 (or f64), of the products by what `split` gives first."""
@@ -73,10 +76,6 @@ class Epilogue:
             matmul.rows_first(x, axis)[0] if name == "residual" else x
             for name, x in zip(self.operands, operands, strict=True)
         ]
-
-    def keywords(self, *names: str) -> dict[str, Any]:
-        """What `shmem_call` needs to know for a kernel that has pointers to operands of these names."""
-        return {"ACTIVATION": self.activation, **{f"{name}_ptr": None for name in names if name not in self.operands}}
 
 
 NONE = Epilogue()

@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from jaxtaxfree.dispatch import Case
@@ -59,9 +58,14 @@ class Call:
         return self.rows if self.along_columns else self.rows // self.world
 
     @property
+    def weights(self) -> tuple[str, ...]:
+        """The names of the matrices by which the rows are multiplied."""
+        return ("rhs", "gate") if self.epilogue.gated else ("rhs",)
+
+    @property
     def products(self) -> int:
         """By how many matrices like rhs the rows are multiplied."""
-        return 2 if self.epilogue.gated else 1
+        return len(self.weights)
 
     @property
     def columns(self) -> int:
@@ -119,7 +123,7 @@ def call_of(
 def run(
     variants: Sequence[Variant[Call]],
     call: Call,
-    *operands: jax.Array,
+    *operands: Any,
     axes: tuple[str, ...],
     config: Sequence[tuple[str, Any]] | None,
     implementation: str | None,
@@ -127,7 +131,7 @@ def run(
     """The results of the kernel that takes a call.
 
     Args:
-      *operands: lhs as rows, rhs and those of the epilogue.
+      *operands: lhs as rows, rhs (or, where there may be several, the bundle of them), and the bundle of the epilogue.
       config: the settings that the caller makes.
     """
     chosen = choose(call.operation, variants, call, dict(config or ()))

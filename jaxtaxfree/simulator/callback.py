@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
+from jaxtaxfree.call import Bundles
 from jaxtaxfree.heap.layout import Layout
 from jaxtaxfree.simulator.errors import SimulationError
 from jaxtaxfree.simulator.scheduler import Settings
@@ -72,6 +73,7 @@ def simulating(
 def simulate(
     *operands: jax.Array,
     kernel: Any,
+    bundles: Bundles,
     axes: tuple[str, ...],
     out_types: tuple,
     grid: tuple[int, ...],
@@ -90,10 +92,11 @@ def simulate(
       *operands: of this rank.
       identity: tells calls apart that may not share a region.
       team: the ranks.
-      kernel, axes, out_types, grid, layout, name, params, descriptors, num_warps, together: of the primitive.
+      kernel, bundles, axes, out_types, grid, layout, name, params, descriptors, num_warps, together: of the primitive.
     """
     launch = Launch(
         kernel=kernel,
+        bundles=bundles,
         name=name,
         world=team.world,
         grid=grid,

@@ -9,7 +9,17 @@ import numpy as np
 from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
-from jaxtaxfree.call import check_call, check_kernel, constants_of, sizes_of
+from jaxtaxfree.call import (
+    Bundles,
+    bundled,
+    check_call,
+    check_kernel,
+    constants_of,
+    members,
+    pointers_of,
+    sizes_of,
+    unbundled,
+)
 from jaxtaxfree.diagnosis import about_tuples
 from jaxtaxfree.heap.layout import Layout, header
 from jaxtaxfree.simulator import (
@@ -34,6 +44,7 @@ class Launch:
 
     Attributes:
       kernel: what `triton.jit` made.
+      bundles: which of the operands are one parameter.
       name: of the operation.
       world: number of ranks.
       grid: programs, in one to three dimensions.
@@ -46,6 +57,7 @@ class Launch:
     """
 
     kernel: JITFunction
+    bundles: Bundles
     name: str
     world: int
     grid: tuple[int, ...]
@@ -190,25 +202,32 @@ class Session:
             interpreter.pointer(part.start, np.dtype(np.int32)),
             *map(interpreter.argument, (heap.origin, heap.stride, launch.world, _MAGIC, layout.signal_line)),
         )
-        defaults = {parameter.name for parameter in kernel.params if parameter.has_default}
-        pointers = [name for name in kernel.arg_names if name not in bound and name not in defaults]
-        values = [("operand", np.asarray(operand)) for operand in operands]
+        values: list[tuple[str, Any]] = [
+            ("operand", each) for each in bundled(map(np.asarray, operands), launch.bundles)
+        ]
         for out in launch.out_types:
             poison = np.full(math.prod(out.shape) * np.dtype(out.dtype).itemsize, POISON, np.uint8)
             values.append(("output", poison.view(out.dtype).reshape(out.shape)))
-        for name, (kind, value) in zip(pointers, values):
-            part, copy = self.space.array(name, kind, rank, value)
-            parts.append(part)
-            if (block := launch.descriptors.get(name)) is not None:
-                bound[name] = self._machine.describe(part.start, value, block)
-            else:
-                bound[name] = interpreter.pointer(part.start, value.dtype)
-            if kind == "output":
-                outs.append(copy)
+        for pointer, (kind, value) in zip(pointers_of(kernel, bound), values):
+            arguments = []
+            for name, array in members(pointer, value):
+                part, copy = self.space.array(name, kind, rank, array)
+                parts.append(part)
+                if (block := launch.descriptors.get(name)) is not None:
+                    arguments.append(self._machine.describe(part.start, array, block))
+                else:
+                    arguments.append(interpreter.pointer(part.start, array.dtype))
+                if kind == "output":
+                    outs.append(copy)
+            bound[pointer] = tuple(arguments) if isinstance(value, dict) else arguments[0]
         return parts, outs, bound
 
 
-def run(kernel: JITFunction, *arrays: Sequence[np.ndarray], calls: int = 3, **keywords: Any) -> tuple[list[Any], Trace]:
+# An operand of all ranks: an array for each rank; or a bundle of such operands by their names.
+Operand = Sequence[np.ndarray] | Mapping[str, Sequence[np.ndarray]]
+
+
+def run(kernel: JITFunction, *arrays: Operand, calls: int = 3, **keywords: Any) -> tuple[list[Any], Trace]:
     """Runs a Triton or Gluon kernel for all ranks on the CPU, and raises what a GPU would hide.
 
     Takes what `shmem_call` takes, and NumPy arrays:
@@ -217,7 +236,8 @@ def run(kernel: JITFunction, *arrays: Sequence[np.ndarray], calls: int = 3, **ke
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      *arrays: the operands, the same in each call. Each one is a sequence with an array for each rank.
+      *arrays: the operands, the same in each call. Each one is a sequence with an array for each rank, or, for a
+        bundle, a mapping from names to such sequences.
       calls: how many times each rank makes the call, one after the other. Double buffers and counters need three calls
         to show their faults.
       **keywords: as in `run_calls`.
@@ -236,7 +256,7 @@ def run(kernel: JITFunction, *arrays: Sequence[np.ndarray], calls: int = 3, **ke
 
 def run_calls(
     kernel: JITFunction,
-    calls: Sequence[Sequence[Sequence[np.ndarray]]],
+    calls: Sequence[Sequence[Operand]],
     *,
     world: int,
     grid: int | tuple[int, ...],
@@ -264,7 +284,7 @@ def run_calls(
 
     Args:
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
-      calls: the operands of each call. Each operand is a sequence with an array for each rank.
+      calls: the operands of each call, as in `run`.
       world: number of ranks.
       grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as in `shmem_call`. `out_type`
         is one object with `shape` and `dtype`, or a sequence of them.
@@ -287,23 +307,28 @@ def run_calls(
     out_types = (out_type,) if single else tuple(out_type)
     if world < 1:
         raise ValueError(f"simulator.run takes world of at least 1, not {world}.")
-    if len({len(arrays) for arrays in calls}) != 1:
-        raise ValueError("simulator.run_calls takes one call or more, each with as many operands as the others.")
-    for operand in zip(*calls):
+    flat = [unbundled(name, arrays) for arrays in calls]
+    if len({bundles for _, bundles in flat}) != 1:
+        raise ValueError(
+            "simulator.run_calls takes one call or more, each with as many operands as the others, and bundles of the "
+            "same names."
+        )
+    arrays_of_calls, bundles = [arrays for arrays, _ in flat], flat[0][1]
+    for operand in zip(*arrays_of_calls):
         for array in operand:
             if len(array) != world:
                 raise ValueError(f"An operand has {len(array)} arrays for {world} ranks: give one for each rank.")
         each = (np.asarray(of_rank) for array in operand for of_rank in array)
         if len(kinds := {f"{x.dtype}{list(x.shape)}" for x in each}) > 1:
             raise ValueError(f"The ranks have operands of several kinds, {' and '.join(sorted(kinds))}: give one kind.")
-    params = constants_of(kernel, params, world)
     num_warps = num_warps or 4
     buffers = {"scratch": scratch or {}, "signals": signals or {}, "messages": messages or {}}
+    params = constants_of(kernel, params, world, bundles, [key for each in buffers.values() for key in each])
     descriptors = descriptors or {}
     check_call(
         kernel,
         name,
-        [np.asarray(operand[0]) for operand in calls[0]],
+        bundled([np.asarray(operand[0]) for operand in arrays_of_calls[0]], bundles),
         out_types,
         grid,
         params,
@@ -316,6 +341,7 @@ def run_calls(
     grid = sizes_of(grid)
     launch = Launch(
         kernel=kernel,
+        bundles=bundles,
         name=name,
         world=world,
         grid=grid,
@@ -326,7 +352,7 @@ def run_calls(
         num_warps=num_warps,
         together=together,
     )
-    operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in calls]
+    operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in arrays_of_calls]
     settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets)
     results, trace = Session(launch).run(operands, settings)
     return [[outs[0] if single else outs for outs in of_call] for of_call in results], trace

@@ -12,16 +12,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def all_gather_matmul_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    rhs_ptr,  # [K, N], or [N, K]
-    gate_ptr,  # [K, N], or None
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [WORLD * M, N], or None
+    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one
+    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [WORLD]: PUSHERS from each rank
@@ -38,9 +37,11 @@ def all_gather_matmul_few_kernel(
     CHUNK: tl.constexpr,  # elements that a pusher moves at a time
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, inbox, arrived, M * K, WORLD, PUSHERS, CHUNK)
@@ -54,7 +55,7 @@ def all_gather_matmul_few_kernel(
         ready = shmem.wait_all(me, arrived, me.epoch * PUSHERS)
         lhs = inbox + row.to(tl.int64) * K
         product, gate = matmul.multiply_gated(
-            lhs, rhs_ptr, gate_ptr, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+            lhs, weights, rows, column, all_rows, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
         )
         if gathered_ptr is not None:
             for at in range((tl.program_id(0) - PUSHERS) * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
@@ -64,9 +65,7 @@ def all_gather_matmul_few_kernel(
                 tl.store(gathered_ptr + element, tl.where(ready, value, float("nan")), mask=inside)
         product = tl.where(ready, product, float("nan"))
         out = out_ptr + row.to(tl.int64) * N
-        epilogue.store_tile(
-            out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
-        )
+        epilogues.store_tile(out, product, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
     shmem.finish(me)
 
 

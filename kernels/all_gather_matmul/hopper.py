@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
 from jaxtaxfree.kernels.blocks import tiles
 
@@ -59,11 +60,10 @@ class Work(NamedTuple):
 def all_gather_matmul_hopper_kernel(
     lhs_ptr,  # [1, M, K], this rank's rows or columns
     lhs_desc,  # the same, in boxes [1, rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]; WORLD * K for columns
-    half_desc,  # the same, in blocks of half the columns
-    gate_desc,  # as rhs_desc, of the gate; or None
-    half_gate_desc,  # as half_desc, of the gate; or None
-    bias_ptr,  # [N], or None
+    weights,  # rhs [K, N] in blocks [BLOCK_K, BLOCK_N], or [N, K] in blocks [BLOCK_N, BLOCK_K]; gate [K, N], if any; of
+    # columns WORLD * K
+    half_weights,  # the same, in blocks of half the columns
+    epilogue,  # what there is of bias [N]
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
@@ -82,23 +82,23 @@ def all_gather_matmul_hopper_kernel(
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     UNIT: gl.constexpr,  # rows that are sent together, of one part
     PACE: gl.constexpr,  # cycles in which a program sends CHUNK of these rows
+    EPILOGUE: gl.constexpr,  # the names of `epilogue`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
     COLUMNS: gl.constexpr,  # ranks have columns of lhs, not rows
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
-    GATED: gl.constexpr = gate_desc is not None
-    ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES, GATED)
-    whole_descs = (rhs_desc, gate_desc)
-    half_descs = (half_desc, half_gate_desc)
+    last = epilogues.of(epilogue, EPILOGUE)
+    GATED: gl.constexpr = len(weights) > 1
+    ring = matmul.allocate(lhs_desc, weights[0], half_weights[0], out_desc, BLOCK_M, STAGES, GATED)
     work: gl.constexpr = Work(
         M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, ACTIVATION, COLUMNS
     )
     gl.warp_specialize(
         [
-            (multiply, (me, ring, out_desc, bias_ptr, work, 0)),
-            (multiply, (me, ring, out_desc, bias_ptr, work, 1)),
-            (load, (me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work)),
+            (multiply, (me, ring, out_desc, last, work, 0)),
+            (multiply, (me, ring, out_desc, last, work, 1)),
+            (load, (me, ring, lhs_desc, weights, half_weights, gathered, arrived, work)),
             (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
         ],
         [4, 1, 2],
@@ -108,40 +108,38 @@ def all_gather_matmul_hopper_kernel(
 
 
 @gluon.jit
-def multiply(me, ring, out_desc, bias_ptr, work, PARTITION: gl.constexpr):
+def multiply(me, ring, out_desc, last, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's rows of this program's tiles."""
     position = (0, 0)
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, bias_ptr, tile, 0, work, False, PARTITION)
+        position = multiply_tile(me, ring, position, out_desc, last, tile, 0, work, False, PARTITION)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, out_desc, bias_ptr, half // 2, half % 2, work, True, PARTITION)
+        position = multiply_tile(me, ring, position, out_desc, last, half // 2, half % 2, work, True, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def multiply_tile(
-    me, ring, position, out_desc, bias_ptr, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr
-):
+def multiply_tile(me, ring, position, out_desc, last, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
     source, row, column = place(me, tile, half, work)
     steps = sources_of_a_tile(work) * gl.cdiv(work.K, work.BLOCK_K)
     product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)
-    product = matmul.activate(product, gate, bias_ptr, column, work.N, work.ACTIVATION)
+    product = matmul.activate(product, gate, last, column, work.N, work.ACTIVATION)
     destination = 0 if work.COLUMNS else source
     matmul.store_tile(out_desc, ring, product, destination, row, column, PARTITION=PARTITION)
     return stage, phase
 
 
 @gluon.jit
-def load(me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work):
+def load(me, ring, lhs_desc, weights, half_weights, gathered, arrived, work):
     """Loads this program's tiles, those of other ranks from where they arrive.
 
     Args:
-      whole_descs, half_descs: of the columns and of those of the gate, in blocks for whole and for half tiles.
+      weights, half_weights: the columns and those of the gate, in blocks for whole and for half tiles.
     """
     inbox = shmem.scratch(me, gathered, lhs_desc.dtype)
     inbox_desc = tma.make_tensor_descriptor(
@@ -155,26 +153,31 @@ def load(me, ring, lhs_desc, whole_descs, half_descs, gathered, arrived, work):
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = load_tile(me, ring, position, lhs_desc, inbox_desc, whole_descs, arrived, tile, 0, work, False)
+        position = load_tile(me, ring, position, lhs_desc, inbox_desc, weights, arrived, tile, 0, work, False)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
         position = load_tile(
-            me, ring, position, lhs_desc, inbox_desc, half_descs, arrived, half // 2, half % 2, work, True
+            me, ring, position, lhs_desc, inbox_desc, half_weights, arrived, half // 2, half % 2, work, True
         )
 
 
 @gluon.jit
-def load_tile(me, ring, position, lhs_desc, inbox_desc, descs, arrived, tile, half, work, HALF: gl.constexpr):
+def load_tile(me, ring, position, lhs_desc, inbox_desc, weights, arrived, tile, half, work, HALF: gl.constexpr):
     first, row, column = place(me, tile, half, work)
     for i in range(sources_of_a_tile(work)):
         source = (first + i) % work.WORLD
-        position = load_part(me, ring, position, lhs_desc, inbox_desc, descs, arrived, source, row, column, work, HALF)
+        position = load_part(
+            me, ring, position, lhs_desc, inbox_desc, weights, arrived, source, row, column, work, HALF
+        )
     return position
 
 
 @gluon.jit
-def load_part(me, ring, position, lhs_desc, inbox_desc, descs, arrived, source, row, column, work, HALF: gl.constexpr):
+def load_part(
+    me, ring, position, lhs_desc, inbox_desc, weights, arrived, source, row, column, work, HALF: gl.constexpr
+):
     """Loads what a tile needs of one source."""
-    rhs_desc, gate_desc = descs
+    rhs_desc = weights[0]
+    gate_desc = weights[1] if work.GATED else None
     steps = gl.cdiv(work.K, work.BLOCK_K)
     above = source * work.K if work.COLUMNS else 0
     if source == me.rank:

@@ -19,16 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import epilogue, hopper_few, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import hopper_few, tiles
 
 
 @gluon.jit
 def all_gather_matmul_hopper_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
-    gate_desc,  # the same of the gate, or None
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [WORLD * M, N], or None
+    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one
+    epilogue,  # what there is of bias [N] and residual [WORLD * M, N]
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
@@ -50,17 +49,19 @@ def all_gather_matmul_hopper_few_kernel(
     GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
+    EPILOGUE: gl.constexpr,  # the names of `epilogue`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
+    last = epilogues.of(epilogue, EPILOGUE)
     if gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
         place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N)
-        ring = hopper_few.allocate(rhs_desc, gate_desc, BLOCK_M, STAGES)
+        ring = hopper_few.allocate(weights, BLOCK_M, STAGES)
         rows = allocate_answer()
-        hopper_few.begin(ring, rhs_desc, gate_desc, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+        hopper_few.begin(ring, weights, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
         gl.warp_specialize(
@@ -68,14 +69,14 @@ def all_gather_matmul_hopper_few_kernel(
                 (
                     multiply,
                     (
-                        me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, end - first,
+                        me, ring, rows, last, shares, left, out_ptr, place, split, end - first,
                         WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, ACTIVATION,
                     ),
                 ),
                 (
                     load,
                     (
-                        me, ring, rows, rhs_desc, gate_desc, place, first, end, gathered, arrived, M, K, WORLD,
+                        me, ring, rows, weights, place, first, end, gathered, arrived, M, K, WORLD,
                         BLOCK_M, SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
@@ -139,8 +140,7 @@ def load(
     me,
     ring,
     rows,
-    rhs_desc,
-    gate_desc,
+    weights,
     place,
     first,
     end,
@@ -162,13 +162,13 @@ def load(
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     BOX: gl.constexpr = tiles.box_of(WORLD * M, BLOCK_M)
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], rhs_desc.dtype)
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], weights[0].dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
     for stage in range(min(STAGES, STEPS, hopper_few.AHEAD), min(STAGES, STEPS)):
-        hopper_few.fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
-    inbox = shmem.scratch(me, gathered, rhs_desc.dtype)
+        hopper_few.fetch_weights(ring, weights, stage, first + stage, place)
+    inbox = shmem.scratch(me, gathered, weights[0].dtype)
     lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
     ready = me.ready
     position = (0, 1)
@@ -178,16 +178,14 @@ def load(
         begin = gl.maximum(part * STEPS_A_PART, first)
         until = gl.minimum((part + 1) * STEPS_A_PART, end)
         fetched = first + min(STAGES, STEPS)
-        position = hopper_few.load(
-            ring, lhs_desc, rhs_desc, gate_desc, place, WORLD * M, position, begin, until, fetched
-        )
+        position = hopper_few.load(ring, lhs_desc, weights, place, WORLD * M, position, begin, until, fetched)
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 
 
 @gluon.jit
 def multiply(
-    me, ring, rows, bias_ptr, residual_ptr, shares, left, out_ptr, place, split, steps,
+    me, ring, rows, last, shares, left, out_ptr, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
     WHOLE: gl.constexpr, ADDERS: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -203,7 +201,7 @@ def multiply(
         ready = hopper_few.wait(me, left, place.number, SPLITS, WHOLE, ADDERS) & ready
         for i in gl.static_range(len(parts) // ADDERS):
             piece = hopper_few.take(me, parts, shares, place.number, split, i, BLOCK_M, SPLITS, WHOLE, ADDERS)
-            store_piece(piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
+            store_piece(piece, ready, last, out_ptr, place, ROWS, N, BLOCK_N, ACTIVATION)
 
 
 @gluon.jit
@@ -217,7 +215,7 @@ def nan_unless(ready, tile):
 
 @gluon.jit
 def store_piece(
-    piece, ready, bias_ptr, residual_ptr, out_ptr, place, ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
+    piece, ready, last, out_ptr, place, ROWS: gl.constexpr, N: gl.constexpr, BLOCK_N: gl.constexpr,
     ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Applies the epilogue to a piece of the tile at this place, and stores it."""
@@ -229,15 +227,15 @@ def store_piece(
     sums, gate = piece.sums, None
     if GATED:
         sums, gate = hopper_few.product_and_gate(sums, LAYOUT)
-    if bias_ptr is not None:
+    if last.bias is not None:
         n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
-        sums += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
-    sums = gl.where(ready, epilogue.activate_gated(sums, gate, ACTIVATION), float("nan"))
+        sums += gl.load(last.bias + n, mask=n < N, other=0.0).to(gl.float32)[:, None]
+    sums = gl.where(ready, epilogues.activate_gated(sums, gate, ACTIVATION), float("nan"))
     n = place.column + gl.arange(0, BLOCK_N, gl.SliceLayout(1, STORED))[:, None]
     m = place.row + hopper_few.rows_of(piece, gl.SliceLayout(0, STORED))[None, :]
     inside = (m < ROWS) & (n < N)
-    if residual_ptr is not None:
-        residual = gl.load(residual_ptr + m * N + n, mask=inside, other=0.0)
+    if last.residual is not None:
+        residual = gl.load(last.residual + m * N + n, mask=inside, other=0.0)
         sums += gl.convert_layout(residual.to(gl.float32), LAYOUT)
     stored = gl.convert_layout(sums.to(out_ptr.dtype.element_ty), STORED)
     gl.store(out_ptr + m * N + n, stored, mask=inside)

@@ -15,16 +15,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def all_gather_matmul_kernel(
     lhs_ptr,  # [M, K], this rank's rows, or its columns
-    rhs_ptr,  # [K, N], or [N, K]; WORLD * K if ranks have columns
-    gate_ptr,  # [K, N], or [WORLD * K, N], or None
-    bias_ptr,  # [N], or None
-    residual_ptr,  # as the result, or None
+    weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one; WORLD * K if ranks have columns
+    epilogue,  # what there is of bias [N] and residual, which is as the result
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks]: UNITS from each rank for each block of its rows
@@ -44,10 +43,12 @@ def all_gather_matmul_kernel(
     CHUNK: tl.constexpr,  # elements that a pusher moves at a time
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
     COLUMNS: tl.constexpr,  # ranks have columns of lhs, not rows
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, gathered, lhs_ptr.dtype.element_ty)
     if tl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, inbox, arrived, turn, M, K, WORLD, BLOCK_M, PUSHERS, UNITS, CHUNK)
@@ -61,7 +62,7 @@ def all_gather_matmul_kernel(
         column = column_block * BLOCK_N
         row = row_block * BLOCK_M
         if COLUMNS:
-            WIDTH: tl.constexpr = BLOCK_N if gate_ptr is None else 2 * BLOCK_N
+            WIDTH: tl.constexpr = BLOCK_N * len(weights)
             STRIDE: tl.constexpr = WORLD * K if RHS_TRANSPOSED else N
             ready = me.ready
             total = tl.zeros((BLOCK_M, WIDTH), dtype=tl.float32)
@@ -74,10 +75,10 @@ def all_gather_matmul_kernel(
                     copy(dest, lhs, came, rows, column_block, WORLD * K, K, BLOCK_M, column_blocks, CHUNK)
                 above = source.to(tl.int64) * (K if RHS_TRANSPOSED else K * N)
                 total = matmul.multiply(
-                    lhs, rhs_ptr + above, rows, column, M, N, K, BLOCK_M, WIDTH, BLOCK_K, PRECISION, RHS_TRANSPOSED,
-                    None if gate_ptr is None else gate_ptr + above, STRIDE=STRIDE, accumulator=total,
+                    lhs, weights[0] + above, rows, column, M, N, K, BLOCK_M, WIDTH, BLOCK_K, PRECISION, RHS_TRANSPOSED,
+                    None if len(weights) == 1 else weights[1] + above, STRIDE=STRIDE, accumulator=total,
                 )  # fmt: skip
-            product, gate = matmul.split_gated(total, gate_ptr is not None, BLOCK_M, WIDTH)
+            product, gate = matmul.split_gated(total, len(weights) > 1, BLOCK_M, WIDTH)
         else:
             source = (me.rank + step) % WORLD
             row += source * M
@@ -86,13 +87,11 @@ def all_gather_matmul_kernel(
                 dest = gathered_ptr + row.to(tl.int64) * K
                 copy(dest, lhs, ready, rows, column_block, K, K, BLOCK_M, column_blocks, CHUNK)
             product, gate = matmul.multiply_gated(
-                lhs, rhs_ptr, gate_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
+                lhs, weights, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED
             )
         product = tl.where(ready, product, float("nan"))
         out = out_ptr + row.to(tl.int64) * N
-        epilogue.store_tile(
-            out, product, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION
-        )
+        epilogues.store_tile(out, product, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
     shmem.finish(me)
 
 

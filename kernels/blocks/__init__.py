@@ -1,1 +1,1 @@
-"""What the kernels of several operations share: products, epilogues, tiles."""
+"""What the kernels of several operations share: products, epilogues, tiles, bundles."""

@@ -1,17 +1,31 @@
 """What becomes of a tile of a product before it is rounded and stored: shared by every fused matmul."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
-from jaxtaxfree.kernels.blocks import matmul
+from jaxtaxfree.kernels.blocks import bundle, matmul
+
+
+class Epilogue(NamedTuple):
+    """What is added to a tile. Of pointers, `apply` does it; where TMA loads the residual, its kernel does."""
+
+    bias: Any  # [N], or None
+    residual: Any  # of the result's shape, or None
+
+
+@triton.jit
+def of(operands, NAMES: tl.constexpr):
+    """The `Epilogue` of a kernel's bundle."""
+    return Epilogue(bundle.member(operands, NAMES, "bias"), bundle.member(operands, NAMES, "residual"))
 
 
 @triton.jit
 def apply(
     tile,  # f32 [BLOCK_M, BLOCK_N]
     gate,  # f32 [BLOCK_M, BLOCK_N], or None
-    bias_ptr,  # [N], or None
-    residual_ptr,  # first row of the result's shape; row stride N; or None
+    last,  # an `Epilogue`
     row,  # i32, first row of the tile
     rows,  # i32, rows of the tile that exist
     column,  # i32, first column of the tile
@@ -22,12 +36,12 @@ def apply(
 ):
     """activation(tile + bias) + residual; with a gate activation(gate) * (tile + bias) + residual."""
     n = column + tl.arange(0, BLOCK_N)
-    if bias_ptr is not None:
-        tile += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if last.bias is not None:
+        tile += tl.load(last.bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     tile = activate_gated(tile, gate, ACTIVATION)
-    if residual_ptr is not None:
+    if last.residual is not None:
         m = tl.arange(0, BLOCK_M)
-        residual = residual_ptr + row.to(tl.int64) * N + m[:, None] * N + n[None, :]
+        residual = last.residual + row.to(tl.int64) * N + m[:, None] * N + n[None, :]
         tile += tl.load(residual, mask=(m[:, None] < rows) & (n[None, :] < N), other=0.0).to(tl.float32)
     return tile
 
@@ -37,8 +51,7 @@ def store_tile(
     out_ptr,  # first row of the tile; row stride N
     tile,
     gate,
-    bias_ptr,
-    residual_ptr,
+    last,
     row,
     rows,
     column,
@@ -48,16 +61,16 @@ def store_tile(
     ACTIVATION: tl.constexpr,
 ):
     """What `apply` makes of a tile, stored as `matmul.store_tile` does."""
-    ALONE: tl.constexpr = gate is None and bias_ptr is None and residual_ptr is None and ACTIVATION is None
+    ALONE: tl.constexpr = gate is None and last.bias is None and last.residual is None and ACTIVATION is None
     if gate is None and not ALONE and BLOCK_M * BLOCK_N > 64 * 128:
         # By halves, and these again, because the registers hold no second tile beside a large one.
         half: tl.constexpr = BLOCK_N // 2
         left, right = matmul.halves(tile, BLOCK_M, BLOCK_N)
-        store_tile(out_ptr, left, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
+        store_tile(out_ptr, left, None, last, row, rows, column, N, BLOCK_M, half, ACTIVATION)
         column += half
-        store_tile(out_ptr, right, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
+        store_tile(out_ptr, right, None, last, row, rows, column, N, BLOCK_M, half, ACTIVATION)
     else:
-        tile = apply(tile, gate, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
+        tile = apply(tile, gate, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
         matmul.store_tile(out_ptr, tile, rows, column, N, BLOCK_M, BLOCK_N)
 
 

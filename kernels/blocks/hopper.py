@@ -231,17 +231,17 @@ def halves(tile):
 
 
 @gluon.jit
-def activate(tile, gate, bias_ptr, column, N: gl.constexpr, ACTIVATION: gl.constexpr):
+def activate(tile, gate, last, column, N: gl.constexpr, ACTIVATION: gl.constexpr):
     """activation(tile + bias), or activation(gate) * (tile + bias) if there is a gate.
 
     Args:
-      bias_ptr: [N], or None.
+      last: an `epilogue.Epilogue`. What it says of a residual is left to the caller.
       column: of the tile's first elements.
       ACTIVATION: see `epilogue.activate`.
     """
-    if bias_ptr is not None:
+    if last.bias is not None:
         n = column + gl.arange(0, tile.shape[1])
-        tile += gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
+        tile += gl.load(last.bias + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
     return epilogue.activate_gated(tile, gate, ACTIVATION)
 
 

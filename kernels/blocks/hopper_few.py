@@ -54,9 +54,15 @@ def first_part(block_m):
 
 
 @gluon.jit
-def allocate(rhs_desc, gate_desc, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def allocate(weights, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+    """The program's `Ring`.
+
+    Args:
+      weights: a bundle: `rhs` [K, N], and the gate if there is one, in blocks [BLOCK_K, BLOCK_N].
+    """
+    rhs_desc = weights[0]
     BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
-    COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * (1 if gate_desc is None else 2)
+    COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * len(weights)
     ROWS: gl.constexpr = first_part(BLOCK_M)
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], rhs_desc.dtype)
     lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, ROWS, BLOCK_K], LHS)
@@ -113,7 +119,7 @@ def place_of(number, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.cons
 
 
 @gluon.jit
-def begin(ring, rhs_desc, gate_desc, place, first, STEPS: gl.constexpr):
+def begin(ring, weights, place, first, STEPS: gl.constexpr):
     """Asks for the weights of the first steps, before anything else.
 
     Args:
@@ -127,7 +133,7 @@ def begin(ring, rhs_desc, gate_desc, place, first, STEPS: gl.constexpr):
     for stage in gl.static_range(FIRST):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(FIRST):
-        fetch_weights(ring, rhs_desc, gate_desc, stage, first + stage, place)
+        fetch_weights(ring, weights, stage, first + stage, place)
     for stage in gl.static_range(FIRST, STAGES):
         mbarrier.init(ring.full.index(stage), count=1)
     for stage in gl.static_range(STAGES):
@@ -136,23 +142,23 @@ def begin(ring, rhs_desc, gate_desc, place, first, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def fetch_weights(ring, rhs_desc, gate_desc, stage, step, place):
-    """Begins to fill a stage, and announces the block of lhs along with those of rhs and gate."""
+def fetch_weights(ring, weights, stage, step, place):
+    """Begins to fill a stage, and announces the block of lhs along with those of the weights."""
     full = ring.full.index(stage)
     dest = ring.rhs.index(stage)
-    at = [step * rhs_desc.block_shape[0], place.column]
+    at = [step * weights[0].block_shape[0], place.column]
     REST: gl.constexpr = 0 if ring.rest is None else ring.rest.index(stage).nbytes_per_cta
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + REST + dest.nbytes_per_cta)
-    if gate_desc is None:
-        tma.async_load(rhs_desc, at, full, dest, cache_policy=READ_ONCE)
+    if len(weights) == 1:
+        tma.async_load(weights[0], at, full, dest, cache_policy=READ_ONCE)
     else:
-        BLOCK_N: gl.constexpr = rhs_desc.block_shape[1]
-        tma.async_load(rhs_desc, at, full, dest.slice(0, BLOCK_N, 1), cache_policy=READ_ONCE)
-        tma.async_load(gate_desc, at, full, dest.slice(BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
+        BLOCK_N: gl.constexpr = weights[0].block_shape[1]
+        for i in gl.static_range(len(weights)):
+            tma.async_load(weights[i], at, full, dest.slice(i * BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
 
 
 @gluon.jit
-def load(ring, lhs_desc, rhs_desc, gate_desc, place, ROWS: gl.constexpr, position, first, end, fetched):
+def load(ring, lhs_desc, weights, place, ROWS: gl.constexpr, position, first, end, fetched):
     """Fetches what `multiply` needs for some steps of K.
 
     Args:
@@ -171,7 +177,7 @@ def load(ring, lhs_desc, rhs_desc, gate_desc, place, ROWS: gl.constexpr, positio
     for step in range(first, end):
         if step >= fetched:
             mbarrier.wait(ring.empty.index(stage), phase)
-            fetch_weights(ring, rhs_desc, gate_desc, stage, step, place)
+            fetch_weights(ring, weights, stage, step, place)
         for box in gl.static_range(BOXES):
             at = [tiles.row_of_box(place.row, box, ROWS, BOX), step * BLOCK_K]
             tma.async_load(lhs_desc, at, ring.full.index(stage), ring.lhs.index(stage).slice(box * BOX, BOX))

@@ -75,8 +75,7 @@ def multiply(
 @triton.jit
 def multiply_gated(
     lhs_ptr,  # first row of the tile
-    rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
-    gate_ptr,  # [K, N], or None
+    weights,  # rhs [K, N], or with RHS_TRANSPOSED [N, K]; and gate [K, N], if there is one
     rows,
     column,
     M: tl.constexpr,
@@ -89,16 +88,16 @@ def multiply_gated(
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
 ):
     """A tile of lhs @ rhs by `multiply`, and that of lhs @ gate, or None."""
-    if gate_ptr is None:
+    if len(weights) == 1:
         gate: tl.constexpr = None
         product = multiply(
-            lhs_ptr, rhs_ptr, rows, column, M, N, K,
+            lhs_ptr, weights[0], rows, column, M, N, K,
             BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
         )  # fmt: skip
     else:
         pair = multiply(
-            lhs_ptr, rhs_ptr, rows, column, M, N, K,
-            BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, other_ptr=gate_ptr,
+            lhs_ptr, weights[0], rows, column, M, N, K,
+            BLOCK_M, 2 * BLOCK_N, BLOCK_K, PRECISION, other_ptr=weights[1],
         )  # fmt: skip
         product, gate = halves(pair, BLOCK_M, 2 * BLOCK_N)
     return product, gate

@@ -15,15 +15,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def matmul_all_reduce_few_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [M, N], or None
+    epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS] with two shots: the rows that each rank has added up
@@ -42,9 +42,11 @@ def matmul_all_reduce_few_kernel(
     BLOCK_K: tl.constexpr,
     ADD_ROWS: tl.constexpr,  # rows of a tile that are added up at once
     PRECISION: tl.constexpr,
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)  # `send_tile` has time for it
+    last = epilogues.of(epilogue, EPILOGUE)
     wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     # Rows and columns that are sent; those past the end of the result are not stored.
@@ -77,9 +79,7 @@ def matmul_all_reduce_few_kernel(
             total += values[rank].to(tl.float32)
         first_row = row if SHOTS == 1 else me.rank * OWNED + row
         rows = tl.minimum(M - first_row, OWNED - row)
-        total = epilogue.apply(
-            total, None, bias_ptr, residual_ptr, first_row, rows, column, N, ADD_ROWS, BLOCK_N, ACTIVATION
-        )
+        total = epilogues.apply(total, None, last, first_row, rows, column, N, ADD_ROWS, BLOCK_N, ACTIVATION)
         rounded = total.to(dtype)
         if SHOTS == 1:
             store(out_ptr, rounded, row, column, M, M, N, ADD_ROWS, BLOCK_N)

@@ -40,6 +40,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
 from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as scatter
 
@@ -72,8 +73,7 @@ def matmul_all_reduce_hopper_kernel(
     lhs_desc,  # [1, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
-    bias_ptr,  # [N], or None
-    residual_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes], or None
+    epilogue,  # what there is of bias [N] and residual [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes]
     team,
     partials,  # scratch [WORLD - 1, TILES, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     sums,  # scratch [WORLD, TILES, BLOCK_M, BLOCK_N], by owner
@@ -98,10 +98,12 @@ def matmul_all_reduce_hopper_kernel(
     PACE: gl.constexpr,  # cycles in which a program sends so many to an owner,
     LAST_PACE: gl.constexpr,  # when no other product hides that any more,
     SUM_PACE: gl.constexpr,  # and to all peers
+    EPILOGUE: gl.constexpr,  # the names of `epilogue`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     results = shmem.scratch(me, sums, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
@@ -126,13 +128,11 @@ def matmul_all_reduce_hopper_kernel(
         SUM_PACE,
         ACTIVATION,
     )
-    last = scatter.Epilogue(bias_ptr, residual_desc)
-    descs = (lhs_desc, rhs_desc, residual_desc)
     gl.warp_specialize(
         [
             (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
             (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
-            (load, (me, ring, claimed, descs, inbox, results, arrived, added, tickets, work)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, last, inbox, results, arrived, added, tickets, work)),
             (push, (me, staged, inbox, results, places, arrived, added, work)),
         ],
         [4, 1, 2],
@@ -142,9 +142,8 @@ def matmul_all_reduce_hopper_kernel(
 
 
 @gluon.jit
-def load(me, ring, claimed, descs, inbox, results, arrived, added, tickets, work):
+def load(me, ring, claimed, lhs_desc, rhs_desc, last, inbox, results, arrived, added, tickets, work):
     """Loads as many tiles as this program can claim, what is to be added to its own ones, and the sums of others."""
-    lhs_desc, rhs_desc, residual_desc = descs
     parts_desc = describe(inbox, max(work.WORLD - 1, 1) * work.TILES, work)
     sums_desc = describe(results, work.WORLD * work.TILES, work)
     count = products(work) + copies(work)
@@ -164,7 +163,7 @@ def load(me, ring, claimed, descs, inbox, results, arrived, added, tickets, work
                 )
                 if owner == me.rank:
                     position = scatter.load_parts(
-                        me, ring, position, parts_desc, residual_desc, arrived, tile, work.TILES, row, column, work
+                        me, ring, position, parts_desc, last, arrived, tile, work.TILES, row, column, work
                     )
             else:
                 position = load_sum(me, ring, position, sums_desc, arrived, added, owner, tile, work)

@@ -17,15 +17,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import epilogue, hopper_few
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import hopper_few
 
 
 @gluon.jit
 def matmul_reduce_hopper_few_kernel(
     lhs_desc,  # [all rows, K], in boxes [rows, BLOCK_K], see `tiles.box_of`
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [M, N], or None
+    epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
@@ -48,14 +48,16 @@ def matmul_reduce_hopper_few_kernel(
     ADDERS: gl.constexpr,  # so many of these add it up
     ADD_ROWS: gl.constexpr,  # rows that are added up at once; at least 8 if several programs take turns
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
+    EPILOGUE: gl.constexpr,  # the names of `epilogue`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
+    last = epilogues.of(epilogue, EPILOGUE)
     number, split, first, end = hopper_few.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
     place = hopper_few.place_of(number, ROWS, BLOCK_M, BLOCK_N)
-    ring = hopper_few.allocate(rhs_desc, None, BLOCK_M, STAGES)
-    fetched = hopper_few.begin(ring, rhs_desc, None, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
+    ring = hopper_few.allocate((rhs_desc,), BLOCK_M, STAGES)
+    fetched = hopper_few.begin(ring, (rhs_desc,), place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
     wire: gl.constexpr = gl.float32 if EXACT_WIRE else rhs_desc.dtype
     gl.warp_specialize(
@@ -63,7 +65,7 @@ def matmul_reduce_hopper_few_kernel(
             (
                 multiply,
                 (
-                    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, end - first,
+                    me, ring, last, partials, sums, shares, left, out_ptr, place, split, end - first,
                     M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, WHOLE, ADDERS,
                     ADD_ROWS, LINGER, ACTIVATION,
                 ),
@@ -79,12 +81,12 @@ def matmul_reduce_hopper_few_kernel(
 @gluon.jit
 def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetched):
     """Fetches what is multiplied, which nobody has to wait for."""
-    hopper_few.load(ring, lhs_desc, rhs_desc, None, place, ROWS, (0, 1), first, end, fetched)
+    hopper_few.load(ring, lhs_desc, (rhs_desc,), place, ROWS, (0, 1), first, end, fetched)
 
 
 @gluon.jit
 def multiply(
-    me, ring, bias_ptr, residual_ptr, partials, sums, shares, left, out_ptr, place, split, steps,
+    me, ring, last, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
     WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr,
     ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
@@ -107,14 +109,14 @@ def multiply(
             send_piece(me, rows, partials, place, WORLD, OWNED, PITCH, SCATTERED)
         adder += place.block * ADDERS
         reduce(
-            me, bias_ptr, residual_ptr, partials, sums, out_ptr, place.column, adder, M, N, WORLD, OWNED, PITCH,
+            me, last, partials, sums, out_ptr, place.column, adder, M, N, WORLD, OWNED, PITCH,
             BLOCK_N, WIRE, BLOCKS * ADDERS, ADD_ROWS, LINGER, ACTIVATION,
         )  # fmt: skip
 
 
 @gluon.jit
 def reduce(
-    me, bias_ptr, residual_ptr, partials, sums, out_ptr, column, adder, M: gl.constexpr, N: gl.constexpr,
+    me, last, partials, sums, out_ptr, column, adder, M: gl.constexpr, N: gl.constexpr,
     WORLD: gl.constexpr, OWNED: gl.constexpr, PITCH: gl.constexpr, BLOCK_N: gl.constexpr, WIRE: gl.constexpr,
     ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
@@ -131,18 +133,18 @@ def reduce(
         inside = (m < OWNED) & (first + m < M) & (n < N)
         bias, residual = 0.0, 0.0
         # On their way while the words are.
-        if bias_ptr is not None:
-            bias = gl.load(bias_ptr + n, mask=inside, other=0.0).to(gl.float32)
-        if residual_ptr is not None:
-            residual = gl.load(residual_ptr + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
+        if last.bias is not None:
+            bias = gl.load(last.bias + n, mask=inside, other=0.0).to(gl.float32)
+        if last.residual is not None:
+            residual = gl.load(last.residual + (first + m) * N + n, mask=inside, other=0.0).to(gl.float32)
         parts, late = receive(me, partials, WIRE, row, column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS, LINGER)
         total = parts[0].to(gl.float32)
         for rank in gl.static_range(1, WORLD):
             total += parts[rank].to(gl.float32)
-        if bias_ptr is not None:
+        if last.bias is not None:
             total += bias
-        total = epilogue.activate_gated(total, None, ACTIVATION)
-        if residual_ptr is not None:
+        total = epilogues.activate_gated(total, None, ACTIVATION)
+        if last.residual is not None:
             total += residual
         if sums is None:
             gl.store(out_ptr + (first + m) * N + n, total.to(OUT), mask=inside)

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 from jaxtaxfree.kernels.matmul_reduce_scatter.portable import add_received
 
 
@@ -23,8 +24,7 @@ from jaxtaxfree.kernels.matmul_reduce_scatter.portable import add_received
 def matmul_all_reduce_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [M, N], or None
+    epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # scratch [WORLD - 1, tiles a rank, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     sums,  # scratch [WORLD, tiles a rank, BLOCK_M, BLOCK_N], by owner
@@ -41,9 +41,11 @@ def matmul_all_reduce_kernel(
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
     column_blocks: tl.constexpr = tl.cdiv(N, BLOCK_N)
     tiles_a_rank: tl.constexpr = tl.cdiv(row_blocks * column_blocks, WORLD)
@@ -84,12 +86,12 @@ def matmul_all_reduce_kernel(
                 left, right = matmul.halves(product, BLOCK_M, BLOCK_N)
                 left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
                 give_out(
-                    me, left, bias_ptr, residual_ptr, out, outbox, row, rows, column,
+                    me, left, last, out, outbox, row, rows, column,
                     N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
                 )  # fmt: skip
                 right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
                 give_out(
-                    me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+                    me, right, last, out, outbox + half, row, rows, column + half,
                     N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
                 )  # fmt: skip
                 shmem.signal_all(me, added + place, WORLD)
@@ -106,8 +108,7 @@ def matmul_all_reduce_kernel(
 def give_out(
     me,
     total,  # f32 [BLOCK_M, BLOCK_N]: some columns of a tile
-    bias_ptr,
-    residual_ptr,
+    last,
     out,  # first row of the tile; row stride N
     outbox,  # where every rank keeps these columns of the tile
     row,
@@ -121,21 +122,21 @@ def give_out(
     ACTIVATION: tl.constexpr,
 ):
     """Applies the epilogue to sums, rounds them, stores them in the result and pushes them to the peers."""
-    ALONE: tl.constexpr = bias_ptr is None and residual_ptr is None and ACTIVATION is None
+    ALONE: tl.constexpr = last.bias is None and last.residual is None and ACTIVATION is None
     if not ALONE and BLOCK_M * BLOCK_N > 64 * 128:
         # By halves, because the registers hold no residual beside so many sums.
         half: tl.constexpr = BLOCK_N // 2
         left, right = matmul.halves(total, BLOCK_M, BLOCK_N)
         give_out(
-            me, left, bias_ptr, residual_ptr, out, outbox, row, rows, column,
+            me, left, last, out, outbox, row, rows, column,
             N, WORLD, BLOCK_M, half, STRIDE, ACTIVATION,
         )  # fmt: skip
         give_out(
-            me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+            me, right, last, out, outbox + half, row, rows, column + half,
             N, WORLD, BLOCK_M, half, STRIDE, ACTIVATION,
         )  # fmt: skip
     else:
-        result = epilogue.apply(total, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
+        result = epilogues.apply(total, None, last, row, rows, column, N, BLOCK_M, BLOCK_N, ACTIVATION)
         rounded = result.to(out.dtype.element_ty)
         matmul.store_tile(out, rounded, rows, column, N, BLOCK_M, BLOCK_N)
         element = tl.arange(0, BLOCK_M)[:, None] * STRIDE + tl.arange(0, BLOCK_N)[None, :]

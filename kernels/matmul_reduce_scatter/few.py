@@ -12,15 +12,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def matmul_reduce_scatter_few_kernel(
     lhs_ptr,  # [WORLD * M, K]
     rhs_ptr,  # [K, N], or [N, K]
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [M, N], or None
+    epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # scratch [WORLD, M, N]
     arrived,  # signals [programs, WORLD]
@@ -35,9 +35,11 @@ def matmul_reduce_scatter_few_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, partials, tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty)
     all_rows: tl.constexpr = WORLD * M
     row_blocks: tl.constexpr = tl.cdiv(all_rows, BLOCK_M)
@@ -74,7 +76,5 @@ def matmul_reduce_scatter_few_kernel(
         total += partial.to(tl.float32)
     total = tl.where(ready, total, float("nan"))
     out = out_ptr + first.to(tl.int64) * N
-    epilogue.store_tile(
-        out, total, None, bias_ptr, residual_ptr, first, count, column, N, SUM_ROWS, BLOCK_N, ACTIVATION
-    )
+    epilogues.store_tile(out, total, None, last, first, count, column, N, SUM_ROWS, BLOCK_N, ACTIVATION)
     shmem.finish(me)

@@ -30,6 +30,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
 from jaxtaxfree.kernels.blocks import tiles
 
@@ -53,13 +54,6 @@ class Work(NamedTuple):
     COLUMNS: Any
 
 
-class Epilogue(NamedTuple):
-    """What is added to a sum before it is rounded."""
-
-    bias_ptr: Any
-    residual_desc: Any
-
-
 class Relay(NamedTuple):
     """By which one role of a program hands numbers over to another one, and what it has stored before.
 
@@ -76,8 +70,7 @@ def matmul_reduce_scatter_hopper_kernel(
     lhs_desc,  # [WORLD, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`; [1, M, K] if ranks own columns
     rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]; [K, WORLD * N] if ranks own columns
     half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
-    bias_ptr,  # [N], or None
-    residual_desc,  # [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes], or None
+    epilogue,  # what there is of bias [N] and residual [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes]
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     outbox,  # scratch [programs, PLACES, BLOCK_M, BLOCK_N] for tiles of this rank
@@ -95,23 +88,24 @@ def matmul_reduce_scatter_hopper_kernel(
     STAGES: gl.constexpr,  # steps of K in flight
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many
+    EPILOGUE: gl.constexpr,  # the names of `epilogue`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
     COLUMNS: gl.constexpr,  # ranks own columns of the sum, not rows
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     inbox = shmem.scratch(me, partials, lhs_desc.dtype)
     places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = allocate_relay(1, 2)
     staged = allocate_relay(2, 1)
     work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION, COLUMNS)
-    last = Epilogue(bias_ptr, residual_desc)
     gl.warp_specialize(
         [
             (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
             (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
-            (load, (me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work)),
+            (load, (me, ring, claimed, lhs_desc, rhs_desc, last, inbox, arrived, tickets, work)),
             (push, (me, staged, inbox, places, arrived, work)),
         ],
         [4, 1, 2],
@@ -121,7 +115,7 @@ def matmul_reduce_scatter_hopper_kernel(
 
 
 @gluon.jit
-def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, tickets, work):
+def load(me, ring, claimed, lhs_desc, rhs_desc, last, inbox, arrived, tickets, work):
     """Loads as many tiles as this program can claim, and for those of this rank's own rows what is to be added."""
     LINES: gl.constexpr = lines_of(work)
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
@@ -149,14 +143,14 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, residual_desc, inbox, arrived, t
         if owner == me.rank:
             tile = ticket % tiles_a_rank(work)
             position = load_parts(
-                me, ring, position, parts_desc, residual_desc, arrived, tile, tiles_a_rank(work), row, column, work
+                me, ring, position, parts_desc, last, arrived, tile, tiles_a_rank(work), row, column, work
             )
         ticket = shmem.claim(me, tickets, count + gl.num_programs(0))
     give(claimed, place, ticket)
 
 
 @gluon.jit
-def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, count, row, column, work):
+def load_parts(me, ring, position, parts_desc, last, arrived, tile, count, row, column, work):
     """Loads the peers' partial tiles into the next stages: of all peers some lines, then of all of them the next ones.
 
     Behind some lines of all peers comes the residual's part that is added to their sum. If one of them does not come,
@@ -173,9 +167,9 @@ def load_parts(me, ring, position, parts_desc, residual_desc, arrived, tile, cou
                 shmem.wait(me, arrived + part, me.epoch, (me.rank + work.WORLD - 1 - i) % work.WORLD)
                 shmem.fence_proxy()
             position = matmul.load_block(ring, position, parts_desc, [part * work.BLOCK_M + first, 0])
-        if residual_desc is not None:
+        if last.residual is not None:
             at = [0, row, column + first * work.BLOCK_N // work.BLOCK_M]
-            position = matmul.load_block(ring, position, residual_desc, at)
+            position = matmul.load_block(ring, position, last.residual, at)
     return position
 
 
@@ -340,9 +334,9 @@ def finish_sum(tile, ring, position, last, column, work, PARTITION: gl.constexpr
     N: gl.constexpr = tile.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, N, 16])
     tile = gl.convert_layout(tile, LAYOUT, assert_trivial=True)
-    tile = matmul.activate(tile, None, last.bias_ptr, column, work.N, work.ACTIVATION)
-    if last.residual_desc is not None:
-        dtype: gl.constexpr = last.residual_desc.dtype
+    tile = matmul.activate(tile, None, last, column, work.N, work.ACTIVATION)
+    if last.residual is not None:
+        dtype: gl.constexpr = last.residual.dtype
         SHAPE: gl.constexpr = [work.BLOCK_M, N]
         SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, dtype)
         residual, position = matmul.take_block(ring, position, dtype, SHAPE, SHARED, LAYOUT, 0, PARTITION)

@@ -21,15 +21,15 @@ import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
-from jaxtaxfree.kernels.blocks import epilogue, matmul, tiles
+from jaxtaxfree.kernels.blocks import epilogue as epilogues
+from jaxtaxfree.kernels.blocks import matmul, tiles
 
 
 @triton.jit
 def matmul_reduce_scatter_kernel(
     lhs_ptr,  # [WORLD * M, K]; [M, K] if ranks own columns
     rhs_ptr,  # [K, N], or [N, K]; WORLD * N if ranks own columns
-    bias_ptr,  # [N], or None
-    residual_ptr,  # [M, N], or None
+    epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     outbox,  # scratch [LAG, BLOCK_M, BLOCK_N] for tiles of this rank
@@ -50,9 +50,11 @@ def matmul_reduce_scatter_kernel(
     LAG: tl.constexpr,
     PART: tl.constexpr,  # 4-byte words that are carried in a step of K
     CHUNK: tl.constexpr,  # the power of 2 of words that are moved at a time
+    EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
+    last = epilogues.of(epilogue, EPILOGUE)
     wire: tl.constexpr = tl.float32 if EXACT_WIRE else lhs_ptr.dtype.element_ty
     inbox = shmem.scratch(me, partials, wire)
     row_blocks: tl.constexpr = tl.cdiv(M, BLOCK_M)
@@ -121,12 +123,10 @@ def matmul_reduce_scatter_kernel(
         row = row_block * BLOCK_M
         out = out_ptr + row.to(tl.int64) * N
         left = add_received(left, received, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
-        left = epilogue.apply(left, None, bias_ptr, residual_ptr, row, rows, column, N, BLOCK_M, half, ACTIVATION)
+        left = epilogues.apply(left, None, last, row, rows, column, N, BLOCK_M, half, ACTIVATION)
         matmul.store_tile(out, left, rows, column, N, BLOCK_M, half)
         right = add_received(right, received + half, ready, stride, WORLD - 1, BLOCK_M, BLOCK_N)
-        right = epilogue.apply(
-            right, None, bias_ptr, residual_ptr, row, rows, column + half, N, BLOCK_M, half, ACTIVATION
-        )
+        right = epilogues.apply(right, None, last, row, rows, column + half, N, BLOCK_M, half, ACTIVATION)
         matmul.store_tile(out, right, rows, column + half, N, BLOCK_M, half)
     shmem.finish(me)
 

@@ -120,7 +120,7 @@ def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **co
     gathered = np.concatenate(lhs).astype(np.float32)
     expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
     keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, {"rhs": rhs}, {}), keywords=keywords, expected=expected)
 
 
 def _launch(
@@ -177,7 +177,7 @@ def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], 
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     expected = np.split(total.astype(dtype), world)
     keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, rhs), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=expected)
 
 
 def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -192,7 +192,7 @@ def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int],
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, rhs), keywords=keywords, expected=[total.astype(dtype)] * world)
+    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:

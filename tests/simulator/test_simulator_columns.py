@@ -38,11 +38,11 @@ def gather(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     config = getattr(gather_ops, kernel).Config(**settings)
     form = {"return_gathered": return_gathered, "rhs_transposed": rhs_transposed, "along_columns": True}
     keywords = launched(gather_ops, m, k, n, world, dtype, config, **form)
-    arrays: tuple[Any, ...] = (lhs, rhs)
+    arrays: tuple[Any, ...] = (lhs, {"rhs": rhs}, {})
     results = [(each, gathered) for each in out] if return_gathered else out
     if kernel == "hopper":
         blocks = [x[None] for x in lhs]
-        arrays = (blocks, blocks, rhs, rhs)
+        arrays = (blocks, blocks, {"rhs": rhs}, {"rhs": rhs}, {})
         results = [(each[None], gathered[None]) for each in out] if return_gathered else [each[None] for each in out]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 
@@ -59,9 +59,9 @@ def scatter(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     config = getattr(scatter_ops, kernel).Config(**settings)
     form = {"rhs_transposed": rhs_transposed, "along_columns": True}
     keywords = launched(scatter_ops, m, k, n, world, dtype, config, **form)
-    arrays: tuple[Any, ...] = (lhs, rhs)
+    arrays: tuple[Any, ...] = (lhs, rhs, {})
     if kernel == "hopper":
-        arrays, results = ([x[None] for x in lhs], rhs, rhs), [x[None] for x in results]
+        arrays, results = ([x[None] for x in lhs], rhs, rhs, {}), [x[None] for x in results]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 
 

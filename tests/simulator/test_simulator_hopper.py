@@ -56,7 +56,7 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     if rhs_transposed:
         rhs = [np.ascontiguousarray(w.T) for w in rhs]
     return Call(
-        arrays=(lhs, lhs, rhs, rhs),
+        arrays=(lhs, lhs, {"rhs": rhs}, {"rhs": rhs}, {}),
         keywords=launched(gather_ops, world * m, k, n, world, dtype, config, **others),
         expected=[(out, gathered) for out in expected] if return_gathered else expected,
     )
@@ -75,9 +75,10 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
         others = [{"bias": jnp.asarray(b)} for b in bias]
         expected = [np.asarray(epilogue.apply(*pair, dtype)) for pair in zip(products, others)]
     tiles = {**TILES, "block_n": 32 if epilogue.gated else 16}
+    weights = {"rhs": rhs, "gate": gate} if epilogue.gated else {"rhs": rhs}
     config = gather_ops.hopper.Config(**tiles, block_m=8, unit=4, programs=programs)
     return Call(
-        arrays=(lhs, lhs, rhs, rhs, *((gate, gate) if epilogue.gated else ()), bias),
+        arrays=(lhs, lhs, weights, weights, {"bias": bias}),
         keywords=launched(gather_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
         expected=expected,
         tolerance=TOLERANCE[dtype.name],
@@ -100,7 +101,7 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     config = scatter_ops.hopper.Config(**tiles, programs=programs)
     epilogue = Epilogue(operands=tuple(names))
     return Call(
-        arrays=(lhs, rhs, rhs, *(given[name] for name in names)),
+        arrays=(lhs, rhs, rhs, {name: given[name] for name in names}),
         keywords=launched(scatter_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
     )
@@ -116,7 +117,7 @@ def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
     config = reduce_ops.hopper.Config(**TILES_OF_SUMS, programs=programs, groups=groups, lag=lag)
     return Call(
-        arrays=(lhs, rhs, rhs, *([given[name]] * world for name in names)),
+        arrays=(lhs, rhs, rhs, {name: [given[name]] * world for name in names}),
         keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
         expected=[total] * world,
     )

@@ -102,7 +102,7 @@ REDUCED_STEP = "    step = tl.program_id(0) // tiles_a_rank\n"
 PART_WAIT = "shmem.wait(me, arrived + slot, me.epoch, (me.rank + WORLD - 1 - i) % WORLD)"
 SUM_WAIT = "shmem.wait(me, added + place, me.epoch, owner)"
 RIGHT_HALF = """                give_out(
-                    me, right, bias_ptr, residual_ptr, out, outbox + half, row, rows, column + half,
+                    me, right, last, out, outbox + half, row, rows, column + half,
                     N, WORLD, BLOCK_M, half, BLOCK_N, ACTIVATION,
                 )  # fmt: skip
 """
@@ -806,8 +806,8 @@ MUTANTS = (
         kernel="all_gather_matmul_hopper_few",
         edits=(
             (
-                "inbox = shmem.scratch(me, gathered, rhs_desc.dtype)",
-                "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, rhs_desc.dtype)",
+                "inbox = shmem.scratch(me, gathered, weights[0].dtype)",
+                "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, weights[0].dtype)",
             ),
         ),
         errors=TOO_EARLY,

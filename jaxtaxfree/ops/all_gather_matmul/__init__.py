@@ -196,7 +196,7 @@ def reference(
         dtype = preferred_element_type or jnp.result_type(lhs, rhs)
         weights, others = epilogue.split(rhs, operands)
         wide = epilogues.wide_type(dtype)
-        out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights], others, dtype)
+        out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights.values()], others, dtype)
     else:
         out = multiply(rhs, preferred_element_type=preferred_element_type)
     return (out, gathered) if return_gathered else out
@@ -248,8 +248,8 @@ def fused(
         return_gathered=return_gathered,
         along_columns=along_columns,
     )
-    others = epilogue.rows_first(operands, dimension)
-    outs = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
+    outs = product.run(VARIANTS, call, rows, weights, others, axes=axes, config=config, implementation=implementation)
     return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
 

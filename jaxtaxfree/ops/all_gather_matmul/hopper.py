@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
-
 from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
@@ -71,16 +69,14 @@ class Hopper(Variant[Call]):
         config = dataclasses.replace(config, block_n=config.block_n // call.products)
         keywords = hopper.keywords(call, call.m, config)
         blocks = keywords["descriptors"]
-        gate = {"gate_desc": blocks["rhs_desc"], "half_gate_desc": blocks["half_desc"]}
-        if call.epilogue.gated:
-            keywords["descriptors"] = blocks | gate
-        else:
-            keywords |= dict.fromkeys(gate)
+        whole, half = blocks.pop("rhs_desc"), blocks.pop("half_desc")
+        for name in call.weights:
+            blocks |= {f"weights.{name}": whole, f"half_weights.{name}": half}
         chunk = CHUNK.value * config.part * call.itemsize
         return {
             **common(call),
             **keywords,
-            **call.epilogue.keywords("bias"),
+            "ACTIVATION": call.epilogue.activation,
             **results(call, _sources(call), call.m),
             "signals": {
                 "arrived": (call.world, math.ceil(call.m / config.block_m), math.ceil(call.k / config.part)),
@@ -92,11 +88,10 @@ class Hopper(Variant[Call]):
             "PACE": hopper.pace(config.pace, call.columns, call.itemsize, chunk, config.programs),
         }
 
-    def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
         """Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them."""
-        rows, rhs, *others = operands
-        weights, rest = call.epilogue.split(rhs, others)
-        return rows[None], rows[None], *(w for w in weights for _ in range(2)), *rest.values()
+        rows, weights, epilogue = operands
+        return rows[None], rows[None], weights, weights, epilogue
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         other = {"kernel": "portable"}

@@ -65,9 +65,8 @@ class HopperFew(Variant[Call]):
         return hopper_few.slower(call, config, others=config.pushers)
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
-        weights = ("rhs_desc", "gate_desc") if call.epilogue.gated else ("rhs_desc",)
         shared = common(call)
-        keywords = hopper_few.keywords(call, call.rows, config, *weights)
+        keywords = hopper_few.keywords(call, call.rows, config, *(f"weights.{name}" for name in call.weights))
         # Whole steps, and at least as many parts as there are programs that begin with another one.
         splits = 1 if keywords["WHOLE"] else keywords["SPLITS"]
         part = math.ceil(min(config.part, call.k / splits) / config.block_k) * config.block_k
@@ -82,8 +81,7 @@ class HopperFew(Variant[Call]):
             "scratch": shared["scratch"] | keywords["scratch"],
             "grid": pushers + keywords["grid"],
             "signals": keywords["signals"] | {"arrived": (parts, call.world)},
-            **({} if call.epilogue.gated else {"gate_desc": None}),
-            **call.epilogue.keywords("bias", "residual"),
+            "ACTIVATION": call.epilogue.activation,
             "M": call.m,
             "N": call.n,
             "K": call.k,

@@ -80,7 +80,7 @@ def keywords(call: Call, config: Any) -> dict[str, Any]:
         "PUSHERS": config.pushers,
         "CHUNK": config.chunk,
         "RHS_TRANSPOSED": call.rhs_transposed,
-        **call.epilogue.keywords("gate", "bias", "residual"),
+        "ACTIVATION": call.epilogue.activation,
     }
 
 

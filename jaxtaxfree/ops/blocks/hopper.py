@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -107,16 +107,15 @@ def reduce_keywords(call: Call, m: int, config: Tile) -> dict[str, Any]:
     """As `keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
     # This many columns, all rows of them.
     arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-    found = keywords(call, m, config, stored=arriving) | call.epilogue.keywords("bias")
+    found = keywords(call, m, config, stored=arriving) | {"ACTIVATION": call.epilogue.activation}
     if "residual" in call.epilogue.operands:
-        found["descriptors"]["residual_desc"] = (1, config.block_m, arriving)
-        return found
-    return found | {"residual_desc": None}
+        found["descriptors"]["epilogue.residual"] = (1, config.block_m, arriving)
+    return found
 
 
-def reduce_arrays(rows: jax.Array, rhs: jax.Array, others: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+def reduce_arrays(rows: jax.Array, rhs: jax.Array, epilogue: Mapping[str, jax.Array]) -> tuple[Any, ...]:
     """The operands of a kernel that reduces: rhs in blocks and in halves of them, the residual as the result lies."""
-    return rows, rhs, rhs, *(x if x.ndim == 1 else x[None] for x in others)
+    return rows, rhs, rhs, {name: x[None] if name == "residual" else x for name, x in epilogue.items()}
 
 
 def pace(share: float, length: int, itemsize: int, chunk: int, programs: int) -> int:

@@ -246,7 +246,7 @@ def reduce_keywords(
         "EXACT_WIRE": config.exact_wire,
         "ADD_ROWS": add_rows,
         "LINGER": owned > 16 if linger is None else linger,
-        **call.epilogue.keywords("bias", "residual"),
+        "ACTIVATION": call.epilogue.activation,
     }
 
 

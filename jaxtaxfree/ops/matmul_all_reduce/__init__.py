@@ -166,8 +166,8 @@ def fused(
         preferred_element_type=preferred_element_type,
         epilogue=epilogue,
     )
-    others = epilogue.rows_first(operands, 0)
-    out = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    _, others = epilogue.split(rhs, epilogue.rows_first(operands, 0))
+    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
     return out.reshape(*lhs.shape[:-1], call.n)
 
 

@@ -94,10 +94,10 @@ class Hopper(Variant[Call]):
             "SUM_PACE": cycles(0, peers, a_group),
         }
 
-    def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
         """With one more dimension, as the kernel that scatters has it for the ranks."""
-        rows, rhs, *others = operands
-        return hopper.reduce_arrays(rows[None], rhs, others)
+        rows, rhs, epilogue = operands
+        return hopper.reduce_arrays(rows[None], rhs, epilogue)
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         return [

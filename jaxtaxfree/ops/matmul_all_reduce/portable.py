@@ -64,6 +64,6 @@ def keywords(call: Call, config: Any) -> dict[str, Any]:
     """What both portable kernels are launched with."""
     return {
         **portable.keywords(call, call.rows, config),
-        **call.epilogue.keywords("bias", "residual"),
+        "ACTIVATION": call.epilogue.activation,
         "EXACT_WIRE": config.exact_wire,
     }

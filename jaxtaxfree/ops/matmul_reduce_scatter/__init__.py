@@ -168,8 +168,8 @@ def fused(
         rhs_transposed=rhs_transposed,
         along_columns=along_columns,
     )
-    others = epilogue.rows_first(operands, dimension)
-    out = product.run(VARIANTS, call, rows, rhs, *others, axes=axes, config=config, implementation=implementation)
+    _, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
+    out = product.run(VARIANTS, call, rows, rhs, others, axes=axes, config=config, implementation=implementation)
     return matmul.rows_back(out, lengths, dimension)
 
 

@@ -69,9 +69,9 @@ class Hopper(Variant[Call]):
             "PACE": hopper.pace(config.pace, call.k, call.itemsize, chunk, config.programs),
         }
 
-    def arrays(self, call: Call, *operands: jax.Array) -> tuple[jax.Array, ...]:
-        rows, rhs, *others = operands
-        return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, others)
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        rows, rhs, epilogue = operands
+        return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, epilogue)
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         other = {"kernel": "portable"}

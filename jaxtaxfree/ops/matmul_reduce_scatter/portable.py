@@ -87,5 +87,5 @@ def keywords(call: Call, config: Any) -> dict[str, Any]:
         **portable.keywords(call, call.m, config),
         "RHS_TRANSPOSED": call.rhs_transposed,
         "EXACT_WIRE": config.exact_wire,
-        **call.epilogue.keywords("bias", "residual"),
+        "ACTIVATION": call.epilogue.activation,
     }
