@@ -4,11 +4,12 @@ from jaxtaxfree import heap
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
-from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
+from jaxtaxfree.ops.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.shmem import CompileError, shmem_call
 
 __version__ = "0.1.0"
@@ -21,6 +22,7 @@ __all__ = [
     "PeerTimeoutError",
     "all_gather",
     "all_gather_matmul",
+    "all_to_all",
     "append_kv",
     "block_until_ready",
     "decode_attention",
@@ -30,5 +32,6 @@ __all__ = [
     "merge_attention",
     "psum",
     "psum_scatter",
+    "ragged_all_to_all",
     "shmem_call",
 ]

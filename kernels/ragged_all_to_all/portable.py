@@ -4,8 +4,8 @@ Each program sends a part of the rows for every peer, and collects what its twin
 program waits for its twins alone. The sender knows where its rows belong in the receiver's result. It puts them at that
 place of the receiver's inbox, and tells the receiver so.
 
-What is sent comes in stages, each with one signal to all ranks. While a stage is on its way, the one before it is copied
-from the inbox to the result. A peer for which there are no rows costs nothing more than its part of this signal.
+What is sent comes in stages, each with one signal to all ranks. While a stage is on its way, the one before it is
+copied from the inbox to the result. A peer for which there are no rows costs nothing more than its part of this signal.
 
 Sizes and offsets are data, so a sender checks them before they address anything. Of a transfer that does not fit into
 the operand or the result nothing is sent. The receiver learns that, also where the two disagree about the number of

@@ -1,4 +1,4 @@
-"""`psum`, `all_gather`, `psum_scatter`, `all_to_all`: `lax`'s collectives for small arrays, where only latency counts."""
+"""`psum`, `all_gather`, `psum_scatter`, `all_to_all`: collectives for small arrays, where only latency counts."""
 
 import functools
 import math
@@ -167,7 +167,7 @@ def all_to_all(
     Returns: [..., world, ...], or [..., world * N, ...] if tiled, bit for bit what the ranks have.
 
     Raises: what `psum` raises, and
-      ValueError: if a dimension does not exist, or the split one has size 0, or is not divisible by the number of ranks.
+      ValueError: if a dimension does not exist, or the split one has size 0 or one that the ranks do not divide.
       TypeError: if a dimension is not an integer.
     """
     axes = check_axes(axis_name, "all_to_all")

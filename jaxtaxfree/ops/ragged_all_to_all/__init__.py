@@ -94,7 +94,8 @@ def _check_operands(operand: jax.Array, output: jax.Array, tables: Sequence[jax.
     for name, x in zip(NAMES, tables, strict=True):
         if x.shape != (world,) or not jnp.issubdtype(x.dtype, jnp.integer):
             raise ValueError(
-                f"ragged_all_to_all takes {name} as integers [{world}], one for each rank, not {x.dtype}{list(x.shape)}."
+                f"ragged_all_to_all takes {name} as integers [{world}], one for each rank, not "
+                f"{x.dtype}{list(x.shape)}."
             )
 
 
