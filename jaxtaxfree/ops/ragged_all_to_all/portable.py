@@ -43,7 +43,7 @@ class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
-      programs: number of programs.
+      programs: number of programs that send, and of those that collect.
       chunk: elements that a program moves at a time, a power of 2.
       stages: parts in which rows are sent, each with a signal; while one is on its way, the one before is copied.
       num_warps: warps of a program.
@@ -56,7 +56,7 @@ class Config(Settings):
 
 
 class Portable(Variant[Call]):
-    """Each program sends a part of the rows for every peer, and collects what its twins have sent."""
+    """Some programs send, each a part of the rows for every peer. As many collect what comes."""
 
     name, Config, kernel = "portable", Config, ragged_all_to_all_kernel
 
@@ -71,12 +71,12 @@ class Portable(Variant[Call]):
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         return {
             "name": "ragged_all_to_all",
-            "grid": config.programs,
+            "grid": 2 * config.programs,
             "num_warps": config.num_warps,
             "out_type": jax.ShapeDtypeStruct((call.rows_out, call.d), call.dtype),
             "scratch": {
                 "inbox": jax.ShapeDtypeStruct((call.rows_out, call.d), call.dtype),
-                "transfers": jax.ShapeDtypeStruct((call.world, config.programs, 2), jnp.int32),
+                "transfers": jax.ShapeDtypeStruct((config.programs, call.world, 2), jnp.int32),
             },
             "signals": {"arrived": (config.programs, call.world)},
             "cost_estimate": {"flops": 0, "bytes_accessed": 3 * call.nbytes},
@@ -84,6 +84,7 @@ class Portable(Variant[Call]):
             "ROWS_OUT": call.rows_out,
             "D": call.d,
             "WORLD": call.world,
+            "PROGRAMS": config.programs,
             "CHUNK": config.chunk,
             "STAGES": config.stages,
         }
