@@ -8,18 +8,24 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    from jaxtaxfree import doctor
+    from jaxtaxfree import doctor, doctor_processes
     from jaxtaxfree.taxes import programs
 
     parser = argparse.ArgumentParser(prog="python -m jaxtaxfree")
     commands = parser.add_subparsers(dest="command", title="commands")
-    commands.add_parser("doctor", help="say what works on this machine, and how to mend what does not")
+    examination = commands.add_parser("doctor", help="say what works on this machine, and how to mend what does not")
+    examination.add_argument(
+        "--processes",
+        type=int,
+        metavar="N",
+        help="start N processes of one GPU each, and check what works between them",
+    )
     programs.add_arguments(
         commands.add_parser("taxes", help="say where the time of XLA's programs and of the fused ones goes")
     )
     match (options := parser.parse_args(arguments)).command:
         case "doctor":
-            return doctor.main()
+            return doctor.main() if options.processes is None else doctor_processes.main(options.processes)
         case "taxes":
             return programs.main(options)
     parser.print_help()

@@ -461,11 +461,16 @@ def run_checks() -> list[Finding]:
 
 def main() -> int:
     """Prints the table. Returns the exit code: 1 where a check failed."""
+    return report(run_checks, "jaxtaxfree doctor")
+
+
+def report(examine: Callable[[], list[Finding]], title: str) -> int:
+    """Prints a table of what is found. Returns the exit code: 1 where a check failed."""
     console = Console()
     with console.status("examining this machine"):
-        findings = run_checks()
+        findings = examine()
     styles = {"OK": "green", "note": "yellow", "FAIL": "bold red"}
-    table = Table("check", "status", "found", title="jaxtaxfree doctor")
+    table = Table("check", "status", "found", title=title)
     for column in table.columns[:2]:
         column.no_wrap = True
     for finding in findings:

@@ -17,10 +17,20 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import dispatch, heap, primitive, shmem
+from jaxtaxfree.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.primitive import Lasting, Unsupported
 from jaxtaxfree.teams import ArrangementError, Team
 from tests.conftest import MeshFactory
-from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, sharded
+from tests.helpers.support import (
+    TRITON_CALL,
+    assert_fused,
+    chosen,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    product_call,
+    sharded,
+)
 from tests.operations.test_primitive import OPERATIONS
 from tests.runtime.test_shmem_call import rotate
 
@@ -469,3 +479,19 @@ def test_what_the_variable_cannot_be(monkeypatch: pytest.MonkeyPatch, wrong: str
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "100")
     with fails(ValueError, f"JAXTAXFREE_UNMEASURED is 'xla' or 'fused', not {wrong!r}."):
         text_of(mesh_of(4), "psum")
+
+
+@pytest.mark.parametrize(
+    "module, most",
+    ((all_gather_matmul, 8), (matmul_reduce_scatter, 16), (matmul_all_reduce, 16)),
+    ids=("gather", "scatter", "reduce"),
+)
+def test_programs_that_wait_for_each_other_leave_room_for_collectives(module: Any, most: int) -> None:
+    """By shape at most so many, of 132 places, of which NCCL has 64 at most; see docs/guarantees.md."""
+    found = {
+        chosen(module, product_call(module, rows, 4096, n, world=world)).keywords.get("together", 1)
+        for world in (1, 2, 4, 8)
+        for rows in (*range(8, 520, 24), 256, 512)
+        for n in (64, 520, 1024, 2048, 8192, 28672)
+    }
+    assert max(found) == most

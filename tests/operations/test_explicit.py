@@ -486,6 +486,19 @@ def test_an_operation_that_does_not_say_what_its_dimensions_are(mesh: Mesh) -> N
         lower_for_cuda(program(mesh, call), *on(mesh, operands(call), call.specs))
 
 
+def check_on_devices(mesh: Mesh, case: Case) -> None:
+    """Values and gradients of the kernel, on the devices of this process."""
+    arrays = operands(case)
+    given = on(mesh, arrays, case.specs)
+    call = program(mesh, case, implementation="fused")
+    with jax.default_matmul_precision("highest"):
+        found = jax.jit(call)(*given), *gradients(call, given)
+        wanted = case.plain(*arrays), *gradients(case.plain, arrays)
+    for x, y in zip(found, wanted, strict=True):
+        for part in x.addressable_shards:
+            assert_close(part.data, np.asarray(y)[part.index], 1e-3)
+
+
 @each_case
 @pytest.mark.parametrize(
     "shape", (pytest.param((1, 2), marks=pytest.mark.gpu(2)), pytest.param((2, 2), marks=pytest.mark.gpu(4)))
@@ -493,10 +506,4 @@ def test_an_operation_that_does_not_say_what_its_dimensions_are(mesh: Mesh) -> N
 def test_on_gpus(gpu_mesh: MeshFactory, case: Case, shape: tuple[int, int]) -> None:
     mesh = gpu_mesh(shape, ("dp", "tp"))
     mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * 2)
-    arrays = operands(case)
-    given = on(mesh, arrays, case.specs)
-    call = program(mesh, case, implementation="fused")
-    with jax.default_matmul_precision("highest"):
-        assert_close(jax.jit(call)(*given), case.plain(*arrays), 1e-3)
-        for x, wanted in zip(gradients(call, given), gradients(case.plain, arrays), strict=True):
-            assert_close(x, wanted, 1e-3)
+    check_on_devices(mesh, case)

@@ -1,6 +1,8 @@
 """The demo: both forms of the transformer agree, the weights are good, and the command line does what it says."""
 
 import os
+import re
+import socket
 import subprocess
 import sys
 from argparse import Namespace
@@ -377,3 +379,46 @@ def test_custom_kernel_runs_on_gpus(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout == "All ranks have what lax.all_gather gives: True\n"
     assert not list(tmp_path.iterdir())
+
+
+def loop_of_processes(count: int) -> str:
+    """The loop that the example names, for so many processes."""
+    (loop,) = re.findall(r"^    (for i in .*)$", (EXAMPLES / "processes.py").read_text(), re.MULTILINE)
+    loop = loop.replace("in 0 1 2 3", f"in {' '.join(map(str, range(count)))}").replace(" 4 ", f" {count} ")
+    return loop.replace("python examples", f"{sys.executable} {EXAMPLES}").replace("9876", str(free_port()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_processes(script: str, **environment: str) -> None:
+    env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | environment
+    done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=300, check=False)
+    said = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]
+    assert len(said) == 2, done.stdout + done.stderr
+    assert said[0] == "2 processes, 2 devices, mesh {'data': 1, 'model': 2}"
+    losses = [float(value) for value in said[1].removeprefix("loss ").split()]
+    assert len(losses) == 10 and losses == sorted(losses, reverse=True)
+    assert "Error" not in done.stderr
+
+
+@pytest.mark.slow
+def test_processes_of_a_shell_loop_on_a_cpu():
+    run_processes(loop_of_processes(2), JAX_PLATFORMS="cpu")
+
+
+@pytest.mark.soak
+def test_processes_of_slurm_on_a_cpu():
+    """With what srun tells each of its tasks."""
+    loop = "for i in 0 1; do SLURM_PROCID=$i SLURM_LOCALID=$i {} {}/processes.py & done; wait"
+    told = {"SLURM_JOB_ID": str(free_port()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+    run_processes(loop.format(sys.executable, EXAMPLES), JAX_PLATFORMS="cpu", **told)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+def test_processes_of_a_shell_loop_on_gpus():
+    run_processes(loop_of_processes(2), JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3")

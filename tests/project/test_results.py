@@ -1,8 +1,10 @@
 """The figures in the documentation are those of result files in the repository, and its links lead somewhere."""
 
+import functools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -55,10 +57,38 @@ def run_code(code, **variables):
 
 def test_the_examples_of_the_readme_run():
     blocks = shown_in("README.md")
-    code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", *blocks[:3]])  # not that of taxes
-    assert len(blocks) == 4 and "attend(q, k, v" in code
+    program, initialize, *others, account = blocks
+    assert len(others) == 2 and "attend(q, k, v" in others[1] and "taxes" in account
+    assert "jax.distributed.initialize(" in initialize
+    code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", program, *others])
     done = run_code(code)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.soak
+def test_the_first_example_of_the_readme_runs_in_processes(tmp_path):
+    program, initialize, *_ = shown_in("README.md")
+    program = program.replace("(4,)", "(2,)") + "\nprint('sum', float(y.sum()))\njax.distributed.shutdown()"
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        initialize = initialize.replace("9876", str(probe.getsockname()[1]))
+    (tmp_path / "program.py").write_text(f"{initialize}\n{program}")
+    (loop,) = re.findall(r"^for i in .*$", (table.ROOT / "README.md").read_text(), re.MULTILINE)
+    loop = loop.replace("0 1 2 3", "0 1").replace("program.py 4", "program.py 2").replace("python", sys.executable)
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=env)
+    done = run(["bash", "-c", loop])
+    assert done.stdout.count(f"sum {1024 * 2048 * 512:.1f}") == 2, done.stdout + done.stderr
+
+
+def test_the_page_of_processes_shows_the_example():
+    example = (table.ROOT / "examples" / "processes.py").read_text()
+    page = (table.ROOT / "docs" / "processes.md").read_text()
+    (begin,) = shown_in("docs/processes.md")
+    start, _, last = begin.rpartition("\n\n")
+    assert f"\n{start}\n" in example and f"\n{last}\n" in example
+    for line in re.findall(r"```bash\n(.*?)\n```", page):
+        assert f"    {line}\n" in example, line
 
 
 def test_the_kernel_of_the_documentation_is_the_example_and_its_program_runs():

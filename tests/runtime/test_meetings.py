@@ -106,6 +106,26 @@ def test_process_that_never_used_the_heap_is_named() -> None:
     assert found["killed"]["seconds"] < 15
 
 
+LOOP = """
+found["step"] = lower(jax.devices(), rows=8)
+if rank == 1 and DIES:
+    os.kill(os.getpid(), signal.SIGKILL)
+found["next"] = lower(jax.devices(), rows=16)
+if rank == 0:
+    time.sleep(2)
+"""
+
+
+@pytest.mark.soak
+def test_a_process_killed_between_two_programs_is_named_and_both_start_again() -> None:
+    (found, _), outputs = fake_gpus.run(2, 1, LOOP.replace("DIES", "True"))
+    assert found is not None and found["step"]["kernel"], outputs[0]
+    assert found["next"]["error"].startswith("HeapError: Process 1 ended before all processes of the mesh had set up")
+    assert found["next"]["seconds"] < 15
+    again, outputs = fake_gpus.run(2, 1, LOOP.replace("DIES", "False"))
+    assert all(each and each["step"]["kernel"] and each["next"]["kernel"] for each in again), "\n".join(outputs)
+
+
 SHUTDOWN = """
 found["before"] = lower(jax.devices(), rows=8)
 jax.distributed.shutdown()

@@ -225,6 +225,30 @@ def test_teams_of_processes_that_believe_to_be_on_two_hosts(gpus, order):
 
 @pytest.mark.slow
 @pytest.mark.gpu(2)
+def test_two_processes_that_believe_to_be_two_hosts():
+    """Data across hosts, each a team of its own; and an axis that spans them."""
+    body = """
+    from jaxtaxfree.heap import door
+    door.announce().host = "alpha" if rank == 0 else "beta"
+    pairs = parity.mesh_of(devices, (2, 1), ("dp", "tp"))
+    for operation in parity.OPERATIONS:
+        parity.check_data_parallel(pairs, operation)
+    lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
+    ours, wanted = (
+        parity.gather_matmul(mesh, implementation=each, precision="highest")(lhs, rhs) for each in (None, "xla")
+    )
+    assert parity.error(ours, wanted) < parity.TOLERANCE["float32"]
+    try:
+        parity.gather_matmul(mesh, implementation="fused")(lhs, rhs)
+        raise AssertionError("no error")
+    except NotImplementedError as error:
+        assert "the axis spans hosts (process 0 on " in str(error) and "; process 1 on " in str(error), error
+    """
+    check_processes(2, body)
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
 def test_a_heap_that_cannot_grow_in_one_process_ends_all():
     body = """
     import time
@@ -304,3 +328,49 @@ def test_a_sum_that_lacks_a_rank_is_nobodys_result(protocol, dtype):
     for rank, output in enumerate(outputs):
         assert "raised:" in output, output[-3000:]
         assert f"for rank {2 if rank == 0 else 0} " in output
+
+
+DECODE = """
+import functools, os, signal, time
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+heap.set_timeout(2.0)
+cache = P(None, "tp")
+at = NamedSharding(mesh, cache)
+
+@functools.partial(jax.jit, donate_argnums=(3, 4))
+@functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(), P(), P(), cache, cache, P()), out_specs=(P(), cache, cache))
+def attend(q, k, v, keys, values, lengths):
+    keys, values = jtf.append_kv((keys, values), k, v, lengths, "tp", placement="round_robin")
+    ways = {"placement": "round_robin", "implementation": IMPLEMENTATION}
+    return jtf.decode_attention(q, keys, values, "tp", key_value_seq_lengths=lengths + 1, **ways), keys, values
+
+keys, values = (jax.jit(lambda: jnp.zeros((2, 1024, 4, 64)), out_shardings=at)() for _ in range(2))
+for token in range(200):
+    if rank == 1 and token == LAST:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    q, k, v = (np.full((2, heads, 64), 1 + token, np.float32) for heads in (8, 4, 4))
+    try:
+        y, keys, values = attend(q, k, v, keys, values, np.full(2, token, np.int32))
+        jtf.block_until_ready(y)
+    except Exception as error:
+        print(f"rank {rank} raised at token {token} after {time.monotonic() - start:.1f} s:", flush=True)
+        print(f"{type(error).__name__}: {error}", flush=True)
+        os._exit(0)
+print(f"rank {rank} has decoded to", float(y.addressable_shards[0].data.max()), flush=True)
+jax.distributed.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+def test_a_process_that_is_killed_in_a_decode_loop_is_named_and_both_start_again():
+    """With JAX's heartbeat of 100 s, which would end process 0."""
+    body = DECODE.replace("IMPLEMENTATION", "'fused'")
+    output = run_processes(2, body.replace("LAST", "100"))[0]
+    assert "rank 0 raised at token 100 after" in output, output[-3000:]
+    assert float(output.split("token 100 after ")[1].split(" s")[0]) < 4
+    assert "PeerTimeoutError: decode_attention" in output and "waited 2 s for rank 1 (device 1)" in output
+    for rank, output in enumerate(run_processes(2, body.replace("LAST", "None"))):
+        assert f"rank {rank} has decoded to 200.0" in output, output[-3000:]
