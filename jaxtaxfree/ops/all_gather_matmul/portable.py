@@ -8,6 +8,7 @@ from typing import Any
 from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, results
 from jaxtaxfree.ops.blocks import portable
+from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import setting
@@ -86,6 +87,8 @@ def keywords(call: Call, config: Any) -> dict[str, Any]:
 
 def slower(call: Call) -> str | None:
     """Why XLA is known to be faster than both portable kernels. Measured on 2 and 4 H200."""
+    if call.along_columns:
+        return UNMEASURED
     if 256 <= call.rows <= 768:
         # Too many rows to hold up every tile for all of them, too few to read rhs again for each rank's.
         return f"with {call.rows} rows the portable kernel reads rhs too often or waits too long"

@@ -10,6 +10,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.kernels.matmul_reduce_scatter.portable import matmul_reduce_scatter_kernel
 from jaxtaxfree.ops.blocks import portable
+from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.matmul_reduce_scatter.common import common
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
@@ -50,6 +51,10 @@ class Portable(Variant[Call]):
 
     def cost(self, call: Call, config: Config) -> float:
         return portable.MANY
+
+    def slower(self, call: Call, config: Config) -> str | None:
+        del config
+        return UNMEASURED if call.along_columns else None
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         wire, tile = call.wire(config.exact_wire), (config.block_m, config.block_n)
