@@ -1,7 +1,7 @@
 """All that can be timed: each operation of the register, and programs that are made of several."""
 
 from benchmarks.attention import DecodeAttention
-from benchmarks.collectives import AllGather, Psum, PsumScatter
+from benchmarks.collectives import AllGather, AllToAll, Psum, PsumScatter
 from benchmarks.columns import AllGatherMatmulColumns, MatmulReduceScatterColumns
 from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
@@ -20,6 +20,7 @@ TIMED: dict[str, Operation] = {
         Psum(),
         AllGather(),
         PsumScatter(),
+        AllToAll(),
     )
 }
 PROGRAMS: tuple[Operation, ...] = (

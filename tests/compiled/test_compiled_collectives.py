@@ -25,7 +25,7 @@ from tests.compiled.test_compiled import (
 from tests.compiled.test_compiled_attention import polling_loops, widths
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
 
-NAMES = ("psum", "all_gather", "psum_scatter")
+NAMES = ("psum", "all_gather", "psum_scatter", "all_to_all")
 SMALL = {  # bytes of a rank, dtype
     "2 B": (2, "bfloat16"),
     "2 KB": (2 << 10, "bfloat16"),
@@ -49,13 +49,15 @@ def compiled(
 ) -> Compiled:
     """Compiles the kernel of a call with so many bytes of each rank, by the protocol that is chosen by default."""
     keywords: dict[str, Any] = {} if name == "psum" else {"tiled": True}
+    if name == "all_to_all":
+        keywords |= {"split_axis": 0, "concat_axis": 0}
     if protocol is not None:
         itemsize = jnp.dtype(dtype).itemsize
         blocks = {"messages": 128 // max(1, itemsize // 2), "words": 512 // itemsize, "signals": 8192 // itemsize}
         num_warps = 8 if protocol == "signals" else 1
         keywords["config"] = {"protocol": protocol, "block": blocks[protocol], "num_warps": num_warps}
     call = functools.partial(getattr(jtf, name), axis_name="tp", implementation="fused", **keywords)
-    elements = nbytes // jnp.dtype(dtype).itemsize * (world if name == "psum_scatter" else 1)
+    elements = nbytes // jnp.dtype(dtype).itemsize * (world if name in ("psum_scatter", "all_to_all") else 1)
     program = jax.shard_map(call, mesh=mesh_of(world), in_specs=P(), out_specs=P("tp"), check_vma=False)
     kernel = getattr(collectives, f"{name}_kernel")
     return compile_call(

@@ -36,6 +36,7 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
     "psum": jtf.psum,
     "all_gather": jtf.all_gather,
     "psum_scatter": functools.partial(jtf.psum_scatter, tiled=True),
+    "all_to_all": functools.partial(jtf.all_to_all, split_axis=0, concat_axis=0, tiled=True),
     "all_gather_matmul": lambda x, axis_name, **keywords: jtf.all_gather_matmul(x, x.T, axis_name, **keywords),
     "matmul_reduce_scatter": lambda x, axis_name, **keywords: jtf.matmul_reduce_scatter(x, x.T, axis_name, **keywords),
     "matmul_all_reduce": lambda x, axis_name, **keywords: jtf.matmul_all_reduce(x, x.T, axis_name, **keywords),

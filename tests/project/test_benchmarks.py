@@ -44,7 +44,7 @@ REDUCE = OPERATIONS["matmul_all_reduce"]
 MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
-COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
+COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
     GATED: MatmulShape(name="small", m=64, k=256, n=256),
@@ -587,7 +587,14 @@ def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, product
     instructions = Counter(
         opcode
         for line in (prepared.executable.as_text() or "").splitlines()
-        for opcode in (" all-gather(", " all-gather-start(", " all-reduce(", " reduce-scatter(", " dot(")
+        for opcode in (
+            " all-gather(",
+            " all-gather-start(",
+            " all-reduce(",
+            " reduce-scatter(",
+            " all-to-all(",
+            " dot(",
+        )
         if opcode in line
     )
     assert instructions.total() - instructions[" dot("] == collectives

@@ -335,7 +335,7 @@ def _unsupported(operation: str, x: Any, world: int) -> list[str]:
 
 # The most bytes for which implementation=None takes the kernel: of a rank's operand; of psum_scatter of its result, of
 # all_to_all of a part.
-FASTER_UP_TO = {"psum": 4 << 20, "all_gather": 4 << 20, "psum_scatter": 1 << 20, "all_to_all": 0}
+FASTER_UP_TO = {"psum": 4 << 20, "all_gather": 4 << 20, "psum_scatter": 1 << 20, "all_to_all": 4 << 20}
 
 
 def _slower(operation: str) -> Callable[..., str | None]:
