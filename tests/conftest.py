@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
 import jax
 import numpy as np
 import pytest
+
+from tests.helpers import compiling
 
 CPU_DEVICES = 8
 
@@ -57,6 +59,40 @@ def _mesh(devices: Sequence[jax.Device], shape: int | Sequence[int], names: str 
     shape = (shape,) if isinstance(shape, int) else tuple(shape)
     names = (names,) if isinstance(names, str) else tuple(names)
     return jax.sharding.Mesh(np.array(devices[: math.prod(shape)]).reshape(shape), names)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _programs_that_compile_quickly() -> Iterator[None]:
+    """XLA takes most of its time to optimise programs for the CPU, which tests run once. Programs for GPUs stay as
+    they are; processes that tests start inherit the choice."""
+    if cuda_devices():
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _compiled(pytestconfig: pytest.Config) -> None:
+    if cache := getattr(pytestconfig, "cache", None):  # not with -p no:cacheprovider
+        compiling.keep_in(cache.mkdir("compiled"))
+
+
+@pytest.fixture
+def no_code() -> Iterator[None]:
+    """Kernels are read, and not compiled: for tests that ask for no more than their names."""
+    with compiling.no_code(memory=False):
+        yield
+
+
+@pytest.fixture(scope="module")
+def no_cubin() -> Iterator[None]:
+    """Kernels are not assembled: see `compiling.no_cubin`."""
+    with compiling.no_cubin():
+        yield
 
 
 @pytest.fixture

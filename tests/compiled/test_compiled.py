@@ -16,6 +16,7 @@ import pytest
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import matmul
 from jaxtaxfree.ops.shapes import MatmulShape
+from tests.helpers.compiling import once
 from tests.helpers.support import KERNELS, Compiled, Kernel, compile_for_amd, compile_for_cuda, transposed_kernels
 
 KIB = 1024
@@ -212,13 +213,17 @@ def ptxas_report(compiled: Compiled, architecture: str = "sm_90a") -> str:
     from triton.backends.nvidia.compiler import get_ptxas
 
     try:
-        ptxas = get_ptxas(90).path
+        ptxas = get_ptxas(90)
     except RuntimeError as error:
         pytest.skip(f"no ptxas: {error}")
-    command = [ptxas, "-v", f"--gpu-name={architecture}", "/dev/stdin", "-o", "/dev/null"]
-    done = subprocess.run(command, input=compiled.ptx, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    command = [ptxas.path, "-v", f"--gpu-name={architecture}", "/dev/stdin", "-o", "/dev/null"]
+
+    def report() -> str:
+        done = subprocess.run(command, input=compiled.ptx, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    return once(report, command, ptxas.version, compiled.ptx)
 
 
 def spilled_bytes(report: str) -> int:

@@ -39,6 +39,8 @@ from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
 from tests.helpers.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 
+pytestmark = pytest.mark.usefixtures("no_cubin")
+
 # Sizes and keywords of the operation.
 CASES: dict[str, dict[str, Any]] = {
     "aligned": {},
@@ -359,6 +361,7 @@ def test_products_that_do_not_overlap_are_reported() -> None:
     ),
     ids=str,
 )
+@pytest.mark.usefixtures("no_code")
 def test_the_kernel_is_chosen_by_shape(changed: dict, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"world": 4, "m": 2048, "k": 512, "n": 4 * 2704, "dtype": "bfloat16", "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))

@@ -29,6 +29,8 @@ from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
 from tests.helpers.support import Compiled, by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 
+pytestmark = pytest.mark.usefixtures("no_cubin")
+
 KERNEL = b"all_gather_matmul_hopper_few_kernel"
 # Sizes and keywords of the operation; of gate, bias and residual whether there is one.
 CASES: dict[str, dict[str, Any]] = {
@@ -167,6 +169,7 @@ def test_weights_are_on_their_way_before_a_wait() -> None:
     ),
     ids=str,
 )
+@pytest.mark.usefixtures("no_code")
 def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     call = {"k": 1024, "n": 1024, "compute_capability": 90, **changed}
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", str(call.pop("compute_capability")))
@@ -222,6 +225,7 @@ def test_the_kernel_whose_waves_take_less_time(rows: int, n: int, world: int, fe
     assert found.variant.name == ("hopper_few" if few else "hopper")
 
 
+@pytest.mark.usefixtures("no_code")
 def test_unknown_versions_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "__version__", "3.10.0")
     assert launch_of(lowered(k=1024, n=1024))[NAME] == b"all_gather_matmul_few_kernel"

@@ -18,6 +18,8 @@ from tests.compiled.test_compiled_hopper_few import before_the_partitions, check
 from tests.compiled.test_gluon import PTX, launch_of
 from tests.helpers.support import chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 
+pytestmark = pytest.mark.usefixtures("no_cubin")
+
 KERNEL = b"matmul_reduce_hopper_few_kernel"
 # Rows in all, sizes and dtypes of the operation, of the reduce-scatter if `scattered`; `settings` of its kernel.
 CASES: dict[str, dict[str, Any]] = {

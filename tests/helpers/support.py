@@ -24,6 +24,7 @@ from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.shapes import MatmulShape
 from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
 from jaxtaxfree.target import target_of
+from tests.helpers import compiling
 
 TRITON_CALL = "triton_kernel_call_ffi"
 DTYPES = ("float32", "bfloat16", "float16")
@@ -357,6 +358,10 @@ def compile_for_amd(call: Compiled, architecture: str = "gfx942") -> Any:
         )
 
 
+def _code_of(result: Any) -> Any:
+    return dataclasses.replace(result, ttgir="", llir="")  # which are large
+
+
 def _watch_jax_triton(patch: pytest.MonkeyPatch) -> tuple[list[tuple], list[tuple[Any, Any]]]:
     """The sources that jax-triton compiles from now on, and (result, options) of each."""
     sources: list[tuple] = []
@@ -369,7 +374,8 @@ def _watch_jax_triton(patch: pytest.MonkeyPatch) -> tuple[list[tuple], list[tupl
             super().__init__(*arguments)
 
     def compile_to_ptx(ttir: Any, backend: Any, options: Any, *rest: Any) -> Any:
-        result = to_ptx(ttir, backend, options, *rest)
+        compiled = functools.partial(to_ptx, ttir, backend, options, *rest)
+        result = compiling.once(lambda: _code_of(compiled()), str(ttir), options, *rest)
         binaries.append((result, options))
         return result
 

@@ -640,6 +640,7 @@ def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: Matmu
     assert name == "matmul_all_reduce_hopper_kernel"
 
 
+@pytest.mark.usefixtures("no_code")
 def test_the_kernel_by_shape(mesh: Mesh) -> None:
     hopper = "matmul_all_reduce_hopper_kernel"
     few = "matmul_reduce_hopper_few_kernel"

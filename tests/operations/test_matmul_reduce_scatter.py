@@ -603,10 +603,12 @@ def kernel_of(mesh: Mesh, *shape: Any, **keywords: Any) -> str:
         (1024, 8192, 2048),
     ),
 )
+@pytest.mark.usefixtures("no_code")
 def test_hopper_has_a_kernel_of_its_own_for_many_rows(mesh: Mesh, dtype: str, m: int, k: int, n: int) -> None:
     assert kernel_of(mesh, dtype, m, k, n) == "matmul_reduce_scatter_hopper_kernel"
 
 
+@pytest.mark.usefixtures("no_code")
 def test_the_kernel_for_hopper_takes_an_epilogue(mesh: Mesh) -> None:
     others = {"bias": jnp.zeros(8192), "activation": "silu", "residual": jnp.zeros((2048, 8192), jnp.float16)}
     assert kernel_of(mesh, "bfloat16", 8192, 512, 8192, **others) == "matmul_reduce_scatter_hopper_kernel"
@@ -624,6 +626,7 @@ def test_the_kernel_for_hopper_takes_an_epilogue(mesh: Mesh) -> None:
         (("bfloat16", 8192, 512, 8192), {"capability": 100}),
     ),
 )
+@pytest.mark.usefixtures("no_code")
 def test_others_are_multiplied_by_the_portable_kernel(
     mesh: Mesh, shape: tuple, keywords: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -638,6 +641,7 @@ def test_the_kernel_for_hopper_takes_every_listed_shape(mesh: Mesh, shape: Matmu
     assert name == "matmul_reduce_scatter_hopper_kernel"
 
 
+@pytest.mark.usefixtures("no_code")
 def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "a residual of float16 and")
