@@ -143,5 +143,7 @@ def move(
 
 @triton.constexpr_function
 def nothing(dtype):
-    """What stands for no result: NaN; -1 of integers, which is NaN of the 8-bit floats that travel as such."""
-    return float("nan") if dtype.is_floating() else -1
+    """What stands for no result: NaN; of integers all bits, which is NaN of the 8-bit floats that travel as such."""
+    if dtype.is_floating():
+        return float("nan")
+    return 2**dtype.primitive_bitwidth - 1 if dtype.is_int_unsigned() else -1

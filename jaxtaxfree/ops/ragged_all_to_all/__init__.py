@@ -55,7 +55,7 @@ def ragged_all_to_all(
 
     Returns: [N, ...]. Rows of different ranks must not overlap. The kernel checks all offsets and sizes before they
       address anything: where a transfer does not fit into the operand or the result, or `recv_sizes` says something
-      else, the result of the receiver is NaN (-1 of integers).
+      else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
 
     It is linear in `operand` and `output`, and its transpose is the same operation the other way round.
 
@@ -71,7 +71,7 @@ def ragged_all_to_all(
     check_implementation(implementation)
     _check_operands(operand, output, tables, lax.axis_size(axes))
     settings = settings_of("ragged_all_to_all", VARIANTS, config)
-    tables = [x.astype(jnp.int32) for x in tables]
+    tables = [_as_int32(x) for x in tables]
     operands = [operand, output, *tables]
     reasons = _unsupported(operand, output)
     if takes_reference("ragged_all_to_all", operands[:2], implementation, reasons):
@@ -97,6 +97,13 @@ def _check_operands(operand: jax.Array, output: jax.Array, tables: Sequence[jax.
                 f"ragged_all_to_all takes {name} as integers [{world}], one for each rank, not "
                 f"{x.dtype}{list(x.shape)}."
             )
+
+
+def _as_int32(table: jax.Array) -> jax.Array:
+    """What has more bits becomes garbage as well, and not another row."""
+    if table.dtype.itemsize > 4:
+        table = jnp.clip(table, max(-1, int(jnp.iinfo(table.dtype).min)), np.iinfo(np.int32).max)
+    return table.astype(jnp.int32)
 
 
 def reference(operand: jax.Array, output: jax.Array, *tables: jax.Array, axes: tuple[str, ...], **_: Any) -> list[Any]:
