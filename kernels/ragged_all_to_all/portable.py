@@ -82,6 +82,8 @@ def ragged_all_to_all_kernel(
                         first = tl.load(input_offsets_ptr + me.rank)
                         rows = (operand_ptr + first.to(tl.int64) * D).to(tl.int64)
                     rows = rows.to(operand_ptr.dtype)
+                    # The compiler loses that of an address which one of two branches gives, and loads by elements.
+                    rows = tl.multiple_of(rows, alignment(D, operand_ptr.dtype.element_ty))
                     move(out_ptr + to.to(tl.int64) * D, rows, count * D, part, stage, True, PROGRAMS, STAGES, CHUNK)
 
         # The rows that nobody sends; or no result at all.
@@ -139,6 +141,13 @@ def move(
         element = (chunk * PROGRAMS + part) * CHUNK + tl.arange(0, CHUNK)
         mask = (element < size) & there
         tl.store(dest + element, tl.load(source + element, mask=element < size), mask=mask)
+
+
+@triton.constexpr_function
+def alignment(elements, dtype):
+    """The bytes, up to 16, that divide the places where rows of so many elements begin."""
+    nbytes = elements * dtype.primitive_bitwidth // 8
+    return min(16, nbytes & -nbytes)
 
 
 @triton.constexpr_function
