@@ -7,6 +7,7 @@ from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import Operation
+from benchmarks.ragged import RaggedAllToAll
 from jaxtaxfree.ops import register
 
 # How each operation of the register is timed, by its name. Another one is a subclass of `Operation`, and an entry here.
@@ -27,6 +28,7 @@ PROGRAMS: tuple[Operation, ...] = (
     GatedAllGatherMatmul(),
     AllGatherMatmulColumns(),
     MatmulReduceScatterColumns(),
+    RaggedAllToAll(),
     MlpGradients(),
     DecodeStep(),
 )

@@ -81,11 +81,16 @@ class CollectiveShape:
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedShape:
-    """Rows of d elements that a rank sends, as many to each rank, and as many as it receives."""
+    """Rows of d elements that each rank sends.
+
+    Attributes:
+      routing: "even": as many to each rank. "skewed": so that some ranks receive far more than others.
+    """
 
     name: str
     rows: int
     d: int
+    routing: str = "even"
     sizes: ClassVar[tuple[str, ...]] = ("rows", "d")
 
     @classmethod

@@ -79,7 +79,7 @@ class Routing:
         draw = np.random.default_rng(seed).integers
         operand = draw(0, 12, (self.world, self.rows_in, *row))
         output = draw(20, 29, (self.world, self.rows_out, *row))
-        if dtype == bool:
+        if np.dtype(dtype).name == "bool":
             operand, output = operand % 2, output % 2
         return operand.astype(dtype), output.astype(dtype)
 

@@ -30,7 +30,7 @@ from benchmarks.operations import OPERATIONS
 from benchmarks.rows import commit, is_fault, make_row, write_rows
 from benchmarks.rows import torch_rows as rows_of_torch
 from benchmarks.shapes import DecoderShape
-from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape
+from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape, RaggedShape
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
@@ -44,6 +44,7 @@ REDUCE = OPERATIONS["matmul_all_reduce"]
 MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
+RAGGED = OPERATIONS["ragged_all_to_all"]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 SMALL: dict[Operation, Any] = {
     MATMUL: MatmulShape(name="small", m=64, k=256, n=256),
@@ -53,6 +54,7 @@ SMALL: dict[Operation, Any] = {
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
+    RAGGED: RaggedShape(name="small", rows=20, d=24, routing="skewed"),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)

@@ -1,4 +1,4 @@
-"""`ragged_all_to_all` in the simulator: right whatever the ranks send, safe for garbage, and planted faults are found."""
+"""`ragged_all_to_all` in the simulator: right for all sizes, safe for garbage, and planted faults are found."""
 
 import dataclasses
 import itertools
@@ -159,7 +159,7 @@ MUTANTS = (
     ),
     Mutant(
         name="place in the result of the wrong peer",
-        edits=(("    to = tl.load(output_offsets_ptr + peer)", "    to = tl.load(output_offsets_ptr + (peer + 1) % 3)"),),
+        edits=(("tl.load(output_offsets_ptr + peer)", "tl.load(output_offsets_ptr + (peer + 1) % 3)"),),
         errors=(DataRaceError, UninitializedReadError, AssertionError),
     ),
     Mutant(

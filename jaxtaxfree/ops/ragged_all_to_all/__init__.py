@@ -113,13 +113,13 @@ def reference(operand: jax.Array, output: jax.Array, *tables: jax.Array, axes: t
     return [
         lax.platform_dependent(
             *operands,
-            cpu=lambda *operands: _by_all_gather(*operands, axes=axes),
+            cpu=lambda *operands: by_all_gather(*operands, axes=axes),
             default=lambda *operands: lax.ragged_all_to_all(*operands, axis_name=axes),
         )
     ]
 
 
-def _by_all_gather(
+def by_all_gather(
     operand: jax.Array,
     output: jax.Array,
     input_offsets: jax.Array,
@@ -128,6 +128,7 @@ def _by_all_gather(
     recv_sizes: jax.Array,
     axes: tuple[str, ...],
 ) -> jax.Array:
+    """The same without a collective of its own: every rank gets all rows, and takes its own."""
     del recv_sizes
     me = lax.axis_index(axes)
     everything = lax.all_gather(operand, axes)
