@@ -80,7 +80,7 @@ class RaggedAllToAll(Operation):
     name = "ragged_all_to_all"
     shapes = SHAPES
     tiny_shapes = TINY_SHAPES
-    sizes = ("rows", "d", "routing")
+    sizes = RaggedShape.sizes
     parts = ("all_to_all",)
     ceiling = "GB/s received by a rank"
     heading = "rows of a rank, their elements, routing"
@@ -142,5 +142,4 @@ class RaggedAllToAll(Operation):
             raise ValueError(f"{text!r} is not ROWS,D or ROWS,D,ROUTING, which is even or skewed")
         sizes = int(rows), int(d), routing
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == sizes)
-        made = RaggedShape(name=f"{rows}x{d}/{routing}", rows=int(rows), d=int(d), routing=routing)
-        return next(listed, made)
+        return next(listed, RaggedShape.of(*sizes))

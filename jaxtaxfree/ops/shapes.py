@@ -91,9 +91,9 @@ class RaggedShape:
     rows: int
     d: int
     routing: str = "even"
-    sizes: ClassVar[tuple[str, ...]] = ("rows", "d")
+    sizes: ClassVar[tuple[str, ...]] = ("rows", "d", "routing")
 
     @classmethod
-    def of(cls, rows: int, d: int) -> Self:
+    def of(cls, rows: int, d: int, routing: str = "even") -> Self:
         """Named by its sizes."""
-        return cls(name=f"{rows}x{d}", rows=rows, d=d)
+        return cls(name=f"{rows}x{d}/{routing}", rows=rows, d=d, routing=routing)

@@ -1,6 +1,8 @@
 """`ragged_all_to_all` against NumPy: values, derivatives, transformations, garbage, errors."""
 
+import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops import ragged_all_to_all as ragged_op
+from jaxtaxfree.ops.ragged_all_to_all.portable import Call
+from jaxtaxfree.ops.ragged_all_to_all.shapes import SHAPES, TINY_SHAPES
+from jaxtaxfree.ops.shapes import RaggedShape
+from jaxtaxfree.teams import Team
 from tests.helpers.ragged_cases import Routing, garbage
 from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded
 
@@ -294,3 +301,19 @@ def test_errors() -> None:
         ragged(2, config={"chunk": 17})(operand, output, *tables)
     with fails(NameError, "ragged_all_to_all needs a mesh axis", "'tp'"):
         jtf.ragged_all_to_all(operand[0], output[0], *[table[0]] * 4, axis_name="tp")
+
+
+@pytest.mark.parametrize("shape", (*SHAPES, *TINY_SHAPES), ids=lambda shape: shape.name)
+def test_what_is_chosen(shape: RaggedShape) -> None:
+    """At every listed shape, with all that may be tried instead; what is known of a call is its rows and their size."""
+    for world, dtype in itertools.product((2, 8), ("bfloat16", "int8")):
+        rows = jax.ShapeDtypeStruct((shape.rows, shape.d), dtype)
+        team = Team(axes=("tp",), others=(), world=world, devices=tuple(mesh_of(world).devices.flat))
+        known = ragged_op.case(rows, rows, team=team)
+        assert known.row() == {"world": world, "dtype": dtype, "d": shape.d, "rows": shape.rows}
+        chosen = known.default
+        call = Call(rows_in=shape.rows, rows_out=shape.rows, d=shape.d, world=world, dtype=jnp.dtype(dtype))
+        assert chosen.config == chosen.variant.by_shape(call, {})
+        for some in chosen.variant.variations(call, chosen.config):
+            other = known.choose(shape.rows, some).config
+            assert other == dataclasses.replace(chosen.config, **some)
