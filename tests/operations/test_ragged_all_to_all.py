@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
@@ -138,7 +139,7 @@ def test_tables_of_64_bits() -> None:
 
 
 def test_two_axes_in_any_order() -> None:
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
     routing = Routing.drawn(4, 3)
     operand, output = routing.arrays("float32", 3)
     for axes in (("a", "b"), ("b", "a")):
@@ -317,3 +318,24 @@ def test_what_is_chosen(shape: RaggedShape) -> None:
         for some in chosen.variant.variations(call, chosen.config):
             other = known.choose(shape.rows, some).config
             assert other == dataclasses.replace(chosen.config, **some)
+
+
+@pytest.mark.parametrize("kind", (AxisType.Explicit, AxisType.Auto))
+def test_axes_that_are_left_over(kind: AxisType) -> None:
+    """The reference computes along them; there is no kernel."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(kind, kind))
+    routing = Routing.drawn(2, 7)
+    wanted = routing.expected(*routing.arrays("float32", 4))
+    operand, output = (x.reshape(-1, 4) for x in routing.arrays("float32", 4))
+    tables = [x.reshape(-1) for x in routing.tables]
+
+    def program(implementation: str | None) -> Callable:
+        call = functools.partial(jtf.ragged_all_to_all, axis_name="tp", implementation=implementation)
+        return jax.shard_map(call, mesh=mesh, in_specs=(P("tp"),) * 6, out_specs=P("tp"), axis_names={"tp"})
+
+    operand, output, *tables = (jax.device_put(x, NamedSharding(mesh, P("tp"))) for x in (operand, output, *tables))
+    with jax.set_mesh(mesh):
+        found = jax.jit(program(None))(operand, output, *tables)
+        np.testing.assert_array_equal(found, wanted.reshape(-1, 4))
+        with fails(NotImplementedError, "ragged_all_to_all", "dp"):
+            lower_for_cuda(program("fused"), operand, output, *tables)
