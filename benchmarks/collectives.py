@@ -1,7 +1,7 @@
-"""`psum`, `all_gather` and `psum_scatter`, and what they are compared with: XLA's, of arrays of bf16.
+"""`psum`, `all_gather`, `psum_scatter`, `all_to_all`, and what they are compared with: XLA's, of arrays of bf16.
 
-A shape is the bytes of a rank: of its operand; of `psum_scatter` those of its result, which is a `world`-th of its
-operand.
+A shape is the bytes of a rank: of its operand; of `psum_scatter` those of its result, and of `all_to_all` those of the
+part for each rank, which are a `world`-th of the operand.
 
 Calls take a few microseconds, so the chain is repeated in a loop, as a decode step is, which XLA replays as a CUDA
 graph. Each call has an operand of its own and begins when the one before has ended.
@@ -39,7 +39,7 @@ from jaxtaxfree.ops.shapes import CollectiveShape
 
 
 class _Collective(Operation):
-    """What the three have in common."""
+    """What they have in common."""
 
     sizes = ("nbytes",)
     parts = ()
@@ -153,3 +153,13 @@ class PsumScatter(_Collective):
 
     def operand_bytes(self, shape: CollectiveShape, world: int) -> int:
         return world * shape.nbytes
+
+
+class AllToAll(PsumScatter):
+    name = "all_to_all"
+    shapes = register.OPERATIONS[name].shapes
+    tiny_shapes = register.OPERATIONS[name].tiny_shapes
+
+    def xla(self, x: jax.Array, y: Any) -> jax.Array:
+        del y
+        return lax.all_to_all(x, AXIS, 0, 0, tiled=True)

@@ -81,7 +81,7 @@ def _of_shape(rows: Sequence[Row], mode: str, sizes: dict[str, int]) -> list[Row
     return [row for row in rows if row["mode"] == mode and all(row[size] == value for size, value in sizes.items())]
 
 
-def fastest(rows: Sequence[Row], mode: str, **sizes: int) -> Callable[[str], Row | None]:
+def fastest(rows: Sequence[Row], mode: str, /, **sizes: int) -> Callable[[str], Row | None]:
     """Gives, for the beginning of a name, the row with the least time of all such names, of what was found right.
 
     Configurations that were tried beside the default ("fused[...]") do not count.
@@ -95,7 +95,7 @@ def fastest(rows: Sequence[Row], mode: str, **sizes: int) -> Callable[[str], Row
     return of
 
 
-def _floor(rows: Sequence[Row], **sizes: int) -> float | None:
+def _floor(rows: Sequence[Row], /, **sizes: int) -> float | None:
     return next((row["floor_us"] for row in _of_shape(rows, "sustained", sizes)), None)
 
 

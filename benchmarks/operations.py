@@ -1,13 +1,14 @@
 """All that can be timed: each operation of the register, and programs that are made of several."""
 
 from benchmarks.attention import DecodeAttention
-from benchmarks.collectives import AllGather, Psum, PsumScatter
+from benchmarks.collectives import AllGather, AllToAll, Psum, PsumScatter
 from benchmarks.columns import AllGatherMatmulColumns, MatmulReduceScatterColumns
 from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
 from benchmarks.operation import Operation
 from benchmarks.qkv import AllGatherMatmulQkv
+from benchmarks.ragged import RaggedAllToAll
 from jaxtaxfree.ops import register
 
 # How each operation of the register is timed, by its name. Another one is a subclass of `Operation`, and an entry here.
@@ -21,6 +22,7 @@ TIMED: dict[str, Operation] = {
         Psum(),
         AllGather(),
         PsumScatter(),
+        AllToAll(),
     )
 }
 PROGRAMS: tuple[Operation, ...] = (
@@ -28,6 +30,7 @@ PROGRAMS: tuple[Operation, ...] = (
     AllGatherMatmulQkv(),
     AllGatherMatmulColumns(),
     MatmulReduceScatterColumns(),
+    RaggedAllToAll(),
     MlpGradients(),
     DecodeStep(),
 )

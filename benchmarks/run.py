@@ -23,8 +23,8 @@ burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It inc
 
 Both are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
 20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,
-`mlp.py`, `attention.py`, `decode_step.py` and `collectives.py` describe the operations, what they are compared with,
-and their floors.
+`mlp.py`, `attention.py`, `decode_step.py`, `collectives.py` and `ragged.py` describe the operations, what they are
+compared with, and their floors.
 
 Calls follow each other without a pause, and nothing is flushed between them. --l2 says what they find of weights or
 keys and values in the L2 cache. cold: nothing, since they take turns between so many that twice the cache is read in
@@ -35,8 +35,8 @@ decode_step: nothing. A step reads many times the L2 cache.
 all_gather_matmul, gated or not, matmul_reduce_scatter, matmul_all_reduce, mlp_gradients: what the call before has left
     of the weights, 29 MB a rank and more at the listed shapes on four. Calls of few rows take turns between two weights
     and find neither. Each call of a chain has its own lhs.
-psum, all_gather, psum_scatter: their operands, but for the largest: each call of a chain has its own, and the chain is
-    repeated in a loop.
+psum, all_gather, psum_scatter, all_to_all: their operands, but for the largest: each call of a chain has its own, and
+    the chain is repeated in a loop. So it is with few rows of ragged_all_to_all.
 
 Exits with 1 when a result was wrong, the fused implementation failed, or a shape could not be measured at all. A peer
 that cannot be compiled or run, and an implementation that refuses a shape with NotImplementedError, are reported and

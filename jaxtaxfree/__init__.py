@@ -6,12 +6,13 @@ from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, b
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations whose axes span hosts)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
-from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
+from jaxtaxfree.ops.collectives import all_gather, all_to_all, psum, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention, merge_attention
 from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
 
@@ -26,6 +27,7 @@ __all__ = [
     "PeerTimeoutError",
     "all_gather",
     "all_gather_matmul",
+    "all_to_all",
     "append_kv",
     "block_until_ready",
     "decode_attention",
@@ -40,5 +42,6 @@ __all__ = [
     "merge_attention",
     "psum",
     "psum_scatter",
+    "ragged_all_to_all",
     "shmem_call",
 ]

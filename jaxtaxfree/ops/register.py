@@ -73,7 +73,7 @@ class Operation:
         """The usual call of the public function, in `jax.shard_map`; `keywords` are `implementation` and `config`."""
         first = len(operands) - len(self.named)
         named = dict(zip(self.named, operands[first:]))
-        return self.function(*operands[:first], axis_name, **named, **self.keywords, **keywords)
+        return self.function(*operands[:first], axis_name=axis_name, **named, **self.keywords, **keywords)
 
     def in_specs(self, axis_name: str) -> tuple[PartitionSpec, ...]:
         """Of the operands in `jax.shard_map`."""
@@ -136,7 +136,7 @@ def _attention_parameters(shape: AttentionShape, dtype: np.dtype) -> dict[str, A
 
 
 def _collective(name: str, result_sharded: int | None, **keywords: Any) -> Operation:
-    """x of one dimension, of as many bytes a rank as the shape says; of `psum_scatter` the result."""
+    """x of one dimension, of as many bytes a rank as the shape says; where it is scattered, those of a part."""
 
     def operands(shape: CollectiveShape, world: int, dtype: np.dtype) -> Types:
         parts = world if result_sharded is not None else 1
@@ -179,5 +179,6 @@ OPERATIONS: dict[str, Operation] = {
         _collective("psum", None),
         _collective("all_gather", None, tiled=True),
         _collective("psum_scatter", 0, tiled=True),
+        _collective("all_to_all", 0, tiled=True, split_axis=0, concat_axis=0),
     )
 }

@@ -77,3 +77,23 @@ class CollectiveShape:
     def of(cls, nbytes: int) -> Self:
         """Named by its size."""
         return cls(name=f"{nbytes} B", nbytes=nbytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedShape:
+    """Rows of d elements that each rank sends.
+
+    Attributes:
+      routing: "even": as many to each rank. "skewed": so that some ranks receive far more than others.
+    """
+
+    name: str
+    rows: int
+    d: int
+    routing: str = "even"
+    sizes: ClassVar[tuple[str, ...]] = ("rows", "d", "routing")
+
+    @classmethod
+    def of(cls, rows: int, d: int, routing: str = "even") -> Self:
+        """Named by its sizes."""
+        return cls(name=f"{rows}x{d}/{routing}", rows=rows, d=d, routing=routing)

@@ -1,1 +1,1 @@
-"""The kernels of `psum`, `all_gather` and `psum_scatter`."""
+"""The kernels of `psum`, `all_gather`, `psum_scatter` and `all_to_all`."""

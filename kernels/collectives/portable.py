@@ -1,4 +1,4 @@
-"""Sums and gathers of small arrays among the ranks: `psum`, `all_gather`, `psum_scatter`.
+"""Sums and exchanges of small arrays among the ranks: `psum`, `all_gather`, `psum_scatter`, `all_to_all`.
 
 Each program takes a block of elements and talks with its twins on the other ranks alone. It puts a block into the
 inbox of every rank, and collects one of each rank from its own inbox. PROTOCOL says how a block travels:
@@ -114,6 +114,35 @@ def all_gather_kernel(
     reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
     if PROTOCOL == "words":
         settle(me, out_ptr, blocks, doubts, element, SIZE, PART, INNER, WORLD)
+    shmem.finish(me)
+    shmem.leave_if_all_came(me, reports)
+    report(me, own[0], parts, reports, PROTOCOL)
+
+
+@triton.jit
+def all_to_all_kernel(
+    x_ptr,  # [PART / INNER, WORLD, INNER]: a part for each rank
+    team,
+    parts,  # inbox [WORLD, programs, BLOCK]
+    doubts,  # as of `all_gather_kernel`
+    arrived,  # signals [programs, WORLD]
+    out_ptr,  # [PART / OUT_INNER, WORLD, OUT_INNER]: a part of each rank
+    SIZE: tl.constexpr,  # elements of x, and of the result
+    PART: tl.constexpr,
+    INNER: tl.constexpr,
+    OUT_INNER: tl.constexpr,
+    WORLD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PROTOCOL: tl.constexpr,
+):
+    me = shmem.start(team, VERIFY=False, EARLY=True, WORLD=WORLD)
+    element = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    own = load_parts(me, x_ptr, element, SIZE, PART, INNER, WORLD)
+    blocks, came, late, _ = exchange(me, own, parts, arrived, WORLD, PROTOCOL, doubts)
+    store_gathered(out_ptr, blocks, came, element, SIZE, PART, OUT_INNER, WORLD)
+    reports = clear(me, own[0], parts, late, WORLD, PROTOCOL)
+    if PROTOCOL == "words":
+        settle(me, out_ptr, blocks, doubts, element, SIZE, PART, OUT_INNER, WORLD)
     shmem.finish(me)
     shmem.leave_if_all_came(me, reports)
     report(me, own[0], parts, reports, PROTOCOL)

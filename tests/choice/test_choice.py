@@ -189,7 +189,7 @@ def test_what_is_found_when_a_product_is_traced(
     assert log.take() == []
 
 
-@pytest.mark.parametrize("name", ("psum", "all_gather", "psum_scatter"))
+@pytest.mark.parametrize("name", ("psum", "all_gather", "psum_scatter", "all_to_all"))
 def test_a_dtype_that_no_collective_takes(name: str, log: Log) -> None:
     traced(functools.partial(OPERATIONS[name], axis_name="tp"), ((8, 16), "complex64"))
     log.warned(f"{name}[", "not complex64: cast it")

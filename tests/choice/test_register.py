@@ -34,6 +34,7 @@ COMPILED_ELSEWHERE = {
     "psum": "test_compiled_collectives.py",
     "all_gather": "test_compiled_collectives.py",
     "psum_scatter": "test_compiled_collectives.py",
+    "all_to_all": "test_compiled_collectives.py",
 }
 # What is kept by the name of an operation, and where.
 BY_OPERATION: dict[str, Any] = {

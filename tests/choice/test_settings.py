@@ -66,6 +66,7 @@ REFUSED: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("psum", "portable", {"block": 1 << 20}),
     ("all_gather", "portable", {"num_warps": 0}),
     ("psum_scatter", "portable", {"block": 8}),
+    ("all_to_all", "portable", {"block": 24}),
 )
 
 

@@ -25,7 +25,9 @@ from tests.compiled.test_compiled import (
 from tests.compiled.test_compiled_attention import polling_loops, widths
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
 
-NAMES = ("psum", "all_gather", "psum_scatter")
+NAMES = ("psum", "all_gather", "psum_scatter", "all_to_all")
+# These deliver every pattern of bits, so as words they need a second one for two of them.
+COPIES = ("all_gather", "all_to_all")
 SMALL = {  # bytes of a rank, dtype
     "2 B": (2, "bfloat16"),
     "2 KB": (2 << 10, "bfloat16"),
@@ -49,13 +51,15 @@ def compiled(
 ) -> Compiled:
     """Compiles the kernel of a call with so many bytes of each rank, by the protocol that is chosen by default."""
     keywords: dict[str, Any] = {} if name == "psum" else {"tiled": True}
+    if name == "all_to_all":
+        keywords |= {"split_axis": 0, "concat_axis": 0}
     if protocol is not None:
         itemsize = jnp.dtype(dtype).itemsize
         blocks = {"messages": 128 // max(1, itemsize // 2), "words": 512 // itemsize, "signals": 8192 // itemsize}
         num_warps = 8 if protocol == "signals" else 1
         keywords["config"] = {"protocol": protocol, "block": blocks[protocol], "num_warps": num_warps}
     call = functools.partial(getattr(jtf, name), axis_name="tp", implementation="fused", **keywords)
-    elements = nbytes // jnp.dtype(dtype).itemsize * (world if name == "psum_scatter" else 1)
+    elements = nbytes // jnp.dtype(dtype).itemsize * (world if name in ("psum_scatter", "all_to_all") else 1)
     program = jax.shard_map(call, mesh=mesh_of(world), in_specs=P(), out_specs=P("tp"), check_vma=False)
     kernel = getattr(collectives, f"{name}_kernel")
     return compile_call(
@@ -66,7 +70,7 @@ def compiled(
 def chosen(name: str, nbytes: int, dtype: str) -> str:
     """The protocol of a call of 4 ranks."""
     more, most = GATHERED_AS_WORDS
-    if dtype != "int8" and (name != "all_gather" or more < nbytes <= most):
+    if dtype != "int8" and (name not in COPIES or more < nbytes <= most):
         return "words"
     return "signals" if nbytes > 512 << 10 else "messages"
 
@@ -78,14 +82,14 @@ def shots(call: Compiled) -> int:
 def wrong_messages(call: Compiled) -> list[str]:
     """Every word is sent and polled in 16-byte accesses, behind no fence; in registers alone.
 
-    But those of a gather that decide what another one was, which are few.
+    But those of a copy that decide what another one was, which are few.
     """
     program, world = parse(call.ptx), call.constants["WORLD"]
     stores, polls = widths(program, "st."), widths(program, "ld.")
     # No rank sends itself words.
     words = call.constants["PROTOCOL"] == "words"
     wrong, loops = [], shots(call)
-    if words and "all_gather_kernel" in call.ptx:
+    if words and any(f"{name}_kernel" in call.ptx for name in COPIES):
         loops += world
         del stores[4], polls[4]
     if set(stores) != {16} or stores[16] < (world - words) * shots(call):

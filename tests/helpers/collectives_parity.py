@@ -1,4 +1,4 @@
-"""What `psum`, `all_gather` and `psum_scatter` must get right on GPUs, as functions of a mesh.
+"""What `psum`, `all_gather`, `psum_scatter` and `all_to_all` must get right on GPUs, as functions of a mesh.
 
 As in `parity`, everything ends in replicated numbers, and many cases share a program, because compiling takes longest.
 """
@@ -22,7 +22,7 @@ from jaxtaxfree.ops.collectives import DTYPES
 from jaxtaxfree.ops.variant import fields
 from tests.helpers.parity import program, run_all
 
-NAMES = ("psum", "all_gather", "psum_scatter")
+NAMES = ("psum", "all_gather", "psum_scatter", "all_to_all")
 # Each way of moving data, with blocks that leave several programs to small arrays. Shots are those of `psum`.
 CONFIGS: tuple[dict[str, Any], ...] = (
     {"protocol": "messages", "shots": 1, "block": 128, "num_warps": 1},
@@ -72,6 +72,8 @@ def call(name: str, x: jax.Array, axes: Any, implementation: str | None, dimensi
         keywords |= {"axis": dimension, "tiled": True}
     elif name == "psum_scatter":
         keywords |= {"scatter_dimension": dimension, "tiled": True}
+    elif name == "all_to_all":
+        keywords |= {"split_axis": dimension, "concat_axis": (dimension + 1) % x.ndim, "tiled": True}
     if implementation is None:
         keywords.pop("config", None)
         return getattr(lax, name)(x, axes, **keywords)
@@ -102,7 +104,7 @@ def check_cases(mesh: Mesh, cases: Sequence[tuple], axes: Any = "tp") -> None:
 
 
 def shape_of(name: str, world: int, elements: int) -> tuple[int, ...]:
-    return (world * elements,) if name == "psum_scatter" else (elements,)
+    return (world * elements,) if name in ("psum_scatter", "all_to_all") else (elements,)
 
 
 def check_sizes(mesh: Mesh) -> None:
@@ -138,7 +140,7 @@ def check_dimensions(mesh: Mesh) -> None:
     ways = (("bfloat16", CONFIGS[0]), ("int32", CONFIGS[2]))
     for name, dimension, (dtype, config) in itertools.product(NAMES[1:], range(3), ways):
         shape = [5, 12, 33]
-        if name == "psum_scatter":
+        if name in ("psum_scatter", "all_to_all"):
             shape[dimension] *= world
         cases.append((name, tuple(shape), dtype, dimension, config))
     check_cases(mesh, cases)

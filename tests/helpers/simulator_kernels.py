@@ -334,12 +334,16 @@ def _decode_attention_shapes(world: int) -> tuple[tuple[Case, attention_op.porta
 
 def _collective(world: int, dtype: np.dtype, shape: tuple, *, operation: str) -> Call:
     size, outer, config = shape
-    x = [integers(rank, (world * size if operation == "psum_scatter" else size,), dtype) for rank in range(world)]
+    parts = world if operation in ("psum_scatter", "all_to_all") else 1
+    x = [integers(rank, (parts * size,), dtype) for rank in range(world)]
+    # Of `all_to_all` a part lies in one piece in the result.
+    split = [part.reshape(outer, parts, -1).swapaxes(0, 1).reshape(parts, -1) for part in x]
     total = sum(part.astype(np.float32) for part in x).astype(dtype)
     expected = {
         "psum": lambda: [total] * world,
         "all_gather": lambda: [np.stack([part.reshape(outer, -1) for part in x], 1).reshape(-1)] * world,
         "psum_scatter": lambda: [total.reshape(outer, world, -1)[:, rank].reshape(-1) for rank in range(world)],
+        "all_to_all": lambda: [np.concatenate([part[rank] for part in split]) for rank in range(world)],
     }[operation]()
     (variant,) = collective_ops.VARIANTS[operation]
     call = collective_ops.Call(size=size, outer=outer, world=world, dtype=dtype)
@@ -500,7 +504,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             functools.partial(_collective, operation=operation),
             functools.partial(_collective_shapes, operation=operation),
         )
-        for operation in ("psum", "all_gather", "psum_scatter")
+        for operation in ("psum", "all_gather", "psum_scatter", "all_to_all")
     },
 }
 

@@ -71,6 +71,13 @@ CASES = {
         (P("dp", "tp"),),
         P("dp", "tp"),
     ),
+    "all_to_all": Case(
+        functools.partial(jtf.all_to_all, axis_name="tp", split_axis=1, concat_axis=1, tiled=True),
+        lambda x: x.reshape(B, 2, 2, S // 2, K).swapaxes(1, 2).reshape(B, 2 * S, K),
+        ((B, 2 * S, K),),
+        (P("dp", "tp"),),
+        P("dp", "tp"),
+    ),
     "all_gather_matmul": Case(
         functools.partial(jtf.all_gather_matmul, axis_name="tp", axis=1, precision="highest"),
         jnp.matmul,

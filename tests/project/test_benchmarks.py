@@ -31,7 +31,7 @@ from benchmarks.rows import commit, is_fault, make_row, write_rows
 from benchmarks.rows import torch_rows as rows_of_torch
 from benchmarks.shapes import DecoderShape, QkvShape
 from jaxtaxfree.ops import register
-from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape
+from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape, RaggedShape
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
@@ -45,7 +45,8 @@ REDUCE = OPERATIONS["matmul_all_reduce"]
 MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
-COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter")]
+RAGGED = OPERATIONS["ragged_all_to_all"]
+COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 QKV = OPERATIONS["all_gather_matmul_qkv"]
 COLUMNS = [OPERATIONS[f"{name}_columns"] for name in ("all_gather_matmul", "matmul_reduce_scatter")]
 SMALL: dict[Operation, Any] = {
@@ -58,6 +59,7 @@ SMALL: dict[Operation, Any] = {
     MLP: MatmulShape(name="small", m=16, k=32, n=64),
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
+    RAGGED: RaggedShape(name="small", rows=20, d=24, routing="skewed"),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
@@ -594,7 +596,14 @@ def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, product
     instructions = Counter(
         opcode
         for line in (prepared.executable.as_text() or "").splitlines()
-        for opcode in (" all-gather(", " all-gather-start(", " all-reduce(", " reduce-scatter(", " dot(")
+        for opcode in (
+            " all-gather(",
+            " all-gather-start(",
+            " all-reduce(",
+            " reduce-scatter(",
+            " all-to-all(",
+            " dot(",
+        )
         if opcode in line
     )
     assert instructions.total() - instructions[" dot("] == collectives

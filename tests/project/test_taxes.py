@@ -570,6 +570,7 @@ def test_built_in_programs(operation: Operation, cpu_mesh: Callable) -> None:
     collective = {
         "matmul_reduce_scatter": "reduce_scatter",
         "psum_scatter": "reduce_scatter",
+        "all_to_all": "all_to_all",
         "matmul_all_reduce": "all_reduce",
         "psum": "all_reduce",
     }.get(operation.name, "all_gather")

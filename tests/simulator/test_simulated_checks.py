@@ -13,7 +13,7 @@ import pytest
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import register
 from tests.conftest import MeshFactory
-from tests.helpers import attention_parity, collectives_parity, parity
+from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity
 
 LEFT_OUT = (
     *(
@@ -23,6 +23,7 @@ LEFT_OUT = (
         "check_every_pattern",
         "check_epilogues",
         "check_features",
+        "check_values",
     ),
     *("check_repetition", "check_repetitions", "check_many_calls", "check_growing_cache"),
 )
@@ -31,7 +32,7 @@ QUICK = (
     *("check_reduce_scatter_rounds_once", "check_all_reduce_is_the_same_everywhere", "check_dimensions"),
     *("check_dtypes_and_odd_sizes", "check_order_of_sums", "check_integers_wrap"),
 )
-CHECKS = [*parity.CHECKS, *collectives_parity.CHECKS, *attention_parity.CHECKS]
+CHECKS = [*parity.CHECKS, *collectives_parity.CHECKS, *attention_parity.CHECKS, *ragged_parity.CHECKS]
 
 
 def checks() -> list[Any]:
@@ -53,8 +54,9 @@ def simulated(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+@pytest.mark.filterwarnings("ignore::jaxtaxfree.simulator.WastedTrafficWarning")  # of what comes beside garbage
 @pytest.mark.parametrize("check", checks())
 def test_check(check: Callable[..., None], cpu_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in register.OPERATIONS:
+    for name in (*register.OPERATIONS, "ragged_all_to_all"):
         monkeypatch.setattr(jtf, name, simulated(getattr(jtf, name)))
     check(cpu_mesh(2, "tp"))

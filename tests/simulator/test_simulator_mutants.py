@@ -521,6 +521,28 @@ MUTANTS = (
         errors=(MessageError, *TOO_EARLY),
     ),
     Mutant(
+        name="no part to one peer",
+        kernel="all_to_all",
+        edits=(
+            (
+                "for i in tl.static_range(1, WORLD + 1):\n            to = inbox(",
+                "for i in tl.static_range(2, WORLD + 1):\n            to = inbox(",
+            ),
+        ),
+        errors=(DeadlockError, UninitializedReadError),
+    ),
+    Mutant(
+        name="parts of the previous epoch",
+        kernel="all_to_all",
+        edits=(
+            (
+                "shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch)",
+                "shmem.wait_all(me, arrived + tl.program_id(0) * WORLD, me.epoch - 1)",
+            ),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
         name="last word not sent",
         kernel="psum_scatter",
         edits=(

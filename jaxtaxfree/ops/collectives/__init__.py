@@ -1,4 +1,4 @@
-"""`psum`, `all_gather` and `psum_scatter`: `lax`'s collectives for small arrays, where only latency counts."""
+"""`psum`, `all_gather`, `psum_scatter`, `all_to_all`: collectives for small arrays, where only latency counts."""
 
 import functools
 import math
@@ -146,6 +146,52 @@ def psum_scatter(
     return jax.tree.map(scatter, x)
 
 
+def all_to_all(
+    x: Any,
+    axis_name: str | Sequence[str],
+    split_axis: int,
+    concat_axis: int,
+    *,
+    tiled: bool = False,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> Any:
+    """`lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)`, as one kernel for each array on GPUs.
+
+    Args:
+      x: pytree of this rank's arrays, [..., world, ...], or [..., world * M, ...] if tiled.
+      split_axis: the dimension whose parts go to the ranks.
+      concat_axis: the position of the new dimension of parts that came. If tiled, the dimension along which they are
+        concatenated.
+      The other arguments are those of `psum`.
+
+    Returns: [..., world, ...], or [..., world * N, ...] if tiled, bit for bit what the ranks have.
+
+    Raises: what `psum` raises, and
+      ValueError: if a dimension does not exist, or the split one has size 0 or one that the ranks do not divide.
+      TypeError: if a dimension is not an integer.
+    """
+    axes = check_axes(axis_name, "all_to_all")
+    world = lax.axis_size(axes)
+
+    def exchange(leaf: Any) -> jax.Array:
+        leaf = jnp.asarray(leaf)
+        split = _dimension("all_to_all", "split_axis", split_axis, leaf.ndim)
+        concat = _dimension("all_to_all", "concat_axis", concat_axis, leaf.ndim)
+        size = leaf.shape[split]
+        if size % world or not size if tiled else size != world:
+            wanted = f"a {'' if size else 'positive '}multiple of {world}" if tiled else world
+            raise ValueError(
+                f"all_to_all cannot split dimension {split} of {list(leaf.shape)} over {world} ranks: with "
+                f"tiled={tiled}, {size} is not {wanted}."
+            )
+        if leaf.dtype == bool:
+            return exchange(leaf.astype(jnp.uint8)).astype(bool)
+        return _apply(all_to_all_p, leaf, axes, implementation, config, split=split, concat=concat, tiled=tiled)
+
+    return jax.tree.map(exchange, x)
+
+
 def _psum(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> jax.Array:
     del config
     return lax.psum(x, axes)
@@ -164,11 +210,19 @@ def _psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, tiled:
     return out if tiled else lax.squeeze(out, [dimension])
 
 
+def _all_to_all(
+    x: jax.Array, *, axes: tuple[str, ...], split: int, concat: int, tiled: bool, config: Any = None
+) -> jax.Array:
+    del config
+    return lax.all_to_all(x, axes, split, concat, tiled=tiled)
+
+
 # What each operation means, in plain `lax`.
 REFERENCES: dict[str, Callable[..., jax.Array]] = {
     "psum": _psum,
     "all_gather": _all_gather,
     "psum_scatter": _psum_scatter,
+    "all_to_all": _all_to_all,
 }
 
 
@@ -191,11 +245,26 @@ def _fused_psum_scatter(x: jax.Array, *, axes: tuple[str, ...], dimension: int, 
     return _fused("psum_scatter", x, shape, math.prod(x.shape[:dimension]), axes=axes, **how)
 
 
+def _fused_all_to_all(
+    x: jax.Array, *, axes: tuple[str, ...], split: int, concat: int, tiled: bool, **how: Any
+) -> jax.Array:
+    world = lax.axis_size(axes)
+    own = (x.shape[split] // world,) if tiled else ()
+    part = (*x.shape[:split], *own, *x.shape[split + 1 :])
+    if tiled:
+        shape = (*part[:concat], world * part[concat], *part[concat + 1 :])
+    else:
+        shape = (*part[:concat], world, *part[concat:])
+    outer, out_outer = math.prod(x.shape[:split]), math.prod(part[:concat])
+    return _fused("all_to_all", x, shape, outer, out_outer, axes=axes, **how)
+
+
 def _fused(
     operation: str,
     x: jax.Array,
     shape: tuple[int, ...],
     outer: int = 1,
+    out_outer: int = 1,
     *,
     axes: tuple[str, ...],
     config: tuple[tuple[str, Any], ...],
@@ -206,13 +275,14 @@ def _fused(
 
     Args:
       shape: of the result.
-      outer: how many pieces a rank's part lies in, in the whole array.
+      outer, out_outer: how many pieces a rank's part lies in, in the whole array and in the result of `all_to_all`.
     """
     del compute_capability
     world = lax.axis_size(axes)
     if reasons := _unsupported(operation, x, world):
         raise Unsupported(operation, reasons)
-    call = Call(size=_elements(operation, x, world), outer=outer, world=world, dtype=np.dtype(x.dtype))
+    size = _elements(operation, x, world)
+    call = Call(size=size, outer=outer, out_outer=out_outer, world=world, dtype=np.dtype(x.dtype))
     chosen = choose(operation, VARIANTS[operation], call, dict(config))
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     out = shmem_call(kernel, x.reshape(-1), axis_name=axes, implementation=implementation, **keywords)
@@ -241,7 +311,7 @@ def _apply(
 
 def _elements(operation: str, x: Any, world: int) -> int:
     """Of x of `psum`; of a rank's part of the others."""
-    return x.size // world if operation == "psum_scatter" else x.size
+    return x.size // world if operation in ("psum_scatter", "all_to_all") else x.size
 
 
 def _unsupported(operation: str, x: Any, world: int) -> list[str]:
@@ -264,8 +334,9 @@ def _unsupported(operation: str, x: Any, world: int) -> list[str]:
     return reasons
 
 
-# The most bytes for which implementation=None takes the kernel: of a rank's operand, of psum_scatter of its result.
-FASTER_UP_TO = {"psum": 4 << 20, "all_gather": 4 << 20, "psum_scatter": 1 << 20}
+# The most bytes for which implementation=None takes the kernel: of a rank's operand; of psum_scatter of its result, of
+# all_to_all of a part.
+FASTER_UP_TO = {"psum": 4 << 20, "all_gather": 4 << 20, "psum_scatter": 1 << 20, "all_to_all": 4 << 20}
 
 
 def _slower(operation: str) -> Callable[..., str | None]:
@@ -316,6 +387,16 @@ def _dimensions_psum_scatter(x: Any, *, dimension: int, tiled: bool, **_: Any) -
     return [labels], [labels if tiled else [*labels[:dimension], *labels[dimension + 1 :]]]
 
 
+def _dimensions_all_to_all(x: Any, *, split: int, concat: int, tiled: bool, **_: Any) -> tuple[Labels, Labels]:
+    labels = _labels(x)
+    labels[split] = None
+    if tiled:
+        labels[concat] = None
+        return [labels], [labels]
+    part = [*labels[:split], *labels[split + 1 :]]
+    return [labels], [[*part[:concat], None, *part[concat:]]]
+
+
 def _labels(x: Any) -> list[str | None]:
     return [str(i) for i in range(len(x.shape))]
 
@@ -334,6 +415,10 @@ def _transpose_psum_scatter(ct: Any, _: Any, **params: Any) -> jax.Array:
     return all_gather_p.bind(ct, **params | {"config": ()})
 
 
+def _transpose_all_to_all(ct: Any, _: Any, *, split: int, concat: int, **params: Any) -> jax.Array:
+    return all_to_all_p.bind(ct, split=concat, concat=split, **params | {"config": ()})
+
+
 def _batch_psum(dim: int, **_: Any) -> tuple[int, dict[str, Any]]:
     return dim, {}
 
@@ -348,6 +433,15 @@ def _batch_psum_scatter(dim: int, *, dimension: int, tiled: bool, **_: Any) -> t
     if dim <= dimension:
         return dim, {"dimension": dimension + 1}
     return dim - (not tiled), {}
+
+
+def _batch_all_to_all(dim: int, *, split: int, concat: int, tiled: bool, **_: Any) -> tuple[int, dict[str, Any]]:
+    if tiled:
+        return dim, {"split": split + (dim <= split), "concat": concat + (dim <= concat)}
+    split += dim <= split
+    in_part = dim - (dim > split)  # where it is in a part
+    concat += in_part <= concat
+    return in_part + (concat <= in_part), {"split": split, "concat": concat}
 
 
 psum_p = linear(
@@ -379,4 +473,14 @@ psum_scatter_p = linear(
     case=functools.partial(case, "psum_scatter"),
     transpose=_transpose_psum_scatter,
     batch_dimension=_batch_psum_scatter,
+)
+all_to_all_p = linear(
+    "all_to_all",
+    reference=_all_to_all,
+    fused=_fused_all_to_all,
+    slower=_slower("all_to_all"),
+    dimensions=_dimensions_all_to_all,
+    case=functools.partial(case, "all_to_all"),
+    transpose=_transpose_all_to_all,
+    batch_dimension=_batch_all_to_all,
 )

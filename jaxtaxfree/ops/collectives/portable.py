@@ -1,4 +1,4 @@
-"""The kernels of `psum`, `all_gather` and `psum_scatter`."""
+"""The kernels of `psum`, `all_gather`, `psum_scatter` and `all_to_all`."""
 
 import dataclasses
 import math
@@ -10,7 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from triton import next_power_of_2
 
-from jaxtaxfree.kernels.collectives.portable import all_gather_kernel, psum_kernel, psum_scatter_kernel
+from jaxtaxfree.kernels.collectives.portable import (
+    all_gather_kernel,
+    all_to_all_kernel,
+    psum_kernel,
+    psum_scatter_kernel,
+)
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import Settings, setting
@@ -28,12 +33,14 @@ class Call:
     Attributes:
       size: number of elements of x in `psum`, and of a rank's part in the others.
       outer: number of pieces of a rank's part in the whole array.
+      out_outer: of `all_to_all` the same in the result.
       world: number of ranks.
       dtype: dtype of the elements.
     """
 
     size: int
     outer: int = 1
+    out_outer: int = 1
     world: int
     dtype: np.dtype
 
@@ -55,8 +62,8 @@ class Config(Settings):
     Attributes:
       protocol: how elements travel.
         "messages": in words that show whether they have arrived. This takes twice the bytes, and no fence.
-        "words": the same with half the bytes, for sums of floats and for gathers of elements of 16 and 32 bits. In a
-        gather, words of ones only (-1, NaN) take longer.
+        "words": the same with half the bytes, for sums of floats and for elements of 16 and 32 bits that are not
+        summed. Of the latter, words of ones only (-1, NaN) take longer.
         "signals": as they are, with a signal after them.
       block: elements of each rank's part that a program takes, a power of 2.
       num_warps: warps of a program.
@@ -88,7 +95,7 @@ class _Collective(Variant[Call]):
     """A program talks only with the programs of its id on the other ranks.
 
     Attributes:
-      operation: "psum", "all_gather" or "psum_scatter".
+      operation: its name.
     """
 
     name, Config = "portable", Config
@@ -105,7 +112,7 @@ class _Collective(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         if config.protocol == "words" and not self.carries_words(call):
             return [
-                "words carry sums of floats, and gathers of elements of 16 and 32 bits; "
+                "words carry sums of floats, and what is not summed of 16 and 32 bits; "
                 f"{self.operation} of {call.dtype} takes the protocol 'messages' or 'signals'"
             ]
         if config.protocol != "signals" and config.block > call.longest_block:
@@ -243,5 +250,12 @@ class PsumScatter(_Collective):
         return [*each("protocol", "words"), *super().variations(call, config)]
 
 
+class AllToAll(AllGather):
+    operation, kernel = "all_to_all", all_to_all_kernel
+
+    def launch(self, call: Call, config: Any) -> dict[str, Any]:
+        return super().launch(call, config) | {"OUT_INNER": call.size // call.out_outer}
+
+
 # The kernels of each operation.
-VARIANTS = {variant.operation: (variant,) for variant in (Psum(), AllGather(), PsumScatter())}
+VARIANTS = {variant.operation: (variant,) for variant in (Psum(), AllGather(), PsumScatter(), AllToAll())}

@@ -1,0 +1,1 @@
+"""The kernel of `ragged_all_to_all`."""
