@@ -103,8 +103,9 @@ def _part(x: jax.ShapeDtypeStruct, dimension: int | None, world: int) -> jax.Sha
     return jax.ShapeDtypeStruct(tuple(sizes), x.dtype)
 
 
-def _product(name: str, module: ModuleType, shapes: ModuleType, **sharded: Any) -> Operation:
-    """lhs [M, K] and rhs [K, N]."""
+def _product(name: str, module: ModuleType, shapes: ModuleType, along: str | None = None, **sharded: Any) -> Operation:
+    """lhs [M, K] and rhs [K, N]; `along` is the parameter that says which dimension is gathered or scattered: rows."""
+    rows = {along: 0} if along else {}
 
     def operands(shape: MatmulShape, world: int, dtype: np.dtype) -> Types:
         del world
@@ -115,7 +116,7 @@ def _product(name: str, module: ModuleType, shapes: ModuleType, **sharded: Any) 
         reference=module.reference,
         variants=module.VARIANTS,
         case=module.case,
-        parameters=lambda shape, dtype: {"precision": None, "preferred_element_type": None},
+        parameters=lambda shape, dtype: {"precision": None, "preferred_element_type": None, **rows},
         operands=operands,
         shapes=shapes.SHAPES,
         tiny_shapes=shapes.TINY_SHAPES,
@@ -160,8 +161,15 @@ def _collective(name: str, result_sharded: int | None, **keywords: Any) -> Opera
 OPERATIONS: dict[str, Operation] = {
     operation.name: operation
     for operation in (
-        _product("all_gather_matmul", all_gather_matmul, gather_shapes, sharded=(0, 1), result_sharded=1),
-        _product("matmul_reduce_scatter", matmul_reduce_scatter, scatter_shapes, sharded=(1, 0), result_sharded=0),
+        _product("all_gather_matmul", all_gather_matmul, gather_shapes, "axis", sharded=(0, 1), result_sharded=1),
+        _product(
+            "matmul_reduce_scatter",
+            matmul_reduce_scatter,
+            scatter_shapes,
+            "scatter_dimension",
+            sharded=(1, 0),
+            result_sharded=0,
+        ),
         _product("matmul_all_reduce", matmul_all_reduce, reduce_shapes, sharded=(1, 0), result_sharded=None),
         Operation(
             name="decode_attention",

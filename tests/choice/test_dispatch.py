@@ -93,11 +93,12 @@ def test_programs_for_absent_gpus_have_no_tables(op: Operation) -> None:
 def test_calls_of_another_kind_have_no_case(on_h200: Callable[..., None]) -> None:
     team = team_of(mesh_of())
     lhs, rhs = jax.ShapeDtypeStruct((8, 16), "bfloat16"), jax.ShapeDtypeStruct((16, 32), "bfloat16")
-    usual: dict[str, Any] = {"team": team, "precision": None, "preferred_element_type": None}
+    usual: dict[str, Any] = {"team": team, "axis": 0, "precision": None, "preferred_element_type": None}
     row = {"world": 4, "dtype": "bfloat16", "k": 16, "n": 32, "m": 8}
     assert register.OPERATIONS["all_gather_matmul"].case(lhs, rhs, **usual).row() == row
     for other in (
         {"rhs_transposed": True},
+        {"axis": 1},
         {"precision": "highest"},
         {"preferred_element_type": jnp.dtype("float32")},
     ):

@@ -303,9 +303,9 @@ def test_lost_keys_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, kerne
     whole = jtf.decode_attention
 
     def without_some(
-        query: Any, key: Any, value: Any, axis: str, *, key_value_seq_lengths: Any, **keywords: Any
+        query: Any, key: Any, value: Any, axis_name: str, *, key_value_seq_lengths: Any, **keywords: Any
     ) -> Any:
-        return whole(query, key, value, axis, key_value_seq_lengths=key_value_seq_lengths - 3, **keywords)
+        return whole(query, key, value, axis_name, key_value_seq_lengths=key_value_seq_lengths - 3, **keywords)
 
     monkeypatch.setattr("jaxtaxfree.decode_attention", without_some)
     rows = bench(ATTENTION, mesh, "fused", "local", "local+gather/default", "xla_unmasked")

@@ -61,8 +61,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     times = {tune.XLA: 2.5, "fused[pushers=12]": 2.0}
     wrong: dict[str, Callable[[jax.Array], jax.Array]] = {}
 
-    def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, axis: str, *, config: Any, **_: Any) -> jax.Array:
-        out = lax.all_gather(lhs, axis, tiled=True) @ rhs
+    def all_gather_matmul(lhs: jax.Array, rhs: jax.Array, axis_name: str, *, config: Any, **_: Any) -> jax.Array:
+        out = lax.all_gather(lhs, axis_name, tiled=True) @ rhs
         return wrong.get(f"pushers={config['pushers']}", lambda out: out)(out)
 
     def sample(self: timing.Run, mode: Any) -> None:
