@@ -547,7 +547,7 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # A form of an operation has its name in its own.
     named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
-    function = {MLP: "matmul_reduce_scatter", STEP: "matmul_all_reduce"}.get(op, named)
+    function = {MLP: "matmul_reduce_scatter", STEP: "matmul_all_reduce", RAGGED: RAGGED.name}.get(op, named)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
