@@ -10,7 +10,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import product
 from jaxtaxfree.ops.blocks.hopper_few import MULTIPROCESSORS
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from tests.compiled.test_compiled import (
@@ -204,7 +203,9 @@ def test_programs_of_its_configuration(rows: int, n: int, gated: bool) -> None:
     ),
 )
 def test_xla_is_taken_for_waves_that_are_not_full(rows: int, n: int, world: int, slower: bool) -> None:
-    why = product.slower(gather_ops.VARIANTS, product_call(gather_ops, rows, 1024, n, world=world))
+    call = product_call(gather_ops, rows, 1024, n, world=world)
+    found = chosen(gather_ops, call)
+    why = found.variant.slower(call, found.config)
     assert bool(why) == slower
     assert not slower or f"of {rows} rows need several waves" in why
 

@@ -804,15 +804,15 @@ def test_hang_is_named_and_ended() -> None:
     assert time.perf_counter() - started < 40
 
 
-def test_global_products_run_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+def test_global_products_run_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None:
     """And results that differ fail, however fast they came."""
     arguments = ["--shrink", "512", "--seconds", "0", "--implementation", "xla"]
     global_products.main(arguments)  # a CPU's times say nothing
-    said = capsys.readouterr().out
+    said = capfd.readouterr().out
     assert said.count("results alike") == 2 and said.count("sustained") == 4
     case = global_products.CASES["matmul_all_reduce"]
     wrong = replace(case, operation=lambda x, w, *_, **__: 2 * lax.psum(x @ w, operation.AXIS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(global_products, "CASES", {"matmul_all_reduce": wrong})
         assert global_products.main(arguments) == 1
-    assert "DIFFER" in capsys.readouterr().out
+    assert "DIFFER" in capfd.readouterr().out

@@ -14,7 +14,14 @@ from jaxtaxfree.doctor import Finding
 
 NAMES = ["Python", "jax", "jaxlib", "jax-triton", "triton", "environment variables", "CUDA plugin", "cuda-bindings"]
 NAMES += ["driver", "kernels timed on such GPUs", "peer access", "virtual memory management"]
-NAMES += ["memory handles as file descriptors", "heap addresses", "Triton compile", "processes", "memory for the heap"]
+NAMES += [
+    "memory handles as file descriptors",
+    "NVLink domain",
+    "heap addresses",
+    "Triton compile",
+    "processes",
+    "memory for the heap",
+]
 NAMES += ["memory of other processes", "XLA's collective between processes", "fused kernel between processes"]
 
 
