@@ -177,7 +177,7 @@ MUTANTS = (
         name="relaxed wait",
         kernel="all_gather_matmul_few",
         api=True,
-        edits=(('0, sem="acquire", scope="sys")', '0, sem="relaxed", scope="sys")', 2),),
+        edits=(('0, sem="acquire", scope=SCOPE)', '0, sem="relaxed", scope=SCOPE)', 2),),
         errors=(DataRaceError,),
     ),
     Mutant(
