@@ -166,7 +166,9 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize("name", ("batch-1", "int8-token", "paged-16"))
+@pytest.mark.parametrize(
+    "name", ("batch-1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("int8-token", "paged-16")))
+)
 def test_gfx942(name: str) -> None:
     code = compile_for_amd(compiled(name)).asm["amdgcn"]
     assert "mfma" in code

@@ -38,7 +38,7 @@ def lowered(model: DecoderSpec, world: int, batch: int) -> str:
     return lower_for_cuda(program, params, x, cache, lengths, table, table)
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_share_of_llama_3_8b(world):
     """That of eight GPUs: a warp loads, two groups of four compute, nothing is spilled, and a block is one TMA load."""
     model = DecoderSpec(
