@@ -179,18 +179,35 @@ class Product:
         rows, lengths = matmul.rows_first(lhs, dimension)
         form = {"epilogue": epilogue, "along_columns": along_columns}
         call = self.call(rows, rhs, *operands, world=lax.axis_size(axes), **form, **params)
+        weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
+        arrays = rows, weights if self.gathers else rhs, others
+        outs = self.launch(call, *arrays, axes=axes, config=config, implementation=implementation)
+        return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
+
+    def launch(
+        self,
+        call: Call,
+        *arrays: Any,
+        axes: tuple[str, ...],
+        config: Sequence[tuple[str, Any]] | None,
+        implementation: str | None,
+    ) -> Any:
+        """The results of the kernel that takes a call.
+
+        Args:
+          *arrays: lhs as rows; rhs, or where there may be several the bundle of them; the bundle of the epilogue.
+          config: the settings that the caller makes.
+        """
         chosen = choose(self.name, self.variants, call, dict(config or ()))
         if implementation != "simulate":
             chosen.variant.check_compiles(call, chosen.config)
-        weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
-        outs = shmem_call(
+        return shmem_call(
             chosen.variant.kernel,
-            *chosen.variant.arrays(call, rows, weights if self.gathers else rhs, others),
+            *chosen.variant.arrays(call, *arrays),
             axis_name=axes,
             implementation=implementation,
             **chosen.keywords,
         )
-        return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
     def slower(
         self,

@@ -1,6 +1,5 @@
 """`all_gather_matmul` with several right-hand sides, in the simulator: right, and planted faults are found."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,9 @@ from jaxtaxfree.kernels.all_gather_matmul import few, hopper, hopper_few, portab
 from jaxtaxfree.kernels.blocks import several as several_block
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops.epilogue import Epilogue, joined
-from jaxtaxfree.simulator import SimulationError
-from tests.helpers.simulator_kernels import Call, Simulated, integers, launched, load
+from tests.helpers.simulator_kernels import Call, Simulated, integers, launched
+from tests.simulator.test_simulator_columns import Mutant
 from tests.simulator.test_simulator_kernels import PORTION, PORTIONS
-from tests.simulator.test_simulator_mutants import edit
 
 WORLDS = (2, 3)
 SEEDS = 6
@@ -117,15 +115,6 @@ def test_every_interleaving_is_right(kernel: Simulated, world: int, first: int) 
     kernel.run(range(first, first + PORTION), world)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Mutant:
-    """A fault that has to be found: by the simulator, or by a result that is wrong."""
-
-    name: str
-    kernel: str
-    edits: tuple[tuple[str, str], ...]
-
-
 MUTANTS = (
     Mutant(
         name="columns of another rhs",
@@ -163,15 +152,7 @@ MUTANTS = (
 @pytest.mark.filterwarnings("ignore::jaxtaxfree.simulator.WastedTrafficWarning")
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
 def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
-    kernel = KERNEL[mutant.kernel]
-    module = load(edit(kernel.module, mutant.edits, tmp_path), kernel.module.__name__)
-    for seed in range(SEEDS):
-        call, settings = kernel.case(seed, 3)
-        try:
-            call.run(getattr(module, kernel.function), **settings)
-        except (SimulationError, AssertionError):
-            return
-    pytest.fail(f"not found in {SEEDS} seeds")
+    mutant.check(KERNEL[mutant.kernel], tmp_path, SEEDS)
 
 
 def test_blocks_are_numbered_over_all() -> None:

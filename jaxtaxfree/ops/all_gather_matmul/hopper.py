@@ -8,14 +8,9 @@ from typing import Any
 from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
-from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import setting
-
-# From so many rows on the gather along columns was measured: on 2 H100, 2048 to 8192 rows, 1.06 to 1.2 times as fast as
-# XLA.
-COLUMNS_MEASURED = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ class Hopper(Variant[Call]):
 
     def slower(self, call: Call, config: Config) -> str | None:
         del config
-        return UNMEASURED if call.along_columns and call.rows < COLUMNS_MEASURED else None
+        return hopper.slower(call)
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         config = dataclasses.replace(config, block_n=config.block_n // call.products)

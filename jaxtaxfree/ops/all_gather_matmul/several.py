@@ -14,7 +14,6 @@ from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.primitive import Labels, Unsupported, collective, takes_reference
-from jaxtaxfree.shmem import shmem_call
 
 NAME = "all_gather_matmul"
 
@@ -135,16 +134,7 @@ def fused(
     rows, lengths = matmul.rows_first(lhs, dimension)
     rhs, _, biases = split(operands, epilogue)
     weights = dict(zip(call.weights, rhs, strict=True))
-    chosen = choose(NAME, VARIANTS, call, dict(config or ()))
-    if implementation != "simulate":
-        chosen.variant.check_compiles(call, chosen.config)
-    outs = shmem_call(
-        chosen.variant.kernel,
-        *chosen.variant.arrays(call, rows, weights, biases),
-        axis_name=axes,
-        implementation=implementation,
-        **chosen.keywords,
-    )
+    outs = PRODUCT.launch(call, rows, weights, biases, axes=axes, config=config, implementation=implementation)
     return [matmul.rows_back(out, lengths, dimension) for out in outs]
 
 
