@@ -42,10 +42,11 @@ def test_on_a_cpu() -> None:
 def test_a_step_that_hangs_is_named() -> None:
     """After ten steps of each implementation, whose losses agree."""
     with Training(ON_A_CPU, steps=100, seconds=60, hang_at=14) as training:
-        result = training.run(patience=3)
+        result = training.run(patience=5)
+        wrote = training.wrote()
     # The last process has two steps under way; the other one waits for it.
     done = r"hangs: process 0 has done fused step 1[1-3]; process 1 has done fused step 11"
-    assert re.fullmatch(done, result.error), "\n".join((result.error, *(each[-3000:] for each in training.wrote())))
+    assert re.fullmatch(done, result.error), "\n".join((result.error, *(each[-3000:] for each in wrote)))
 
 
 def test_kernels_beside_collectives() -> None:

@@ -90,7 +90,9 @@ class Workers:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.3", "JAX_PLATFORMS": self.platform}
+        # Beside the tests' own process, which has its share, and with pytest-xdist there are several of both.
+        memory = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")) / 2
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}", "JAX_PLATFORMS": self.platform}
         environment.pop("JAX_NUM_CPU_DEVICES", None)
         for rank in range(self.world):
             answers, say = os.pipe()
