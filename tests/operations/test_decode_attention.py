@@ -54,11 +54,6 @@ def run(case: Case, mesh: Mesh | None = None, *arguments: Any, **keywords: Any) 
     assert_right(case, jax.jit(program(case, mesh or mesh_of(case.world), *arguments, **keywords))(operands), expected)
 
 
-def slow_unless(quick: tuple[int, ...], worlds: tuple[int, ...] = WORLDS) -> pytest.MarkDecorator:
-    marked = [world if world in quick else pytest.param(world, marks=pytest.mark.slow) for world in worlds]
-    return pytest.mark.parametrize("world", marked)
-
-
 def small(world: int) -> Case:
     """To be simulated."""
     return Case(world=world, n=2 * world, k=2, h=24)
@@ -67,13 +62,14 @@ def small(world: int) -> Case:
 FEATURES = tuple(features(Case(world=2)))
 
 
-@slow_unless((4,))
+# Of the other worlds `test_combinations` draws some.
+@pytest.mark.parametrize("world", (4, *(pytest.param(world, marks=pytest.mark.soak) for world in WORLDS if world != 4)))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, world: int) -> None:
     run(features(Case(world=world))[feature])
 
 
-@slow_unless((2,), (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.slow)))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_of_the_kernel(feature: str, world: int) -> None:
     run(features(small(world))[feature], implementation="simulate", config=SPLIT)
