@@ -1,5 +1,6 @@
 """The demo: both forms of the transformer agree, the weights are good, and the command line does what it says."""
 
+import functools
 import os
 import re
 import socket
@@ -130,7 +131,8 @@ def plain_step_of_training():
 @pytest.mark.parametrize(
     "world, implementation", [(1, "xla"), (2, "xla"), (4, "xla"), pytest.param(2, "simulate", marks=pytest.mark.slow)]
 )
-def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation):
+def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, monkeypatch):
+    monkeypatch.setattr(train_step, "TIMED_STEPS", 1)
     params, rows, want_loss, want_grads, want_new = plain_step_of_training()
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
     loss, grads, new, _ = train_step.take_step(params, rows, TINY, mesh, implementation)
@@ -139,6 +141,7 @@ def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, impl
     assert max(train_step.relative_errors(new, want_new).values()) < 1e-5
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_step_of_training_has_no_collective_of_xlas():
     """Lowered for GPUs, run nowhere."""
     params, _, _ = transformer.load(decode_loop.WEIGHTS)
