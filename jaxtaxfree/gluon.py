@@ -5,10 +5,12 @@ of its first partition. This file stands beside it, on the same bindings of jaxl
 """
 
 import atexit
+import contextlib
 import io
 import json
 import math
 import sys
+import threading
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -79,11 +81,12 @@ def gluon_call(
       descriptors: for each parameter that is to be a TMA descriptor the shape of a block; see `call.members`.
     """
     source, arguments = _source(kernel, [*args, *out_type], named, descriptors)
-    compiled = triton.compile(
-        source,
-        target=GPUTarget("cuda", compute_capability, 32),
-        options={"num_warps": num_warps, **backend_options},
-    )
+    with _not_assembled():
+        compiled = triton.compile(
+            source,
+            target=GPUTarget("cuda", compute_capability, 32),
+            options={"num_warps": num_warps, **backend_options},
+        )
     operands = [argument.value for argument in arguments if isinstance(argument.value, jax.Array)]
     results = list(out_type)
     parameters = list(_parameters(name, arguments, compiled.metadata.tensordesc_meta))
@@ -105,6 +108,39 @@ def gluon_call(
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
     call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, results, has_side_effect=has_side_effect)
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)[: len(out_type)]
+
+
+_compiles = threading.local()  # `here` is set in a thread that compiles for a launch
+
+
+@contextlib.contextmanager
+def _not_assembled() -> Iterator[None]:
+    """Triton compiles to PTX and no further: jaxlib takes that, and assembles it for the GPU that it finds.
+
+    Triton would run `ptxas`, 0.1 to 1 s a kernel. Its hook is one for all threads, and what other threads compile
+    meanwhile stays whole.
+    """
+    knobs = triton.knobs.runtime
+    before = knobs.add_stages_inspection_hook
+
+    def hook(*of: Any) -> Any:
+        """Triton asks without arguments what the hook changes, for its keys, and then with the stages."""
+        answer = before(*of) if before else None
+        here = getattr(_compiles, "here", False)
+        if of and here:
+            of[1]["cubin"] = lambda ptx, metadata: b""
+        if not of:
+            key, digest = answer or ("", "")
+            return (f"{key}-not-assembled", f"{digest}-not-assembled") if here else (key, digest)
+        return answer
+
+    knobs.add_stages_inspection_hook = hook
+    _compiles.here = True
+    try:
+        yield
+    finally:
+        _compiles.here = False
+        knobs.add_stages_inspection_hook = before
 
 
 def shared_memory(opaque: bytes) -> int:

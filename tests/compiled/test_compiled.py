@@ -267,7 +267,7 @@ def test_odd_sizes_wait_and_publish_alike(kernel: Kernel) -> None:
 
 
 @each_kernel
-@pytest.mark.parametrize("world", (2, 8))
+@pytest.mark.parametrize("world", (2, pytest.param(8, marks=pytest.mark.soak)))
 def test_other_worlds(kernel: Kernel, world: int) -> None:
     program = parse(compile_for_cuda(kernel, kernel.aligned, world=world).ptx)
     assert waits_that_do_not_wait(program, 1) == []  # of two ranks none waits for its turn
@@ -315,7 +315,10 @@ CASES = tuple(default_cases())
 
 
 @pytest.mark.parametrize(
-    ("kernel", "shape", "world", "dtype"), CASES, ids=[f"{c[1].name}-{c[2]}-{c[3]}".replace("/", "-") for c in CASES]
+    ("kernel", "shape", "world", "dtype"),
+    # f16 is bf16 but for the name of the products.
+    [pytest.param(*case, marks=[pytest.mark.soak] if case[3] == "float16" else []) for case in CASES],
+    ids=[f"{c[1].name}-{c[2]}-{c[3]}".replace("/", "-") for c in CASES],
 )
 def test_default_configs_fit_sm_90(kernel: Kernel, shape: MatmulShape, world: int, dtype: str) -> None:
     compiled = compile_for_cuda(kernel, shape, dtype, world=world)

@@ -105,8 +105,11 @@ def test_sm_90(name: str) -> None:
     assert spilled_bytes(ptxas_report(call)) == 0
 
 
+OTHERS = ("rows-128", *(pytest.param(name, marks=pytest.mark.soak) for name in ("rows-1", "rows-16", "rows-256")))
+
+
 @pytest.mark.parametrize("world", (2, 8))
-@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256"))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_worlds(name: str, world: int) -> None:
     call = compiled(name, world=world)
     assert narrow_words(call) == []
@@ -115,7 +118,7 @@ def test_other_worlds(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("compute_capability", (80, 89, 100))
-@pytest.mark.parametrize("name", ("rows-1", "rows-16", "rows-128", "rows-256"))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     call = compiled(name, compute_capability)
     assert f".target sm_{compute_capability}" in call.ptx
@@ -124,7 +127,9 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize("name", ("rows-1", "rows-128", "rows-256"))
+@pytest.mark.parametrize(
+    "name", ("rows-128", *(pytest.param(name, marks=pytest.mark.soak) for name in ("rows-1", "rows-256")))
+)
 def test_gfx942(name: str) -> None:
     code = compile_for_amd(compiled(name, amd=True)).asm["amdgcn"]
     assert "mfma" in code

@@ -50,7 +50,12 @@ CASES = {
     "pool": case(b=8, kv_layout="KBSH"),
     "alone": case(world=1),
 }
-each_case = pytest.mark.parametrize("name", CASES)
+# Of which each is like two others.
+LIKE_OTHERS = ("batch-16", "h-96", "paged-64")
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in LIKE_OTHERS else []) for name in CASES]
+)
+OTHERS = ("batch-1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("int8-token", "paged-16")))
 
 
 @functools.cache
@@ -155,7 +160,7 @@ def test_keys_and_values_are_loaded_as_in_other_forms(name: str, plain: str) -> 
 
 
 @pytest.mark.parametrize("compute_capability", (80, 100))
-@pytest.mark.parametrize("name", ("batch-1", "int8-token", "paged-16"))
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     call = compiled(name, compute_capability)
     program = parse(call.ptx)
@@ -166,9 +171,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize(
-    "name", ("batch-1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("int8-token", "paged-16")))
-)
+@pytest.mark.parametrize("name", OTHERS)
 def test_gfx942(name: str) -> None:
     code = compile_for_amd(compiled(name)).asm["amdgcn"]
     assert "mfma" in code

@@ -43,6 +43,10 @@ LARGE = {
     "4 MB of int8": (4 << 20, "int8"),
 }
 each_name = pytest.mark.parametrize("name", NAMES)
+# One that adds up and one that copies; the others are made of the same functions.
+two_names = pytest.mark.parametrize(
+    "name", [name if name in ("psum", "all_to_all") else pytest.param(name, marks=pytest.mark.soak) for name in NAMES]
+)
 
 
 @functools.cache
@@ -135,14 +139,14 @@ def test_every_protocol(name: str, protocol: str, dtype: str) -> None:
     assert wrong(compiled(name, 16 << 10, dtype, protocol=protocol)) == []
 
 
-@each_name
+@two_names
 @pytest.mark.parametrize("world", (2, 3, 8))
 def test_other_worlds(name: str, world: int) -> None:
     assert wrong(compiled(name, 3 << 12, "bfloat16", world=world)) == []
     assert wrong(compiled(name, 3 << 20, "float32", world=world)) == []
 
 
-@each_name
+@two_names
 @pytest.mark.parametrize("compute_capability", (80, 100))
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     for size, wrong in (("16 KB", wrong_messages), ("4 MB of int8", wrong_signals)):
@@ -151,7 +155,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
         assert wrong(call) == []
 
 
-@each_name
+@two_names
 def test_gfx942(name: str) -> None:
     for size in ("16 KB", "4 MB of int8"):
         code = compile_for_amd(compiled(name, *(SMALL | LARGE)[size])).asm["amdgcn"]

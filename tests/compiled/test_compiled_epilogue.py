@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -46,10 +46,26 @@ VARIANTS = (
     *(with_epilogue(kernel, given) for kernel in FORWARD for given in ELEMENTWISE[2:]),
     *(with_epilogue(kernel, given) for kernel in GATHERING for given in PAIRS[1:]),
 )
-each_variant = pytest.mark.parametrize("kernel", VARIANTS, ids=lambda kernel: kernel.name)
+RESIDUALS = [kernel for kernel in VARIANTS if kernel.name.endswith("residual")]
 
 
-@each_variant
+def soak_unless(quick: Callable[[Kernel], bool], kernels: Sequence[Kernel]) -> pytest.MarkDecorator:
+    """Each kernel; those that are not quick in `make soak` alone."""
+    marked = [kernel if quick(kernel) else pytest.param(kernel, marks=pytest.mark.soak) for kernel in kernels]
+    return pytest.mark.parametrize("kernel", marked, ids=lambda kernel: kernel.name)
+
+
+def _is_like_another(name: str) -> bool:
+    """Whether an epilogue is an activation alone which takes less than that of `gelu_exact`."""
+    return name.endswith(("-silu", "-gelu_tanh")) and "gate" not in name
+
+
+def _is_full(kernel: Kernel) -> bool:
+    """Whether it stands for the others on further GPUs: one that gathers and one that reduces."""
+    return kernel.name in ("all_gather_matmul-gate-bias-gelu_tanh-residual", "matmul_all_reduce-bias-silu-residual")
+
+
+@soak_unless(lambda kernel: not _is_like_another(kernel.name), VARIANTS)
 def test_sm_90(kernel: Kernel) -> None:
     compiled = compile_for_cuda(kernel, kernel.aligned)
     program = compiled_code.parse(compiled.ptx)
@@ -73,9 +89,7 @@ def test_the_residual_is_read_as_the_result_is_stored(kernel: Kernel) -> None:
     assert sorted(map(compiled_code.bytes_of, times * loads)) == sorted(map(compiled_code.bytes_of, stores))
 
 
-@pytest.mark.parametrize(
-    "kernel", [kernel for kernel in VARIANTS if kernel.name.endswith("residual")], ids=lambda kernel: kernel.name
-)
+@soak_unless(_is_full, RESIDUALS)
 @pytest.mark.parametrize("compute_capability", (80, 100))
 def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
     compiled = compile_for_cuda(kernel, kernel.aligned, compute_capability=compute_capability)
@@ -85,9 +99,7 @@ def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
     assert compiled.shared <= compiled_code.SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize(
-    "kernel", [kernel for kernel in VARIANTS if kernel.name.endswith("residual")], ids=lambda kernel: kernel.name
-)
+@soak_unless(_is_full, RESIDUALS)
 def test_gfx942(kernel: Kernel) -> None:
     code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True)).asm["amdgcn"]
     assert "mfma" in code
@@ -95,7 +107,7 @@ def test_gfx942(kernel: Kernel) -> None:
     assert compiled_code.amd_publishes_out_of_order(code) == []
 
 
-def default_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
+def default_cases() -> Iterator[Any]:
     """A call for every configuration that the benchmarks' shapes lead to on 4 ranks."""
     for kernel in FORWARD:
         for given in ELEMENTWISE[2:] + (PAIRS[1:2] if kernel in GATHERING else ()):
@@ -106,7 +118,9 @@ def default_cases() -> Iterator[tuple[Kernel, MatmulShape, str]]:
                     config = kernel.default_config(dataclasses.replace(shape, n=columns), 4, dtype)
                     if (config, dtype) not in seen:
                         seen.add((config, dtype))
-                        yield with_epilogue(kernel, given), shape, dtype
+                        variant = with_epilogue(kernel, given)
+                        marks = [pytest.mark.soak] if _is_like_another(variant.name) else []
+                        yield pytest.param(variant, shape, dtype, marks=marks)
 
 
 @pytest.mark.parametrize(

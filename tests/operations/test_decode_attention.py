@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import logging
 import random
 import re
@@ -54,11 +55,6 @@ def run(case: Case, mesh: Mesh | None = None, *arguments: Any, **keywords: Any) 
     assert_right(case, jax.jit(program(case, mesh or mesh_of(case.world), *arguments, **keywords))(operands), expected)
 
 
-def slow_unless(quick: tuple[int, ...], worlds: tuple[int, ...] = WORLDS) -> pytest.MarkDecorator:
-    marked = [world if world in quick else pytest.param(world, marks=pytest.mark.slow) for world in worlds]
-    return pytest.mark.parametrize("world", marked)
-
-
 def small(world: int) -> Case:
     """To be simulated."""
     return Case(world=world, n=2 * world, k=2, h=24)
@@ -67,13 +63,14 @@ def small(world: int) -> Case:
 FEATURES = tuple(features(Case(world=2)))
 
 
-@slow_unless((4,))
+# Of the other worlds `test_combinations` draws some.
+@pytest.mark.parametrize("world", (4, *(pytest.param(world, marks=pytest.mark.soak) for world in WORLDS if world != 4)))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features(feature: str, world: int) -> None:
     run(features(Case(world=world))[feature])
 
 
-@slow_unless((2,), (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.soak)))
 @pytest.mark.parametrize("feature", FEATURES)
 def test_features_of_the_kernel(feature: str, world: int) -> None:
     run(features(small(world))[feature], implementation="simulate", config=SPLIT)
@@ -85,8 +82,13 @@ def test_head_sizes(h: int, hv: int | None) -> None:
     run(Case(world=2, n=4, k=2, h=h, hv=hv, b=1, lengths=(100,)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("h", (1, 4, 5, 8))
+@pytest.mark.parametrize(
+    "h, dtype",
+    [
+        pytest.param(h, dtype, marks=[] if h == 5 or dtype == "bfloat16" else pytest.mark.soak)
+        for h, dtype in itertools.product((1, 4, 5, 8), DTYPES)
+    ],
+)
 def test_heads_smaller_than_what_is_multiplied_at_once(h: int, dtype: str) -> None:
     case = Case(world=2, n=4, k=2, h=h, b=1, s=32, lengths=(40,), dtype=dtype)
     run(case, implementation="simulate", config=SPLIT)
@@ -104,7 +106,9 @@ def test_small_scales_in_f16(scales: str, implementation: str) -> None:
     assert np.max(np.abs(np.asarray(out, np.float64) - wanted)) < 1e-3 * np.max(np.abs(wanted))
 
 
-@pytest.mark.parametrize("page_size", (16, 32, 64, 128, 256))
+@pytest.mark.parametrize(
+    "page_size", (16, 256, *(pytest.param(size, marks=pytest.mark.soak) for size in (32, 64, 128)))
+)
 @pytest.mark.parametrize("kv_layout", ("BSKH", "BKSH"))
 @pytest.mark.parametrize("placement", ("contiguous", "round_robin"))
 def test_page_sizes(page_size: int, kv_layout: str, placement: str) -> None:
@@ -396,7 +400,9 @@ def test_scales_that_are_numbers() -> None:
 
         call = jax.jit(jax.shard_map(local, mesh=mesh_of(2), in_specs=(P(), P(None, None, "tp")), out_specs=P()))
         mapped = jax.vmap(call, in_axes=(0, None))
-        return [mapped(query, cache), jax.grad(lambda query: mapped(query, cache).sum())(query)]
+        return jax.jit(lambda query: [mapped(query, cache), jax.grad(lambda query: mapped(query, cache).sum())(query)])(
+            query
+        )
 
     for found, wanted in zip(results(None), results("xla")):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
@@ -518,7 +524,7 @@ def test_vmap(mapped: tuple[str, ...]) -> None:
     call = jax.jit(lambda floats: program(DIFFERENTIATED, mesh_of(4))(put(floats)))
     variants = [{**floats, **{name: floats[name] * factor for name in mapped}} for factor in (1, 0.5, -1)]
     stacked = {name: jnp.stack([v[name] for v in variants]) if name in mapped else floats[name] for name in floats}
-    found = jax.vmap(call, in_axes=({name: 0 if name in mapped else None for name in floats},))(stacked)
+    found = jax.jit(jax.vmap(call, in_axes=({name: 0 if name in mapped else None for name in floats},)))(stacked)
     for mine, wanted in zip(found, zip(*map(call, variants))):
         np.testing.assert_allclose(mine, np.stack(wanted), rtol=1e-5, atol=1e-5)
 
@@ -700,7 +706,7 @@ def test_append_drops_what_lies_past_the_end() -> None:
     local = lambda cache, *new: all_parts(  # noqa: E731
         append_kv(own_part(cache), *new, jnp.array([13, 16]), "tp", kv_layout="BKSH")
     )
-    call = jax.shard_map(local, mesh=mesh_of(2), in_specs=(growth.specs, P(), P()), out_specs=growth.specs)
+    call = one_program(local, mesh=mesh_of(2), in_specs=(growth.specs, P(), P()), out_specs=growth.specs)
     grown = call(growth.cache, *new)
     for found, x in zip(grown[:2], new):
         whole = np.concatenate(list(np.asarray(found)), axis=2).swapaxes(1, 2)  # [B, 16, K, H]
@@ -715,7 +721,7 @@ def test_append_scales_tokens_of_wide_floats(dtype: str) -> None:
     token = jnp.array([[[1e-3, -2e-3, 0, 5e-4]], [[3, 1, -4, 0]]])  # [B, K, H]
     cache = KVCache(*(jnp.zeros((2, 3, 1, 4), dtype),) * 2, *(jnp.zeros((2, 3, 1)),) * 2)
     local = functools.partial(append_kv, axis_name="tp")
-    call = jax.shard_map(local, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
+    call = one_program(local, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
     grown = call(cache, token, token, jnp.array([0, 2]))
     for numbers, scales in ((grown.key, grown.key_scale), (grown.value, grown.value_scale)):
         found = np.asarray(numbers, np.float32) * np.asarray(scales)[..., None]
@@ -753,7 +759,7 @@ def test_append_takes_and_returns_tuples(parts: int) -> None:
         assert len(grown) == parts
         return grown
 
-    call = jax.shard_map(local, mesh=mesh_of(2), in_specs=(growth.specs,), out_specs=P("tp"))
+    call = one_program(local, mesh=mesh_of(2), in_specs=(growth.specs,), out_specs=P("tp"))
     assert np.asarray(call(growth.cache)[0]).any()
 
 

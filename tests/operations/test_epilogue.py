@@ -421,7 +421,7 @@ def test_gradients(mesh: Mesh, operation: Operation, given: dict[str, Any], impl
 
     def gradients(implementation: str | None) -> tuple[jax.Array, ...]:
         program = operation.on_mesh(mesh, names[2:], activation=given.get("activation"), implementation=implementation)
-        return jax.grad(lambda *args: jnp.sin(program(*args)).sum(), tuple(range(len(names))))(*operands)
+        return jax.jit(jax.grad(lambda *args: jnp.sin(program(*args)).sum(), tuple(range(len(names)))))(*operands)
 
     for name, mine, xlas in zip(names, gradients(implementation), gradients("xla"), strict=True):
         assert mine.dtype == arrays[name].dtype
@@ -437,7 +437,7 @@ def test_gradients_of_bf16(mesh: Mesh) -> None:
     def gradients(dtype: Any) -> tuple[jax.Array, ...]:
         program = GATHER.on_mesh(mesh, names[2:], activation="silu")
         loss = lambda *args: jnp.sin(program(*args).astype(jnp.float32)).sum()  # noqa: E731
-        return jax.grad(loss, tuple(range(len(names))))(*(arrays[name].astype(dtype) for name in names))
+        return jax.jit(jax.grad(loss, tuple(range(len(names)))))(*(arrays[name].astype(dtype) for name in names))
 
     for mine, wanted in zip(gradients(jnp.bfloat16), gradients(np.float32), strict=True):
         assert mine.dtype == jnp.bfloat16
@@ -453,7 +453,8 @@ def test_jvp_and_second_order(mesh: Mesh) -> None:
     def products(implementation: str | None) -> tuple:
         program = GATHER.on_mesh(mesh, ("gate",), activation=given["activation"], implementation=implementation)
         gradient = jax.grad(lambda *args: jnp.sin(program(*args)).sum(), (0, 1, 2))
-        return jax.jvp(program, operands, operands), jax.jvp(gradient, operands, operands)
+        both = jax.jit(lambda *x: (jax.jvp(program, x, x), jax.jvp(gradient, x, x)))
+        return both(*operands)
 
     for mine, xlas in zip(*map(jax.tree.leaves, (products(None), products("xla"))), strict=True):
         assert_close(mine, xlas, 1e-4)
@@ -614,6 +615,7 @@ def test_lowers_to_one_kernel(mesh: Mesh, operation: Operation, given: dict[str,
     assert_fused(lower_for_cuda(program, *shapes(operation, mesh, names, m)))
 
 
+@pytest.mark.usefixtures("no_code")
 @each_epilogue
 def test_forward_and_backward_are_fused(mesh: Mesh, operation: Operation, given: dict[str, Any]) -> None:
     """The product, and the gradient of lhs; with a gate not one kernel more.

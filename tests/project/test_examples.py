@@ -1,5 +1,6 @@
 """The demo: both forms of the transformer agree, the weights are good, and the command line does what it says."""
 
+import functools
 import os
 import re
 import socket
@@ -118,21 +119,29 @@ def rows_to_train_on(batch: int, length: int) -> np.ndarray:
     return np.random.default_rng(0).integers(256, size=(batch, length + 1)).astype(np.int32)
 
 
+@functools.cache
+def plain_step_of_training():
+    """Parameters, rows, and what one step makes of them on one device: loss, gradients, and new parameters."""
+    params, rows = tiny_params(), rows_to_train_on(4, 12)
+    loss, grads = jax.jit(jax.value_and_grad(train.loss_fn), static_argnums=2)(params, rows, TINY)
+    new, _ = train.adam(params, train.no_moments(params), grads, np.int32(0), np.float32(train_step.LEARNING_RATE))
+    return params, rows, loss, grads, new
+
+
 @pytest.mark.parametrize(
     "world, implementation", [(1, "xla"), (2, "xla"), (4, "xla"), pytest.param(2, "simulate", marks=pytest.mark.slow)]
 )
-def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation):
-    params, rows = tiny_params(), rows_to_train_on(4, 12)
+def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, monkeypatch):
+    monkeypatch.setattr(train_step, "TIMED_STEPS", 1)
+    params, rows, want_loss, want_grads, want_new = plain_step_of_training()
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
     loss, grads, new, _ = train_step.take_step(params, rows, TINY, mesh, implementation)
-    want_loss, want_grads = jax.value_and_grad(train.loss_fn)(params, rows, TINY)
-    rate = train_step.LEARNING_RATE
-    want_new, _ = train.adam(params, train.no_moments(params), want_grads, np.int32(0), np.float32(rate))
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     assert max(train_step.relative_errors(grads, want_grads).values()) < 1e-5
     assert max(train_step.relative_errors(new, want_new).values()) < 1e-5
 
 
+@pytest.mark.usefixtures("no_code")
 def test_a_step_of_training_has_no_collective_of_xlas():
     """Lowered for GPUs, run nowhere."""
     params, _, _ = transformer.load(decode_loop.WEIGHTS)

@@ -37,9 +37,8 @@ from tests.helpers.attention_cases import TOLERANCE
 from tests.helpers.simulator_kernels import WORLDS, Call, Simulated, integers, launched, load
 from tests.simulator.test_simulator_gluon import indent
 from tests.simulator.test_simulator_kernels import PORTION, PORTIONS, first_seeds
-from tests.simulator.test_simulator_mutants import TOO_EARLY, edit
+from tests.simulator.test_simulator_mutants import SEEDS, TOO_EARLY, edit, looked_for
 
-SEEDS = 10
 TILES = {"block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "group_m": 2}
 
 
@@ -576,8 +575,9 @@ MUTANTS = (
 )
 
 
+@looked_for(SEEDS)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "-"))
-def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+def test_the_fault_is_found(mutant: Mutant, seeds: int, tmp_path: Path) -> None:
     """By the right detector under whichever seeds show it, and never as a wrong result without a finding."""
     kernel = KERNEL[mutant.kernel]
     faulty = matmul_hopper if mutant.product else kernel.module
@@ -586,6 +586,8 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
         module = load(Path(kernel.module.__file__ or ""), kernel.module.__name__, matmul=module)
     found = 0
     for seed in range(SEEDS):
+        if found and seed >= seeds:
+            break
         call, settings = kernel.case(seed, 3, most=3)
         if mutant.shape is not None:
             call = kernel.call(3, np.dtype(jnp.bfloat16), mutant.shape)
