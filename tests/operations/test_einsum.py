@@ -601,7 +601,7 @@ def test_a_second_process_finds_the_program_in_the_cache(tmp_path: Path) -> None
 
 
 def test_weights_that_are_transposed(cpu_mesh: MeshFactory) -> None:
-    """What the two products say of rhs [N, K]."""
+    """What the products say of rhs [N, K]."""
     x, w = operands((8, 16), (4, 16))
 
     def call(operation: Callable[..., jax.Array], x: jax.Array, w: jax.Array, **keywords: Any) -> Any:
@@ -614,7 +614,7 @@ def test_weights_that_are_transposed(cpu_mesh: MeshFactory) -> None:
         )
         return jax.jit(mapped)(x, w)
 
-    for operation in (jtf.all_gather_matmul, jtf.matmul_reduce_scatter):
+    for operation in (jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce):
         for implementation in (None, "xla", "simulate"):
             found = call(operation, x, w, precision="highest", bias=w[:, 0], implementation=implementation)
             assert_alike(found[:8], x @ w.T + w[:, 0])
