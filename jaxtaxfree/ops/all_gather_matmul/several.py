@@ -30,15 +30,11 @@ def check(
     Raises:
       ValueError: if there is one of these, a tuple has another length, or something does not fit.
     """
-    if not rhs:
-        raise ValueError(f"{NAME} takes as rhs a matrix or a tuple of them, not an empty tuple.")
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{NAME} takes no {name} with a tuple of rhs: call it once more for the rhs that has it.")
+    check_epilogue(NAME, len(rhs), **others)
     if len(dtypes := {str(each.dtype) for each in rhs}) > 1:
         raise ValueError(f"{NAME} takes several rhs of one dtype, not {', '.join(sorted(dtypes))}: cast them.")
     found, biases = [], []
-    pairs = zip(_for_each("activation", activation, len(rhs)), _for_each("bias", bias, len(rhs)), strict=True)
+    pairs = zip(*(for_each(NAME, *each, len(rhs)) for each in (("activation", activation), ("bias", bias))), strict=True)
     for each, (function, own) in zip(rhs, pairs, strict=True):
         epilogue, operands = epilogues.check(NAME, lhs, each, each.shape[-1:], function, bias=own)
         found.append(epilogue)
@@ -46,12 +42,23 @@ def check(
     return tuple(found), biases
 
 
-def _for_each(name: str, value: Any, count: int) -> tuple[Any, ...]:
+def check_epilogue(operation: str, count: int, **others: Any) -> None:
+    """Raises ValueError if there are no rhs, or operands of an epilogue that a tuple of them does not take."""
+    if not count:
+        raise ValueError(f"{operation} takes as rhs an array or a tuple of them, not an empty tuple.")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{operation} takes no {name} with a tuple of rhs: call it once more for the rhs that has it."
+            )
+
+
+def for_each(operation: str, name: str, value: Any, count: int) -> tuple[Any, ...]:
     """A keyword that is one for all rhs or a tuple of as many."""
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        raise ValueError(f"{NAME} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}.")
+        raise ValueError(f"{operation} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}.")
     return value
 
 
