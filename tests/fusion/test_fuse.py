@@ -93,9 +93,28 @@ CASES = {
     "gather-right": Case(lambda x, w: jnp.einsum("nk,mk->nm", w, gather(x)), (X, (N, K)), (GATHER,)),
     "gather-two-products": Case(
         lambda x, w, v: (gather(x) @ w, gather(x) @ v),
-        (X, W, W),
+        (X, W, (K, 2)),
         (GATHER,),
-        note="returns the gathered rows",
+        note="@ (float32[3, 5], float32[3, 2])",
+    ),
+    "gather-five-products": Case(
+        lambda x, w: tuple(gather(x) @ (w * i) for i in range(5)),
+        (X, W),
+        (GATHER,),
+        note="(returns the gathered rows)",
+    ),
+    "gather-two-dtypes": Case(
+        lambda x, w: (gather(x) @ w, jnp.matmul(gather(x), w, preferred_element_type=jnp.float32)),
+        (X, W),
+        (GATHER,),
+        note="@ bfloat16[3, 5], shard_map",
+        dtype="bfloat16",
+    ),
+    "gather-then-weights-of-it": Case(
+        lambda x, w: (lambda y: (y, gather(x) @ y[:K]))(gather(x) @ w),
+        (X, W),
+        (GATHER,),
+        note="(returns the gathered rows)",
     ),
     "gather-used": Case(gathered_before, (X, W), (GATHER,), note="returns the gathered rows"),
     "gather-untiled-used": Case(
@@ -134,7 +153,21 @@ CASES = {
         lambda x, w: gather(x) @ gather(w).T, (X, (N, K)), (GATHER,), missed=("one with another collective",)
     ),
     "gather-contracted": Case(
-        lambda x, w: gather(x, axis=1) @ w, (X, (WORLD * K, N)), missed=("gathers a contracted dimension",)
+        lambda x, w: gather(x, axis=1) @ w, (X, (WORLD * K, N)), (GATHER,), note="gathers the contracted dimension"
+    ),
+    "gather-contracted-used": Case(
+        lambda x, w, v: (gather(x, axis=1) @ w, gather(x, axis=1) @ v, gather(x, axis=1) * 2),
+        (X, (WORLD * K, N), (WORLD * K, 2)),
+        (GATHER,),
+        note="returns the gathered rows, gathers the contracted dimension",
+    ),
+    "gather-contracted-heads": Case(
+        lambda x, w: jnp.einsum("bshk,hkd->bsd", gather(x, axis=2), w), ((2, M, 2, 4), (4, 4, K)), (GATHER,)
+    ),
+    "gather-contracted-last": Case(
+        lambda x, w: jnp.einsum("bshk,hkd->bsd", gather(x, axis=3), w),
+        ((2, M, 2, 4), (2, 8, K)),
+        missed=("not the first of the contracted dimensions",),
     ),
     "gather-cast-used": Case(
         lambda x, w: (gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), gather(x) * 2),
@@ -148,7 +181,7 @@ CASES = {
         dtype="bfloat16",
     ),
     "gather-batch": Case(
-        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w), ((2, M, K), (2, K, N)), missed=("batches",)
+        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w), ((2, M, K), (2, K, N)), missed=("a batch of products",)
     ),
     "gather-groups": Case(
         lambda x, w: lax.all_gather(x, "tp", axis_index_groups=[[0], [1]], tiled=True) @ w,
@@ -165,7 +198,9 @@ CASES = {
     "psum-reshaped": Case(lambda x, w: psum((x @ w).reshape(2, 3, N).transpose(1, 0, 2)), (X, W), (REDUCE,)),
     "psum-heads": Case(lambda x, w: psum(jnp.einsum("bshk,hkd->bsd", x, w)), ((2, M, 2, 4), (2, 4, K)), (REDUCE,)),
     "psum-both": Case(lambda x, w: psum((x @ w, 2 * x)), (X, W), (REDUCE,)),
-    "psum-transposed": Case(lambda x, w: psum(x @ w.T), (X, (N, K)), missed=("copied for few rows",)),
+    "psum-transposed": Case(
+        lambda x, w: psum(x @ w.T), (X, (N, K)), (REDUCE,), note="reads the weights as [N, K]"
+    ),
     "psum-transposed-many": Case(lambda x, w: psum(x @ w.T), ((512, K), (N, K)), (REDUCE,), note="copies the weights"),
     "psum-used": Case(lambda x, w: (psum(x @ w), jnp.sin(x @ w)), (X, W), (REDUCE,)),
     "psum-same-used": Case(lambda x, w: (lambda y: (psum(y), 2 * y))(x @ w), (X, W), missed=("used before its sum",)),
@@ -176,7 +211,7 @@ CASES = {
     "psum-rounded-twice": Case(
         lambda x, w: psum((x @ w).astype(jnp.bfloat16).astype(jnp.float32)), (X, W), missed=("rounds it twice",)
     ),
-    "psum-vector": Case(lambda x, w: psum(x @ w[:, 0]), (X, W), missed=("copied for few rows",)),
+    "psum-vector": Case(lambda x, w: psum(x @ w[:, 0]), (X, W), (REDUCE,)),
     "psum-scalar": Case(lambda x: psum(jnp.vdot(x, x)), (X,)),
     "psum-alone": Case(lambda x, w: psum(x) @ w, (X, W)),
     "scatter": Case(lambda x, w: scatter(x @ w), (X, W), (SCATTER,)),
@@ -193,7 +228,21 @@ CASES = {
         lambda x, w: scatter(x @ w.T), (X, (N, K)), (SCATTER,), note="reads the weights as [N, K]"
     ),
     "scatter-columns": Case(
-        lambda x, w: scatter(x @ w, scatter_dimension=1), (X, (K, 4)), missed=("scatters the columns",)
+        lambda x, w: scatter(x @ w, scatter_dimension=1), (X, (K, 4)), (SCATTER,), note="scatters columns"
+    ),
+    "scatter-columns-heads": Case(
+        lambda x, w: scatter(jnp.einsum("bsd,dhk->bshk", x, w), scatter_dimension=2),
+        ((2, M, K), (K, 4, 2)),
+        (SCATTER,),
+        note="scatters columns",
+    ),
+    "scatter-columns-last": Case(
+        lambda x, w: scatter(jnp.einsum("bsd,dhk->bshk", x, w), scatter_dimension=3),
+        ((2, M, K), (K, 4, 2)),
+        missed=("not the first of the columns",),
+    ),
+    "scatter-columns-moved": Case(
+        lambda x, w: scatter((x @ w).T, scatter_dimension=0), (X, (K, 4)), (SCATTER,), note="scatters columns"
     ),
     "scatter-apart": Case(lambda x, w: scatter((x @ w).reshape(-1, N)), ((3, M, K), W), missed=("takes apart",)),
     "gather-and-scatter": Case(relu_mlp, (X, (K, N), (N, N)), (GATHER,)),
