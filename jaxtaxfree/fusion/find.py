@@ -130,7 +130,7 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Draft | str:
             out = move(out)
         return [out]
 
-    branch = Branch(dot, operands, product, node.outs[0], plain=not moves)
+    branch = Branch(dot, operands, product, node.outs[0], plain=all(each.name in (*CASTS, *SAME) for each in chain))
     nodes = [dot, *chain, node]
     return Draft(
         [branch], operands.atoms[operands.rows], [], nodes, node.name, place(node, path), call, _is_whole(operands)

@@ -7,6 +7,7 @@ from typing import Any
 from jax._src.core import jaxprs_in_params
 from jax.extend.core import Jaxpr
 
+from jaxtaxfree.fusion.epilogue import absorb
 from jaxtaxfree.fusion.find import find_gathers, find_sums, place
 from jaxtaxfree.fusion.graph import GATHERS, SUMS, Graph, Node, Step, graph_of, holds, ordered
 from jaxtaxfree.fusion.report import Missed, Report, joined
@@ -47,6 +48,7 @@ def plan(jaxpr: Any, path: str = "", open_calls: bool = True) -> Plan:
     drafts, missed = [*drafts, *typed], [*missed, *untyped]
     gathers, others = find_gathers(graph, {node for draft in drafts for node in draft.nodes}, path)
     drafts, missed = [*drafts, *gathers], [*missed, *others]
+    absorb(drafts)
     steps = [draft.sealed() for draft in drafts]
     while isinstance(order := ordered(graph.nodes, steps), Step):
         assert isinstance(order, Replacement)

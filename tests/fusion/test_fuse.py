@@ -255,6 +255,93 @@ CASES = {
 }
 
 
+BIAS = (N,)
+# What follows is the operation's epilogue.
+EPILOGUES = {
+    "gather-bias": Case(lambda x, w, b: gather(x) @ w + b, (X, W, BIAS), (GATHER,), note="(with a bias)"),
+    "gather-bias-heads": Case(
+        lambda x, w, b: jax.nn.gelu(jnp.einsum("bsd,dhk->bshk", gather(x, axis=1), w) + b, approximate=True),
+        ((2, M, K), (K, 2, 4), (2, 4)),
+        (GATHER,),
+        note="(with a bias, with gelu_tanh)",
+    ),
+    "gather-silu": Case(lambda x, w: jax.nn.silu(gather(x) @ w), (X, W), (GATHER,), note="(with silu)"),
+    "gather-silu-by-hand": Case(
+        lambda x, w: (lambda y: y * jax.nn.sigmoid(y))(gather(x) @ w), (X, W), (GATHER,), note="(with silu)"
+    ),
+    "gather-gelu": Case(
+        lambda x, w: jax.nn.gelu(gather(x) @ w, approximate=False), (X, W), (GATHER,), note="(with gelu_exact)"
+    ),
+    "gather-gate": Case(
+        lambda x, w, g, b: jax.nn.silu(gather(x) @ g) * (gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="@ float32[3, 5], shard_map",
+    ),
+    "gather-gate-right": Case(
+        lambda x, w, g: (gather(x) @ w) * jax.nn.silu(gather(x) @ g), (X, W, W), (GATHER,), note="with a gate"
+    ),
+    "gather-gate-alone": Case(
+        lambda x, w, g: (gather(x) @ w) * (gather(x) @ g), (X, W, W), (GATHER,), note="with a gate"
+    ),
+    "gather-gate-and-another": Case(
+        lambda x, w, g: (jax.nn.silu(gather(x) @ w) * (gather(x) @ g), gather(x) @ (g + w)),
+        (X, W, W),
+        (GATHER,),
+        note="with silu of the product 0",
+    ),
+    "gather-several-epilogues": Case(
+        lambda x, w, g, b: (jax.nn.silu(gather(x) @ g), gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="with silu of the product 0, with a bias of the product 1",
+    ),
+    "gather-gate-by-two-biases": Case(
+        lambda x, w, g, b: jax.nn.silu(gather(x) @ g + b) * (gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="with silu of the product 0",
+    ),
+    "gather-used-before": Case(
+        lambda x, w: (lambda y: (y, jax.nn.silu(y)))(gather(x) @ w), (X, W), (GATHER,), note="@ float32[3, 5], shard_map"
+    ),
+    "scatter-residual": Case(
+        lambda x, w, r: r + scatter(x @ w), (X, W, (M // 2, N)), (SCATTER,), note="(with a residual)"
+    ),
+    "scatter-all": Case(
+        lambda x, w, b, r: jax.nn.silu(scatter(x @ w) + b) + r,
+        (X, W, BIAS, (M // 2, N)),
+        (SCATTER,),
+        note="(with a bias, with silu, with a residual)",
+    ),
+    "scatter-residual-moved": Case(
+        lambda x, w, r: r + scatter((x @ w).transpose(1, 0, 2)),
+        ((2, M, K), W, (M // 2, 2, N)),
+        (SCATTER,),
+        note="(with a residual)",
+    ),
+    "scatter-columns-residual": Case(
+        lambda x, w, b, r: scatter(x @ w, scatter_dimension=1) + b + r,
+        (X, (K, 4), (2,), (M, 2)),
+        (SCATTER,),
+        note="scatters columns)",
+    ),
+    "scatter-two": Case(
+        lambda x, w: scatter(x @ w) + scatter(x @ (w + 1)), (X, W), (SCATTER, SCATTER), note="with a residual"
+    ),
+    "psum-of-its-own": Case(lambda x, w: psum(x @ w) + psum(2 * x)[:, :1], (X, W), (REDUCE,)),
+    "psum-residual-alike": Case(
+        lambda x, w, b: psum(x @ w) + psum(b), (X, W, BIAS), (REDUCE,), note="(with a bias)"
+    ),
+    "psum-residual-of-each": Case(
+        lambda x, w, r: psum(x @ w) + r, (X, W, (M, N)), (REDUCE,), note="@ float32[3, 5], shard_map"
+    ),
+    "psum-residual-of-itself": Case(
+        lambda x, w: (lambda y: y + jnp.flip(y))(psum(x @ w)), (X, W), (REDUCE,)
+    ),
+}
+
+
 def on_ranks(fn: Callable[..., Any], mesh: Mesh, vma: bool = True) -> Callable[..., Any]:
     """The function on all ranks: operands and results have a dimension for them in front."""
 
@@ -289,6 +376,24 @@ def assert_equal(got: Any, want: Any) -> None:
 
 def operations(report: Report) -> tuple[str, ...]:
     return tuple(each.operation for each in report.found)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues(name: str) -> None:
+    """Values and gradients, and without `check_vma` as well."""
+    case = EPILOGUES[name]
+    operands = [x / 4 for x in operands_of(case)]
+    for vma in (True, False):
+        fn = on_ranks(case.fn, mesh_of(WORLD), vma)
+        fused = jtf.fuse(fn)
+        report = fused.report(*operands)
+        assert operations(report) == case.found and not report.missed, str(report)
+        # Without it nobody knows what is the same on all ranks.
+        assert case.note in str(report) or not (vma or case.found != (REDUCE,)), str(report)
+        both = jax.jit(lambda *x, fn=fn, fused=fused: (gradients(fn, list(x)), gradients(fused, list(x))))
+        for got, want in zip(*map(jax.tree.leaves, both(*operands)), strict=True):
+            assert got.dtype == want.dtype
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)
