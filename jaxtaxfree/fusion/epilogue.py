@@ -5,10 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src.core import Jaxpr
 from jax.extend.core import Literal
 
-from jaxtaxfree.fusion.graph import Atom, Node, Value, depends
+from jaxtaxfree.fusion.graph import CASTS, SAME, Atom, Node, Value, depends
 from jaxtaxfree.fusion.step import Branch, Draft
 from jaxtaxfree.primitive import DTYPES
 
@@ -168,11 +169,19 @@ def _is(node: Node, eqn: Any, found: dict[Any, Value]) -> bool:
         return False
     for x, v in zip(node.ins, eqn.invars, strict=True):
         if isinstance(v, Literal):
-            if not isinstance(x, Literal) or x.val != v.val:
+            constant = _constant(x)
+            if constant is None or np.asarray(constant.val).astype(v.aval.dtype) != v.val:
                 return False
         elif x is not found[v]:
             return False
     return _same_params(node.params, eqn.params)
+
+
+def _constant(x: Atom) -> Literal | None:
+    """The number that a value is, which may have been made to vary along an axis."""
+    while isinstance(x, Value) and x.maker is not None and x.maker.name in (*CASTS, *SAME) and not x.aval.shape:
+        x = x.maker.ins[0]
+    return x if isinstance(x, Literal) else None
 
 
 def _same_params(mine: Any, its: Any) -> bool:
