@@ -33,8 +33,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "swaps")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples" / "swaps"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax_llm_examples as swaps
 import report

@@ -1,4 +1,4 @@
-"""Finds what follows a product that an operation replaces, and which its epilogue does: bias, activation, gate, residual."""
+"""Finds what follows a product and is the epilogue of its operation: bias, activation, gate and residual."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -170,7 +170,7 @@ def _is(node: Node, eqn: Any, found: dict[Any, Value]) -> bool:
     for x, v in zip(node.ins, eqn.invars, strict=True):
         if isinstance(v, Literal):
             constant = _constant(x)
-            if constant is None or np.asarray(constant.val).astype(v.aval.dtype) != v.val:
+            if constant is None or np.asarray(constant.val).astype(np.asarray(v.val).dtype) != v.val:
                 return False
         elif x is not found[v]:
             return False

@@ -123,7 +123,7 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Draft | str:
         given = dict(others)
         if given["residual"] is not None:
             part = [plan.out.labels.index(plan.moved)] if plan.moved else []
-            shape = [n // parts if i in part else n for i, n in enumerate(dot.outs[0].aval.shape)]
+            shape = tuple(n // parts if i in part else n for i, n in enumerate(dot.outs[0].aval.shape))
             given["residual"] = _undone(given["residual"], moves, [shape, *(move.shape for move in moves)])
         (out,) = of_device([plan], x, weights, given, **keywords)
         for move in moves:
@@ -150,10 +150,8 @@ def _never(node: Node, dot: Node, chain: Sequence[Node]) -> list[str]:
     return reasons
 
 
-def _planned(
-    operation: str, dot: Node, axes: tuple[str, ...], dimension: int | None
-) -> tuple[Operands, Plan] | str:
-    """A product whose result is summed, by rows of either operand; with a scatter rather one of rows than of columns."""
+def _planned(operation: str, dot: Node, axes: tuple[str, ...], dimension: int | None) -> tuple[Operands, Plan] | str:
+    """A product whose result is summed, with the rows of either operand: rather a scatter of rows than of columns."""
     found, reasons = [], []
     for rows in (0, 1):
         operands = operands_of(dot, rows)

@@ -57,9 +57,7 @@ def operands_of(dot: Node, rows: int) -> Operands:
     return Operands(1, (weights, dot.ins[1]), (as_it_lies, rhs, out))
 
 
-def local_plan(
-    operation: str, axes: tuple[str, ...], operands: Operands, moved: str | None = None
-) -> Plan | list[str]:
+def local_plan(operation: str, axes: tuple[str, ...], operands: Operands, moved: str | None = None) -> Plan | list[str]:
     """The plan of a product inside of `jax.shard_map`, or why there is none."""
     if reasons := symbolic(*operands.types):
         return reasons

@@ -78,10 +78,11 @@ def _planned(dot: Node, rows: int, source: Any) -> Plan | list[str]:
     if reasons := symbolic(*operands.types):
         return reasons
     atoms = [source if i == rows else x for i, x in enumerate(operands.atoms)]
-    arrays = [_sharded(labels, x.aval) for labels, x in zip(operands.labels, (*atoms, dot.outs[0]), strict=True)]
+    types = (*(x.aval for x in atoms), dot.outs[0].aval)
+    lhs, rhs, out = map(_sharded, operands.labels, types)
     lengths = {label: n for labels, x in zip(operands.labels, atoms) for label, n in zip(labels, x.aval.shape)}
     mesh = dot.outs[0].aval.sharding.mesh
-    found = plan(*arrays, lengths, mesh.shape, swapped=rows == 1)
+    found = plan(lhs, rhs, out, lengths, mesh.shape, swapped=rows == 1)
     if isinstance(found, Plan) and found.operation:
         return copied_rows(found) or found
     return found
@@ -187,5 +188,3 @@ def _settle(draft: Draft) -> None:
         gone.append(node)
         own = [node]
     draft.nodes = [*gone, *dots]
-
-

@@ -213,7 +213,9 @@ def _mesh_of(call: Call) -> AnyMesh | None:
     Raises ValueError if the shardings are of several meshes.
     """
     context = jax.sharding.get_abstract_mesh()
-    given = [s.mesh for s in (*(call.asked.in_shardings or ()), call.asked.out_sharding) if isinstance(s, NamedSharding)]
+    given = [
+        s.mesh for s in (*(call.asked.in_shardings or ()), call.asked.out_sharding) if isinstance(s, NamedSharding)
+    ]
     if len(set(given)) > 1:
         raise ValueError(f"{call.name} takes shardings of one mesh, not of {given}.")
     if context.manual_axes or not (given or context.empty):
@@ -225,7 +227,9 @@ def _mesh_of(call: Call) -> AnyMesh | None:
 def _check_shardings(call: Call, mesh: AnyMesh | None) -> None:
     """Raises ValueError if there are not as many as operands, or one names an axis that cannot shard a global array."""
     if call.asked.in_shardings is not None and len(call.asked.in_shardings) != len(call.operands):
-        raise ValueError(f"{call.name} takes in_shardings of {len(call.operands)} operands, not {call.asked.in_shardings}.")
+        raise ValueError(
+            f"{call.name} takes in_shardings of {len(call.operands)} operands, not {call.asked.in_shardings}."
+        )
     if mesh is None:
         return
     manual = axes_of(mesh, AxisType.Manual)
@@ -315,7 +319,9 @@ def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
     """The operands, as the caller says that they lie."""
     if mesh is None or call.asked.in_shardings is None:
         return list(call.operands)
-    return [x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.asked.in_shardings, strict=True)]
+    return [
+        x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.asked.in_shardings, strict=True)
+    ]
 
 
 def _own(call: Call, mesh: AnyMesh | None, operands: Sequence[jax.Array]) -> jax.Array:

@@ -235,9 +235,7 @@ def _as(lhs: Sharded, rhs: Sharded, out: Sharded, swapped: bool, epilogue: Seque
     operation = "all_gather_matmul" if gathers else "matmul_reduce_scatter" if scatters else operation
     before, gathered = _gather_weights(w, found.data, found.idle)
     axes = _in_order(axes, out.along(moved or "") if scatters else x.along(moved or ""))
-    result = _plan_of(
-        operation, axes, moved or None, swapped, x, w.without(before), out, before, w != given, gathered
-    )
+    result = _plan_of(operation, axes, moved or None, swapped, x, w.without(before), out, before, w != given, gathered)
     whole = w.without([*found.data, *found.idle])
     return _misplaced(result, whole) + _unfit(result, epilogue) or result
 

@@ -181,7 +181,9 @@ CASES = {
         dtype="bfloat16",
     ),
     "gather-batch": Case(
-        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w), ((2, M, K), (2, K, N)), missed=("a batch of products",)
+        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w),
+        ((2, M, K), (2, K, N)),
+        missed=("a batch of products",),
     ),
     "gather-groups": Case(
         lambda x, w: lax.all_gather(x, "tp", axis_index_groups=[[0], [1]], tiled=True) @ w,
@@ -198,9 +200,7 @@ CASES = {
     "psum-reshaped": Case(lambda x, w: psum((x @ w).reshape(2, 3, N).transpose(1, 0, 2)), (X, W), (REDUCE,)),
     "psum-heads": Case(lambda x, w: psum(jnp.einsum("bshk,hkd->bsd", x, w)), ((2, M, 2, 4), (2, 4, K)), (REDUCE,)),
     "psum-both": Case(lambda x, w: psum((x @ w, 2 * x)), (X, W), (REDUCE,)),
-    "psum-transposed": Case(
-        lambda x, w: psum(x @ w.T), (X, (N, K)), (REDUCE,), note="reads the weights as [N, K]"
-    ),
+    "psum-transposed": Case(lambda x, w: psum(x @ w.T), (X, (N, K)), (REDUCE,), note="reads the weights as [N, K]"),
     "psum-transposed-many": Case(lambda x, w: psum(x @ w.T), ((512, K), (N, K)), (REDUCE,), note="copies the weights"),
     "psum-used": Case(lambda x, w: (psum(x @ w), jnp.sin(x @ w)), (X, W), (REDUCE,)),
     "psum-same-used": Case(lambda x, w: (lambda y: (psum(y), 2 * y))(x @ w), (X, W), missed=("used before its sum",)),
@@ -304,7 +304,10 @@ EPILOGUES = {
         note="with silu of the product 0",
     ),
     "gather-used-before": Case(
-        lambda x, w: (lambda y: (y, jax.nn.silu(y)))(gather(x) @ w), (X, W), (GATHER,), note="@ float32[3, 5], shard_map"
+        lambda x, w: (lambda y: (y, jax.nn.silu(y)))(gather(x) @ w),
+        (X, W),
+        (GATHER,),
+        note="@ float32[3, 5], shard_map",
     ),
     "scatter-residual": Case(
         lambda x, w, r: r + scatter(x @ w), (X, W, (M // 2, N)), (SCATTER,), note="(with a residual)"
@@ -331,15 +334,11 @@ EPILOGUES = {
         lambda x, w: scatter(x @ w) + scatter(x @ (w + 1)), (X, W), (SCATTER, SCATTER), note="with a residual"
     ),
     "psum-of-its-own": Case(lambda x, w: psum(x @ w) + psum(2 * x)[:, :1], (X, W), (REDUCE,)),
-    "psum-residual-alike": Case(
-        lambda x, w, b: psum(x @ w) + psum(b), (X, W, BIAS), (REDUCE,), note="(with a bias)"
-    ),
+    "psum-residual-alike": Case(lambda x, w, b: psum(x @ w) + psum(b), (X, W, BIAS), (REDUCE,), note="(with a bias)"),
     "psum-residual-of-each": Case(
         lambda x, w, r: psum(x @ w) + r, (X, W, (M, N)), (REDUCE,), note="@ float32[3, 5], shard_map"
     ),
-    "psum-residual-of-itself": Case(
-        lambda x, w: (lambda y: y + jnp.flip(y))(psum(x @ w)), (X, W), (REDUCE,)
-    ),
+    "psum-residual-of-itself": Case(lambda x, w: (lambda y: y + jnp.flip(y))(psum(x @ w)), (X, W), (REDUCE,)),
 }
 
 

@@ -136,7 +136,9 @@ def _launch(
 ) -> dict:
     kind = named(operation.__name__, operation.VARIANTS, kernel).Config
     grouped = {"group_m": 2} if kernel == "portable" else {}
-    return launched(operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}), rhs_transposed=rhs_transposed)
+    return launched(
+        operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}), rhs_transposed=rhs_transposed
+    )
 
 
 def launched(
@@ -458,7 +460,9 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     "matmul_all_reduce": (
         _matmul_all_reduce,
         # M, N, K; True if rhs is [N, K]
-        lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, True)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
+        lambda world: (
+            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, True)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
+        ),
     ),
     "matmul_all_reduce_few": (
         _matmul_all_reduce_few,

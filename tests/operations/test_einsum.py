@@ -175,7 +175,9 @@ def test_one_kernel(kind: str, name: str) -> None:
     assert left == ({"all_gather": 1} if case.weights else {})
 
 
-@pytest.mark.parametrize("name", ("gather-heads-fsdp", "gather-transposed", "sum-heads", "sum-transposed", "scatter-heads-fsdp"))
+@pytest.mark.parametrize(
+    "name", ("gather-heads-fsdp", "gather-transposed", "sum-heads", "sum-transposed", "scatter-heads-fsdp")
+)
 def test_simulated_kernels(name: str) -> None:
     case, mesh = CASES[name], mesh_of("Explicit")
     arrays = operands(*case.shapes)
@@ -599,9 +601,7 @@ def test_several_weights(kind: str, name: str) -> None:
         return sum(jnp.sum(jnp.sin(i + y)) for i, y in enumerate(found)), found
 
     def both(function: Callable) -> Callable:
-        return jax.jit(
-            jax.grad(functools.partial(value, function), tuple(range(1 + len(widths))), has_aux=True)
-        )
+        return jax.jit(jax.grad(functools.partial(value, function), tuple(range(1 + len(widths))), has_aux=True))
 
     with jax.set_mesh(mesh):
         given = on(mesh, (x, *weights), (specs[0], *[specs[1]] * len(widths)))

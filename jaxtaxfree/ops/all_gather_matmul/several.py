@@ -34,7 +34,9 @@ def check(
     if len(dtypes := {str(each.dtype) for each in rhs}) > 1:
         raise ValueError(f"{NAME} takes several rhs of one dtype, not {', '.join(sorted(dtypes))}: cast them.")
     found, biases = [], []
-    pairs = zip(*(for_each(NAME, *each, len(rhs)) for each in (("activation", activation), ("bias", bias))), strict=True)
+    pairs = zip(
+        *(for_each(NAME, *each, len(rhs)) for each in (("activation", activation), ("bias", bias))), strict=True
+    )
     for each, (function, own) in zip(rhs, pairs, strict=True):
         epilogue, operands = epilogues.check(NAME, lhs, each, each.shape[-1:], function, bias=own)
         found.append(epilogue)
@@ -58,7 +60,9 @@ def for_each(operation: str, name: str, value: Any, count: int) -> tuple[Any, ..
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        raise ValueError(f"{operation} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}.")
+        raise ValueError(
+            f"{operation} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}."
+        )
     return value
 
 
