@@ -1,7 +1,7 @@
 """`all_gather_matmul` with several right-hand sides: one gather, one kernel, a product by each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -224,8 +224,23 @@ def _dimensions(
     return ins, [*outs, [*rows, None]] if return_gathered else outs
 
 
+def _batch(
+    call: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None], size: int, **params: Any
+) -> Any:
+    """A `jaxtaxfree.primitive.Batch`: the rows of all examples make one product by each rhs."""
+    del size
+    if dims[0] is None or any(dim is not None for dim in dims[1:]):
+        return "jax.vmap maps over rhs or bias, and the kernel takes lhs alone"
+    rows, *rest = operands
+    # With `spmd_axis_name` what is mapped varies along one axis more.
+    batched = matmul.vary_alike(jnp.moveaxis(rows, dims[0], 0), *rest, axes=params["axes"])
+    return call(*batched, axis=params["axis"] + 1)
+
+
 # lhs, the rhs, and the biases that there are; a list of the products and, with `return_gathered`, the gathered lhs.
-several_p = collective(NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions)
+several_p = collective(
+    NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions, batch=_batch
+)
 
 
 def linear(lhs: jax.Array, *rhs: jax.Array, **params: Any) -> list[jax.Array]:
