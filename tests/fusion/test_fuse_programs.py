@@ -402,6 +402,31 @@ def test_lowers_to_kernels() -> None:
     assert TRITON_CALL not in lower_for_cuda(jtf.fuse(on_mesh(mlp, mesh, stacked=False), implementation="xla"), *shapes)
 
 
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The products that take x are one kernel, and what is added is in the other one."""
+    g = lax.all_gather(x, "tp", tiled=True)
+    return x + lax.psum_scatter((jax.nn.silu(g @ gate) * (g @ up)) @ down, "tp", tiled=True)
+
+
+def attention(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
+    g = lax.all_gather(x, "tp", tiled=True)
+    return x + lax.psum_scatter((g @ q) * jnp.tile(g @ k, 2) @ o, "tp", tiled=True)
+
+
+@pytest.mark.parametrize(("fn", "widths"), [(swiglu, (512, 512, 512)), (attention, (512, 256, 512))])
+def test_two_kernels(fn: Callable[..., Any], widths: tuple[int, int, int]) -> None:
+    mesh, specs = mesh_of(4), (ROWS, UP, UP, DOWN)
+    first, second, third = widths
+    shapes = ((64, 256), (256, first), (256, second), (third, 256))
+    program = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=ROWS)
+    given = [sharded(mesh, spec, shape, jnp.bfloat16) for spec, shape in zip(specs, shapes)]
+    fused = jtf.fuse(program, implementation="fused")
+    assert_fused(lower_for_cuda(fused, *given), 2)
+    # The first one forward; backward that of the gathered gradient, and the scatter of the sum of all gradients of x.
+    gradient = jax.grad(lambda *given: jnp.sum(fused(*given).astype(jnp.float32)), (0, 1, 2, 3))
+    assert_fused(lower_for_cuda(gradient, *given), 3)
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("differentiate", [False, True])
 def test_on_gpus(gpu_mesh: MeshFactory, differentiate: bool) -> None:
