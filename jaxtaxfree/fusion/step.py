@@ -64,7 +64,7 @@ class Draft:
       collective: name of the primitive that it replaces.
       where: for the report.
       call: runs it.
-      whole: what the operands are is known to this program alone: no axis is left to others.
+      whole: no operand is sharded along an axis that `jax.shard_map` leaves over.
       gate, residual: of the epilogue.
     """
 
@@ -110,8 +110,7 @@ class Draft:
             results = self.call(x, weights, others, keywords | {"implementation": implementation})
             return [typed_as(y, value.aval) for y, value in zip(results, outs, strict=True)]
 
-        index = min(branch.dot.index for branch in self.branches) if self.kept else first.dot.index
-        return Replacement(self.nodes, tuple(ins), outs, index, run, self._found(), self.collective)
+        return Replacement(self.nodes, tuple(ins), outs, first.dot.index, run, self._found(), self.collective)
 
     def _found(self) -> Found:
         notes = ["returns the gathered rows"] if self.kept else []

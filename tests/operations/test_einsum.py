@@ -61,9 +61,7 @@ CASES = {
     ),
     "gather-copied": Case("btd,ndh->btnh", (P("data", "tp"), P("tp")), P("data", None, "tp")),
     "gather-permuted": Case("btd,cdnh->cbtnh", (P("data", "tp"), P(None, None, "tp")), P(None, "data", None, "tp")),
-    "gather-weights-first": Case(
-        "dnh,btd->btnh", (P("data", "tp"), P("data", "tp")), P("data", None, "tp"), True
-    ),
+    "gather-weights-first": Case("dnh,btd->btnh", (P("data", "tp"), P("data", "tp")), P("data", None, "tp"), True),
     "gather-columns": Case("btd,df->btf", (P("data", None, "tp"), P(None, "tp")), P("data", None, "tp")),
     "sum": Case("mk,kf->mf", (P("data", "tp"), P("tp")), P("data")),
     "sum-row": Case("k,kf->f", (P("tp"), P("tp")), P()),

@@ -238,9 +238,7 @@ def _batch(
 
 
 # lhs, the rhs, and the biases that there are; a list of the products and, with `return_gathered`, the gathered lhs.
-several_p = collective(
-    NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions, batch=_batch
-)
+several_p = collective(NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions, batch=_batch)
 
 
 def linear(lhs: jax.Array, *rhs: jax.Array, **params: Any) -> list[jax.Array]:
