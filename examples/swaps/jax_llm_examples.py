@@ -6,7 +6,7 @@ of experts of gpt_oss, which is inside of `jax.shard_map`, collectives become ja
     python examples/swaps/jax_llm_examples.py CHECKOUT llama3|gpt_oss [folder of further packages]
 
 CHECKOUT is one of github.com/jax-ml/jax-llm-examples. Empty modules stand for packages that its checkpoints alone
-need, where these are not installed.
+need, where these are not installed. gpt_oss needs the package tqdm.
 """
 
 import sys
