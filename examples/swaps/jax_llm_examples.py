@@ -5,7 +5,8 @@ of experts of gpt_oss, which is inside of `jax.shard_map`, collectives become ja
 
     python examples/swaps/jax_llm_examples.py CHECKOUT llama3|gpt_oss [folder of further packages]
 
-CHECKOUT is one of github.com/jax-ml/jax-llm-examples. It needs the packages etils and flatbuffers.
+CHECKOUT is one of github.com/jax-ml/jax-llm-examples. Empty modules stand for packages that its checkpoints alone
+need, where these are not installed. gpt_oss needs the package tqdm.
 """
 
 import sys
@@ -82,6 +83,7 @@ def gradients(model: Any, cfg: Any, tokens: jax.Array) -> Any:
 def main() -> int:
     checkout, name = Path(sys.argv[1]), sys.argv[2]
     sys.path[:0] = sys.argv[3:]
+    report.stand_in_for_missing()
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_default_matmul_precision", "highest")
     module = f"{name}_jax.model"

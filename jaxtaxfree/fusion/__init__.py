@@ -75,7 +75,8 @@ def fuse(fn: Callable[..., Any], *, implementation: str | None = None) -> Fused:
 
     and runs the jaxpr with these operations in their places: in bodies of `jax.shard_map`, and in programs of global
     arrays on Explicit axes, whose types say the same (`jax.reshard` before a product, `out_sharding` of one). It looks
-    through casts, reshapes and transposes between the two, and into `jax.jit`, `lax.scan`, `lax.while_loop`,
+    through casts, reshapes and transposes between the two, takes along several products of one gather, and bias,
+    activation, gate and residual behind a product, and looks into `jax.jit`, `lax.scan`, `lax.while_loop`,
     `lax.cond` and `jax.checkpoint`. docs/fuse.md has the rules. What does not fit stays as it is.
 
     The result is traced as often as it is called: put `jax.jit` around it. It can be differentiated and mapped. Fuse

@@ -1,44 +1,43 @@
 """Finds, inside of `jax.shard_map`, gathers before products and sums after them."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
 
-from jaxtaxfree.fusion.graph import CASTS, GATHERS, SAME, SHAPES, SUMS, Graph, Node, Step, Value, made_by, untransposed
+from jaxtaxfree.fusion.graph import (
+    CASTS,
+    GATHERS,
+    SAME,
+    SHAPES,
+    SUMS,
+    Graph,
+    Node,
+    Value,
+    depends,
+    made_by,
+)
 from jaxtaxfree.fusion.products import (
-    Form,
+    Operands,
     Product,
     cast_reason,
-    described,
     exact_wire,
-    form_of,
-    typed_as,
+    local_plan,
+    operands_of,
 )
-from jaxtaxfree.fusion.report import Found, Missed
+from jaxtaxfree.fusion.report import Missed
 from jaxtaxfree.fusion.shapes import Move, backward, forward, keeps_elements
+from jaxtaxfree.fusion.step import Branch, Draft
+from jaxtaxfree.ops.all_gather_matmul.common import MOST
 from jaxtaxfree.primitive import symbolic
+from jaxtaxfree.sharded.plan import Plan
+from jaxtaxfree.sharded.run import disagreement, of_device
 
 CHAIN = (*CASTS, *SHAPES, *SAME)
 # Names a value for a policy of jax.checkpoint, or holds back the compiler, and is nothing to look through.
 MARKS = ("name", "optimization_barrier")
-
-
-@dataclasses.dataclass(eq=False)
-class Replacement(Step):
-    """A step that runs an operation.
-
-    Attributes:
-      run: (values of `ins`, implementation) -> values of `outs`.
-      found: for the report.
-      collective: name of the primitive that it replaces.
-    """
-
-    run: Callable[[Sequence[Any], str | None], list[Any]]
-    found: Found
-    collective: str
 
 
 @dataclasses.dataclass(eq=False)
@@ -66,28 +65,28 @@ def axes_of(node: Node) -> tuple[Any, ...]:
     return axes if isinstance(axes, tuple) else (axes,)
 
 
-def find_sums(graph: Graph, path: str) -> tuple[list[Replacement], list[Missed]]:
+def find_sums(graph: Graph, path: str) -> tuple[list[Draft], list[Missed]]:
     """All sums of products.
 
     Args:
       path: the transformations around the graph, for the report.
     """
-    steps, missed = [], []
+    drafts, missed = [], []
     for node in graph.nodes:
         if node.name not in SUMS or not is_manual(node):
             continue
         dot, chain = made_by(node.ins[0], (*CHAIN, *MARKS))
         if dot is None or dot.name != "dot_general" or not dot.outs[0].aval.ndim:
             continue
-        step = _sum(node, dot, chain, path)
-        if isinstance(step, str):
-            missed.append(Missed(node.name, axes_of(node), place(node, path), step))
+        found = _sum(node, dot, chain, path)
+        if isinstance(found, str):
+            missed.append(Missed(node.name, axes_of(node), place(node, path), found))
         else:
-            steps.append(step)
-    return steps, missed
+            drafts.append(found)
+    return drafts, missed
 
 
-def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | str:
+def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Draft | str:
     """A sum of a product as one step; or all reasons why it is none."""
     reasons = _never(node, dot, chain)
     if any(len(x.users) != 1 or x.returned for each in (dot, *chain) for x in each.outs):
@@ -107,36 +106,35 @@ def _sum(node: Node, dot: Node, chain: list[Node], path: str) -> Replacement | s
             return found
         dimension = found
     operation = "matmul_reduce_scatter" if scatters else "matmul_all_reduce"
-    form, ins = _form(dot, dimension)
-    if isinstance(form, str):
-        return form
-    operands = [x.aval for x in ins]
-    row = 0 if dimension is None else form.row_of(dimension, len(dot.outs[0].aval.shape))
-    assert row is not None
+    planned = _planned(operation, dot, axes_of(node), dimension)
+    if isinstance(planned, str):
+        return planned
+    operands, plan = planned
     moved = forward(chain, dimension, parts)
     if isinstance(moved, str):
         return moved
-    product = Product(
-        operation,
-        form,
-        axes_of(node),
-        row,
-        dot.params["precision"],
-        dtypes[-1],
-        exact=exact_wire(operation, operands[0].dtype, dtypes),
-    )
-    if reasons := _refusals(product, operands):
+    exact = exact_wire(operation, operands.types[0].dtype, dtypes)
+    product = Product(plan, dot.params["precision"], dtypes[-1], exact=exact)
+    if reasons := [*product.refusals(operands), *_left_over(product, operands)]:
         return "; ".join(reasons)
     moves = [dataclasses.replace(move, dtype=None) for move in moved[0]]
 
-    def run(ins: Sequence[Any], implementation: str | None) -> list[Any]:
-        out, _ = product(ins[form.rows], ins[1 - form.rows], implementation)
+    def call(x: Any, weights: Sequence[Any], others: Mapping[str, Any], keywords: Mapping[str, Any]) -> list[Any]:
+        given = dict(others)
+        if given["residual"] is not None:
+            part = [plan.out.labels.index(plan.moved)] if plan.moved else []
+            shape = tuple(n // parts if i in part else n for i, n in enumerate(dot.outs[0].aval.shape))
+            given["residual"] = _undone(given["residual"], moves, [shape, *(move.shape for move in moves)])
+        (out,) = of_device([plan], x, weights, given, **keywords)
         for move in moves:
             out = move(out)
-        return [typed_as(out, node.outs[0].aval)]
+        return [out]
 
-    found = Found(operation, product.axes, described(form, operands), place(node, path), product.note(operands))
-    return Replacement([dot, *chain, node], ins, node.outs, node.index, run, found, node.name)
+    branch = Branch(dot, operands, product, node.outs[0], plain=all(each.name in (*CASTS, *SAME) for each in chain))
+    nodes = [dot, *chain, node]
+    return Draft(
+        [branch], operands.atoms[operands.rows], [], nodes, node.name, place(node, path), call, _is_whole(operands)
+    )
 
 
 def _never(node: Node, dot: Node, chain: Sequence[Node]) -> list[str]:
@@ -152,39 +150,36 @@ def _never(node: Node, dot: Node, chain: Sequence[Node]) -> list[str]:
     return reasons
 
 
-def form_and_operands(dot: Node, rows: int) -> tuple[Form | str, tuple[Any, ...]]:
-    """The form of a product, and what it is of: its operands, but the weights before they were transposed."""
-    weights, permutation = untransposed(dot.ins[1 - rows])
-    ins = (dot.ins[0], weights) if rows == 0 else (weights, dot.ins[1])
-    return form_of(dot.params, [x.aval for x in ins], rows, permutation), ins
-
-
-def _form(dot: Node, dimension: int | None) -> tuple[Form | str, tuple[Any, ...]]:
-    """The same in which this dimension is one of rows, if there is one."""
-    reasons = []
-    ndim = len(dot.outs[0].aval.shape)
+def _planned(operation: str, dot: Node, axes: tuple[str, ...], dimension: int | None) -> tuple[Operands, Plan] | str:
+    """A product whose result is summed, with the rows of either operand: rather a scatter of rows than of columns."""
+    found, reasons = [], []
     for rows in (0, 1):
-        form, ins = form_and_operands(dot, rows)
-        if isinstance(form, str):
-            reasons.append(form)
-        elif dimension is not None and form.row_of(dimension, ndim) is None:
-            reasons.append("it scatters the columns of the weights, and the operation scatters rows")
+        operands = operands_of(dot, rows)
+        plan = local_plan(operation, axes, operands, None if dimension is None else operands.labels[2][dimension])
+        if isinstance(plan, list):
+            reasons += plan
         else:
-            return form, ins
-    return "; ".join(dict.fromkeys(reasons)), ()
+            found.append((operands, plan))
+    if not found:
+        return "; ".join(dict.fromkeys(reasons))
+    return next(((operands, plan) for operands, plan in found if plan.moved not in plan.columns), found[0])
 
 
-def _refusals(product: Product, operands: Sequence[Any]) -> list[str]:
-    """Why no kernel takes a product inside of `jax.shard_map`."""
-    reasons = product.refusals(operands)
-    partly = [x for x in operands if any(entry is not None for entry in x.sharding.spec)]
-    plain = product.form.k == 1 and len(product.form.free) == 1 and product.form.rows == 0
-    if partly and not (plain and not product.form.transposed):
-        reasons.append("an operand is sharded along an axis that jax.shard_map leaves over, and would be reshaped")
-    return reasons
+def _is_whole(operands: Operands) -> bool:
+    """Whether no operand is sharded along an axis that `jax.shard_map` leaves over."""
+    return all(entry is None for x in operands.types for entry in x.sharding.spec)
 
 
-def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replacement], list[Missed]]:
+def _left_over(product: Product, operands: Operands) -> list[str]:
+    """Why an operation inside of `jax.shard_map` does not take operands that are sharded along further axes."""
+    plan = product.plan
+    plain = len(plan.contracted) == len(plan.columns) == 1 and not plan.swapped and plan.layout == "KN"
+    if plain or _is_whole(operands):
+        return []
+    return ["an operand is sharded along an axis that jax.shard_map leaves over, and would be reshaped"]
+
+
+def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Draft], list[Missed]]:
     """All gathers before products that no sum has taken."""
     candidates: dict[Node, list[Candidate]] = {}
     for dot in graph.nodes:
@@ -194,78 +189,110 @@ def find_gathers(graph: Graph, taken: set[Node], path: str) -> tuple[list[Replac
             gather, chain = made_by(value, (*CHAIN, *MARKS))
             if gather is not None and gather.name in GATHERS and is_manual(gather):
                 candidates.setdefault(gather, []).append(Candidate(dot, rows, chain))
-    steps, missed = [], []
+    drafts, missed = [], []
     for gather, some in candidates.items():
-        reasons = []
-        for candidate in some:
-            if candidate.dot in taken:
-                reasons.append("the product is one with another collective")
+        reasons, free = [], [candidate for candidate in some if candidate.dot not in taken]
+        if len(free) < len(some):
+            reasons.append("the product is one with another collective")
+        for i, candidate in enumerate(free):
+            branch = _branch(gather, candidate)
+            if isinstance(branch, str):
+                reasons.append(branch)
                 continue
-            step = _gather(gather, candidate, path)
-            if isinstance(step, Replacement):
-                steps.append(step)
-                taken.add(candidate.dot)
+            branches = _together(branch, gather, candidate, free[i + 1 :])
+            draft = _gather(gather, candidate, branches, path)
+            if isinstance(draft, Draft):
+                drafts.append(draft)
+                taken.update(branch.dot for branch in branches)
                 break
-            reasons.append(step)
+            reasons.append(draft)
         else:
             why = "; ".join(dict.fromkeys(reasons))
             missed.append(Missed(gather.name, axes_of(gather), place(gather, path), why))
-    return steps, missed
+    return drafts, missed
 
 
-def _gather(gather: Node, candidate: Candidate, path: str) -> Replacement | str:
-    """A gather before a product as one step; or all reasons why it is none."""
-    dot, chain, rows = candidate.dot, candidate.chain, candidate.rows
+def _branch(gather: Node, candidate: Candidate) -> Branch | str:
+    """A product behind a gather; or all reasons why it is not one with it."""
+    dot, chain = candidate.dot, candidate.chain
     if reasons := [*_never(gather, dot, chain), *_widened(chain)]:
         return "; ".join(reasons)
-    form, own = form_and_operands(dot, rows)
-    operands = [x.aval for x in own]
-    parts = gather.params["axis_size"]
-    dimension = gather.params["all_gather_dimension"]
-    moved = forward(chain, dimension, parts)
-    wrong = [each for each in (form, moved) if isinstance(each, str)]
-    if isinstance(form, str) or isinstance(moved, str):
-        return "; ".join(wrong)
-    moves, row = moved
+    operands = operands_of(dot, candidate.rows)
+    moved = forward(chain, gather.params["all_gather_dimension"], gather.params["axis_size"])
+    if isinstance(moved, str):
+        return moved
+    _, row = moved
     assert row is not None
-    if row >= len(operands[rows].shape) - form.k:
-        return "it gathers a contracted dimension, and the operation gathers rows"
-    kept = _kept(gather, candidate)
+    plan = local_plan("all_gather_matmul", axes_of(gather), operands, operands.labels[candidate.rows][row])
+    if isinstance(plan, list):
+        return "; ".join(plan)
+    product = Product(plan, dot.params["precision"], dot.outs[0].aval.dtype)
+    if reasons := [*product.refusals(operands), *_left_over(product, operands)]:
+        return "; ".join(reasons)
+    return Branch(dot, operands, product, dot.outs[0])
+
+
+def _together(first: Branch, gather: Node, candidate: Candidate, others: Sequence[Candidate]) -> list[Branch]:
+    """The product, and those others that one kernel makes with it."""
+    together = [first]
+    for other in others:
+        if other.dot.ins[other.rows] is not candidate.dot.ins[candidate.rows] or len(together) == MOST:
+            continue
+        branch = _branch(gather, other)
+        if isinstance(branch, Branch) and all(map(_fit, together, [branch] * len(together))):
+            together.append(branch)
+    return together if all(not depends(each.operands.weights, {gather}) for each in together) else [first]
+
+
+def _fit(one: Branch, other: Branch) -> bool:
+    """Whether one kernel makes both of two products of the same rows."""
+    first, second = one.product, other.product
+    if disagreement([first.plan, second.plan]) or "NK" in (first.plan.layout, second.plan.layout):
+        return False
+    if first.plan.swapped or second.plan.swapped or not (_is_whole(one.operands) and _is_whole(other.operands)):
+        return False
+    alike = (first.precision, first.dtype, one.operands.types[1].dtype)
+    return alike == (second.precision, second.dtype, other.operands.types[1].dtype) and not (
+        depends(one.operands.weights, {other.dot}) or depends(other.operands.weights, {one.dot})
+    )
+
+
+def _gather(gather: Node, candidate: Candidate, branches: Sequence[Branch], path: str) -> Draft | str:
+    """A gather before products as one step; or why it is none."""
+    chain, dimension, first = candidate.chain, gather.params["all_gather_dimension"], branches[0]
+    moved = forward(chain, dimension, gather.params["axis_size"])
+    assert not isinstance(moved, str)
+    moves, _ = moved
+    kept = _kept(gather, candidate, [branch.dot for branch in branches])
     if isinstance(kept, str):
         return kept
-    product = Product(
-        "all_gather_matmul",
-        form,
-        axes_of(gather),
-        row,
-        dot.params["precision"],
-        dot.outs[0].aval.dtype,
-        return_gathered=bool(kept),
-    )
-    if reasons := _refusals(product, operands):
-        return "; ".join(reasons)
     # The whole arrays of which parts are moved, to go back from the gathered rows.
     shapes = [gather.outs[0].aval.shape, *(each.outs[0].aval.shape for each in chain)]
     untiled = not gather.params["tiled"]
+    draft: Draft
 
-    def run(ins: Sequence[Any], implementation: str | None) -> list[Any]:
-        x, w = ins
+    def call(x: Any, weights: Sequence[Any], others: Mapping[str, Any], keywords: Mapping[str, Any]) -> list[Any]:
         x = lax.expand_dims(x, [dimension]) if untiled else x
         for move in moves:
             x = move(x)
-        out, gathered = product(x, w, implementation)
-        results = [typed_as(out, dot.outs[0].aval)]
-        for i, value in kept:
-            assert gathered is not None
-            results.append(typed_as(_undone(gathered, moves[i:], shapes[i:]), value.aval))
-        return results
+        plans = [branch.product.plan for branch in draft.branches]
+        outs = of_device(plans, x, weights, others, return_gathered=bool(kept), **keywords)
+        if kept:
+            gathered = outs.pop()
+            outs += [_undone(gathered, moves[i:], shapes[i:]) for i, _ in kept]
+        return outs
 
-    found = Found(
-        "all_gather_matmul", product.axes, described(form, operands), place(gather, path), product.note(operands)
+    draft = Draft(
+        list(branches),
+        gather.ins[0],
+        [value for _, value in kept],
+        [gather, *chain, *(branch.dot for branch in branches)],
+        gather.name,
+        place(gather, path),
+        call,
+        _is_whole(first.operands),
     )
-    outs = (dot.outs[0], *(value for _, value in kept))
-    ins = (gather.ins[0], own[1 - rows])
-    return Replacement([gather, *chain, dot], ins, outs, dot.index, run, found, gather.name)
+    return draft
 
 
 def _undone(x: jax.Array, moves: Sequence[Move], shapes: Sequence[tuple[int, ...]]) -> jax.Array:
@@ -285,18 +312,19 @@ def _widened(chain: Sequence[Node]) -> list[str]:
     ]
 
 
-def _kept(gather: Node, candidate: Candidate) -> list[tuple[int, Value]] | str:
+def _kept(gather: Node, candidate: Candidate, dots: Sequence[Node]) -> list[tuple[int, Value]] | str:
     """The gathered values that others use, and how many nodes of the chain come before them; or why they cannot be had.
 
-    The last user along the chain is the product.
+    Args:
+      dots: the products that use the last value of the chain.
     """
     dot, chain = candidate.dot, candidate.chain
     values = [gather.outs[0], *(each.outs[0] for each in chain)]
-    own = [*chain, dot]
+    own = [*([each] for each in chain), list(dots)]
     kept = [
         (i, value)
-        for i, (value, user) in enumerate(zip(values, own))
-        if value.returned or any(each is not user for each in value.users) or value.users.count(user) > 1
+        for i, (value, users) in enumerate(zip(values, own))
+        if value.returned or any(each not in users or value.users.count(each) > 1 for each in value.users)
     ]
     if any(each.name in CASTS for i, _ in kept for each in chain[i:]):
         return "the gathered array is used before its cast as well"

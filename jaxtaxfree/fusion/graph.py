@@ -193,6 +193,19 @@ def untransposed(value: Atom) -> tuple[Atom, tuple[int, ...]]:
     return value, permutation
 
 
+def depends(value: Atom, on: set[Node]) -> bool:
+    """Whether one of these nodes is needed for a value."""
+    left, seen = [value], set()
+    while left:
+        maker = value.maker if isinstance(value := left.pop(), Value) else None
+        if maker in on:
+            return True
+        if maker is not None and maker not in seen:
+            seen.add(maker)
+            left += maker.ins
+    return False
+
+
 @dataclasses.dataclass(eq=False)
 class Step:
     """What runs in place of some nodes.

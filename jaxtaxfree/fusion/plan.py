@@ -7,9 +7,11 @@ from typing import Any
 from jax._src.core import jaxprs_in_params
 from jax.extend.core import Jaxpr
 
-from jaxtaxfree.fusion.find import Replacement, find_gathers, find_sums, place
+from jaxtaxfree.fusion.epilogue import absorb
+from jaxtaxfree.fusion.find import find_gathers, find_sums, place
 from jaxtaxfree.fusion.graph import GATHERS, SUMS, Graph, Node, Step, graph_of, holds, ordered
 from jaxtaxfree.fusion.report import Missed, Report, joined
+from jaxtaxfree.fusion.step import Replacement
 from jaxtaxfree.fusion.typed import find_typed
 
 # Whose jaxprs are rewritten.
@@ -41,11 +43,13 @@ def plan(jaxpr: Any, path: str = "", open_calls: bool = True) -> Plan:
       open_calls: whether to open its calls of `jax.jit`; those inside of other transformations are in any case.
     """
     graph = graph_of(jaxpr, open_calls)
-    steps, missed = find_sums(graph, path)
+    drafts, missed = find_sums(graph, path)
     typed, untyped = find_typed(graph, path)
-    steps, missed = [*steps, *typed], [*missed, *untyped]
-    gathers, others = find_gathers(graph, {node for step in steps for node in step.nodes}, path)
-    steps, missed = [*steps, *gathers], [*missed, *others]
+    drafts, missed = [*drafts, *typed], [*missed, *untyped]
+    gathers, others = find_gathers(graph, {node for draft in drafts for node in draft.nodes}, path)
+    drafts, missed = [*drafts, *gathers], [*missed, *others]
+    absorb(drafts)
+    steps = [draft.sealed() for draft in drafts]
     while isinstance(order := ordered(graph.nodes, steps), Step):
         assert isinstance(order, Replacement)
         steps.remove(order)

@@ -8,9 +8,9 @@ from jax._src import source_info_util
 from jax._src.util import weakref_lru_cache
 from jax.extend.core import Literal
 
-from jaxtaxfree.fusion.find import Replacement
 from jaxtaxfree.fusion.graph import Node, Value
 from jaxtaxfree.fusion.plan import Plan, plan
+from jaxtaxfree.fusion.step import Replacement
 
 
 def run(planned: Plan, consts: Sequence[Any], args: Sequence[Any], implementation: str | None) -> list[Any]:

@@ -1,38 +1,40 @@
 """Finds products of global arrays whose types say, along Explicit axes, that rows are gathered or sums are made."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-from jax import lax
-from jax.sharding import PartitionSpec
+from jaxtaxfree.fusion.find import place
+from jaxtaxfree.fusion.graph import CASTS, Graph, Node, Value, depends, made_by
+from jaxtaxfree.fusion.products import Product, copied_rows, exact_wire, operands_of
+from jaxtaxfree.fusion.report import Missed
+from jaxtaxfree.fusion.step import Branch, Draft
+from jaxtaxfree.ops.all_gather_matmul.common import MOST
+from jaxtaxfree.primitive import symbolic
+from jaxtaxfree.sharded.plan import Axes, Plan, Sharded, plan
+from jaxtaxfree.sharded.run import disagreement, run
 
-from jaxtaxfree import teams
-from jaxtaxfree.fusion.arrange import Arrangement, Axes, arrange, axes_of_spec
-from jaxtaxfree.fusion.find import Replacement, form_and_operands, place
-from jaxtaxfree.fusion.graph import CASTS, Graph, Node, Value, made_by
-from jaxtaxfree.fusion.products import Form, Product, described, exact_wire
-from jaxtaxfree.fusion.report import Found, Missed
 
-
-def find_typed(graph: Graph, path: str) -> tuple[list[Replacement], list[Missed]]:
+def find_typed(graph: Graph, path: str) -> tuple[list[Draft], list[Missed]]:
     """All such products.
 
     Args:
       path: the transformations around the graph, for the report.
     """
-    steps, missed = [], []
-    gathered: set[Value] = set()  # by a step that gives them to all their users
+    drafts: list[Draft] = []
+    missed: list[Missed] = []
+    gathered: dict[Value, Draft] = {}  # by a draft that gives them to all their users
     for dot in graph.nodes:
         if dot.name != "dot_general" or not _is_global(dot):
             continue
         found = _product(dot, gathered, path)
-        if isinstance(found, Replacement):
-            steps.append(found)
-            gathered.update(found.outs[1:])
+        if isinstance(found, Draft):
+            drafts.append(found)
+            gathered.update((value, found) for value in found.kept)
         elif found is not None:
             missed.append(found)
-    return steps, missed
+    for draft in drafts:
+        _settle(draft)
+    return drafts, missed
 
 
 def _is_global(dot: Node) -> bool:
@@ -41,56 +43,76 @@ def _is_global(dot: Node) -> bool:
     return all(not mesh.manual_axes for mesh in meshes) and any(mesh.explicit_axes for mesh in meshes)
 
 
-def _product(dot: Node, gathered: set[Value], path: str) -> Replacement | Missed | None:
-    """A product as one step; why it is none; or None if nothing of its rows or sums moves."""
+def _product(dot: Node, gathered: Mapping[Value, Draft], path: str) -> Draft | Missed | None:
+    """A product as a step; why it is none; or None if nothing of its rows or sums moves, or it is one with another."""
     out = dot.outs[0].aval
     if out.sharding.spec.unreduced or any(x.aval.sharding.spec.unreduced for x in dot.ins):
         return None
     reasons: list[str] = []
     communicates: Axes = ()
     for rows in (0, 1):
-        source, chain = _source(dot, rows, gathered)
-        form, own = form_and_operands(dot, rows)
-        if isinstance(form, str):
-            reasons.append(form)
-            communicates = communicates or _moved(dot)
-            continue
-        x, w = source.aval, own[1 - rows].aval
-        x_axes, w_axes, out_axes = (axes_of_spec(each.sharding.spec, len(each.shape)) for each in (x, w, out))
-        contracted = sorted(dot.params["dimension_numbers"][0][rows])
-        found = arrange(form, x_axes, w_axes, out_axes, contracted)
-        if found is None:
+        if (draft := gathered.get(dot.ins[rows])) is not None and _joins(draft, dot, rows):
             return None
-        communicates = communicates or _moved(dot) or _lost(source.aval, dot.ins[rows].aval)
-        if isinstance(found, str):
-            reasons.append(found)
+        source, chain = _source(dot, rows, gathered)
+        found = _planned(dot, rows, source)
+        if isinstance(found, Plan) and found.operation is None:
+            if rows == 0:
+                return None
             continue
-        step = _step(dot, rows, own, source, chain, form, found, path)
-        if isinstance(step, Replacement):
+        communicates = communicates or _moved(dot) or _lost(source.aval, dot.ins[rows].aval)
+        if isinstance(found, list):
+            reasons += found
+            continue
+        step = _draft(dot, rows, source, chain, found, path)
+        if isinstance(step, Draft):
             return step
-        reasons.append(step)
+        reasons += step
     if not communicates:
         return None
     return Missed("dot_general", communicates, place(dot, path), "; ".join(dict.fromkeys(reasons)))
 
 
+def _planned(dot: Node, rows: int, source: Any) -> Plan | list[str]:
+    """What the planner says of a product whose rows come as `source` lies."""
+    operands = operands_of(dot, rows)
+    if reasons := symbolic(*operands.types):
+        return reasons
+    atoms = [source if i == rows else x for i, x in enumerate(operands.atoms)]
+    types = (*(x.aval for x in atoms), dot.outs[0].aval)
+    lhs, rhs, out = map(_sharded, operands.labels, types)
+    lengths = {label: n for labels, x in zip(operands.labels, atoms) for label, n in zip(labels, x.aval.shape)}
+    mesh = dot.outs[0].aval.sharding.mesh
+    found = plan(lhs, rhs, out, lengths, mesh.shape, swapped=rows == 1)
+    if isinstance(found, Plan) and found.operation:
+        return copied_rows(found) or found
+    return found
+
+
+def _sharded(labels: Sequence[str], aval: Any) -> Sharded:
+    return Sharded(tuple(labels), _axes(aval))
+
+
+def _axes(aval: Any) -> tuple[Axes, ...]:
+    """The mesh axes of each dimension."""
+    entries = (*aval.sharding.spec, *[None] * (len(aval.shape) - len(aval.sharding.spec)))
+    return tuple(() if entry is None else entry if isinstance(entry, tuple) else (entry,) for entry in entries)
+
+
 def _moved(dot: Node) -> Axes:
     """The axes along which a product makes sums."""
     contracted, _ = dot.params["dimension_numbers"]
-    names = [axes_of_spec(x.aval.sharding.spec, len(x.aval.shape)) for x in dot.ins]
+    names = [_axes(x.aval) for x in dot.ins]
     pairs = zip(*contracted)
     return tuple(dict.fromkeys(axis for a, b in pairs for axis in names[0][a] if axis in names[1][b]))
 
 
 def _lost(before: Any, after: Any) -> Axes:
     """The axes along which a resharding gathers."""
-    old, new = (
-        {axis for entry in axes_of_spec(x.sharding.spec, len(x.shape)) for axis in entry} for x in (before, after)
-    )
+    old, new = ({axis for entry in _axes(x) for axis in entry} for x in (before, after))
     return tuple(sorted(old - new))
 
 
-def _source(dot: Node, rows: int, gathered: set[Value]) -> tuple[Any, list[Node]]:
+def _source(dot: Node, rows: int, gathered: Mapping[Value, Draft]) -> tuple[Any, list[Node]]:
     """What the rows of a product are a resharding of, through casts; the rows themselves if they are none."""
     value = dot.ins[rows]
     if value in gathered:
@@ -102,69 +124,67 @@ def _source(dot: Node, rows: int, gathered: set[Value]) -> tuple[Any, list[Node]
     return maker.ins[0], [maker, *chain]
 
 
-def _step(
-    dot: Node,
-    rows: int,
-    own: tuple[Any, ...],
-    source: Any,
-    chain: list[Node],
-    form: Form,
-    found: Arrangement,
-    path: str,
-) -> Replacement | str:
-    out, weights = dot.outs[0].aval, own[1 - rows]
-    operands = [x.aval for x in own]
+def _draft(dot: Node, rows: int, source: Any, chain: list[Node], found: Plan, path: str) -> Draft | list[str]:
+    """A product as a step, or why it is none."""
+    out, operands = dot.outs[0].aval, operands_of(dot, rows)
     mesh = out.sharding.mesh
     if left := [axis for axis in mesh.axis_names if axis not in mesh.explicit_axes and mesh.shape[axis] > 1]:
-        return f"the mesh has axes {left} that are not Explicit"
-    # Others use the gathered rows: those along the chain before a cast keep JAX's own gather.
-    gathers = found.operation == "all_gather_matmul" and bool(chain)
-    shared = gathers and (dot.ins[rows].returned or dot.ins[rows].users != [dot])
-    precision = dot.params["precision"]
-    exact = found.operation != "all_gather_matmul" and exact_wire(found.operation, operands[0].dtype, [out.dtype])
-    product = Product(
-        found.operation, form, found.axes, found.dimension, precision, out.dtype, exact=exact, return_gathered=shared
-    )
+        return [f"the mesh has axes {left} that are not Explicit"]
+    exact = exact_wire(found.operation, operands.types[0].dtype, [out.dtype])
+    product = Product(found, dot.params["precision"], out.dtype, exact=exact)
     if reasons := product.refusals(operands):
-        return "; ".join(reasons)
-    dtype = operands[rows].dtype
-    in_specs = tuple(map(_spec, found.specs))
-    out_specs = (out.sharding.spec, operands[rows].sharding.spec) if shared else out.sharding.spec
+        return reasons
+    # Others use the gathered rows: those along the chain before a cast keep JAX's own gather.
+    value = dot.ins[rows]
+    shared = found.operation == "all_gather_matmul" and bool(chain) and (value.returned or value.users != [dot])
+    dtype, gathered = value.aval.dtype, _axes(value.aval)
+    draft: Draft
 
-    def local(x: jax.Array, w: jax.Array, implementation: str | None) -> Any:
-        for dimension, axes in enumerate(found.weights):
-            if axes:
-                w = lax.all_gather(w, axes, axis=dimension, tiled=True)
-        result, rows = product(x.astype(dtype), w, implementation)
-        return (result, rows) if shared else result
+    def call(x: Any, weights: Sequence[Any], others: Mapping[str, Any], keywords: Mapping[str, Any]) -> list[Any]:
+        plans = [branch.product.plan for branch in draft.branches]
+        how = gathered if draft.kept else None
+        return run(plans, mesh, x.astype(dtype), weights, others, gathered=how, **keywords)
 
-    def run(ins: Sequence[Any], implementation: str | None) -> list[Any]:
-        # What is gathered counts as different on each rank, so that JAX could not check that it is the same.
-        call = jax.shard_map(
-            lambda x, w: local(x, w, implementation),
-            mesh=None if jax.sharding.get_abstract_mesh() == mesh else mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
-            check_vma=not (shared or any(found.weights)),
-        )
-        results = call(*map(teams.resharded, ins, in_specs))
-        return list(results) if shared else [results]
-
-    what = Found(product.operation, product.axes, described(form, operands), place(dot, path), product.note(operands))
-    outs = (dot.outs[0], dot.ins[rows]) if shared else (dot.outs[0],)
-    return Replacement(_gone(dot, rows, chain, shared), (source, weights), outs, dot.index, run, what, dot.name)
+    branch = Branch(dot, operands, product, dot.outs[0])
+    kept = [value] if shared else []
+    draft = Draft([branch], source, kept, [*chain, dot], dot.name, place(dot, path), call)
+    return draft
 
 
-def _gone(dot: Node, rows: int, chain: list[Node], shared: bool) -> list[Node]:
-    """The nodes that nobody needs any more."""
-    gone, value = [dot], dot.ins[rows]
+def _joins(draft: Draft, dot: Node, rows: int) -> bool:
+    """Adds a product of the same gathered rows to a draft, if one kernel makes it, too."""
+    first = draft.branches[0]
+    chain = [node for node in draft.nodes if node.name != "dot_general"]
+    found = _planned(dot, rows, draft.source) if chain and rows == 0 else None
+    if not isinstance(found, Plan) or len(draft.branches) == MOST or disagreement([first.product.plan, found]):
+        return False
+    product = Product(found, dot.params["precision"], dot.outs[0].aval.dtype)
+    branch = Branch(dot, operands_of(dot, rows), product, dot.outs[0])
+    own = (first.product.precision, first.product.dtype, first.operands.types[1].dtype)
+    alike = (product.precision, product.dtype, branch.operands.types[1].dtype) == own
+    layouts = [each.product.plan.layout for each in (first, branch)]
+    dots = {each.dot for each in draft.branches}
+    if not alike or "NK" in layouts or first.product.plan.swapped or depends(branch.operands.weights, dots):
+        return False
+    if any(depends(each.operands.weights, {dot}) for each in draft.branches) or product.refusals(branch.operands):
+        return False
+    draft.branches.append(branch)
+    draft.nodes.append(dot)
+    return True
+
+
+def _settle(draft: Draft) -> None:
+    """Keeps only those gathered rows that others use, and only those nodes that nobody needs any more."""
+    dots = [branch.dot for branch in draft.branches]
+    chain = [node for node in draft.nodes if node not in dots]
+    value = dots[0].ins[draft.branches[0].operands.rows]
+    if draft.kept and not value.returned and all(user in dots for user in value.users):
+        draft.kept.clear()
+    gone, own = [], dots
     for node in reversed(chain):
-        if not shared and (value.returned or value.users != [gone[-1]]):
+        value = node.outs[0]
+        if value not in draft.kept and (value.returned or any(user not in own for user in value.users)):
             break
         gone.append(node)
-        value, shared = node.ins[0], False
-    return gone
-
-
-def _spec(axes: Sequence[Axes]) -> PartitionSpec:
-    return PartitionSpec(*(None if not each else each[0] if len(each) == 1 else each for each in axes))
+        own = [node]
+    draft.nodes = [*gone, *dots]

@@ -126,9 +126,10 @@ def _matmul_all_reduce(
     split: Split,
     implementation: str | None,
     epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
 ) -> Levels:
     del axes, others
-    m, n = math.prod(lhs.shape[:-1]), rhs.shape[-1]
+    m, n = math.prod(lhs.shape[:-1]), rhs.shape[0 if rhs_transposed else -1]
     rows = _padded(m, split.ranks)
     dtype = np.dtype(preferred_element_type or lhs.dtype)
     wire = crossing(dtype, m * n)
@@ -137,7 +138,7 @@ def _matmul_all_reduce(
         "scatter_dimension": 0,
         "precision": precision,
         "preferred_element_type": preferred_element_type if wire == dtype else wire,
-        "rhs_transposed": False,
+        "rhs_transposed": rhs_transposed,
         "config": config,
     }
     gather = {"dimension": 0, "tiled": True, "axes": split.inside, "config": config}

@@ -1,8 +1,8 @@
 """Products of global arrays: `einsum`, `matmul` and `dot_general`, which are fused where they communicate."""
 
 import string
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,38 @@ from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from jaxtaxfree.primitive import symbolic
-from jaxtaxfree.settings import Settings
-from jaxtaxfree.sharded.call import Call, Sharding, product
+from jaxtaxfree.sharded.call import Asked, Call, Keywords, for_each, product, products
+from jaxtaxfree.sharded.plan import labels_of
+
+
+@overload
+def einsum(
+    subscripts: str,
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    /,
+    *,
+    out: None = None,
+    optimize: Any = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    _dot_general: Callable[..., jax.Array] = lax.dot_general,
+    **asked: Unpack[Keywords],
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    out: None = None,
+    optimize: Any = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    _dot_general: Callable[..., jax.Array] = lax.dot_general,
+    **asked: Unpack[Keywords],
+) -> jax.Array: ...
 
 
 def einsum(
@@ -24,15 +54,8 @@ def einsum(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     _dot_general: Callable[..., jax.Array] = lax.dot_general,
-    out_sharding: Sharding | None = None,
-    in_shardings: Sequence[Sharding | None] | None = None,
-    gate: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
-    residual: jax.Array | None = None,
-    implementation: str | None = None,
-    config: Settings | Mapping[str, Any] | None = None,
-) -> jax.Array:
+    **asked: Unpack[Keywords],
+) -> Any:
     """`jnp.einsum` of global arrays, as one kernel with the communication that its shardings ask for.
 
     Call it where `jnp.einsum` is called: outside of `jax.shard_map`, in `jax.jit`, `jax.lax.scan`, `jax.checkpoint`,
@@ -51,21 +74,26 @@ def einsum(
     Args:
       subscripts, *operands, out, optimize, precision, preferred_element_type: as of `jnp.einsum`. Two operands can be
         fused. Operands of any rank are, such as "btd,dnh->btnh" and "btnh,nhd->btd". Weights whose contracted
-        dimensions come first, or last in the two operations that gather and scatter, are read where they lie.
+        dimensions come first or last are read where they lie. In place of rhs there may be a tuple of several arrays
+        with the same subscripts, such as the weights of query, key and value, of any widths: one gather and one kernel
+        then make a product by each. These are read where they lie if their contracted dimensions come first.
       out_sharding: how the result lies: a `PartitionSpec` of the mesh of `jax.set_mesh`, or a `NamedSharding`.
       in_shardings: the same of both operands, of which types say nothing along Auto axes. Along Explicit axes the types
         say how operands lie; an operand that lies otherwise is resharded first.
-      gate: a second rhs, of its shape and sharding. With G the gathered lhs, the result is
+        There is one for all of several rhs.
+      gate: a second rhs, of its shape and sharding. Not with several rhs. With G the gathered lhs, the result is
         `activation(G · gate) * (G · rhs)`. The activation applies to the gate's product only.
       bias: [columns of rhs], in the order in which rhs has them. It is added before the activation, or before the gate
-        multiplies.
-      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
-      residual: has the result's shape and sharding, and is added last.
+        multiplies. With several rhs one for all, or a tuple with one, or None, for each.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
+        several rhs one for all, or a tuple with one for each.
+      residual: has the result's shape and sharding, and is added last. Not with several rhs.
       implementation: "fused": the kernel. "xla": JAX's own product. None: the kernel, where it can run and is not known
         to be slower. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: names the kernel and its settings, as of the operation; see `all_gather_matmul`.
 
-    Returns: the result. Gate, bias, activation and residual are applied in f32; see the operations.
+    Returns: the result; of several rhs a tuple of results. Gate, bias, activation and residual are applied in f32; see
+      the operations. Several rhs whose lhs is not gathered are products by themselves.
 
     Inside a `jax.shard_map` with manual axes arrays are local, and the product is JAX's own.
 
@@ -75,6 +103,17 @@ def einsum(
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, or no operation is for such a
         product. The error gives all reasons.
     """
+    given: dict[str, Any] = {"out": out, "optimize": optimize, "_dot_general": _dot_general, "precision": precision}
+    given["preferred_element_type"] = preferred_element_type
+    if len(operands) == 2 and isinstance(operands[1], tuple):
+        lhs, several = operands
+        each = for_each("einsum", len(several), Asked(**asked))
+        return products([_einsum(subscripts, (lhs, rhs), own, **given) for rhs, own in zip(several, each, strict=True)])
+    return product(_einsum(subscripts, operands, Asked(**asked), **given))
+
+
+def _einsum(subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general: Any, **given: Any) -> Call:
+    """The call of an einsum."""
     arrays, shapes, own = _einsum_operands(subscripts, operands)
     labels, reasons = None, [] if len(arrays) == 2 else [f"it has {len(arrays)} operands, not two"]
     if _dot_general is not lax.dot_general:
@@ -87,32 +126,17 @@ def einsum(
             reasons.append("a dimension of length 1 is broadcast")
 
     def of_jax(operands: Sequence[jax.Array], out_sharding: Any) -> jax.Array:
-        return jnp.einsum(
-            *own(operands),
-            out=out,
-            optimize=optimize,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            _dot_general=_dot_general,
-            out_sharding=out_sharding,
-        )
+        return jnp.einsum(*own(operands), _dot_general=_dot_general, out_sharding=out_sharding, **given)
 
-    return product(
-        Call(
-            name="einsum",
-            own=of_jax,
-            operands=_promoted(arrays),
-            labels=labels,
-            reasons=reasons,
-            in_shardings=in_shardings,
-            out_sharding=out_sharding,
-            gate=gate,
-            bias=bias,
-            activation=activation,
-            residual=residual,
-            implementation=implementation,
-            keywords={"precision": precision, "preferred_element_type": preferred_element_type, "config": config},
-        )
+    return Call(
+        name="einsum",
+        own=of_jax,
+        operands=_promoted(arrays),
+        labels=labels,
+        reasons=reasons,
+        precision=given["precision"],
+        preferred_element_type=given["preferred_element_type"],
+        asked=asked,
     )
 
 
@@ -122,14 +146,7 @@ def matmul(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | None = None,
-    in_shardings: Sequence[Sharding | None] | None = None,
-    gate: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
-    residual: jax.Array | None = None,
-    implementation: str | None = None,
-    config: Settings | Mapping[str, Any] | None = None,
+    **asked: Unpack[Keywords],
 ) -> jax.Array:
     """`jnp.matmul` of global arrays, as one kernel with the communication that its shardings ask for.
 
@@ -161,14 +178,9 @@ def matmul(
             operands=_promoted([lhs, rhs]),
             labels=labels,
             reasons=reasons,
-            in_shardings=in_shardings,
-            out_sharding=out_sharding,
-            gate=gate,
-            bias=bias,
-            activation=activation,
-            residual=residual,
-            implementation=implementation,
-            keywords={"precision": precision, "preferred_element_type": preferred_element_type, "config": config},
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            asked=Asked(**asked),
         )
     )
 
@@ -179,15 +191,7 @@ def dot_general(
     dimension_numbers: Any,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: Sharding | None = None,
-    in_shardings: Sequence[Sharding | None] | None = None,
-    gate: jax.Array | None = None,
-    bias: jax.Array | None = None,
-    activation: str | Callable[..., jax.Array] | None = None,
-    residual: jax.Array | None = None,
-    implementation: str | None = None,
-    config: Settings | Mapping[str, Any] | None = None,
+    **asked: Unpack[Keywords],
 ) -> jax.Array:
     """`jax.lax.dot_general` of global arrays, as one kernel with the communication that its shardings ask for.
 
@@ -196,13 +200,6 @@ def dot_general(
     Returns: [batch, dimensions of lhs, dimensions of rhs], without the contracted ones.
     """
     operands = jnp.asarray(lhs), jnp.asarray(rhs)
-    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
-    letters = iter(string.ascii_letters)
-    names = [next(letters) for _ in range(operands[0].ndim)]
-    same = {int(j): names[i] for i, j in zip((*lhs_contracted, *lhs_batch), (*rhs_contracted, *rhs_batch))}
-    of_rhs = [same.get(j) or next(letters) for j in range(operands[1].ndim)]
-    batch = [names[i] for i in lhs_batch]
-    result = [*batch, *(x for x in names if x not in of_rhs), *(x for x in of_rhs if x not in names)]
     dtypes = [x.dtype for x in operands]
     reasons = [] if len(set(dtypes)) == 1 else [f"operands are of two dtypes, {dtypes[0]} and {dtypes[1]}"]
 
@@ -217,16 +214,11 @@ def dot_general(
             name="dot_general",
             own=of_jax,
             operands=operands,
-            labels=(tuple(names), tuple(of_rhs), tuple(result)),
+            labels=labels_of(dimension_numbers, operands[0].ndim, operands[1].ndim),
             reasons=reasons,
-            in_shardings=in_shardings,
-            out_sharding=out_sharding,
-            gate=gate,
-            bias=bias,
-            activation=activation,
-            residual=residual,
-            implementation=implementation,
-            keywords={"precision": precision, "preferred_element_type": preferred_element_type, "config": config},
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            asked=Asked(**asked),
         )
     )
 

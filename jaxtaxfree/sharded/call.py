@@ -5,22 +5,61 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops.all_gather_matmul import several
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.primitive import Unsupported, check_implementation, symbolic
+from jaxtaxfree.settings import Settings
 from jaxtaxfree.sharded.plan import Axes, Plan, Sharded, plan
-from jaxtaxfree.sharded.run import AnyMesh, axes_of, placed, run, sharding_on, spec_of, typed
+from jaxtaxfree.sharded.run import AnyMesh, axes_of, disagreement, placed, run, sharding_on, spec_of, typed
 
 _log = logging.getLogger("jaxtaxfree")
 
 Sharding = PartitionSpec | NamedSharding
+Activation = str | Callable[..., jax.Array] | None
+
+
+class Keywords(TypedDict, total=False):
+    """What `einsum`, `matmul` and `dot_general` take besides; see `jaxtaxfree.einsum`."""
+
+    out_sharding: Sharding | None
+    in_shardings: Sequence[Sharding | None] | None
+    gate: jax.Array | None
+    bias: jax.Array | tuple[jax.Array | None, ...] | None
+    activation: Activation | tuple[Activation, ...]
+    residual: jax.Array | None
+    implementation: str | None
+    config: Settings | Mapping[str, Any] | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asked:
+    """The same, with what holds where nothing is said."""
+
+    out_sharding: Sharding | None = None
+    in_shardings: Sequence[Sharding | None] | None = None
+    gate: Any = None
+    bias: Any = None
+    activation: Any = None
+    residual: Any = None
+    implementation: str | None = None
+    config: Any = None
+
+
+def for_each(operation: str, count: int, asked: Asked) -> list[Asked]:
+    """What is asked for of each of several rhs; raises ValueError if it is not for several."""
+    several.check_epilogue(operation, count, gate=asked.gate, residual=asked.residual)
+    names = ("activation", "bias")
+    values = zip(*(several.for_each(operation, name, getattr(asked, name), count) for name in names), strict=True)
+    return [dataclasses.replace(asked, **dict(zip(names, each))) for each in values]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,9 +72,8 @@ class Call:
       operands: of the product.
       labels: of lhs, rhs and the result; None if it is no product of two operands.
       reasons: why it can be JAX's own product alone.
-      in_shardings, out_sharding: how the arrays lie.
-      gate, bias, activation, residual, implementation: see `jaxtaxfree.einsum`.
-      keywords: of the operations.
+      precision, preferred_element_type: as of the function.
+      asked: the other keywords.
     """
 
     name: str
@@ -43,19 +81,21 @@ class Call:
     operands: Sequence[jax.Array]
     labels: tuple[tuple[str, ...], ...] | None
     reasons: Sequence[str] = ()
-    in_shardings: Sequence[Sharding | None] | None
-    out_sharding: Sharding | None
-    gate: jax.Array | None
-    bias: jax.Array | None
-    activation: str | Callable[..., jax.Array] | None
-    residual: jax.Array | None
-    implementation: str | None
-    keywords: Mapping[str, Any]
+    precision: lax.PrecisionLike
+    preferred_element_type: DTypeLike | None
+    asked: Asked
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of the operation."""
+        precision = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
+        names = ("activation", "implementation", "config")
+        return precision | {name: getattr(self.asked, name) for name in names}
 
     @functools.cached_property
     def others(self) -> dict[str, jax.Array]:
         """The operands of the epilogue that there are."""
-        given = {"gate": self.gate, "bias": self.bias, "residual": self.residual}
+        given = {name: getattr(self.asked, name) for name in ("gate", "bias", "residual")}
         return {name: jnp.asarray(x) for name, x in given.items() if x is not None}
 
     @functools.cached_property
@@ -74,26 +114,54 @@ class Call:
 
 def product(call: Call) -> jax.Array:
     """The result of a call."""
-    check_implementation(call.implementation)
-    _check_epilogue(call)
-    mesh = _mesh_of(call)
-    _check_shardings(call, mesh)
-    if call.implementation == "xla":
+    mesh = _checked(call)
+    if call.asked.implementation == "xla":
         return _plain(call, mesh)
     found = _plan(call, mesh)
-    if isinstance(found, Plan) and found.operation:
-        assert mesh is not None
-        # The gradient of weights that are gathered before lies as they do.
-        lhs, rhs = _placed_operands(call, mesh) if found.before else call.operands
-        keywords = {**call.keywords, "activation": call.activation, "implementation": call.implementation}
-        return run(found, mesh, lhs, rhs, call.others, **keywords)
     if isinstance(found, Plan):
-        gathers = found.gathered or found.before
-        found = [f"it needs no communication{' once the weights are gathered' if gathers else ''}"]
-    if call.implementation is not None:
+        assert mesh is not None
+        return _run([call], [found], mesh)[0]
+    if call.asked.implementation is not None:
         raise Unsupported(call.name, found)
     _say(call, "; ".join(found))
     return _plain(call, mesh)
+
+
+def products(calls: Sequence[Call]) -> tuple[jax.Array, ...]:
+    """The results of calls that have lhs in common: by one operation if there is one, else of each by itself."""
+    meshes = [_checked(call) for call in calls]
+    asked = calls[0].asked
+    if len(calls) > 1 and asked.implementation != "xla" and len({call.operands[1].dtype for call in calls}) == 1:
+        found = [_plan(call, mesh) for call, mesh in zip(calls, meshes, strict=True)]
+        plans = [each for each in found if isinstance(each, Plan)]
+        if meshes[0] is not None and len(plans) == len(calls) and not disagreement(plans):
+            return tuple(_run(calls, plans, meshes[0]))
+    return tuple(map(product, calls))
+
+
+def _checked(call: Call) -> AnyMesh | None:
+    """The mesh of a call; raises ValueError if something is wrong with it."""
+    check_implementation(call.asked.implementation)
+    _check_epilogue(call)
+    mesh = _mesh_of(call)
+    _check_shardings(call, mesh)
+    return mesh
+
+
+def _run(calls: Sequence[Call], plans: Sequence[Plan], mesh: AnyMesh) -> list[jax.Array]:
+    """The results by one operation."""
+    # The gradient of weights that are gathered or cut before lies as they do.
+    operands = [
+        _placed_operands(c, mesh) if plan.before or plan.cut else c.operands
+        for c, plan in zip(calls, plans, strict=True)
+    ]
+    pairs = [(rhs, lhs) if plan.swapped else (lhs, rhs) for (lhs, rhs), plan in zip(operands, plans)]
+    others: dict[str, Any] = dict(calls[0].others)
+    keywords = calls[0].keywords
+    if len(calls) > 1:
+        others = {"bias": tuple(call.others.get("bias") for call in calls)}
+        keywords["activation"] = tuple(call.asked.activation for call in calls)
+    return run(plans, mesh, pairs[0][0], [w for _, w in pairs], others, **keywords)
 
 
 _said: set[tuple[str, str]] = set()
@@ -120,8 +188,8 @@ def forget() -> None:
 
 def _check_epilogue(call: Call) -> None:
     """Raises ValueError if there is no such activation, or an operand of the epilogue does not fit."""
-    epilogues.activation_name(call.name, call.activation)
-    if not call.others and call.activation is None:
+    epilogues.activation_name(call.name, call.asked.activation)
+    if not call.others and call.asked.activation is None:
         return
     if call.labels is None:
         raise ValueError(f"{call.name} takes {', '.join(call.others) or 'an activation'} with two operands only.")
@@ -145,7 +213,9 @@ def _mesh_of(call: Call) -> AnyMesh | None:
     Raises ValueError if the shardings are of several meshes.
     """
     context = jax.sharding.get_abstract_mesh()
-    given = [s.mesh for s in (*(call.in_shardings or ()), call.out_sharding) if isinstance(s, NamedSharding)]
+    given = [
+        s.mesh for s in (*(call.asked.in_shardings or ()), call.asked.out_sharding) if isinstance(s, NamedSharding)
+    ]
     if len(set(given)) > 1:
         raise ValueError(f"{call.name} takes shardings of one mesh, not of {given}.")
     if context.manual_axes or not (given or context.empty):
@@ -156,12 +226,14 @@ def _mesh_of(call: Call) -> AnyMesh | None:
 
 def _check_shardings(call: Call, mesh: AnyMesh | None) -> None:
     """Raises ValueError if there are not as many as operands, or one names an axis that cannot shard a global array."""
-    if call.in_shardings is not None and len(call.in_shardings) != len(call.operands):
-        raise ValueError(f"{call.name} takes in_shardings of {len(call.operands)} operands, not {call.in_shardings}.")
+    if call.asked.in_shardings is not None and len(call.asked.in_shardings) != len(call.operands):
+        raise ValueError(
+            f"{call.name} takes in_shardings of {len(call.operands)} operands, not {call.asked.in_shardings}."
+        )
     if mesh is None:
         return
     manual = axes_of(mesh, AxisType.Manual)
-    for sharding in (*(call.in_shardings or ()), call.out_sharding):
+    for sharding in (*(call.asked.in_shardings or ()), call.asked.out_sharding):
         for entry in () if sharding is None else _spec(sharding):
             for axis in entry if isinstance(entry, tuple) else (entry,):
                 if isinstance(axis, str) and axis not in mesh.shape:
@@ -187,18 +259,22 @@ def _plan(call: Call, mesh: AnyMesh | None) -> Plan | list[str]:
             f"jax.shard_map has made the mesh axes {sorted(manual)} manual, where arrays are local: take "
             "jtf.matmul_all_reduce and its like"
         ]
-    if call.out_sharding is None:
+    if call.asked.out_sharding is None:
         return ["there is no out_sharding"]
     auto = sorted(axis for axis in axes_of(mesh, AxisType.Auto) if mesh.shape[axis] > 1)
-    if auto and (call.in_shardings is None or None in call.in_shardings):
+    if auto and (call.asked.in_shardings is None or None in call.asked.in_shardings):
         return [f"types say nothing along the Auto axes {auto}: take in_shardings"]
-    given = call.in_shardings or (None, None)
+    given = call.asked.in_shardings or (None, None)
     shardings = [jax.typeof(x).sharding if s is None else s for x, s in zip(call.operands, given)]
-    found = [_sharded(call.name, *each) for each in zip(call.labels, (*shardings, call.out_sharding))]
+    found = [_sharded(call.name, *each) for each in zip(call.labels, (*shardings, call.asked.out_sharding))]
     if reasons := [each for each in found if isinstance(each, str)]:
         return list(dict.fromkeys(reasons))
     lhs, rhs, out = (each for each in found if isinstance(each, Sharded))
-    return plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others))
+    planned = plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others))
+    if isinstance(planned, Plan) and not planned.operation:
+        gathers = planned.gathered or planned.before
+        return [f"it needs no communication{' once the weights are gathered' if gathers else ''}"]
+    return planned
 
 
 def _sharded(name: str, labels: Sequence[str], sharding: Sharding) -> Sharded | str:
@@ -218,7 +294,7 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     others = dict(call.others)
     operands = _placed_operands(call, mesh)
     products = [_own(call, mesh, operands)]
-    if not call.others and call.activation is None:
+    if not call.others and call.asked.activation is None:
         return products[0]
     if "gate" in others:
         gated = dataclasses.replace(call, operands=[operands[0], others.pop("gate")])
@@ -235,20 +311,22 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     if "residual" in others:
         others["residual"] = typed(others["residual"], own_mesh, entries)
     gate = ("gate",) * (len(products) - 1)
-    epilogue = Epilogue(epilogues.activation_name(call.name, call.activation), (*gate, *others))
+    epilogue = Epilogue(epilogues.activation_name(call.name, call.asked.activation), (*gate, *others))
     return epilogue.apply(products, others, dtype)
 
 
 def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
     """The operands, as the caller says that they lie."""
-    if mesh is None or call.in_shardings is None:
+    if mesh is None or call.asked.in_shardings is None:
         return list(call.operands)
-    return [x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.in_shardings, strict=True)]
+    return [
+        x if s is None else _placed(x, mesh, s) for x, s in zip(call.operands, call.asked.in_shardings, strict=True)
+    ]
 
 
 def _own(call: Call, mesh: AnyMesh | None, operands: Sequence[jax.Array]) -> jax.Array:
     """JAX's own product, which takes shardings along Explicit axes alone."""
-    sharding = call.out_sharding
+    sharding = call.asked.out_sharding
     if sharding is None or mesh is None or not axes_of(mesh, AxisType.Auto):
         return call.own(operands, sharding)
     y = call.own(operands, None) if not axes_of(mesh, AxisType.Explicit) else None

@@ -1,4 +1,4 @@
-"""Which operation a product of global arrays is, by how its operands and its result lie on the mesh.
+"""Which operation a product is: of global arrays by how they lie on the mesh, of a rank's parts by what is moved.
 
 Nothing here knows an array or a device. A product is written as in `einsum`: every dimension has a label, those of both
 operands that the result lacks are contracted. One operand, x, has the rows; the other one, w, the columns. What happens
@@ -14,12 +14,16 @@ along a mesh axis follows from the dimensions that it shards:
 | a row | any | this row | w is gathered first: data, and w is sharded along it to save memory (FSDP) |
 | none | any | none | the same |
 
+Weights that are whole along a contracted dimension of which each rank has a part of x are taken in parts. That is free.
+
 All else is left to XLA.
 """
 
 import dataclasses
 import math
+import string
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 Axes = tuple[str, ...]  # the mesh axes that shard a dimension, the last one counting fastest
 
@@ -56,6 +60,7 @@ class Plan:
       swapped: x is rhs.
       x, w, out: as the operation's program takes and gives them.
       before: the axes along which XLA gathers w before the program.
+      cut: each rank takes its part of a w that is whole.
       gathered: dimensions of w that the program gathers first, with the axes, the last ones of the dimension.
       rows, contracted, columns: labels, in the order in which the operation has them.
       layout: of w, "KN", "NK", or "mixed" if it has to be copied.
@@ -69,6 +74,7 @@ class Plan:
     w: Sharded
     out: Sharded
     before: Axes
+    cut: bool
     gathered: tuple[tuple[str, Axes], ...]
     rows: tuple[str, ...]
     contracted: tuple[str, ...]
@@ -88,6 +94,7 @@ def plan(
     lengths: Mapping[str, int],
     mesh: Mapping[str, int],
     epilogue: Sequence[str] = (),
+    swapped: bool | None = None,
 ) -> Plan | list[str]:
     """The operation that computes a product, or all reasons why there is none.
 
@@ -95,7 +102,8 @@ def plan(
       lhs, rhs, out: the product.
       lengths: of the dimensions.
       mesh: the lengths of the mesh's axes.
-      epilogue: which of "gate", "bias" and "residual" there are, and "activation".
+      epilogue: which of "gate", "bias" and "residual" there are.
+      swapped: whether rhs has the rows. None: whatever can be fused.
     """
     if reasons := _no_product(lhs, rhs, out) or _uneven((lhs, rhs, out), lengths, mesh):
         return reasons
@@ -103,12 +111,48 @@ def plan(
     first = next((label for label in out.labels if label not in lhs.labels or label not in rhs.labels), None)
     weights_first, of_rhs = first in rhs.labels, [name for name in ("gate", "bias") if name in epilogue]
     orders = [True, False] if weights_first and not of_rhs else [False]
+    orders = orders if swapped is None else [swapped]
     plans = [_as(lhs, rhs, out, swapped, epilogue) for swapped in orders]
     fused = [each for each in plans if isinstance(each, Plan) and each.operation]
     # What is gathered before, because nothing else differs along an axis, may be rows in truth.
     if not fused and weights_first and of_rhs:
         return [f"with a {of_rhs[0]} rhs has to be the weights, and its dimensions the last ones of the result"]
     return min(fused, key=lambda each: len(each.before), default=plans[-1])
+
+
+def local(
+    operation: str,
+    axes: Axes,
+    labels: Sequence[Sequence[str]],
+    swapped: bool,
+    moved: str | None = None,
+    epilogue: Sequence[str] = (),
+) -> Plan | list[str]:
+    """A product of a rank's parts as an operation; or all reasons why that does not take it.
+
+    Args:
+      operation, axes, moved, swapped: see `Plan`.
+      labels: of lhs, rhs and the result.
+      epilogue: as of `plan`.
+    """
+    lhs, rhs, out = (Sharded(tuple(each), ((),) * len(each)) for each in labels)
+    if reasons := _no_product(lhs, rhs, out):
+        return reasons
+    x, w = (rhs, lhs) if swapped else (lhs, rhs)
+    found = _plan_of(operation, axes, moved, swapped, x, w, out)
+    return _unfit(found, epilogue) or found
+
+
+def labels_of(dimension_numbers: Any, lhs_ndim: int, rhs_ndim: int) -> tuple[tuple[str, ...], ...]:
+    """The labels of lhs, rhs and the result of a `lax.dot_general`."""
+    (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = dimension_numbers
+    letters = iter(string.ascii_letters)
+    names = [next(letters) for _ in range(lhs_ndim)]
+    same = {int(j): names[i] for i, j in zip((*lhs_contracted, *lhs_batch), (*rhs_contracted, *rhs_batch))}
+    of_rhs = [same.get(j) or next(letters) for j in range(rhs_ndim)]
+    batch = [names[i] for i in lhs_batch]
+    result = [*batch, *(x for x in names if x not in of_rhs), *(x for x in of_rhs if x not in names)]
+    return tuple(names), tuple(of_rhs), tuple(result)
 
 
 def _no_product(lhs: Sharded, rhs: Sharded, out: Sharded) -> list[str]:
@@ -176,6 +220,7 @@ def _along_axes(x: Sharded, w: Sharded, out: Sharded, swapped: bool) -> _Found:
 def _as(lhs: Sharded, rhs: Sharded, out: Sharded, swapped: bool, epilogue: Sequence[str]) -> Plan | list[str]:
     """The product with lhs, or with rhs, as the operand that has the rows."""
     x, w = (rhs, lhs) if swapped else (lhs, rhs)
+    given, w = w, _in_parts(x, w)
     found = _along_axes(x, w, out, swapped)
     if found.reasons:
         return found.reasons
@@ -189,22 +234,49 @@ def _as(lhs: Sharded, rhs: Sharded, out: Sharded, swapped: bool, epilogue: Seque
     operation = "matmul_all_reduce" if found.sums else None
     operation = "all_gather_matmul" if gathers else "matmul_reduce_scatter" if scatters else operation
     before, gathered = _gather_weights(w, found.data, found.idle)
-    result = Plan(
+    axes = _in_order(axes, out.along(moved or "") if scatters else x.along(moved or ""))
+    result = _plan_of(operation, axes, moved or None, swapped, x, w.without(before), out, before, w != given, gathered)
+    whole = w.without([*found.data, *found.idle])
+    return _misplaced(result, whole) + _unfit(result, epilogue) or result
+
+
+def _plan_of(
+    operation: str | None,
+    axes: Axes,
+    moved: str | None,
+    swapped: bool,
+    x: Sharded,
+    w: Sharded,
+    out: Sharded,
+    before: Axes = (),
+    cut: bool = False,
+    gathered: tuple[tuple[str, Axes], ...] = (),
+) -> Plan:
+    return Plan(
         operation=operation,
-        axes=_in_order(axes, out.along(moved or "") if scatters else x.along(moved or "")),
-        moved=moved or None,
+        axes=axes,
+        moved=moved,
         swapped=swapped,
         x=x,
-        w=w.without(before),
+        w=w,
         out=out,
         before=before,
+        cut=cut,
         gathered=gathered,
         rows=tuple(label for label in x.labels if label not in w.labels),
         contracted=tuple(label for label in w.labels if label in x.labels),
         columns=tuple(label for label in w.labels if label not in x.labels),
     )
-    whole = w.without([*found.data, *found.idle])
-    return _misplaced(result, whole) + _unfit(result, epilogue) or result
+
+
+def _in_parts(x: Sharded, w: Sharded) -> Sharded:
+    """The weights, of which each rank takes the part that it has of x, where they are whole."""
+    used = {axis for entry in w.entries for axis in entry}
+    entries = [
+        x.along(label) if not entry and used.isdisjoint(x.along(label)) else entry
+        for label, entry in zip(w.labels, w.entries, strict=True)
+    ]
+    return Sharded(w.labels, tuple(entries))
 
 
 def _in_order(axes: Axes, entry: Axes) -> Axes:
@@ -247,9 +319,6 @@ def _misplaced(plan: Plan, w: Sharded) -> list[str]:
             compare(label, out.along(label), source.along(label) + (axes if label == moved and scatters else ()))
     for label in plan.contracted:
         compare(label, x.along(label), w.along(label) + (axes if label == moved and gathers else ()))
-    for labels, name in ((plan.contracted, "contracted dimensions"), (plan.columns, "columns")):
-        if moved in labels[1:]:
-            reasons.append(f"dimension {moved!r} is not the first of the {name} of a weight")
     return reasons
 
 
@@ -258,15 +327,15 @@ def _unfit(plan: Plan, epilogue: Sequence[str]) -> list[str]:
     reasons = []
     if not plan.operation:
         return reasons
+    for labels, name in ((plan.contracted, "contracted dimensions"), (plan.columns, "columns")):
+        if plan.moved in labels[1:]:
+            reasons.append(f"dimension {plan.moved!r} is not the first of the {name} of a weight")
     if not plan.columns:
         reasons.append("one operand is a vector, so there are no columns")
     if "gate" in epilogue and plan.operation != "all_gather_matmul":
         reasons.append(f"{plan.operation} has no gate")
     if plan.moved in plan.columns and "bias" in epilogue:
         reasons.append("a scatter along columns has no bias")
-    if plan.layout == "NK":
-        if plan.operation == "matmul_all_reduce":
-            reasons.append("the kernels of matmul_all_reduce read weights as [K, N], and these are [N, K]")
-        if "gate" in epilogue:
-            reasons.append("with a gate the kernels read weights as [K, N], and these are [N, K]")
+    if plan.layout == "NK" and "gate" in epilogue:
+        reasons.append("with a gate the kernels read weights as [K, N], and these are [N, K]")
     return reasons

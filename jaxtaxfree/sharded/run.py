@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -14,6 +14,9 @@ from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.sharded.plan import Axes, Plan, Sharded
 
 type AnyMesh = Mesh | AbstractMesh
+
+# From so many rows on, a copy of the weights is small beside the product.
+COPY_FROM = 512
 
 _OPERATIONS: dict[str | None, Callable[..., jax.Array]] = {
     "all_gather_matmul": all_gather_matmul,
@@ -62,71 +65,144 @@ def placed(x: jax.Array, mesh: AnyMesh, entries: Sequence[Axes]) -> jax.Array:
 
 
 def run(
-    plan: Plan, mesh: AnyMesh, lhs: jax.Array, rhs: jax.Array, others: Mapping[str, jax.Array], **keywords: Any
-) -> jax.Array:
-    """The product by the plan's operation.
+    plans: Sequence[Plan],
+    mesh: AnyMesh,
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    others: Mapping[str, Any],
+    *,
+    gathered: Sequence[Axes] | None = None,
+    **keywords: Any,
+) -> list[jax.Array]:
+    """The products of one x, by one operation.
 
     Args:
-      mesh: that has the plan's axes.
-      others: "gate" [as w], "bias" [columns] and "residual" [as the result], as far as there are any.
+      plans: of each; of several they agree in all that concerns x, see `disagreement`.
+      mesh: that has the plans' axes.
+      x, weights: the operands.
+      others: "gate" [as the weights], "bias" [columns] and "residual" [as the result], as far as there are any. Of
+        several products only a bias, a tuple of one or None for each.
+      gathered: how x lies where it was gathered, if that is to be returned as well.
       **keywords: of the operation.
 
-    Returns: the result, which lies as the plan says.
+    Returns: the results, which lie as the plans say, and x as it was gathered.
     """
-    x, w = (rhs, lhs) if plan.swapped else (lhs, rhs)
-    # A bias is as whole, or as sharded, as the columns.
-    columns = Sharded(plan.columns, tuple(map(plan.out.along, plan.columns)))
-    how = {"gate": plan.w, "bias": columns, "residual": plan.out}
-    ins = [sharded.entries for sharded in (plan.x, plan.w, *(how[name] for name in others))]
-    arrays = [typed(each, mesh, entries) for each, entries in zip((x, w, *others.values()), ins, strict=True)]
+    first = plans[0]
+    columns = [Sharded(plan.columns, tuple(map(plan.out.along, plan.columns))) for plan in plans]
+    bias = others.get("bias")
+    of_bias = tuple(None if b is None else c for b, c in zip(bias, columns)) if isinstance(bias, tuple) else columns[0]
+    how = {"gate": first.w, "bias": of_bias, "residual": first.out}  # a bias is as whole, or as sharded, as the columns
+    there = {name: given for name, given in others.items() if given is not None}
+    arrays = {"x": x, "weights": tuple(weights), **there}
+    ins = {"x": first.x, "weights": tuple(plan.w for plan in plans), **{name: how[name] for name in there}}
 
-    def program(x: jax.Array, w: jax.Array, *more: jax.Array) -> jax.Array:
-        return _of_device(plan, x, w, dict(zip(others, more, strict=True)), keywords)
+    def program(given: Mapping[str, Any]) -> list[jax.Array]:
+        others = {name: given[name] for name in there}
+        gathers = gathered is not None
+        return of_device(plans, given["x"], given["weights"], others, return_gathered=gathers, **keywords)
 
+    outs = [plan.out.entries for plan in plans] + ([] if gathered is None else [tuple(gathered)])
     return jax.shard_map(
         program,
         mesh=None if _in_context(mesh) else mesh,
-        in_specs=tuple(map(spec_of, ins)),
-        out_specs=spec_of(plan.out.entries),
-    )(*arrays)
+        in_specs=(jax.tree.map(lambda _, lies: spec_of(lies.entries), arrays, ins),),
+        out_specs=list(map(spec_of, outs)),
+        # What is gathered counts as different on each rank, so that JAX could not check that it is the same.
+        check_vma=gathered is None,
+    )(jax.tree.map(lambda array, lies: typed(array, mesh, lies.entries), arrays, ins))
 
 
-def _of_device(
-    plan: Plan, x: jax.Array, w: jax.Array, others: dict[str, jax.Array], keywords: dict[str, Any]
-) -> jax.Array:
-    """The operation, of a device's parts of the arrays."""
-    rows = plan.rows or ("",)  # a vector is one row
-    w, lengths = _matrix(plan, w)
-    x = _ordered(x, plan.x.labels, (*plan.rows, *plan.contracted))
-    x = x.reshape(*(x.shape[: len(plan.rows)] or (1,)), -1)
-    if "gate" in others:
-        others["gate"], _ = _matrix(plan, others["gate"])
-    if "bias" in others:
-        others["bias"] = others["bias"].reshape(-1)
-    if "residual" in others:
-        residual = _ordered(others["residual"], plan.out.labels, (*plan.rows, *plan.columns))
-        others["residual"] = residual.reshape(*(residual.shape[: len(plan.rows)] or (1,)), -1)
-    own: dict[str, Any] = {"rhs_transposed": True} if plan.layout == "NK" else {}
-    if plan.moved:
-        dimension = rows.index(plan.moved) if plan.moved in rows else len(rows)
-        own["axis" if plan.operation == "all_gather_matmul" else "scatter_dimension"] = dimension
-    y = _OPERATIONS[plan.operation](x, w, plan.axes, **own, **others, **keywords)
-    # Of the columns only the first ones may have been scattered.
-    y = y.reshape(*(y.shape[:-1] if plan.rows else ()), -1, *lengths[1:])
-    return _ordered(y, (*plan.rows, *plan.columns), plan.out.labels)
+def disagreement(plans: Sequence[Plan]) -> list[str]:
+    """Why products of one x by several weights are not one operation."""
+    first, reasons = plans[0], []
+    for plan in plans[1:]:
+        if plan.operation != "all_gather_matmul" or first.operation != plan.operation:
+            reasons.append("several products are one operation where lhs is gathered alone")
+        elif (plan.axes, plan.moved, plan.rows) != (first.axes, first.moved, first.rows):
+            reasons.append("several products gather one dimension of lhs along the same axes")
+        elif plan.contracted != first.contracted:
+            reasons.append(f"weights have their contracted dimensions as {first.contracted} and {plan.contracted}")
+    return list(dict.fromkeys(reasons))
 
 
-def _matrix(plan: Plan, w: jax.Array) -> tuple[jax.Array, list[int]]:
-    """A device's weights as [K, N], or as [N, K] where they lie so; and the lengths of their columns' dimensions."""
+def of_device(
+    plans: Sequence[Plan],
+    x: jax.Array,
+    weights: Sequence[jax.Array],
+    others: Mapping[str, Any],
+    *,
+    return_gathered: bool = False,
+    **keywords: Any,
+) -> list[jax.Array]:
+    """The operation, of a device's parts of the arrays: what `run` returns."""
+    first, one = plans[0], len(plans) == 1
+    lengths = dict(zip(first.x.labels, x.shape, strict=True))
+    rows = first.rows or ("",)  # a vector is one row
+    x = _ordered(x, first.x.labels, (*first.rows, *first.contracted))
+    x = x.reshape(*(x.shape[: len(first.rows)] or (1,)), -1)
+    # The kernels of matmul_all_reduce for many rows on Hopper take [K, N] alone.
+    in_place = one and (first.operation != "matmul_all_reduce" or math.prod(x.shape[:-1]) < COPY_FROM)
+    matrices = [_matrix(plan, w, in_place) for plan, w in zip(plans, weights, strict=True)]
+    own: dict[str, Any] = {}
+    if one:
+        own = {name: _flat(first, name, given) for name, given in others.items() if given is not None}
+        own |= {"rhs_transposed": True} if matrices[0].transposed else {}
+    elif others.get("bias") is not None:
+        own["bias"] = tuple(None if bias is None else bias.reshape(-1) for bias in others["bias"])
+    if first.moved:
+        dimension = rows.index(first.moved) if first.moved in rows else len(rows)
+        own["axis" if first.operation == "all_gather_matmul" else "scatter_dimension"] = dimension
+    if return_gathered:
+        own["return_gathered"] = True
+    operation = _OPERATIONS[first.operation]
+    flat = tuple(each.array for each in matrices)
+    found = operation(x, flat[0] if one else flat, first.axes, **own, **keywords)
+    products, *more = found if return_gathered else (found,)
+    outs = []
+    for plan, matrix, y in zip(plans, matrices, (products,) if one else products, strict=True):
+        # Of the columns only the first ones may have been scattered.
+        y = y.reshape(*(y.shape[:-1] if plan.rows else ()), -1, *matrix.lengths[1:])
+        outs.append(_ordered(y, (*plan.rows, *plan.columns), plan.out.labels))
+    for gathered in more:
+        contracted = [lengths[label] for label in first.contracted]
+        whole = gathered.reshape(*(gathered.shape[:-1] if first.rows else ()), -1, *contracted[1:])
+        outs.append(_ordered(whole, (*first.rows, *first.contracted), first.x.labels))
+    return outs
+
+
+def _flat(plan: Plan, name: str, given: jax.Array) -> jax.Array:
+    """An operand of the epilogue as the operation takes it."""
+    if name == "gate":
+        return _matrix(plan, given, in_place=False).array
+    if name == "bias":
+        return given.reshape(-1)
+    residual = _ordered(given, plan.out.labels, (*plan.rows, *plan.columns))
+    return residual.reshape(*(residual.shape[: len(plan.rows)] or (1,)), -1)
+
+
+class _Matrix(NamedTuple):
+    """Weights [K, N], or [N, K] if they are transposed, and the lengths of the dimensions that are their columns."""
+
+    array: jax.Array
+    lengths: list[int]
+    transposed: bool
+
+
+def _matrix(plan: Plan, w: jax.Array, in_place: bool) -> _Matrix:
+    """A device's weights as the operation takes them.
+
+    Args:
+      in_place: weights that lie as [N, K] stay so.
+    """
     labels = plan.w.labels
     for label, axes in plan.gathered:
         w = lax.all_gather(w, axes, axis=labels.index(label), tiled=True)
     lengths = dict(zip(labels, w.shape, strict=True))
     columns = [lengths[label] for label in plan.columns]
-    if plan.layout == "NK":
-        return w.reshape(math.prod(columns), -1), columns
+    if plan.layout == "NK" and in_place:
+        return _Matrix(w.reshape(math.prod(columns), -1), columns, True)
     w = _ordered(w, labels, (*plan.contracted, *plan.columns))
-    return w.reshape(-1, math.prod(columns)), columns
+    return _Matrix(w.reshape(-1, math.prod(columns)), columns, False)
 
 
 def _ordered(x: jax.Array, labels: Sequence[str], wanted: Sequence[str]) -> jax.Array:

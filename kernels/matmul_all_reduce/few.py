@@ -23,7 +23,7 @@ from jaxtaxfree.kernels.blocks import wire as wire_types
 @triton.jit
 def matmul_all_reduce_few_kernel(
     lhs_ptr,  # [M, K]
-    rhs_ptr,  # [K, N]
+    rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
     epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
@@ -43,6 +43,7 @@ def matmul_all_reduce_few_kernel(
     BLOCK_K: tl.constexpr,
     ADD_ROWS: tl.constexpr,  # rows of a tile that are added up at once
     PRECISION: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,
     EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
 ):
@@ -62,6 +63,7 @@ def matmul_all_reduce_few_kernel(
         send_tile(
             me, lhs_ptr, rhs_ptr, partials, wire, row_block * BLOCK_M, column_block * BLOCK_N,
             M, N, K, WORLD, OWNED, columns, SHOTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+            RHS_TRANSPOSED,
         )  # fmt: skip
         first = 0
         # The last row block's program has the highest id of its columns.
@@ -103,6 +105,7 @@ def send_tile(
     me, lhs_ptr, rhs_ptr, partials, wire: tl.constexpr, row, column,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr, OWNED: tl.constexpr, COLUMNS: tl.constexpr,
     SHOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile of this rank's product, and sends its rows to those who add them up."""
     first = tl.minimum(row, M - 1)
@@ -110,7 +113,7 @@ def send_tile(
     rows_of_lhs: tl.constexpr = M if SHOTS == 1 or WORLD * OWNED == M else 1
     product = matmul.multiply(
         lhs_ptr + first.to(tl.int64) * K, rhs_ptr, tl.minimum(M - first, BLOCK_M), column, rows_of_lhs, N, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
     )  # fmt: skip
     shmem.verify(me)
     words = shmem.words_of(product.to(wire))

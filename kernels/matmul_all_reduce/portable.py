@@ -24,7 +24,7 @@ from jaxtaxfree.kernels.matmul_reduce_scatter.portable import add_received
 @triton.jit
 def matmul_all_reduce_kernel(
     lhs_ptr,  # [M, K]
-    rhs_ptr,  # [K, N]
+    rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
     epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # scratch [WORLD - 1, tiles a rank, BLOCK_M, BLOCK_N]: those of rank - 1 come first
@@ -41,6 +41,7 @@ def matmul_all_reduce_kernel(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
     PRECISION: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
     EPILOGUE: tl.constexpr,  # the names of `epilogue`
     ACTIVATION: tl.constexpr,
@@ -66,7 +67,7 @@ def matmul_all_reduce_kernel(
         if step < WORLD:
             lhs = lhs_ptr + row.to(tl.int64) * K
             product = matmul.multiply(
-                lhs, rhs_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION
+                lhs, rhs_ptr, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED
             )  # fmt: skip
             inbox = shmem.scratch(me, partials, wire_types.type_of(lhs_ptr.dtype.element_ty, EXACT_WIRE))
             if step < WORLD - 1:

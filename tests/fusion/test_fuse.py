@@ -93,9 +93,28 @@ CASES = {
     "gather-right": Case(lambda x, w: jnp.einsum("nk,mk->nm", w, gather(x)), (X, (N, K)), (GATHER,)),
     "gather-two-products": Case(
         lambda x, w, v: (gather(x) @ w, gather(x) @ v),
-        (X, W, W),
+        (X, W, (K, 2)),
         (GATHER,),
-        note="returns the gathered rows",
+        note="@ (float32[3, 5], float32[3, 2])",
+    ),
+    "gather-five-products": Case(
+        lambda x, w: tuple(gather(x) @ (w * i) for i in range(5)),
+        (X, W),
+        (GATHER,),
+        note="(returns the gathered rows)",
+    ),
+    "gather-two-dtypes": Case(
+        lambda x, w: (gather(x) @ w, jnp.matmul(gather(x), w, preferred_element_type=jnp.float32)),
+        (X, W),
+        (GATHER,),
+        note="@ bfloat16[3, 5], shard_map",
+        dtype="bfloat16",
+    ),
+    "gather-then-weights-of-it": Case(
+        lambda x, w: (lambda y: (y, gather(x) @ y[:K]))(gather(x) @ w),
+        (X, W),
+        (GATHER,),
+        note="(returns the gathered rows)",
     ),
     "gather-used": Case(gathered_before, (X, W), (GATHER,), note="returns the gathered rows"),
     "gather-untiled-used": Case(
@@ -134,7 +153,21 @@ CASES = {
         lambda x, w: gather(x) @ gather(w).T, (X, (N, K)), (GATHER,), missed=("one with another collective",)
     ),
     "gather-contracted": Case(
-        lambda x, w: gather(x, axis=1) @ w, (X, (WORLD * K, N)), missed=("gathers a contracted dimension",)
+        lambda x, w: gather(x, axis=1) @ w, (X, (WORLD * K, N)), (GATHER,), note="gathers the contracted dimension"
+    ),
+    "gather-contracted-used": Case(
+        lambda x, w, v: (gather(x, axis=1) @ w, gather(x, axis=1) @ v, gather(x, axis=1) * 2),
+        (X, (WORLD * K, N), (WORLD * K, 2)),
+        (GATHER,),
+        note="returns the gathered rows, gathers the contracted dimension",
+    ),
+    "gather-contracted-heads": Case(
+        lambda x, w: jnp.einsum("bshk,hkd->bsd", gather(x, axis=2), w), ((2, M, 2, 4), (4, 4, K)), (GATHER,)
+    ),
+    "gather-contracted-last": Case(
+        lambda x, w: jnp.einsum("bshk,hkd->bsd", gather(x, axis=3), w),
+        ((2, M, 2, 4), (2, 8, K)),
+        missed=("not the first of the contracted dimensions",),
     ),
     "gather-cast-used": Case(
         lambda x, w: (gather(x).astype(jnp.bfloat16) @ w.astype(jnp.bfloat16), gather(x) * 2),
@@ -148,7 +181,9 @@ CASES = {
         dtype="bfloat16",
     ),
     "gather-batch": Case(
-        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w), ((2, M, K), (2, K, N)), missed=("batches",)
+        lambda x, w: jnp.einsum("bmk,bkn->bmn", gather(x, axis=1), w),
+        ((2, M, K), (2, K, N)),
+        missed=("a batch of products",),
     ),
     "gather-groups": Case(
         lambda x, w: lax.all_gather(x, "tp", axis_index_groups=[[0], [1]], tiled=True) @ w,
@@ -165,7 +200,7 @@ CASES = {
     "psum-reshaped": Case(lambda x, w: psum((x @ w).reshape(2, 3, N).transpose(1, 0, 2)), (X, W), (REDUCE,)),
     "psum-heads": Case(lambda x, w: psum(jnp.einsum("bshk,hkd->bsd", x, w)), ((2, M, 2, 4), (2, 4, K)), (REDUCE,)),
     "psum-both": Case(lambda x, w: psum((x @ w, 2 * x)), (X, W), (REDUCE,)),
-    "psum-transposed": Case(lambda x, w: psum(x @ w.T), (X, (N, K)), missed=("copied for few rows",)),
+    "psum-transposed": Case(lambda x, w: psum(x @ w.T), (X, (N, K)), (REDUCE,), note="reads the weights as [N, K]"),
     "psum-transposed-many": Case(lambda x, w: psum(x @ w.T), ((512, K), (N, K)), (REDUCE,), note="copies the weights"),
     "psum-used": Case(lambda x, w: (psum(x @ w), jnp.sin(x @ w)), (X, W), (REDUCE,)),
     "psum-same-used": Case(lambda x, w: (lambda y: (psum(y), 2 * y))(x @ w), (X, W), missed=("used before its sum",)),
@@ -176,7 +211,7 @@ CASES = {
     "psum-rounded-twice": Case(
         lambda x, w: psum((x @ w).astype(jnp.bfloat16).astype(jnp.float32)), (X, W), missed=("rounds it twice",)
     ),
-    "psum-vector": Case(lambda x, w: psum(x @ w[:, 0]), (X, W), missed=("copied for few rows",)),
+    "psum-vector": Case(lambda x, w: psum(x @ w[:, 0]), (X, W), (REDUCE,)),
     "psum-scalar": Case(lambda x: psum(jnp.vdot(x, x)), (X,)),
     "psum-alone": Case(lambda x, w: psum(x) @ w, (X, W)),
     "scatter": Case(lambda x, w: scatter(x @ w), (X, W), (SCATTER,)),
@@ -193,7 +228,21 @@ CASES = {
         lambda x, w: scatter(x @ w.T), (X, (N, K)), (SCATTER,), note="reads the weights as [N, K]"
     ),
     "scatter-columns": Case(
-        lambda x, w: scatter(x @ w, scatter_dimension=1), (X, (K, 4)), missed=("scatters the columns",)
+        lambda x, w: scatter(x @ w, scatter_dimension=1), (X, (K, 4)), (SCATTER,), note="scatters columns"
+    ),
+    "scatter-columns-heads": Case(
+        lambda x, w: scatter(jnp.einsum("bsd,dhk->bshk", x, w), scatter_dimension=2),
+        ((2, M, K), (K, 4, 2)),
+        (SCATTER,),
+        note="scatters columns",
+    ),
+    "scatter-columns-last": Case(
+        lambda x, w: scatter(jnp.einsum("bsd,dhk->bshk", x, w), scatter_dimension=3),
+        ((2, M, K), (K, 4, 2)),
+        missed=("not the first of the columns",),
+    ),
+    "scatter-columns-moved": Case(
+        lambda x, w: scatter((x @ w).T, scatter_dimension=0), (X, (K, 4)), (SCATTER,), note="scatters columns"
     ),
     "scatter-apart": Case(lambda x, w: scatter((x @ w).reshape(-1, N)), ((3, M, K), W), missed=("takes apart",)),
     "gather-and-scatter": Case(relu_mlp, (X, (K, N), (N, N)), (GATHER,)),
@@ -203,6 +252,93 @@ CASES = {
     "mlp": Case(
         lambda x, up, down: x + scatter(jax.nn.silu(gather(x) @ up) @ down), (X, (K, N), (N, K)), (GATHER, SCATTER)
     ),
+}
+
+
+BIAS = (N,)
+# What follows is the operation's epilogue.
+EPILOGUES = {
+    "gather-bias": Case(lambda x, w, b: gather(x) @ w + b, (X, W, BIAS), (GATHER,), note="(with a bias)"),
+    "gather-bias-heads": Case(
+        lambda x, w, b: jax.nn.gelu(jnp.einsum("bsd,dhk->bshk", gather(x, axis=1), w) + b, approximate=True),
+        ((2, M, K), (K, 2, 4), (2, 4)),
+        (GATHER,),
+        note="(with a bias, with gelu_tanh)",
+    ),
+    "gather-silu": Case(lambda x, w: jax.nn.silu(gather(x) @ w), (X, W), (GATHER,), note="(with silu)"),
+    "gather-silu-by-hand": Case(
+        lambda x, w: (lambda y: y * jax.nn.sigmoid(y))(gather(x) @ w), (X, W), (GATHER,), note="(with silu)"
+    ),
+    "gather-gelu": Case(lambda x, w: jax.nn.gelu(gather(x) @ w), (X, W), (GATHER,), note="(with gelu_tanh)"),
+    "gather-gelu-bfloat16": Case(
+        lambda x, w: jax.nn.gelu(gather(x) @ w), (X, W), (GATHER,), note="(with gelu_tanh)", dtype="bfloat16"
+    ),
+    "gather-gate": Case(
+        lambda x, w, g, b: jax.nn.silu(gather(x) @ g) * (gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="@ float32[3, 5], shard_map",
+    ),
+    "gather-gate-right": Case(
+        lambda x, w, g: (gather(x) @ w) * jax.nn.silu(gather(x) @ g), (X, W, W), (GATHER,), note="with a gate"
+    ),
+    "gather-gate-alone": Case(
+        lambda x, w, g: (gather(x) @ w) * (gather(x) @ g), (X, W, W), (GATHER,), note="with a gate"
+    ),
+    "gather-gate-and-another": Case(
+        lambda x, w, g: (jax.nn.silu(gather(x) @ w) * (gather(x) @ g), gather(x) @ (g + w)),
+        (X, W, W),
+        (GATHER,),
+        note="with silu of the product 0",
+    ),
+    "gather-several-epilogues": Case(
+        lambda x, w, g, b: (jax.nn.silu(gather(x) @ g), gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="with silu of the product 0, with a bias of the product 1",
+    ),
+    "gather-gate-by-two-biases": Case(
+        lambda x, w, g, b: jax.nn.silu(gather(x) @ g + b) * (gather(x) @ w + b),
+        (X, W, W, BIAS),
+        (GATHER,),
+        note="with silu of the product 0",
+    ),
+    "gather-used-before": Case(
+        lambda x, w: (lambda y: (y, jax.nn.silu(y)))(gather(x) @ w),
+        (X, W),
+        (GATHER,),
+        note="@ float32[3, 5], shard_map",
+    ),
+    "scatter-residual": Case(
+        lambda x, w, r: r + scatter(x @ w), (X, W, (M // 2, N)), (SCATTER,), note="(with a residual)"
+    ),
+    "scatter-all": Case(
+        lambda x, w, b, r: jax.nn.silu(scatter(x @ w) + b) + r,
+        (X, W, BIAS, (M // 2, N)),
+        (SCATTER,),
+        note="(with a bias, with silu, with a residual)",
+    ),
+    "scatter-residual-moved": Case(
+        lambda x, w, r: r + scatter((x @ w).transpose(1, 0, 2)),
+        ((2, M, K), W, (M // 2, 2, N)),
+        (SCATTER,),
+        note="(with a residual)",
+    ),
+    "scatter-columns-residual": Case(
+        lambda x, w, b, r: scatter(x @ w, scatter_dimension=1) + b + r,
+        (X, (K, 4), (2,), (M, 2)),
+        (SCATTER,),
+        note="scatters columns)",
+    ),
+    "scatter-two": Case(
+        lambda x, w: scatter(x @ w) + scatter(x @ (w + 1)), (X, W), (SCATTER, SCATTER), note="with a residual"
+    ),
+    "psum-of-its-own": Case(lambda x, w: psum(x @ w) + psum(2 * x)[:, :1], (X, W), (REDUCE,)),
+    "psum-residual-alike": Case(lambda x, w, b: psum(x @ w) + psum(b), (X, W, BIAS), (REDUCE,), note="(with a bias)"),
+    "psum-residual-of-each": Case(
+        lambda x, w, r: psum(x @ w) + r, (X, W, (M, N)), (REDUCE,), note="@ float32[3, 5], shard_map"
+    ),
+    "psum-residual-of-itself": Case(lambda x, w: (lambda y: y + jnp.flip(y))(psum(x @ w)), (X, W), (REDUCE,)),
 }
 
 
@@ -240,6 +376,35 @@ def assert_equal(got: Any, want: Any) -> None:
 
 def operations(report: Report) -> tuple[str, ...]:
     return tuple(each.operation for each in report.found)
+
+
+@pytest.mark.parametrize("name", EPILOGUES)
+def test_epilogues(name: str) -> None:
+    """Values and gradients, and without `check_vma` as well."""
+    case = EPILOGUES[name]
+    operands = [x / 4 for x in operands_of(case)]
+    for vma in (True, False):
+        fn = on_ranks(case.fn, mesh_of(WORLD), vma)
+        fused = jtf.fuse(fn)
+        report = fused.report(*operands)
+        assert operations(report) == case.found and not report.missed, str(report)
+        # Without it nobody knows what is the same on all ranks.
+        assert case.note in str(report) or not (vma or case.found != (REDUCE,)), str(report)
+        both = jax.jit(lambda *x, fn=fn, fused=fused: (gradients(fn, list(x)), gradients(fused, list(x))))
+        for got, want in zip(*map(jax.tree.leaves, both(*operands)), strict=True):
+            assert got.dtype == want.dtype
+            # The operation rounds once, and the program after each step.
+            tolerance = 1e-5 if got.dtype == jnp.float32 else 3e-2
+            got, want = (np.asarray(each, np.float32) for each in (got, want))
+            np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * max(1, np.abs(want).max()))
+
+
+def test_exact_gelu() -> None:
+    """Of which JAX gives no gradient in `jax.shard_map`."""
+    fn = on_ranks(lambda x, w: jax.nn.gelu(gather(x) @ w, approximate=False), mesh_of(WORLD))
+    x, w = (whole_numbers(i, WORLD, *shape, limit=2) / 4 for i, shape in enumerate((X, W)))
+    assert "(with gelu_exact)" in str(jtf.fuse(fn).report(x, w))
+    np.testing.assert_allclose(jax.jit(jtf.fuse(fn))(x, w), jax.jit(fn)(x, w), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -148,7 +149,7 @@ def test_report_runs_nothing() -> None:
 def test_insists(implementation: str) -> None:
     def two(x: jax.Array, w: jax.Array) -> jax.Array:
         y = x @ w
-        return lax.psum(y, "tp") + y + lax.psum(x @ w[:, 0], "tp")[:, None]
+        return lax.psum(y, "tp") + y + lax.psum(checkpoint_name(x @ w, "z"), "tp")
 
     fn = jax.shard_map(two, mesh=mesh_of(2), in_specs=(UP, DOWN), out_specs=P("tp"))
     x, w = whole_numbers(0, B, D), whole_numbers(1, D, F)
@@ -158,7 +159,7 @@ def test_insists(implementation: str) -> None:
         "cannot replace 2 ",
         "psum_invariant over 'tp', shard_map, ",
         "the product is used before its sum as well",
-        "copied for few rows",
+        "there is a name between it and the product",
         "implementation=None leaves them",
     ):
         jtf.fuse(fn, implementation=implementation)(x, w)
@@ -399,6 +400,31 @@ def test_lowers_to_kernels() -> None:
     ]
     assert_fused(lower_for_cuda(fused, *shapes), 2)
     assert TRITON_CALL not in lower_for_cuda(jtf.fuse(on_mesh(mlp, mesh, stacked=False), implementation="xla"), *shapes)
+
+
+def swiglu(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+    """The products that take x are one kernel, and what is added is in the other one."""
+    g = lax.all_gather(x, "tp", tiled=True)
+    return x + lax.psum_scatter((jax.nn.silu(g @ gate) * (g @ up)) @ down, "tp", tiled=True)
+
+
+def attention(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
+    g = lax.all_gather(x, "tp", tiled=True)
+    return x + lax.psum_scatter((g @ q) * jnp.tile(g @ k, 2) @ o, "tp", tiled=True)
+
+
+@pytest.mark.parametrize(("fn", "widths"), [(swiglu, (512, 512, 512)), (attention, (512, 256, 512))])
+def test_two_kernels(fn: Callable[..., Any], widths: tuple[int, int, int]) -> None:
+    mesh, specs = mesh_of(4), (ROWS, UP, UP, DOWN)
+    first, second, third = widths
+    shapes = ((64, 256), (256, first), (256, second), (third, 256))
+    program = jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=ROWS)
+    given = [sharded(mesh, spec, shape, jnp.bfloat16) for spec, shape in zip(specs, shapes)]
+    fused = jtf.fuse(program, implementation="fused")
+    assert_fused(lower_for_cuda(fused, *given), 2)
+    # The first one forward; backward that of the gathered gradient, and the scatter of the sum of all gradients of x.
+    gradient = jax.grad(lambda *given: jnp.sum(fused(*given).astype(jnp.float32)), (0, 1, 2, 3))
+    assert_fused(lower_for_cuda(gradient, *given), 3)
 
 
 @pytest.mark.gpu(2)

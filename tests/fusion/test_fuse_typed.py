@@ -14,8 +14,6 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree.fusion.arrange import arrange
-from jaxtaxfree.fusion.products import Form
 from tests.helpers.support import assert_fused, lower_for_cuda, whole_numbers
 
 GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -103,19 +101,57 @@ CASES = {
     "local": Case(lambda x, w: x @ w, (X, U), (WHOLE, COLUMNS)),
     "nothing-is-sharded": Case(lambda x, w: x @ w, (X, U), (P(), P())),
     "not-by-columns": Case(
-        lambda x, w: jax.reshard(x, WHOLE) @ w, (X, U), (ROWS, P()), missed=("columns of the weights are not sharded",)
+        lambda x, w: jax.reshard(x, WHOLE) @ w, (X, U), (ROWS, P()), missed=("the axis 'tp' along 'b' of lhs alone",)
     ),
     "columns-of-the-sum": Case(
         lambda x, w: jnp.matmul(x, w, out_sharding=P("data", None, "tp")),
         (X, (D, D)),
         (P("data", None, "tp"), CONTRACTED),
-        missed=("of the result along ('tp',)",),
+        (SCATTER,),
+        note="scatters columns",
+    ),
+    "contracted-rows": Case(
+        lambda x, w: jnp.matmul(x, w, out_sharding=P("data", None, "tp")),
+        (X, U),
+        (P("data", None, "tp"), COLUMNS),
+        (GATHER,),
+        note="gathers the contracted dimension",
+    ),
+    "three-products": Case(
+        lambda x, q, k, v: tuple(jax.reshard(x, WHOLE) @ w for w in (q, k, v)),
+        (X, U, (D, 4), (D, 4)),
+        (ROWS, COLUMNS, COLUMNS, COLUMNS),
+        (GATHER,),
+        note="@ (float32[6, 8], float32[6, 4], float32[6, 4])",
+    ),
+    "three-products-fsdp": Case(
+        lambda x, q, k, v: tuple(
+            jnp.einsum("bsd,df->bsf", jax.reshard(x, WHOLE), w, out_sharding=P("data", None, "tp")) for w in (q, k, v)
+        ),
+        (X, U, (D, 4), (D, 4)),
+        (ROWS, P("data", "tp"), P("data", "tp"), P("data", "tp")),
+        (GATHER,),
+        note="@ (float32[6, 8], float32[6, 4], float32[6, 4])",
+    ),
+    "dependent-products": Case(
+        lambda x, w, v: (lambda g: (g @ w, g @ (v + jnp.sum(g @ w))))(jax.reshard(x, WHOLE)),
+        (X, U, U),
+        (ROWS, COLUMNS, COLUMNS),
+        (GATHER,),
+        note="returns the gathered rows",
+    ),
+    "sum-transposed": Case(
+        lambda x, w: jnp.einsum("bsf,df->bsd", x, w, out_sharding=WHOLE),
+        ((B, S, F), (D, F)),
+        (P("data", None, "tp"), COLUMNS),
+        (REDUCE,),
+        note="reads the weights as [N, K]",
     ),
     "batch": Case(
         lambda x, w: jnp.einsum("bsd,bdf->bsf", x, w, out_sharding=P("data")),
         (X, (B, D, F)),
         (P("data", None, "tp"), P("data", "tp")),
-        missed=("batches",),
+        missed=("a batch of products",),
     ),
 }
 
@@ -181,48 +217,3 @@ def test_lowers_to_kernels() -> None:
     ]
     with jax.set_mesh(mesh):
         assert_fused(lower_for_cuda(jtf.fuse(mlp), *shapes), 2)
-
-
-PLAIN = Form(rows=0, k=1, contracted=(0,), free=(1,), transposed=False)
-A, T = ("a",), ("t",)
-
-
-@pytest.mark.parametrize(
-    ("rows", "weights", "result", "expected"),
-    [
-        ([T, ()], [(), T], [(), T], GATHER),
-        ([A + T, ()], [(), T], [A, T], GATHER),
-        ([A, T], [T, ()], [A, ()], REDUCE),
-        ([A, T], [T, ()], [A + T, ()], SCATTER),
-        ([A, ()], [(), T], [A, T], None),
-        ([A, ()], [A, T], [A, T], None),
-        ([(), T], [(), ()], [(), ()], REDUCE),  # the weights are whole, and each rank takes its part
-        ([A, T], [A, ()], [A, ()], "where they are contracted"),
-        ([T, ()], [(), ()], [(), ()], "columns of the weights are not sharded"),
-        ([(), T], [T, ()], [A, ()], "scattered along"),
-        ([A, T], [T, A], [(), A], "before a sum"),
-        ([(), ()], [(), ()], [A, ()], "in the result alone"),
-        ([A, ()], [(), ()], [T, ()], "of the result along"),
-        ([A, T], [(), T], [A, ()], "in two dimensions"),
-        ([(), ()], [(), A], [(), T], "columns of the weights are sharded along"),
-    ],
-)
-def test_arrangements(rows: Any, weights: Any, result: Any, expected: str | None) -> None:
-    found = arrange(PLAIN, rows, weights, result, [1])
-    if expected in (GATHER, SCATTER, REDUCE, None):
-        assert (found and getattr(found, "operation", found)) == expected
-    else:
-        assert isinstance(found, str)
-        assert expected in found
-
-
-def test_weights_that_are_sharded_for_themselves_are_gathered() -> None:
-    """As FSDP has them, along rows and along columns."""
-    found = arrange(PLAIN, [A + T, ()], [A, T], [A, T], [1])
-    assert not isinstance(found, str)
-    assert found is not None
-    assert (found.operation, found.axes, found.weights) == (GATHER, T, (A, ()))
-    found = arrange(PLAIN, [A, T], [T, A], [A, ()], [1])
-    assert not isinstance(found, str)
-    assert found is not None
-    assert (found.operation, found.axes, found.weights) == (REDUCE, T, ((), A))

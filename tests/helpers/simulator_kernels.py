@@ -131,11 +131,14 @@ def _launch(
     world: int,
     dtype: np.dtype,
     kernel: str = "portable",
+    rhs_transposed: bool = False,
     **config: Any,
 ) -> dict:
     kind = named(operation.__name__, operation.VARIANTS, kernel).Config
     grouped = {"group_m": 2} if kernel == "portable" else {}
-    return launched(operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}))
+    return launched(
+        operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}), rhs_transposed=rhs_transposed
+    )
 
 
 def launched(
@@ -186,17 +189,18 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     return _matmul_reduce_scatter(world, dtype, tuple(sizes), lag=lag, num_warps=1, exact_wire=True)
 
 
-def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, int, int], **config: Any) -> Call:
-    m, n, k = shape
+def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
+    m, n, k, *transposed = shape
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
-    keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, rhs_transposed=bool(transposed), **config)
+    rhs = [np.ascontiguousarray(each.T) for each in rhs] if transposed else rhs
     return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
-    m, n, k, shots, exact_wire, apart, add_rows = shape
+    m, n, k, shots, exact_wire, apart, add_rows, *transposed = shape
     config = {
         "shots": shots,
         "exact_wire": exact_wire,
@@ -204,7 +208,7 @@ def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "linger": apart,
         "add_rows": add_rows,
     }
-    return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k, *transposed), kernel="few", **config)
 
 
 def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -455,12 +459,14 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     ),
     "matmul_all_reduce": (
         _matmul_all_reduce,
-        # M, N, K
-        lambda world: ((33, 25, 21), (70, 9, 17), (5, 19, 9)) if world <= 4 else ((17, 40, 9), (5, 9, 21)),
+        # M, N, K; True if rhs is [N, K]
+        lambda world: (
+            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, True)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
+        ),
     ),
     "matmul_all_reduce_few": (
         _matmul_all_reduce_few,
-        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS
+        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS; True if rhs is [N, K]
         lambda world: (
             (3, 21, 19, 1, True, True, 2),
             (1, 16, 32, 1, True, False, 1),
@@ -469,6 +475,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (5, 17, 9, 2, True, True, 4),
             (18, 9, 17, 2, False, False, 2),
             (9, 33, 5, 2, False, True, 1),
+            (5, 17, 19, 2, True, False, 4, True),
         ),
     ),
     "matmul_reduce_hopper_few": (

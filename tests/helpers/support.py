@@ -17,13 +17,11 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 from triton.backends.compiler import GPUTarget
 
-from jaxtaxfree import all_gather_matmul
 from jaxtaxfree.ops import all_gather_matmul as gather_ops
-from jaxtaxfree.ops import matmul, product, register
-from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops import product, register
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.shapes import MatmulShape
-from jaxtaxfree.ops.variant import Choice, Variant, choose, named, settings_of
+from jaxtaxfree.ops.variant import Choice, Variant, choose, named
 from jaxtaxfree.target import target_of
 from tests.helpers import compiling
 
@@ -49,6 +47,7 @@ class Kernel:
       dot: the instruction of its products for bf16 on sm_90.
       amd: what of the configuration differs on gfx942, which has a third of the shared memory.
       rhs_shape: of the second operand, if it is not [K, N].
+      rhs_transposed: it is [N, K].
     """
 
     name: str
@@ -64,11 +63,13 @@ class Kernel:
     dot: str
     amd: dict[str, int]
     rhs_shape: Callable[[MatmulShape], tuple[int, int]] = lambda shape: (shape.k, shape.n)
+    rhs_transposed: bool = False
 
     def default_config(self, shape: MatmulShape, world: int, dtype: str, compute_capability: int = 90) -> Any:
         """What the operation is to choose for this kernel, or for the other one that takes any GPU, by shape."""
         k, n = (shape.k, shape.n // world) if self.module is gather_ops else (shape.k // world, shape.n)
         on = {"world": world, "dtype": dtype, "compute_capability": compute_capability}
+        on |= {"rhs_transposed": self.rhs_transposed}
         return portable_choice(self.module, product_call(self.module, shape.m, k, n, **on)).config
 
 
@@ -193,17 +194,10 @@ def transposed_kernels() -> list[Kernel]:
     def transposed(kernel: Kernel) -> Kernel:
         lhs_spec, rhs_spec = kernel.in_specs
 
-        def operation(lhs: jax.Array, rhs: jax.Array, axis_name: str, **params: Any) -> jax.Array:
-            gathers = kernel.operation is all_gather_matmul
-            own = {"axis": 0} if gathers else {"scatter_dimension": 0}
-            primitive = gather_ops.all_gather_matmul_p if gathers else scatter_ops.matmul_reduce_scatter_p
-            params["config"] = settings_of("", kernel.module.VARIANTS, params["config"])
-            params |= {"axes": (axis_name,), "rhs_transposed": True, "preferred_element_type": None, **own}
-            return matmul.bind(primitive, lhs, rhs, **params)
-
         return dataclasses.replace(
             kernel,
-            operation=operation,
+            operation=functools.partial(kernel.operation, rhs_transposed=True),
+            rhs_transposed=True,
             in_specs=(lhs_spec, P(*reversed((*rhs_spec, None)[:2]))),
             rhs_shape=lambda shape: (shape.n, shape.k),
         )

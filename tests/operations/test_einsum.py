@@ -36,14 +36,12 @@ class Case:
       subscripts: of the einsum.
       specs: of the operands.
       out: of the result.
-      kernel: whether kernels take it.
       weights: gathered by the program first, along the axis of data.
     """
 
     subscripts: str
     specs: tuple[P, P]
     out: P
-    kernel: bool = True
     weights: bool = False
 
     @property
@@ -63,13 +61,13 @@ CASES = {
     ),
     "gather-copied": Case("btd,ndh->btnh", (P("data", "tp"), P("tp")), P("data", None, "tp")),
     "gather-permuted": Case("btd,cdnh->cbtnh", (P("data", "tp"), P(None, None, "tp")), P(None, "data", None, "tp")),
-    "gather-weights-first": Case(
-        "dnh,btd->btnh", (P("data", "tp"), P("data", "tp")), P("data", None, "tp"), True, True
-    ),
-    "gather-columns": Case("btd,df->btf", (P("data", None, "tp"), P(None, "tp")), P("data", None, "tp"), kernel=False),
+    "gather-weights-first": Case("dnh,btd->btnh", (P("data", "tp"), P("data", "tp")), P("data", None, "tp"), True),
+    "gather-columns": Case("btd,df->btf", (P("data", None, "tp"), P(None, "tp")), P("data", None, "tp")),
     "sum": Case("mk,kf->mf", (P("data", "tp"), P("tp")), P("data")),
     "sum-row": Case("k,kf->f", (P("tp"), P("tp")), P()),
     "sum-idle": Case("mk,kf->mf", (P(None, "tp"), P("tp", "data")), P()),
+    "sum-transposed": Case("btf,df->btd", (P("data", None, "tp"), P(None, "tp")), P("data")),
+    "sum-whole": Case("mk,kf->mf", (P("data", "tp"), P()), P("data")),
     "sum-both": Case("mk,kf->mf", (P(None, ("data", "tp")), P(("data", "tp"))), P()),
     "sum-heads": Case("btnh,nhd->btd", (P("data", None, "tp"), P("tp")), P("data")),
     "sum-heads-fsdp": Case("btnh,nhd->btd", (P("data", None, "tp"), P("tp", None, "data")), P("data"), weights=True),
@@ -83,7 +81,7 @@ CASES = {
     ),
     "scatter-fsdp-same": Case("btf,fd->btd", (P("data", None, "tp"), P(("tp", "data"))), P("data", "tp"), weights=True),
     "scatter-transposed": Case("btf,df->btd", (P("data", None, "tp"), P(None, "tp")), P("data", "tp")),
-    "scatter-columns": Case("btf,fd->btd", (P("data", None, "tp"), P("tp")), P("data", None, "tp"), kernel=False),
+    "scatter-columns": Case("btf,fd->btd", (P("data", None, "tp"), P("tp")), P("data", None, "tp")),
     "scatter-last": Case("btnh,nhd->dbt", (P(None, None, "tp"), P("tp", None, "data")), P("data", None, "tp")),
 }
 KINDS = ("Explicit", "Auto")
@@ -157,7 +155,7 @@ def test_values_and_gradients(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        *(("Explicit", name) for name, case in CASES.items() if case.kernel),
+        *(("Explicit", name) for name in CASES),
         *(("Auto", name) for name in ("gather-heads-fsdp", "sum-idle", "scatter-heads-fsdp")),
     ],
 )
@@ -173,7 +171,9 @@ def test_one_kernel(kind: str, name: str) -> None:
     assert left == ({"all_gather": 1} if case.weights else {})
 
 
-@pytest.mark.parametrize("name", ("gather-heads-fsdp", "gather-transposed", "sum-heads", "scatter-heads-fsdp"))
+@pytest.mark.parametrize(
+    "name", ("gather-heads-fsdp", "gather-transposed", "sum-heads", "sum-transposed", "scatter-heads-fsdp")
+)
 def test_simulated_kernels(name: str) -> None:
     case, mesh = CASES[name], mesh_of("Explicit")
     arrays = operands(*case.shapes)
@@ -442,7 +442,6 @@ OWN = {
     "local": ("mk,kf->mf", (P("data"), P(None, "tp")), P("data", "tp"), "it needs no communication"),
     "fsdp": ("mk,kf->mf", (P("data"), P("data")), P("data"), "no communication once the weights are gathered"),
     "vector": ("mk,k->m", (P(None, "tp"), P("tp")), P(), "vector"),
-    "transposed": ("mk,fk->mf", (P(None, "tp"), P(None, "tp")), P(), "these are [N, K]"),
 }
 
 
@@ -547,6 +546,99 @@ def test_errors(keywords: dict[str, Any], parts: tuple[str, ...]) -> None:
         jtf.einsum("mk,kn->mn", x, w, **given)
 
 
+# Of several weights: subscripts, specs of the two operands, the lengths of "n" in each weight, and the operations.
+SEVERAL = {
+    "heads": ("btd,dnh->btnh", (P("data", "tp"), P(None, "tp")), (4, 2, 2), 1),
+    "fsdp": ("btd,dnh->btnh", (P("data", "tp"), P("data", "tp")), (4, 2, 2), 1),
+    "fsdp-major": ("btd,dn->btn", (P("data", "tp"), P(None, ("data", "tp"))), (8, 4), 1),
+    "transposed": ("btd,nd->btn", (P("data", "tp"), P("tp")), (8, 4), 1),
+    "columns": ("btd,dn->btn", (P("data", None, "tp"), P(None, "tp")), (8, 4), 1),
+    "permuted": ("btd,cdnh->cbtnh", (P("data", "tp"), P(None, None, "tp")), (4, 2), 1),
+    "sum": ("btd,dn->btn", (P("data", None, "tp"), P("tp")), (8, 4), 2),
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [*(("Explicit", name) for name in SEVERAL), ("Auto", "fsdp")])
+def test_several_weights(kind: str, name: str) -> None:
+    """One gather and one kernel; of sums a kernel for each. Values, gradients, and an epilogue of each."""
+    subscripts, specs, widths, count = SEVERAL[name]
+    (lhs, rhs), out, mesh = subscripts.partition("->")[0].split(","), subscripts.partition("->")[2], mesh_of(kind)
+    spec = P(*{"sum": ("data",), "permuted": (None, "data", None, "tp")}.get(name, ("data", None, "tp")))
+    columns = [x for x in rhs if x not in lhs]
+    lengths = [{**LENGTHS, "n": n} for n in widths]
+    shapes = [[lengths[0][x] for x in lhs], *([each[x] for x in rhs] for each in lengths)]
+    x, *weights = operands(*shapes)
+    bias = operands(*([each[x] for x in columns] for each in lengths))[0]
+    told: dict[str, Any] = {"in_shardings": specs} if kind == "Auto" else {}
+    activation = ("silu", None, None)[: len(widths)]
+
+    def call(x: Any, *weights: Any, **keywords: Any) -> Any:
+        biases = (bias, *[None] * (len(widths) - 1))
+        return jtf.einsum(
+            subscripts,
+            x,
+            weights,
+            out_sharding=spec,
+            precision="highest",
+            bias=biases,
+            activation=activation,
+            **told,
+            **keywords,
+        )
+
+    def wanted(x: Any, *weights: Any) -> Any:
+        first, *rest = (plain(subscripts)(x, w) for w in weights)
+        own = jnp.einsum(f"{''.join(columns)}->{''.join(x for x in out if x in columns)}", bias)
+        own = jnp.expand_dims(own, [i for i, label in enumerate(out) if label not in columns])
+        return jax.nn.silu(first + own), *rest
+
+    def value(function: Callable, *given: Any) -> Any:
+        found = function(*given)
+        return sum(jnp.sum(jnp.sin(i + y)) for i, y in enumerate(found)), found
+
+    def both(function: Callable) -> Callable:
+        return jax.jit(jax.grad(functools.partial(value, function), tuple(range(1 + len(widths))), has_aux=True))
+
+    with jax.set_mesh(mesh):
+        given = on(mesh, (x, *weights), (specs[0], *[specs[1]] * len(widths)))
+        gradients, found = both(call)(*given)
+        text = lower_for_cuda(functools.partial(call, implementation="fused"), *given)
+        assert text.count(TRITON_CALL) == count
+    of_plain, expected = both(wanted)(x, *weights)
+    for y, to in zip((*found, *gradients), (*expected, *of_plain), strict=True):
+        assert_alike(y, to, 1e-3)
+    for y in found:
+        assert_lies(y, mesh, spec)
+    for y, to in zip(gradients, (specs[0], *[specs[1]] * len(widths)), strict=True):
+        assert_lies(y, mesh, to)
+
+
+def test_several_weights_of_the_simulated_kernel() -> None:
+    mesh = mesh_of("Explicit")
+    x, *weights = operands((4, 8, 16), (16, 8), (16, 4))
+    with jax.set_mesh(mesh):
+        given = on(mesh, (x, *weights), (P("data", "tp"), P("data", "tp"), P("data", "tp")))
+        how: dict[str, Any] = {"out_sharding": P("data", None, "tp"), "implementation": "simulate"}
+        call = jax.jit(lambda x, *w: jtf.einsum("btd,df->btf", x, w, bias=(None, jnp.ones(4)), **how))
+        found = call(*given)
+    assert_alike(found[0], x @ weights[0])
+    assert_alike(found[1], x @ weights[1] + 1)
+
+
+def test_errors_of_several_weights() -> None:
+    x, w = operands((8, 16), (16, 4))
+    with fails(ValueError, "einsum takes no gate with a tuple of rhs"):
+        jtf.einsum("mk,kn->mn", x, (w, w), gate=w)
+    with fails(ValueError, "einsum takes no residual with a tuple of rhs"):
+        jtf.einsum("mk,kn->mn", x, (w, w), residual=x)
+    with fails(ValueError, "einsum takes as rhs an array or a tuple of them"):
+        jtf.einsum("mk,kn->mn", x, ())
+    with fails(ValueError, "einsum takes one activation for all 2 rhs or a tuple of 2, not of 1"):
+        jtf.einsum("mk,kn->mn", x, (w, w), activation=("silu",))
+    with fails(ValueError, "bias of shape [4]", "not [3]"):
+        jtf.einsum("mk,kn->mn", x, (w, w), bias=(None, np.ones(3, np.float32)))
+
+
 def test_errors_of_an_epilogue_of_several_operands() -> None:
     x, w = operands((8, 16), (16, 4))
     with fails(ValueError, "bias with two operands only"):
@@ -601,7 +693,7 @@ def test_a_second_process_finds_the_program_in_the_cache(tmp_path: Path) -> None
 
 
 def test_weights_that_are_transposed(cpu_mesh: MeshFactory) -> None:
-    """What the two products say of rhs [N, K]."""
+    """What the products say of rhs [N, K]."""
     x, w = operands((8, 16), (4, 16))
 
     def call(operation: Callable[..., jax.Array], x: jax.Array, w: jax.Array, **keywords: Any) -> Any:
@@ -614,7 +706,7 @@ def test_weights_that_are_transposed(cpu_mesh: MeshFactory) -> None:
         )
         return jax.jit(mapped)(x, w)
 
-    for operation in (jtf.all_gather_matmul, jtf.matmul_reduce_scatter):
+    for operation in (jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce):
         for implementation in (None, "xla", "simulate"):
             found = call(operation, x, w, precision="highest", bias=w[:, 0], implementation=implementation)
             assert_alike(found[:8], x @ w.T + w[:, 0])

@@ -50,6 +50,11 @@ def described(found: Plan | list[str]) -> str:
         ("m k@tp,ep; k@tp,ep n; m@ep,tp n", "matmul_reduce_scatter ep,tp m"),
         ("b t k@tp; n k@tp; b t@tp n", "matmul_reduce_scatter tp t NK"),
         ("b t n@tp h; n@tp h d; b t d@tp", "matmul_reduce_scatter tp d"),
+        ("b t k@tp; n k@tp; b t n", "matmul_all_reduce tp NK"),
+        # Each rank takes its part of weights that are whole.
+        ("m k@tp; k n; m n", "matmul_all_reduce tp"),
+        ("b@data t k@tp,ep; k n; b@data t n", "matmul_all_reduce tp,ep"),
+        ("m k@tp; k n; m@tp n", "matmul_reduce_scatter tp m"),
         # A row, and the columns: a gather.
         ("m@tp k; k n@tp; m n@tp", "all_gather_matmul tp m"),
         ("b@data t@tp d; d n@tp h; b@data t n@tp h", "all_gather_matmul tp t"),
@@ -90,7 +95,7 @@ def test_plans(product: str, wanted: str) -> None:
         ("m k@tp s; k@tp n; m n", "dimension 's' of one operand is summed up alone"),
         ("m k@tp; k@tp e; m e", "an operand is empty"),
         ("o@tp k; k n@tp; o n@tp", "('tp',) do not divide the 3 places of dimension 'o'"),
-        ("m k@tp; k n; m n", "the axis 'tp' along 'k' of lhs alone"),
+        ("m k@tp; k n@tp; m n", "the axis 'tp' along 'k' of lhs and 'n' of rhs alone"),
         ("m@tp k; k n; m n", "the axis 'tp' along 'm' of lhs alone"),
         ("m@tp k; k n@tp; m n", "the axis 'tp' along 'm' of lhs and 'n' of rhs alone"),
         ("m k; k n; m@tp n", "the axis 'tp' along 'm' of the result alone"),
@@ -103,7 +108,6 @@ def test_plans(product: str, wanted: str) -> None:
         ("m k@tp; k@tp n l; m n l@tp", "dimension 'l' is not the first of the columns"),
         ("m k; k n@tp,ep; m n@ep,tp", "dimension 'n' would have to be sharded along ('tp', 'ep')"),
         ("m k@tp; k@tp; m", "one operand is a vector"),
-        ("b t k@tp; n k@tp; b t n", "read weights as [K, N], and these are [N, K]"),
     ),
 )
 def test_reasons(product: str, reason: str) -> None:
@@ -126,5 +130,5 @@ def test_reasons_of_an_epilogue(product: str, epilogue: tuple[str, ...], reason:
 
 
 def test_all_reasons_are_given() -> None:
-    found = planned("m k@tp; k n; m@data n")
+    found = planned("m@tp k; k n; m@data n")
     assert isinstance(found, list) and "'tp'" in found[0] and "'data'" in found[1]

@@ -14,7 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import all_gather_matmul
 from tests.compiled.test_gluon import NAME, launch_of
-from tests.helpers.support import assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded, whole_numbers
+from tests.helpers.support import (
+    TRITON_CALL,
+    assert_fused,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    one_program,
+    sharded,
+    whole_numbers,
+)
 
 IMPLEMENTATIONS = (None, "xla", "simulate")
 ROWS, COLUMNS = P("tp"), P(None, "tp")
@@ -206,24 +215,34 @@ def test_forward_and_backward_are_two_kernels(monkeypatch: pytest.MonkeyPatch) -
     assert_fused(lower_for_cuda(gradients, lhs, tuple(rhs)), calls=2)
 
 
-def test_vmap_is_the_reference() -> None:
+@pytest.mark.parametrize("axis", (0, 1))
+def test_vmap(axis: int) -> None:
+    """Over lhs it stays one kernel, along whose rows the examples lie; over rhs it is the reference."""
     mesh = mesh_of(2)
     lhs, rhs = whole_numbers(0, 3, 4, 8), [whole_numbers(i, 8, 6) for i in (1, 2)]
 
-    def mapped(implementation: str | None) -> Callable:
+    def mapped(implementation: str | None, *of_rhs: int | None) -> Callable:
         return one_program(
             jax.vmap(
-                lambda x, *w: all_gather_matmul(x, w, "tp", implementation=implementation), in_axes=(0, None, None)
+                lambda x, *w: all_gather_matmul(x, w, "tp", axis=axis, bias=w[0][0], implementation=implementation),
+                in_axes=(0, *of_rhs),
             ),
             mesh=mesh,
-            in_specs=(P(None, "tp"), COLUMNS, COLUMNS),
+            in_specs=(P(None, *(ROWS, COLUMNS)[axis]), COLUMNS, COLUMNS),
             out_specs=(P(None, None, "tp"),) * 2,
         )
 
-    for out, weights in zip(mapped(None)(lhs, *rhs), rhs, strict=True):
-        np.testing.assert_array_equal(out, lhs @ weights)
+    for implementation in (None, "simulate"):
+        for out, weights in zip(mapped(implementation, None, None)(lhs, *rhs), rhs, strict=True):
+            np.testing.assert_array_equal(out, lhs @ weights + rhs[0][0])
+    lowered = lower_for_cuda(
+        mapped("fused", None, None),
+        *(sharded(mesh, P(), x.shape, "bfloat16") for x in (lhs, *rhs)),
+    )
+    assert lowered.count(TRITON_CALL) == 1
+    each = np.stack([rhs[0]] * 3, axis=2)
     with pytest.raises(NotImplementedError, match=r"jax\.lax\.map"):
-        mapped("simulate")(lhs, *rhs)
+        mapped("simulate", 2, None)(lhs, each, rhs[1])
 
 
 def test_errors() -> None:

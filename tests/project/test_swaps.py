@@ -23,30 +23,35 @@ def report() -> ModuleType:
     return module
 
 
-def run(name: str, *arguments: str) -> dict[str, str]:
-    """What a swap prints, by what it is; its differences are no larger than it allows."""
+def run(name: str, *arguments: str) -> dict[str, list[str]]:
+    """What a swap prints of each of its programs, by what it is; its differences are no larger than it allows."""
     done = subprocess.run(
         [sys.executable, SWAPS / name, *arguments], capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
-    return {line[:48].strip(): line[48:].strip() for line in done.stdout.splitlines()[1:]}
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("  "):
+            found.setdefault(line[:48].strip(), []).append(line[48:].strip())
+    return found
 
 
 @pytest.mark.slow
 def test_a_training_step() -> None:
     found = run("train_step.py")
-    assert found["lines changed"] == "4"
-    assert found["kernels, forward and backward"] == "5"
+    # On Auto axes, where lines say how operands lie, and on Explicit ones.
+    assert found["lines changed"] == ["4", "1"]
+    assert found["kernels, forward and backward"] == ["5", "5"]
     # Gathers of weights along the axis of data, forward and again; their gradients; and the sum of the loss.
-    assert found["XLA's collectives left"] == "{'all-gather': 4, 'reduce-scatter': 2, 'all-reduce': 2}"
+    assert found["XLA's collectives left"] == ["{'all-gather': 4, 'reduce-scatter': 2, 'all-reduce': 2}"] * 2
 
 
 @pytest.mark.slow
 def test_a_decoder_of_equinox() -> None:
     pytest.importorskip("equinox")
     found = run("equinox_decoder.py")
-    assert found["lines changed"] == "1"
-    assert found["kernels forward"] == "14"
+    assert found["lines changed"] == ["1"]
+    assert found["kernels forward"] == ["14"]
 
 
 def test_patches(report: ModuleType, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """`all_gather_matmul` with several right-hand sides: one gather, one kernel, a product by each."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,15 +30,13 @@ def check(
     Raises:
       ValueError: if there is one of these, a tuple has another length, or something does not fit.
     """
-    if not rhs:
-        raise ValueError(f"{NAME} takes as rhs a matrix or a tuple of them, not an empty tuple.")
-    for name, value in others.items():
-        if value is not None:
-            raise ValueError(f"{NAME} takes no {name} with a tuple of rhs: call it once more for the rhs that has it.")
+    check_epilogue(NAME, len(rhs), **others)
     if len(dtypes := {str(each.dtype) for each in rhs}) > 1:
         raise ValueError(f"{NAME} takes several rhs of one dtype, not {', '.join(sorted(dtypes))}: cast them.")
     found, biases = [], []
-    pairs = zip(_for_each("activation", activation, len(rhs)), _for_each("bias", bias, len(rhs)), strict=True)
+    pairs = zip(
+        *(for_each(NAME, *each, len(rhs)) for each in (("activation", activation), ("bias", bias))), strict=True
+    )
     for each, (function, own) in zip(rhs, pairs, strict=True):
         epilogue, operands = epilogues.check(NAME, lhs, each, each.shape[-1:], function, bias=own)
         found.append(epilogue)
@@ -46,12 +44,25 @@ def check(
     return tuple(found), biases
 
 
-def _for_each(name: str, value: Any, count: int) -> tuple[Any, ...]:
+def check_epilogue(operation: str, count: int, **others: Any) -> None:
+    """Raises ValueError if there are no rhs, or operands of an epilogue that a tuple of them does not take."""
+    if not count:
+        raise ValueError(f"{operation} takes as rhs an array or a tuple of them, not an empty tuple.")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(
+                f"{operation} takes no {name} with a tuple of rhs: call it once more for the rhs that has it."
+            )
+
+
+def for_each(operation: str, name: str, value: Any, count: int) -> tuple[Any, ...]:
     """A keyword that is one for all rhs or a tuple of as many."""
     if not isinstance(value, tuple):
         return (value,) * count
     if len(value) != count:
-        raise ValueError(f"{NAME} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}.")
+        raise ValueError(
+            f"{operation} takes one {name} for all {count} rhs or a tuple of {count}, not of {len(value)}."
+        )
     return value
 
 
@@ -213,8 +224,21 @@ def _dimensions(
     return ins, [*outs, [*rows, None]] if return_gathered else outs
 
 
+def _batch(
+    call: Callable[..., Any], operands: Sequence[jax.Array], dims: Sequence[int | None], size: int, **params: Any
+) -> Any:
+    """A `jaxtaxfree.primitive.Batch`: the rows of all examples make one product by each rhs."""
+    del size
+    if dims[0] is None or any(dim is not None for dim in dims[1:]):
+        return "jax.vmap maps over rhs or bias, and the kernel takes lhs alone"
+    rows, *rest = operands
+    # With `spmd_axis_name` what is mapped varies along one axis more.
+    batched = matmul.vary_alike(jnp.moveaxis(rows, dims[0], 0), *rest, axes=params["axes"])
+    return call(*batched, axis=params["axis"] + 1)
+
+
 # lhs, the rhs, and the biases that there are; a list of the products and, with `return_gathered`, the gathered lhs.
-several_p = collective(NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions)
+several_p = collective(NAME, reference=reference, fused=fused, slower=_slower, dimensions=_dimensions, batch=_batch)
 
 
 def linear(lhs: jax.Array, *rhs: jax.Array, **params: Any) -> list[jax.Array]:

@@ -31,6 +31,7 @@ def matmul_all_reduce(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
@@ -56,6 +57,8 @@ def matmul_all_reduce(
         part is rounded to the operands' dtype on its way, as XLA does. It travels as f32 if the result has more bits
         than the operands, if there are so few rows that rounding saves nothing, if `config` asks for `exact_wire`, or
         if there are many rows on a GPU other than Hopper.
+      rhs_transposed: `rhs` is [N, K]. Two kernels, "few" and "portable", read it as it lies. By default XLA takes
+        it, because that was not measured yet.
       bias: [N], the same on every rank. It is added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: has the result's shape, is the same on every rank, and is added last.
@@ -86,12 +89,21 @@ def matmul_all_reduce(
     axes = check_axes(axis_name, "matmul_all_reduce")
     check_implementation(implementation)
     matmul.check_operands("matmul_all_reduce", lhs, rhs)
-    matmul.check_contraction("matmul_all_reduce", lhs, rhs)
+    matmul.check_contraction("matmul_all_reduce", lhs, rhs, rhs_transposed=rhs_transposed)
     params: dict[str, Any] = {"axes": axes, **matmul.check_precision(precision, preferred_element_type)}
-    shape = (*lhs.shape[:-1], *rhs.shape[1:])
+    shape = (*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed))
     one_row = lhs.ndim == 1 and rhs.ndim == 2
     lhs = lhs[None] if one_row else lhs
-    epilogue, operands = epilogues.check("matmul_all_reduce", lhs, rhs, shape, activation, bias=bias, residual=residual)
+    epilogue, operands = epilogues.check(
+        "matmul_all_reduce",
+        lhs,
+        rhs,
+        shape,
+        activation,
+        rhs_transposed=rhs_transposed,
+        bias=bias,
+        residual=residual,
+    )
     if one_row:
         operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
     settings = settings_of("matmul_all_reduce", VARIANTS, config)
@@ -103,9 +115,9 @@ def matmul_all_reduce(
     ]
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
     if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
-        out = reference(lhs, rhs, *operands, epilogue=epilogue, **params)
+        out = reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
     else:
-        params |= {"implementation": implementation, "config": settings}
+        params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
         if epilogue:
             (out,) = with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)
         else:
@@ -121,15 +133,23 @@ def reference(
     precision: Any,
     preferred_element_type: Any,
     epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
     config: Any = None,
 ) -> jax.Array:
     """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
     del config
+    rhs = rhs.T if rhs_transposed else rhs
     total = lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 
-PRODUCT = product.Product(name="matmul_all_reduce", variants=VARIANTS, reference=reference, alone="add up")
+PRODUCT = product.Product(
+    name="matmul_all_reduce",
+    variants=VARIANTS,
+    reference=reference,
+    alone="add up",
+    slower_transposed=lambda rows: matmul.UNMEASURED,
+)
 case = PRODUCT.case
 matmul_all_reduce_p = PRODUCT.bilinear()
 # With an epilogue.
