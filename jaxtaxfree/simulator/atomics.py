@@ -45,9 +45,8 @@ def modify(
     Returns: what was there before; None for atomics that Triton's interpreter has.
     """
     data = np.broadcast_to(value.data, ptr.data.shape)
-    if operation == ir.ATOMIC_OP.XCHG and (number is not None or data.dtype.kind == "f"):
-        number = None  # bits are exchanged, whatever they mean
-    elif operation != ir.ATOMIC_OP.FADD or number is None:
+    exchanges = operation == ir.ATOMIC_OP.XCHG and data.dtype.kind == "f"
+    if not exchanges and (operation != ir.ATOMIC_OP.FADD or number is None):
         return None
     lanes = np.broadcast_to(mask.data, ptr.data.shape)
     old = np.zeros(ptr.data.shape, data.dtype)

@@ -24,6 +24,10 @@ from jaxtaxfree.simulator.waits import POKES
 
 ATOMIC = 2  # the row of vector clocks that says up to which atomic of others is ordered before a thread
 _RELEASES = ("release", "acq_rel")
+_PLAIN = (
+    "If the load is to wait, use an atomic that acquires: Triton deletes a loop that only loads, and a plain load sees "
+    "nothing of what was published."
+)
 
 
 class SymmetricHeap:
@@ -139,6 +143,14 @@ class IrisClocks(Clocks):
                         "nothing orders the one after the other: who polls may find it before or after."
                     )
 
+    def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
+        try:
+            super().check_readers(part, units, event, row, size)
+        except DataRaceError as error:
+            if event.verb == "atomic":
+                raise DataRaceError(f"{error} {_PLAIN}") from None
+            raise
+
     def _check_begun(self, part: Part, addresses: np.ndarray, size: int, event: Event) -> None:
         units = part.units(addresses, size)
         if not (writers := part.writers[units]).all():
@@ -164,9 +176,7 @@ class IrisClocks(Clocks):
                 f"{'both must be at scope sys' if reach == 'rank' else 'both must be at scope gpu or sys'}."
             )
         if event.verb == "load" and writer.verb == "atomic":
-            return (
-                "A plain load waits for nothing, and sees nothing of what was published: use an atomic that acquires."
-            )
+            return _PLAIN
         clock, scope, place = self.narrow.get(writer.thread, (0, "", ""))
         if event.rank != writer.rank and clock >= writer.clock:
             return (
@@ -283,8 +293,8 @@ class IrisMachine(Machine):
         if len(names) > 1:
             listed = ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
             message += f"\nA rank's launches are counted as calls, {len(names)} in each round: {listed}."
-        if not self.barriers and "passed no block barrier" in message:
-            message += "\nTriton before 3.9 puts no block barrier in front of a release; Triton 3.9 does."
+        if not self.barriers and issubclass(kind, DataRaceError):
+            message += "\nThis is so as Triton before 3.9 compiles it, with no block barrier in front of a release."
         return super()._error(kind, message)
 
     def _event(self, verb: str) -> Event:

@@ -31,7 +31,7 @@ class Case:
     check: Callable[[list[Any]], None]
     world: int = 2
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-    error: type[Exception] | None = None
+    error: type[Exception] | tuple[type[Exception], ...] | None = None
     says: tuple[str, ...] = ()
 
     def run(self, seeds: int, policies: Sequence[str] = POLICIES, **more: Any) -> None:
@@ -44,7 +44,7 @@ class Case:
                 except simulator.SimulationError as error:
                     if self.error is None:
                         raise
-                    assert type(error) is self.error, error
+                    assert isinstance(error, self.error), error
                     assert all(text in str(error) for text in self.says), error
                     return
                 if self.error is None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxtaxfree import simulator
-from tests.helpers import iris_cases, iris_words
+from tests.helpers import iris_cases, iris_examples, iris_words
 
 
 def assert_as_expected(case: iris_words.Case, policy: str = "random") -> None:
@@ -73,4 +73,21 @@ def test_older_compilers_put_no_barrier_in_front_of_a_release() -> None:
     with pytest.raises(simulator.DataRaceError) as found:
         iris_cases.ccl("all_reduce spinlock").run(1, triton="3.8")
     assert "in persistent_all_reduce_spinlock" in str(found.value)
-    assert "Triton before 3.9 puts no block barrier in front of a release" in str(found.value)
+    assert "as Triton before 3.9 compiles it" in str(found.value)
+
+
+@pytest.mark.parametrize("name", iris_examples.EXAMPLES)
+def test_examples(name: str) -> None:
+    iris_examples.EXAMPLES[name]().run(1, patience=20_000)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", iris_examples.EXAMPLES)
+def test_examples_in_many_interleavings(name: str) -> None:
+    iris_examples.EXAMPLES[name]().run(10, patience=20_000)
+
+
+@pytest.mark.parametrize("name", iris_examples.BARE_RELEASES)
+def test_examples_that_older_compilers_break(name: str) -> None:
+    with pytest.raises(simulator.DataRaceError, match="before 3"):
+        iris_examples.EXAMPLES[name]().run(2, triton="3.8")
