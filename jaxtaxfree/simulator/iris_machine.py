@@ -12,7 +12,6 @@ from jaxtaxfree.simulator.clocks import ORDERED, Clocks, Counter
 from jaxtaxfree.simulator.errors import (
     DataRaceError,
     DroppedWaitError,
-    OutOfBoundsError,
     SimulationError,
     UninitializedReadError,
 )
@@ -277,16 +276,6 @@ class IrisMachine(Machine):
     def failed_assumption(self) -> None:
         if self.assumptions:
             super().failed_assumption()
-
-    def _parts(self, verb: str, addresses: np.ndarray, size: int) -> list[tuple[Part, np.ndarray]]:
-        parts = super()._parts(verb, addresses, size)
-        for part, _ in parts:
-            if part.kind == "local" and part.rank != self._program.rank:
-                raise self._error(
-                    OutOfBoundsError,
-                    f"{self._event(verb)} reaches the {part.title}: peers share only symmetric buffers.",
-                )
-        return parts
 
     def _error(self, kind: type[SimulationError], message: str) -> SimulationError:
         names = [launch.name for launch in self.launches]

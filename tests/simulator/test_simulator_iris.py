@@ -183,26 +183,61 @@ def test_a_plain_load_that_nobody_answers() -> None:
 
 
 @triton.jit
-def gpu_release(data, flag, out, rank, bases, SCOPE: tl.constexpr):
-    """Rank 0 publishes to the other program of its rank, which a peer's load does not hear of."""
+def two_flags(data, first, second, out, rank, bases, SCOPE: tl.constexpr, TAKES: tl.constexpr):
+    """Rank 0 publishes by its first flag, and goes on without publishing; rank 1 waits for the second one."""
     if rank == 0:
         tl.store(there(data, rank, 1, bases), 5)
-        tl.atomic_xchg(flag, 1, sem="release", scope=SCOPE)
+        tl.atomic_xchg(first, 1, sem="release", scope=SCOPE)
+        tl.atomic_xchg(second, 1, sem="relaxed", scope="sys")
     else:
-        while tl.atomic_add(there(flag, rank, 0, bases), 0, sem="acquire", scope="sys") == 0:
+        while tl.atomic_add(there(second, rank, 0, bases), 0, sem="acquire", scope="sys") == 0:
             pass
+        if TAKES == "first":
+            tl.atomic_add(there(first, rank, 0, bases), 0, sem="acquire", scope="sys")
+            tl.store(there(second, rank, 0, bases), 0)
         tl.store(out, tl.load(data))
 
 
-def test_a_report_names_the_release_that_reaches_no_other_rank() -> None:
-    def run(scope: str) -> str:
-        data, flag, out = symmetric((1,), np.int32), symmetric((1,), np.int32, 0), local((1,), np.int32)
-        arguments = {"data": data, "flag": flag, "out": out, "rank": RANK, "bases": BASES, "SCOPE": scope}
-        return outcome(Launch(gpu_release, 1, arguments), data, lambda rank: [5] if rank else None)
+def _two_flags(scope: str, takes: str) -> str:
+    data, out = symmetric((1,), np.int32), local((1,), np.int32, 0)
+    flags = {name: symmetric((1,), np.int32, 0) for name in ("first", "second")}
+    arguments = {**flags, "data": data, "out": out, "rank": RANK, "bases": BASES, "SCOPE": scope, "TAKES": takes}
+    return outcome(Launch(two_flags, 1, arguments), out, lambda rank: None)
 
-    assert run("sys") == "right"
-    assert "scopes 'gpu' and 'sys'" in run("gpu")
-    assert "scopes 'cta' and 'sys'" in run("cta")
+
+@pytest.mark.parametrize("scope", ["gpu", "cta"])
+def test_a_report_names_the_release_that_reaches_no_other_rank(scope: str) -> None:
+    found = _two_flags(scope, "nothing")
+    assert f"The writing program has released since at scope '{scope}', at " in found
+    assert "in two_flags, which reaches no other rank" in found
+
+
+def test_a_release_does_not_publish_what_follows() -> None:
+    """The second flag was changed behind the release: who has acquired it may not store to it."""
+    found = _two_flags("sys", "first")
+    assert "Data race on second[0] of rank 0: the store of rank 1" in found and "overwrites what the atomic" in found
+
+
+@triton.jit
+def look_and_tell(flag, told, rank, bases, SEM: tl.constexpr):
+    """Rank 1 looks at a flag of rank 0 and tells so, and rank 0 stores to it then."""
+    if rank == 1:
+        tl.atomic_add(there(flag, rank, 0, bases), 0, sem="relaxed", scope="sys")
+        tl.atomic_xchg(there(told, rank, 0, bases), 1, sem=SEM, scope="sys")
+    else:
+        while tl.atomic_add(told, 0, sem="acquire", scope="sys") == 0:
+            pass
+        tl.store(flag, 1)
+
+
+def test_a_store_over_what_somebody_polls() -> None:
+    def run(sem: str) -> str:
+        flag, told = symmetric((1,), np.int32, 0), symmetric((1,), np.int32, 0)
+        arguments = {"flag": flag, "told": told, "rank": RANK, "bases": BASES, "SEM": sem}
+        return outcome(Launch(look_and_tell, 1, arguments), flag, lambda rank: None)
+
+    assert run("release") == "right"
+    assert "who polls may find it before or after" in run("relaxed")
 
 
 @triton.jit
