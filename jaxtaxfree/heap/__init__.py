@@ -32,6 +32,7 @@ from jaxtaxfree.heap import door, exchange
 from jaxtaxfree.heap.cuda import STEPS, CudaHeap, Device, next_meeting
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
+from jaxtaxfree.heap.hip import HipDriver
 from jaxtaxfree.heap.layout import Layout, Record, Region
 from jaxtaxfree.heap.places import PLACES, Place, spanning
 from jaxtaxfree.heap.places import next_meeting as next_look
@@ -111,7 +112,7 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
                 _heap.refuse(name, members, world, why)
             raise PeerTimeoutError(why)
         try:
-            heap = _open()
+            heap = _open(devices)
         except Exception as error:
             if _exchange is not None:  # the others do not wait for this process
                 next_meeting(_exchange, name, members, world).fail(error, STEPS)
@@ -133,7 +134,7 @@ def places(devices: Sequence[jax.Device]) -> dict[int, Place]:
     """
     with _lock:
         try:
-            heap = _open()
+            heap = _open(devices)
         except Exception as error:
             if _exchange is not None:  # the others do not wait for this process
                 members = sorted({device.process_index for device in devices})
@@ -208,7 +209,22 @@ def close() -> None:
                 jax.clear_caches()
 
 
-def _open() -> "Heap":
+def _driver_of(devices: Sequence[jax.Device]) -> Driver | HipDriver:
+    """What takes memory of these GPUs. Raises HeapUnavailableError if it is not there."""
+    if str(getattr(devices[0], "compute_capability", "")).startswith("gfx"):
+        try:
+            return HipDriver()
+        except (OSError, DriverError) as error:
+            raise HeapUnavailableError(f"The heap needs AMD's driver and ROCm's HIP runtime: {error}") from error
+    try:
+        return Driver()
+    except Exception as error:  # cuda-bindings raises its own kinds
+        raise HeapUnavailableError(
+            f"The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): {error}"
+        ) from error
+
+
+def _open(devices: Sequence[jax.Device]) -> "Heap":
     global _heap, _exchange
     if _heap is None:
         if _exchange is None:
@@ -218,14 +234,7 @@ def _open() -> "Heap":
             else:
                 _exchange = exchange.Processes(jax.process_index(), _generation, patience, door.announce())
         timeout = _timeout or environment.timeout()
-        try:
-            driver = Driver()
-        except Exception as error:  # cuda-bindings raises its own kinds
-            raise HeapUnavailableError(
-                "The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): "
-                f"{error}"
-            ) from error
-        _heap = CudaHeap(driver, _exchange, timeout, _resets)
+        _heap = CudaHeap(_driver_of(devices), _exchange, timeout, _resets)
         threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
     return _heap
 
