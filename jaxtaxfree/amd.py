@@ -14,8 +14,7 @@ from typing import Any
 
 import jax
 import triton
-from jax._src.core import ShapedArray
-from jax_triton.triton_lib import get_type_id
+from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -96,7 +95,7 @@ def _source(kernel: Any, values: Mapping[str, Any]) -> tuple[ASTSource, list[tup
 
 def _type_of(value: Any) -> str:
     if hasattr(value, "dtype"):
-        return get_type_id(ShapedArray(value.shape, value.dtype))
+        return f"*{canonicalize_dtype(value.dtype)}"
     if isinstance(value, bool):
         return "i1"
     if isinstance(value, float):

@@ -334,9 +334,13 @@ def _launch(
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
+    loads = position is not None
     if position is None:
         position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
+    if region and region.tables is not None:
+        words = np.array(region.tables, np.uint64).view(np.uint32)
+        origin = jnp.asarray(words)[0 if loads else team.position()]
     return _call_of(kernel, descriptors, num_stages, team)(
         *bundled(args, bundles),
         kernel=kernel,

@@ -119,8 +119,8 @@ def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD:
     position = tl.load(position_ptr)
     program = _leave_if_not_placed(position, program)
     if origin.dtype.is_ptr():
-        base = tl.load(origin + position)
-        step = origin
+        step = origin.to(tl.pointer_type(tl.int64))  # JAX may have it as pairs of words of 32 bits
+        base = tl.load(step + position)
     else:
         step = stride.to(tl.int64) << GRANULE_SHIFT
         base = (origin.to(tl.int64) << GRANULE_SHIFT) + position.to(tl.int64) * step

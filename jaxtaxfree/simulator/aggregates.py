@@ -15,10 +15,13 @@ def is_one(value: Any) -> bool:
 
 
 @functools.cache
-def convert(aggregate: Any) -> type:
+def convert(aggregate: Any, interpreted: Callable[[JITFunction], Callable]) -> type:
     """The class that stands for an aggregate: the same fields, and its methods interpreted.
 
     A compiler keeps the fields in registers and checks their types; here they are attributes.
+
+    Args:
+      interpreted: what makes a function of Python of a kernel's.
     """
     # Triton keeps the class's own __init__ here, or the one that it has made of the fields.
     init = aggregate.hash_attrs[0]
@@ -43,16 +46,13 @@ def convert(aggregate: Any) -> type:
         if isinstance(member, ConstexprFunction):
             setattr(Aggregate, name, member.fn)
         elif isinstance(member, JITFunction):
-            setattr(Aggregate, name, _method(member))
+            setattr(Aggregate, name, _method(interpreted(member)))
     Aggregate.__name__ = aggregate.__name__
     Aggregate.__qualname__ = aggregate.__qualname__
     Aggregate.__module__ = aggregate.__module__
     return Aggregate
 
 
-def _method(kernel: JITFunction) -> Callable:
-    from jaxtaxfree.simulator import interpreter  # which imports this module
-
-    function = interpreter.convert(kernel)
+def _method(function: Callable) -> Callable:
     # A function of Python, which an instance binds and the class does not, as Triton does with static ones.
     return lambda *args, **kwargs: function(*args, **kwargs)

@@ -454,7 +454,7 @@ def convert(value: Any) -> Any:
     if isinstance(value, ConstexprFunction):
         return _constant_function(value)
     if aggregates.is_one(value):
-        return aggregates.convert(value)
+        return aggregates.convert(value, convert)
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):
