@@ -45,8 +45,8 @@ def compute_capability(rocm: bool = False) -> int:
     text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "")
     if text and not re.fullmatch(r"[1-9]\d\d?|gfx9[0-9a-f]{2}", text):
         raise ValueError(
-            "JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, or a name such as gfx942, not "
-            f"{text!r}."
+            f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}; for ROCm it is a name "
+            "such as gfx942."
         )
     if text.startswith("gfx") != rocm:
         text = ""

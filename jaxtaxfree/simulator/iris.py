@@ -6,7 +6,7 @@ memory by a table of bases, keep flags in ordinary memory, and rely on what the 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -28,16 +28,17 @@ from jaxtaxfree.simulator.trace import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Special:
-    """A value that the simulation knows."""
+    """A value that the simulation knows: a number that it computes of a rank and the number of ranks, or a table."""
 
     name: str
+    compute: Callable[[int, int], int] | None = None
 
     def __repr__(self) -> str:
         return self.name
 
 
-RANK = Special("RANK")  # of the rank that runs
-WORLD = Special("WORLD")  # number of ranks
+RANK = Special("RANK", lambda rank, world: rank)  # the rank that runs
+WORLD = Special("WORLD", lambda rank, world: world)  # number of ranks
 BASES = Special("BASES")  # pointer to the table of bases, u64[world]
 CONTEXT = Special("CONTEXT")  # pointer to what `iris.Context.initialize` takes, i64[2 + world + 1]
 
@@ -208,14 +209,14 @@ class _Run:
     def _argument(self, value: Any, rank: int, constant: bool) -> Any:
         if isinstance(value, Buffer):
             return interpreter.pointer(self.arrays[value][rank].ctypes.data, np.dtype(value.dtype))
-        if value is BASES:
-            return interpreter.pointer(self.tables[rank] + 16, np.dtype(np.uint64))
-        if value is CONTEXT:
-            return interpreter.pointer(self.tables[rank], np.dtype(np.int64))
-        if isinstance(value, PerRank):
+        # By what they say: the words of another module may mean the same.
+        if (name := getattr(value, "name", None)) in ("BASES", "CONTEXT"):
+            begin, dtype = (16, np.uint64) if name == "BASES" else (0, np.int64)
+            return interpreter.pointer(self.tables[rank] + begin, np.dtype(dtype))
+        if callable(compute := getattr(value, "compute", None)):
+            value = compute(rank, self.world)
+        elif isinstance(value, PerRank):
             value = value[rank]
-        elif isinstance(value, Special):
-            value = rank if value is RANK else self.world
         return interpreter.convert(value) if constant or value is None else interpreter.argument(value)
 
     def run(self, rounds: int, settings: Settings) -> None:
