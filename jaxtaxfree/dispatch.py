@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtaxfree import environment
+from jaxtaxfree.target import is_amd, name_of
 
 TUNED = Path(__file__).with_name("tuned")
 # Compute capabilities of GPUs on which kernels were timed, 90 for 9.0. A GPU of another one needs an entry here, or in
@@ -72,10 +73,10 @@ def unmeasured(compute_capability: int) -> str | None:
     """
     if compute_capability in MEASURED or environment.unmeasured() == "fused":
         return None
-    return (
-        f"no kernel was ever timed on GPUs of compute capability {compute_capability / 10}. implementation='fused', a "
-        "config or JAXTAXFREE_UNMEASURED=fused takes it"
-    )
+    never = f"timed on GPUs of compute capability {name_of(compute_capability)}"
+    if is_amd(compute_capability):
+        never = f"run on GPUs of AMD, such as {name_of(compute_capability)}"
+    return f"no kernel was ever {never}. implementation='fused', a config or JAXTAXFREE_UNMEASURED=fused takes it"
 
 
 def path_of(device_kind: str, operation: str) -> Path:

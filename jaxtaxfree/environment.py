@@ -7,6 +7,8 @@ import pathlib
 import re
 from typing import Any
 
+from jaxtaxfree.target import capability_of
+
 _MOST_SECONDS = 1e9  # of which the nanoseconds are far from filling 64 bits
 
 
@@ -34,12 +36,21 @@ def heap_base() -> int | None:
     return address
 
 
-def compute_capability() -> int:
-    """JAXTAXFREE_COMPUTE_CAPABILITY: what to compile for where there are no GPUs. Raises ValueError if it is none."""
-    text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "90")
-    if not re.fullmatch(r"[1-9]\d\d?", text):
-        raise ValueError(f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}.")
-    return int(text)
+def compute_capability(rocm: bool = False) -> int:
+    """JAXTAXFREE_COMPUTE_CAPABILITY: what to compile for where there are no GPUs. Raises ValueError if it is none.
+
+    Args:
+      rocm: for GPUs of AMD, which is gfx942 if the variable says nothing of them.
+    """
+    text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "")
+    if text and not re.fullmatch(r"[1-9]\d\d?|gfx9[0-9a-f]{2}", text):
+        raise ValueError(
+            f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}; for ROCm it is a name "
+            "such as gfx942."
+        )
+    if text.startswith("gfx") != rocm:
+        text = ""
+    return capability_of(text or ("gfx942" if rocm else "90"))
 
 
 def unmeasured() -> str:

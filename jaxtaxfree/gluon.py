@@ -25,6 +25,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from jaxtaxfree.call import members
 from jaxtaxfree.kernels import shmem_gluon
+from jaxtaxfree.target import is_amd, name_of
 
 OLDEST_COMPUTE_CAPABILITY = 90
 CUSTOM_CALL_TARGET = "triton_kernel_call_ffi"  # of jaxlib, as jax-triton uses it
@@ -45,10 +46,10 @@ def _let_go_of_triton() -> None:
 
 def unsupported(name: str, compute_capability: int) -> str | None:
     """Why Gluon kernels cannot be launched with the installed versions or on such a GPU; None if they can."""
-    if compute_capability < OLDEST_COMPUTE_CAPABILITY:
+    if compute_capability < OLDEST_COMPUTE_CAPABILITY or is_amd(compute_capability):
         return (
             f"{name} is a Gluon kernel, for NVIDIA GPUs of compute capability {OLDEST_COMPUTE_CAPABILITY / 10} and "
-            f"higher, and this program is lowered for {compute_capability / 10}."
+            f"higher, and this program is lowered for {name_of(compute_capability)}."
         )
     if triton.__version__.split(".")[:2] != ["3", "9"] or jaxlib_version[:2] not in ((0, 11), (0, 12)):
         return (

@@ -24,6 +24,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from jaxtaxfree import dispatch, levels
+from jaxtaxfree.target import is_amd
 from jaxtaxfree.teams import ArrangementError, Team, concrete_mesh, explicit_axes, resharded, team_of
 
 _log = logging.getLogger("jaxtaxfree")
@@ -355,7 +356,7 @@ def _register_lowerings(
     dimensions: Dimensions | None,
     case: Callable[..., dispatch.Case | None] | None,
 ) -> None:
-    """The reference for every platform, and on CUDA the kernel where nothing speaks against it."""
+    """The reference for every platform, and on GPUs the kernel where nothing speaks against it."""
     name, multiple_results = primitive.name, primitive.multiple_results
 
     def lower(function: Callable, ctx: Any, *operands: Any, **params: Any) -> Any:
@@ -416,6 +417,7 @@ def _register_lowerings(
     register = functools.partial(_register, primitive, reference, dimensions)
     register(lower_reference)
     register(lower_fused, "cuda")
+    register(lower_fused, "rocm")
 
 
 def _why_reference(
@@ -430,6 +432,8 @@ def _why_reference(
         return [dispatch.SLOWER] if is_slower else []
     target = team.compute_capability
     why = None if params["config"] else dispatch.unmeasured(target)
+    if why and is_amd(target):
+        return [Lasting(why)]
     why = why or slower(*avals, compute_capability=target, **params)
     return [why] if why else []
 

@@ -18,7 +18,7 @@ from jax.extend import core as jex_core
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxtaxfree import diagnosis, environment, gluon, heap, language
+from jaxtaxfree import amd, diagnosis, environment, gluon, heap, language
 from jaxtaxfree.call import (
     Bundles,
     bundled,
@@ -31,7 +31,7 @@ from jaxtaxfree.call import (
 )
 from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
-from jaxtaxfree.target import target_of
+from jaxtaxfree.target import is_amd, name_of, target_of
 from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
 
 
@@ -223,7 +223,7 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
 
-def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **params: Any) -> Any:
+def _lower_for_gpus(ctx: Any, *args: Any, simulate: bool, together: int, **params: Any) -> Any:
     if simulate:
         return _lower_simulated(ctx, *args, together=together, **params)
     team = _team_of(ctx, params)
@@ -240,7 +240,8 @@ def _lower_for_cuda(ctx: Any, *args: Any, simulate: bool, together: int, **param
 
 
 mlir.register_lowering(shmem_call_p, _lower_elsewhere)
-mlir.register_lowering(shmem_call_p, _lower_for_cuda, platform="cuda")
+mlir.register_lowering(shmem_call_p, _lower_for_gpus, platform="cuda")
+mlir.register_lowering(shmem_call_p, _lower_for_gpus, platform="rocm")  # compiled, and never run
 
 
 def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
@@ -276,7 +277,8 @@ def _lower_launch(ctx: Any, *args: Any, **launch: Any) -> Any:
     capability = launch["team"].compute_capability
     settings = {key: launch[key] for key in ("num_warps", "num_stages")} | dict(launch["params"])
     kernel = (
-        f"The kernel {launch['kernel'].fn.__name__} of {launch['name']}, for compute capability {capability / 10} with "
+        f"The kernel {launch['kernel'].fn.__name__} of {launch['name']}, for compute capability "
+        f"{name_of(capability)} with "
         f"{', '.join(f'{key}={reprlib.repr(value)}' for key, value in settings.items() if value is not None)},"
     )
     try:
@@ -304,11 +306,9 @@ def _shared_memory(outs: Sequence[Any]) -> int:
     return gluon.shared_memory(attributes["mhlo.backend_config"]["opaque"].value_bytes)
 
 
-_COMPILER_OPTIONS = {
-    "enable_fp_fusion": True,
-    # PTX of CUDA 12.9. By default Triton writes for the newest assembler that it brings, which older drivers refuse.
-    "ptx_version": 88,
-}
+# PTX of CUDA 12.9. By default Triton writes for the newest assembler that it brings, which older drivers refuse.
+_COMPILER_OPTIONS = {"enable_fp_fusion": True, "ptx_version": 88}
+_COMPILER_OPTIONS_FOR_AMD = {"enable_fp_fusion": True}
 
 
 def _launch(
@@ -334,10 +334,14 @@ def _launch(
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
+    loads = position is not None
     if position is None:
         position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
-    return _call_of(kernel, descriptors, num_stages)(
+    if region and region.tables is not None:
+        words = np.array(region.tables, np.uint64).view(np.uint32)
+        origin = jnp.asarray(words)[0 if loads else team.position()]
+    return _call_of(kernel, descriptors, num_stages, team)(
         *bundled(args, bundles),
         kernel=kernel,
         out_type=out_types,
@@ -345,7 +349,7 @@ def _launch(
         name=name,
         num_warps=num_warps,
         compute_capability=team.compute_capability,
-        backend_options=_COMPILER_OPTIONS,
+        backend_options=_COMPILER_OPTIONS_FOR_AMD if is_amd(team.compute_capability) else _COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
         has_side_effect=True,  # the peers count on it
         team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
@@ -365,8 +369,10 @@ def _place(team: Team, region: heap.Region) -> jax.Array:
     return jnp.asarray(region.places, jnp.int32)[team.position()]
 
 
-def _call_of(kernel: Any, descriptors: tuple, num_stages: int) -> Callable[..., Any]:
-    """What calls a kernel of this dialect."""
+def _call_of(kernel: Any, descriptors: tuple, num_stages: int, team: Team) -> Callable[..., Any]:
+    """What calls a kernel of this dialect on these GPUs."""
+    if is_amd(team.compute_capability):
+        return functools.partial(amd.amd_call, num_stages=num_stages)
     if kernel.is_gluon():
         return functools.partial(gluon.gluon_call, descriptors=dict(descriptors))
     return functools.partial(_triton_call, num_stages=num_stages)
@@ -393,6 +399,7 @@ def _lower_load(ctx: Any, *args: Any, **params: Any) -> Any:
 
 
 mlir.register_lowering(_load_p, _lower_load, platform="cuda")
+mlir.register_lowering(_load_p, _lower_load, platform="rocm")
 
 
 @functools.cache

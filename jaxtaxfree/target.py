@@ -1,6 +1,7 @@
 """The GPU that a kernel is built for: everything that is a number of a GPU is in this file.
 
-Sources: NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities", and the data sheets of A100, H100 and B200.
+Sources: NVIDIA's CUDA C++ Programming Guide, "Compute Capabilities", and the data sheets of A100, H100 and B200; AMD's
+white papers of CDNA 3 and CDNA 4. No kernel was ever run on a GPU of AMD.
 """
 
 import dataclasses
@@ -11,7 +12,7 @@ class Target:
     """A kind of GPU.
 
     Attributes:
-      compute_capability: 90 for 9.0.
+      compute_capability: 90 for 9.0; 0x942 for AMD's gfx942.
       shared_memory: bytes that a block may have; None where nobody has looked it up.
       multiprocessors: of the largest GPU of its kind; an H100's where nobody has looked it up.
       multiply_adds: of 16-bit numbers, in a cycle of a multiprocessor; None likewise.
@@ -35,7 +36,7 @@ class Target:
         return self.shared_memory is not None and self.shared_memory < 128 << 10
 
     def __str__(self) -> str:
-        return f"{self.compute_capability / 10}"
+        return name_of(self.compute_capability)
 
 
 _TARGETS = {
@@ -49,11 +50,30 @@ _TARGETS = {
     103: Target(compute_capability=103, shared_memory=227 << 10, multiprocessors=148),
     120: Target(compute_capability=120, shared_memory=99 << 10),
     121: Target(compute_capability=121, shared_memory=99 << 10),
+    0x942: Target(compute_capability=0x942, shared_memory=64 << 10, multiprocessors=304),
+    0x950: Target(compute_capability=0x950, shared_memory=160 << 10, multiprocessors=256),
 }
 
 
+def capability_of(text: str) -> int:
+    """The number of a GPU by what JAX calls its compute capability: 90 of "9.0", 0x942 of "gfx942"."""
+    if text.startswith("gfx"):
+        return int(text.split(":")[0].removeprefix("gfx"), 16)
+    return int(text.replace(".", ""))
+
+
+def is_amd(compute_capability: int) -> bool:
+    """Whether a number of a GPU is one of AMD's."""
+    return compute_capability >= 0x900
+
+
+def name_of(compute_capability: int) -> str:
+    """What a GPU of this number is called: "9.0", or "gfx942"."""
+    return f"gfx{compute_capability:x}" if is_amd(compute_capability) else f"{compute_capability / 10}"
+
+
 def target_of(compute_capability: int) -> Target:
-    """The kind of GPU of a compute capability, 90 for 9.0."""
+    """The kind of GPU of a compute capability, 90 for 9.0 and 0x942 for gfx942."""
     return _TARGETS.get(compute_capability, Target(compute_capability=compute_capability))
 
 

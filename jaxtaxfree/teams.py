@@ -15,6 +15,7 @@ from jax._src.sharding_impls import ShardingContext, SPMDAxisContext, _internal_
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxtaxfree import environment
+from jaxtaxfree.target import capability_of
 
 
 class ArrangementError(NotImplementedError):
@@ -33,12 +34,14 @@ class Team:
       others: the other axes of the mesh.
       world: ranks in a team.
       devices: of the whole mesh, the members of each team next to each other in the order of their ranks.
+      rocm: whether the program is lowered for GPUs of AMD.
     """
 
     axes: tuple[str, ...]
     others: tuple[str, ...]
     world: int
     devices: tuple[Any, ...]
+    rocm: bool = False
 
     @property
     def on_gpus(self) -> bool:
@@ -47,10 +50,11 @@ class Team:
 
     @property
     def compute_capability(self) -> int:
-        """Of the GPUs, 90 for 9.0; what JAXTAXFREE_COMPUTE_CAPABILITY says (or 90) where the program is only built."""
+        """Of the GPUs, 90 for 9.0 and 0x942 for gfx942; where the program is only built, what
+        JAXTAXFREE_COMPUTE_CAPABILITY says, or 90 or 0x942."""
         if not self.on_gpus:
-            return environment.compute_capability()
-        return int(self.devices[0].compute_capability.replace(".", ""))
+            return environment.compute_capability(self.rocm)
+        return capability_of(self.devices[0].compute_capability)
 
     @property
     def multiprocessors(self) -> int | None:
@@ -174,8 +178,9 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
         manual; without axes and a mesh, if the program is for several devices.
     """
     context = ctx.module_context.axis_context
+    rocm = "rocm" in (ctx.platforms or ctx.module_context.platforms)
     if not axes and isinstance(context, ShardingContext):
-        return _alone(context.device_assignment)
+        return _alone(context.device_assignment, rocm)
     mesh = context.mesh if isinstance(context, SPMDAxisContext) else None
     if not isinstance(mesh, Mesh):
         raise ArrangementError(
@@ -190,10 +195,10 @@ def team_of(ctx: Any, axes: tuple[str, ...]) -> Team:
     hidden = tuple(axis for axis in mesh.axis_names if axis not in context.manual_axes)
     order = [mesh.axis_names.index(axis) for axis in (*hidden, *others, *axes)]
     devices = tuple(np.transpose(mesh.devices, order).flat)
-    return Team(axes, others, math.prod(mesh.shape[axis] for axis in axes), devices)
+    return Team(axes, others, math.prod(mesh.shape[axis] for axis in axes), devices, rocm)
 
 
-def _alone(devices: tuple[Any, ...] | None) -> Team:
+def _alone(devices: tuple[Any, ...] | None, rocm: bool) -> Team:
     """The team of a call without peers that is in no `jax.shard_map`.
 
     Raises:
@@ -207,4 +212,4 @@ def _alone(devices: tuple[Any, ...] | None) -> Team:
             "kernel among them, which it cannot: call it inside jax.shard_map, with axis_name=() if each device has "
             "all keys of its sequences or heads"
         )
-    return Team((), (), 1, devices)
+    return Team((), (), 1, devices, rocm)

@@ -7,6 +7,34 @@ what has arrived already needs none. Labels are local to the braces around them.
 """
 
 import triton
+import triton.language as tl
+
+# For AMD's GPUs, where a warp is a wave; these were compiled and never run. A branch counts words of 4 bytes from the
+# instruction behind it.
+
+# Results: $2. Operands: a position in a scalar register, which says whether to go on (0 or more), to end the program
+# (-1) or to trap; anything.
+AMD_LEAVE = tl.constexpr("""
+s_cmp_ge_i32 $1, 0
+s_cbranch_scc1 4
+s_cmp_eq_i32 $1, -1
+s_cbranch_scc0 1
+s_endpgm
+s_trap 2
+v_mov_b32 $0, $2
+""")
+# Traps if the operand, in a scalar register, is 0.
+AMD_TRAP = tl.constexpr("""
+s_cmp_lg_u32 $1, 0
+s_cbranch_scc1 1
+s_trap 2
+v_mov_b32 $0, $1
+""")
+# The wave's loads and stores of global memory have been done.
+AMD_FINISH = tl.constexpr("""
+s_waitcnt vmcnt(0)
+v_mov_b32 $0, $1
+""")
 
 
 @triton.constexpr_function

@@ -119,8 +119,8 @@ def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD:
     position = tl.load(position_ptr)
     program = _leave_if_not_placed(position, program)
     if origin.dtype.is_ptr():
-        base = tl.load(origin + position)
-        step = origin
+        step = origin.to(tl.pointer_type(tl.int64))  # JAX may have it as pairs of words of 32 bits
+        base = tl.load(step + position)
     else:
         step = stride.to(tl.int64) << GRANULE_SHIFT
         base = (origin.to(tl.int64) << GRANULE_SHIFT) + position.to(tl.int64) * step
@@ -155,6 +155,10 @@ def verify(me):
             dtype=tl.int32,
             is_pure=False,
             pack=1,
+        )
+    elif BACKEND == "hip":
+        tl.inline_asm_elementwise(
+            assembly.AMD_TRAP, "=v,s,~{scc}", [me.found.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -250,6 +254,7 @@ def signal(me, index, peer, mask=True):
       peer: i32 rank.
       mask: which of them to signal.
     """
+    _finish_stores()
     tl.debug_barrier()
     tl.atomic_add(_signal_of(me, index, peer), 1, mask=mask & me.ready, sem="release", scope="sys")
 
@@ -261,6 +266,7 @@ def signal_all(me, index, WORLD: tl.constexpr, mask=True):
     Args:
       mask: whether to.
     """
+    _finish_stores()
     tl.debug_barrier()
     peers = tl.arange(0, triton.next_power_of_2(WORLD))
     # One atomic of a few lanes: the fence of a release is paid once for all of them.
@@ -306,6 +312,7 @@ def arrive(me, index):
     Like `signal` for those who `meet`, at the scope of the GPU. On an H100 a meeting of 128 programs takes 0.6 us less
     than by `signal` and `wait`. Peers learn nothing by it.
     """
+    _finish_stores()
     tl.debug_barrier()
     tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release", scope="gpu")
 
@@ -1078,4 +1085,19 @@ def _leave_if_not_placed(position, program):
             is_pure=False,
             pack=1,
         )
+    elif BACKEND == "hip":
+        program = tl.inline_asm_elementwise(
+            assembly.AMD_LEAVE, "=v,s,v,~{scc}", [position, program], dtype=tl.int32, is_pure=False, pack=1
+        )
     return program
+
+
+@triton.jit
+def _finish_stores():
+    """Each warp waits until its own stores have been done, where a block barrier alone does not order them.
+
+    On AMD a release waits for the stores of the warp that makes it, and a barrier of the block for no stores.
+    """
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "hip":
+        tl.inline_asm_elementwise(assembly.AMD_FINISH, "=v,v", [0], dtype=tl.int32, is_pure=False, pack=1)

@@ -9,7 +9,8 @@ What a caller may want of it:
 * `set_timeout`: how long a rank waits for a peer;
 * `check` and `block_until_ready`: raise `PeerTimeoutError` if a rank has waited in vain;
 * `reset`: go on after such an error;
-* `close`: give the memory back.
+* `close`: give the memory back;
+* `adopt`: take it from another library.
 
 Environment variables: JAXTAXFREE_TIMEOUT (seconds that a kernel waits for a peer, 60), JAXTAXFREE_MEETING_TIMEOUT
 (seconds that a process waits for another one to build the same program, 300), JAXTAXFREE_HEAP_BASE (address of the
@@ -28,10 +29,11 @@ from typing import Any, Protocol
 import jax
 
 from jaxtaxfree import environment
-from jaxtaxfree.heap import door, exchange
+from jaxtaxfree.heap import adopted, door, exchange
 from jaxtaxfree.heap.cuda import STEPS, CudaHeap, Device, next_meeting
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
+from jaxtaxfree.heap.hip import HipDriver
 from jaxtaxfree.heap.layout import Layout, Record, Region
 from jaxtaxfree.heap.places import PLACES, Place, spanning
 from jaxtaxfree.heap.places import next_meeting as next_look
@@ -44,6 +46,7 @@ __all__ = [
     "PeerTimeoutError",
     "Place",
     "Region",
+    "adopt",
     "block_until_ready",
     "check",
     "close",
@@ -111,7 +114,7 @@ def region(name: str, devices: Sequence[jax.Device], world: int, layout: Layout)
                 _heap.refuse(name, members, world, why)
             raise PeerTimeoutError(why)
         try:
-            heap = _open()
+            heap = _open(devices)
         except Exception as error:
             if _exchange is not None:  # the others do not wait for this process
                 next_meeting(_exchange, name, members, world).fail(error, STEPS)
@@ -133,13 +136,44 @@ def places(devices: Sequence[jax.Device]) -> dict[int, Place]:
     """
     with _lock:
         try:
-            heap = _open()
+            heap = _open(devices)
         except Exception as error:
             if _exchange is not None:  # the others do not wait for this process
                 members = sorted({device.process_index for device in devices})
                 next_look(_exchange, members).fail(error, [PLACES])
             raise
     return heap.places([Device.of(device) for device in devices])
+
+
+def adopt(bases: Any, nbytes: int, *, devices: Sequence[jax.Device] | None = None) -> None:
+    """Takes the heap from memory that another library has allocated on all ranks, such as Iris's or rocSHMEM's heap.
+
+    Call it in every process, before the first fused operation is lowered. Nothing else may use the memory, and it has
+    to stay. `close` gives it back to its owner. This was tested on a model, and never run on GPUs.
+
+    Args:
+      bases: addresses of the ranks' memory, [n] if all processes see them alike. Otherwise [n, n], the same in all
+        processes: row r has them as rank r sees them, such as `multihost_utils.process_allgather` of Iris's
+        `heap_bases`.
+      nbytes: of each rank's memory that may be used.
+      devices: of the ranks; None: `jax.devices()`.
+
+    Raises:
+      ValueError: if the table does not fit the devices, or a base is not a multiple of 128.
+      HeapError: if the heap is open.
+      HeapUnavailableError: if there is no driver.
+    """
+    global _heap
+    devices = jax.devices() if devices is None else devices
+    table = adopted.checked(bases, nbytes, len(devices))
+    with _lock:
+        if _heap is not None:
+            raise HeapError(
+                "heap.adopt comes before the first fused operation: call jaxtaxfree.heap.close() before it."
+            )
+        ids = [device.id for device in devices]
+        of = _meet(), _timeout or environment.timeout(), _resets
+        _begin(adopted.AdoptedHeap(_driver_of(devices), table, ids, nbytes, *of))
 
 
 def set_timeout(seconds: float) -> None:
@@ -208,26 +242,46 @@ def close() -> None:
                 jax.clear_caches()
 
 
-def _open() -> "Heap":
-    global _heap, _exchange
-    if _heap is None:
-        if _exchange is None:
-            patience = environment.meeting_timeout()
-            if jax.process_count() == 1:
-                _exchange = exchange.Alone()
-            else:
-                _exchange = exchange.Processes(jax.process_index(), _generation, patience, door.announce())
-        timeout = _timeout or environment.timeout()
+def _driver_of(devices: Sequence[jax.Device]) -> Driver | HipDriver:
+    """What takes memory of these GPUs. Raises HeapUnavailableError if it is not there."""
+    if str(getattr(devices[0], "compute_capability", "")).startswith("gfx"):
         try:
-            driver = Driver()
-        except Exception as error:  # cuda-bindings raises its own kinds
-            raise HeapUnavailableError(
-                "The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): "
-                f"{error}"
-            ) from error
-        _heap = CudaHeap(driver, _exchange, timeout, _resets)
-        threading.Thread(target=_watch, args=(_heap,), name="jaxtaxfree-watch", daemon=True).start()
+            return HipDriver()
+        except (OSError, DriverError) as error:
+            raise HeapUnavailableError(f"The heap needs AMD's driver and ROCm's HIP runtime: {error}") from error
+    try:
+        return Driver()
+    except Exception as error:  # cuda-bindings raises its own kinds
+        raise HeapUnavailableError(
+            f"The heap needs an NVIDIA driver and the package cuda-bindings (pip install 'jaxtaxfree[cuda13]'): {error}"
+        ) from error
+
+
+def _open(devices: Sequence[jax.Device]) -> "Heap":
+    if _heap is None:
+        met, timeout = _meet(), _timeout or environment.timeout()
+        return _begin(CudaHeap(_driver_of(devices), met, timeout, _resets))
     return _heap
+
+
+def _meet() -> exchange.Alone:
+    """How this process meets the others."""
+    global _exchange
+    if _exchange is None:
+        patience = environment.meeting_timeout()
+        if jax.process_count() == 1:
+            _exchange = exchange.Alone()
+        else:
+            _exchange = exchange.Processes(jax.process_index(), _generation, patience, door.announce())
+    return _exchange
+
+
+def _begin(heap: "Heap") -> "Heap":
+    """Makes this the heap of the process."""
+    global _heap
+    _heap = heap
+    threading.Thread(target=_watch, args=(heap,), name="jaxtaxfree-watch", daemon=True).start()
+    return heap
 
 
 def _look() -> None:

@@ -1,4 +1,4 @@
-"""The symmetric heap on NVIDIA GPUs: CUDA's virtual memory management, in one process or in many.
+"""The symmetric heap on GPUs: CUDA's virtual memory management, or HIP's, in one process or in many.
 
 The heap reserves ranges of addresses, and the processes of a mesh agree on one that is free in all of them. A region
 is a window in that range, with one part of equal size for each device of a team in the order of the mesh, so that a
@@ -23,6 +23,7 @@ from jaxtaxfree.heap import layout
 from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
 from jaxtaxfree.heap.exchange import Alone, Late, Meeting
+from jaxtaxfree.heap.hip import HipDriver
 from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
 from jaxtaxfree.heap.places import Place, agreed, gathered, spanning
 
@@ -87,7 +88,7 @@ class CudaHeap:
     """A heap on the GPUs of this process and those of its peers, which are on the same host or NVLink domain.
 
     Args:
-      driver: CUDA's, or a model of it.
+      driver: CUDA's or HIP's, or a model of one.
       exchange: how to meet the other processes of the job.
       timeout: of a wait in a kernel, in seconds.
       resets: how often this process was told to reset its heap before it had this one.
@@ -97,7 +98,7 @@ class CudaHeap:
       ValueError: if JAXTAXFREE_HEAP_BASE is no address.
     """
 
-    def __init__(self, driver: Driver, exchange: Alone, timeout: float, resets: int = 0):
+    def __init__(self, driver: Driver | HipDriver, exchange: Alone, timeout: float, resets: int = 0):
         self._driver = driver
         self._exchange = exchange
         self.timeout = timeout

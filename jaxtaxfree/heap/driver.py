@@ -14,7 +14,7 @@ _STREAMS: dict[int, tuple[Any, Any]] = {}
 
 
 class DriverError(RuntimeError):
-    """A call of the CUDA driver failed."""
+    """A call of the driver failed."""
 
     def __init__(self, call: str, code: str):
         super().__init__(f"{call} failed with {code}")
@@ -22,7 +22,7 @@ class DriverError(RuntimeError):
 
     @property
     def out_of_memory(self) -> bool:
-        return self.code == "CUDA_ERROR_OUT_OF_MEMORY"
+        return self.code in ("CUDA_ERROR_OUT_OF_MEMORY", "hipErrorOutOfMemory")
 
 
 class Driver:

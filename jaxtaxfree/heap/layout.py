@@ -135,6 +135,8 @@ class Region:
       stride: from one place in the window to the next one, in granules.
       magic: i32 at the start of each part, by which a kernel knows its region.
       places: of each device's part in the window, in the order of the mesh.
+      tables: for each device the addresses of all parts, as its process sees them; None: parts lie in a window. With
+        tables `origin` and `stride` mean nothing.
     """
 
     name: str
@@ -145,9 +147,12 @@ class Region:
     stride: int
     magic: int
     places: tuple[int, ...]
+    tables: tuple[tuple[int, ...], ...] | None = None
 
     def address(self, position: int) -> int:
-        """Address of the part of the device at `position` in the mesh."""
+        """Address of the part of the device at `position` in the mesh, as its own process sees it."""
+        if self.tables is not None:
+            return self.tables[position][position]
         return (self.origin + self.places[position] * self.stride) * GRANULE
 
 

@@ -2,9 +2,11 @@
 
 from jaxtaxfree.simulator.callback import Recording, reset, simulating
 from jaxtaxfree.simulator.errors import (
+    AssumptionError,
     DataRaceError,
     DeadlockError,
     DeviceAssertError,
+    DroppedWaitError,
     EpochMismatchError,
     MbarrierError,
     MessageError,
@@ -19,14 +21,17 @@ from jaxtaxfree.simulator.errors import (
     WastedTrafficWarning,
     WrongPeerError,
 )
+from jaxtaxfree.simulator.iris import run_iris
 from jaxtaxfree.simulator.scheduler import Settings
 from jaxtaxfree.simulator.session import run, run_calls
 from jaxtaxfree.simulator.trace import Span, Trace
 
 __all__ = [
+    "AssumptionError",
     "DataRaceError",
     "DeadlockError",
     "DeviceAssertError",
+    "DroppedWaitError",
     "EpochMismatchError",
     "MbarrierError",
     "MessageError",
@@ -47,5 +52,6 @@ __all__ = [
     "reset",
     "run",
     "run_calls",
+    "run_iris",
     "simulating",
 ]

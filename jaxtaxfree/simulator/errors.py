@@ -60,6 +60,14 @@ class DeviceAssertError(SimulationError):
     """A `tl.device_assert` does not hold. GPUs check it in kernels that are compiled for debugging alone."""
 
 
+class AssumptionError(SimulationError):
+    """A `tl.assume` does not hold: the compiler builds on it, and what it makes of the kernel may do anything."""
+
+
+class DroppedWaitError(SimulationError):
+    """A program polls by plain loads, which a compiler may leave out or do once."""
+
+
 class MessageError(SimulationError):
     """A word of messages was sent twice in a call or not at all, taken for that of another call, or touched otherwise.
 

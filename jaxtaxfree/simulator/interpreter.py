@@ -28,7 +28,7 @@ from triton.runtime.interpreter import TensorHandle
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
 from jaxtaxfree import language
-from jaxtaxfree.simulator import arithmetic, functions, libdevice, scalars
+from jaxtaxfree.simulator import aggregates, arithmetic, atomics, functions, libdevice, scalars
 from jaxtaxfree.simulator.events import MARKER
 
 _SEMANTICS = {
@@ -47,13 +47,15 @@ _AS_BITS = {
     "fp8e5b16": np.dtype(jnp.float8_e5m2fnuz),
 }
 _YOUNG = 50_000  # objects that may be made before Python looks for cycles among them
-_LOOKING = (ir.ATOMIC_OP.ADD, ir.ATOMIC_OP.OR, ir.ATOMIC_OP.XOR)  # operations that leave a word as it is, given 0
 
 
 class Machine(Protocol):
     """What the builder needs of a simulation. Addresses are arrays of the lanes that are not masked out."""
 
-    grid: tuple[int, int, int]
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of the launch that runs."""
+        ...
 
     @property
     def program_index(self) -> tuple[int, int, int]:
@@ -67,9 +69,19 @@ class Machine(Protocol):
         """Before a store."""
 
     def atomic(
-        self, addresses: np.ndarray, size: int, semantics: str, scope: str, looks: bool, act: Callable[[], Any]
+        self,
+        addresses: np.ndarray,
+        size: int,
+        semantics: str,
+        scope: str,
+        looks: bool,
+        act: Callable[[], Any],
+        conditional: bool = False,
     ) -> Any:
-        """Around an atomic; `looks` if it leaves the words as they are: a program that polls sleeps there."""
+        """Around an atomic; `looks` if it leaves the words as they are: a program that polls sleeps there.
+
+        One that is `conditional` releases only if it changes a word.
+        """
 
     def portions(self, lanes: np.ndarray) -> Sequence[np.ndarray]:
         """In which portions the lanes of an atomic store arrive."""
@@ -83,6 +95,9 @@ class Machine(Protocol):
 
     def failed_assert(self, message: str) -> None:
         """At a `tl.device_assert` that does not hold."""
+
+    def failed_assumption(self) -> None:
+        """At a `tl.assume` that does not hold."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,13 +164,16 @@ class Builder(triton_interpreter.InterpreterBuilder):
         self, operation: Any, ptr: TensorHandle, value: TensorHandle, mask: TensorHandle, sem: Any, scope: Any
     ) -> TensorHandle:
         def act() -> TensorHandle:
+            number = _AS_BITS.get(value.dtype.scalar.name)
+            old = atomics.modify(operation, ptr, value, mask, number)
+            if old is not None:
+                return old
             return super(Builder, self).create_atomic_rmw(operation, ptr, value, mask, sem, scope)
 
         addresses = _lanes(ptr, mask)
         if not addresses.size:
             return act()
-        # Who only looks does not release.
-        looks = operation in _LOOKING and not value.data.any() and sem != ir.MEM_SEMANTIC.RELEASE
+        looks = atomics.looks(operation, value, sem)
         return self._machine.atomic(addresses, _size(ptr), _SEMANTICS[sem], _SCOPES[scope], looks, act)
 
     def create_atomic_cas(
@@ -164,7 +182,11 @@ class Builder(triton_interpreter.InterpreterBuilder):
         def act() -> TensorHandle:
             return super(Builder, self).create_atomic_cas(ptr, compare, value, sem, scope)
 
-        return self._machine.atomic(ptr.data.reshape(-1), _size(ptr), _SEMANTICS[sem], _SCOPES[scope], False, act)
+        atomics.check_widths(ptr, compare, value)
+        looks = atomics.fails(ptr, compare, value)
+        return self._machine.atomic(
+            ptr.data.reshape(-1), _size(ptr), _SEMANTICS[sem], _SCOPES[scope], looks, act, conditional=True
+        )
 
     def create_atomic_load(self, ptr: TensorHandle, mask: TensorHandle, sem: Any, scope: Any) -> TensorHandle:
         def act() -> TensorHandle:
@@ -203,6 +225,10 @@ class Builder(triton_interpreter.InterpreterBuilder):
     def create_assert(self, condition: TensorHandle, message: str) -> None:
         if not condition.data.all():
             self._machine.failed_assert(message)
+
+    def create_assume(self, condition: TensorHandle) -> None:
+        if not condition.data.all():
+            self._machine.failed_assumption()
 
     def create_barrier(self) -> None:
         self._machine.barrier()
@@ -357,9 +383,10 @@ class _Rewriter(triton_interpreter.FunctionRewriter):
             "interpreter_semantic": triton_interpreter.interpreter_semantic,
             "_InterpreterComparison": triton_interpreter._InterpreterComparison,
         }
-        space = _Globals(module, names)
-        exec(compile(transformed_ast, self.filename, "exec"), space)
-        return space[self.fn.__name__]
+        # With names of its own: a method of an aggregate does not hide the module's function that it is named after.
+        own: dict[str, Any] = {}
+        exec(compile(transformed_ast, self.filename, "exec"), _Globals(module, names), own)
+        return own[self.fn.__name__]
 
 
 class _Globals(dict):
@@ -426,6 +453,8 @@ def convert(value: Any) -> Any:
         return value.value  # of a global, which in Python is just a number
     if isinstance(value, ConstexprFunction):
         return _constant_function(value)
+    if aggregates.is_one(value):
+        return aggregates.convert(value, convert)
     if libdevice.is_one(value) and value.__name__ in libdevice.functions:
         return libdevice.functions[value.__name__]
     if tl.core.is_builtin(value):

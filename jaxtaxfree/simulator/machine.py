@@ -9,6 +9,7 @@ import numpy as np
 from jaxtaxfree.simulator import messages
 from jaxtaxfree.simulator.clocks import Counter
 from jaxtaxfree.simulator.errors import (
+    AssumptionError,
     DeadlockError,
     DeviceAssertError,
     EpochMismatchError,
@@ -174,7 +175,14 @@ class Machine(Waits):
             self._polled.add(address)
 
     def atomic(
-        self, addresses: np.ndarray, size: int, semantics: str, scope: str, looks: bool, act: Callable[[], Any]
+        self,
+        addresses: np.ndarray,
+        size: int,
+        semantics: str,
+        scope: str,
+        looks: bool,
+        act: Callable[[], Any],
+        conditional: bool = False,
     ) -> Any:
         parts = self._parts("atomic", addresses, size)
         if isinstance(parts[0][0], Messages):
@@ -203,7 +211,7 @@ class Machine(Waits):
                 self._check(check, part, np.array([address], np.uint64), size, event)
                 if changed and part.kind == "scratch":
                     self.waste.stored(part, address, size, event)
-                if semantics in ("release", "acq_rel"):
+                if semantics in ("release", "acq_rel") and (changed or not conditional):
                     clocks.release(counter, program.rank, program.thread, scope)
                 if changed:
                     self._changed(address)
@@ -263,6 +271,13 @@ class Machine(Waits):
 
     def failed_assert(self, message: str) -> None:
         raise self._error(DeviceAssertError, f"{self._event('device_assert')} does not hold: {message}")
+
+    def failed_assumption(self) -> None:
+        raise self._error(
+            AssumptionError,
+            f"{self._event('assume')} is false. The compiler takes it for granted, so what it makes of the kernel may "
+            "do anything: correct the condition, or leave it out.",
+        )
 
     def _changed(self, address: int) -> None:
         self._pokes = 0

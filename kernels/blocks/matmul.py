@@ -2,6 +2,17 @@
 
 import triton
 import triton.language as tl
+from triton.language.core import builtin
+
+
+@builtin
+def _precision(wanted, _semantic=None):
+    """The precision of products of f32 that is wanted, or "ieee" where the GPU has no such products, as a constant.
+
+    GPUs of AMD have no "tf32x3", and from gfx950 on no "tf32".
+    """
+    wanted = tl.core._unwrap_if_constexpr(wanted)
+    return tl.constexpr(wanted if wanted in _semantic.builder.options.allowed_dot_input_precisions else "ieee")
 
 
 @triton.jit
@@ -30,6 +41,7 @@ def multiply(
     """lhs[:rows] @ rhs[:, column : column + BLOCK_N] with f32 accumulation: f32 [BLOCK_M, BLOCK_N]."""
     if accumulator is None:
         accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    precision: tl.constexpr = _precision(PRECISION)
     stride: tl.constexpr = STRIDE if STRIDE > 0 else K if RHS_TRANSPOSED else N
     COLUMNS: tl.constexpr = BLOCK_N if other_ptr is None else BLOCK_N // 2
     m = rows_to_read(rows, M, BLOCK_M)
@@ -58,7 +70,7 @@ def multiply(
             rhs = tl.load(rhs_ptrs)
         else:
             rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
-        accumulator = tl.dot(lhs, rhs, accumulator, input_precision=PRECISION)
+        accumulator = tl.dot(lhs, rhs, accumulator, input_precision=precision)
         lhs_ptrs += BLOCK_K
         rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * stride
         if source is not None:

@@ -16,6 +16,7 @@ import pytest
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.blocks import matmul
 from jaxtaxfree.ops.shapes import MatmulShape
+from tests.helpers import amd
 from tests.helpers.compiling import once
 from tests.helpers.support import KERNELS, Compiled, Kernel, compile_for_amd, compile_for_cuda, transposed_kernels
 
@@ -344,27 +345,16 @@ def test_precision_of_f32(kernel: Kernel) -> None:
 
 
 @each_kernel
-def test_gfx942(kernel: Kernel) -> None:
-    code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True)).asm["amdgcn"]
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(kernel: Kernel, architecture: str) -> None:
+    code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True), architecture).asm["amdgcn"]
     assert "mfma" in code
     assert re.findall(r"\.(?:sgpr|vgpr)_spill_count:\s*(\d+)", code) == ["0", "0"]
-    assert amd_publishes_out_of_order(code) == []
-    fenced = code.replace("buffer_wbl2 sc0 sc1", "")
-    assert fenced != code
-    assert amd_publishes_out_of_order(fenced) != []
-
-
-def amd_publishes_out_of_order(code: str) -> list[str]:
-    """A signal is an atomic addition of system scope (sc1) right behind a write-back of the caches."""
-    lines = [line.split(";")[0].strip() for line in code.splitlines()]
-    lines = [line for line in lines if re.match(r"global_|buffer_wbl2|s_barrier", line)]
-    # Returning atomics (sc0) are polls, and the flag that stays on this GPU.
-    publishes = [i for i, line in enumerate(lines) if line.startswith("global_atomic_add ") and " sc0" not in line]
-    wrong = [] if publishes else ["nothing is published"]
-    for i in publishes:
-        if "sc1" not in lines[i] or lines[i - 1] != "buffer_wbl2 sc0 sc1" or lines[i - 2] != "s_barrier":
-            wrong.append(" / ".join(lines[i - 2 : i + 1]))
-    return wrong
+    assert amd.publishes_out_of_order(code) == []
+    assert amd.polls_that_do_not_acquire(code) == []
+    assert amd.polling_loops(code) >= kernel.waits
+    assert amd.store_widths(code)["dwordx4"] > 0
+    assert amd.leaves_and_traps(code)
 
 
 def tampered(ptx: str, pattern: str, replacement: str) -> list[Statement]:

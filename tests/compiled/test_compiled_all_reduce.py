@@ -22,6 +22,7 @@ from tests.compiled.test_compiled import (
     spilled_bytes,
 )
 from tests.compiled.test_compiled_attention import is_message, polling_loops, widths
+from tests.helpers import amd
 from tests.helpers.support import Compiled, by_shape, compile_call, compile_for_amd, mesh_of, product_call, sharded
 
 K, N = 28672, 8192
@@ -130,8 +131,10 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
 @pytest.mark.parametrize(
     "name", ("rows-128", *(pytest.param(name, marks=pytest.mark.soak) for name in ("rows-1", "rows-256")))
 )
-def test_gfx942(name: str) -> None:
-    code = compile_for_amd(compiled(name, amd=True)).asm["amdgcn"]
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(name: str, architecture: str) -> None:
+    code = compile_for_amd(compiled(name, amd=True), architecture).asm["amdgcn"]
+    assert amd.leaves_and_traps(code)
     assert "mfma" in code
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]  # scalars find a place in vector registers
     # System scope.

@@ -24,6 +24,7 @@ from tests.compiled.test_compiled import (
     ptxas_report,
     spilled_bytes,
 )
+from tests.helpers import amd
 from tests.helpers.attention_cases import Case
 from tests.helpers.attention_parity import operands
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
@@ -172,8 +173,10 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_gfx942(name: str) -> None:
-    code = compile_for_amd(compiled(name)).asm["amdgcn"]
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(name: str, architecture: str) -> None:
+    code = compile_for_amd(compiled(name), architecture).asm["amdgcn"]
+    assert amd.leaves_and_traps(code)
     assert "mfma" in code
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]  # scalars find a place in vector registers
     # System scope.

@@ -23,6 +23,7 @@ from tests.compiled.test_compiled import (
     waits_that_do_not_wait,
 )
 from tests.compiled.test_compiled_attention import polling_loops, widths
+from tests.helpers import amd
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
 
 NAMES = ("psum", "all_gather", "psum_scatter", "all_to_all")
@@ -156,9 +157,15 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
 
 
 @two_names
-def test_gfx942(name: str) -> None:
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(name: str, architecture: str) -> None:
     for size in ("16 KB", "4 MB of int8"):
-        code = compile_for_amd(compiled(name, *(SMALL | LARGE)[size])).asm["amdgcn"]
+        code = compile_for_amd(compiled(name, *(SMALL | LARGE)[size]), architecture).asm["amdgcn"]
+        assert amd.leaves_and_traps(code)
+        if size == "4 MB of int8":  # by signals
+            assert amd.publishes_out_of_order(code) + amd.polls_that_do_not_acquire(code) == []
+            assert amd.polling_loops(code) > 0
+            assert amd.store_widths(code)["dwordx4"] > 0
         assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
         assert "sc0 sc1" in code  # system scope
 

@@ -14,6 +14,7 @@ from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatt
 from jaxtaxfree.kernels.blocks import matmul as matmul_kernels
 from jaxtaxfree.ops.shapes import MatmulShape
 from tests.compiled import test_compiled as compiled_code
+from tests.helpers import amd
 from tests.helpers.support import KERNELS, Kernel, compile_for_amd, compile_for_cuda
 from tests.operations.test_epilogue import ELEMENTWISE, PAIRS, name_of, names_of
 
@@ -100,11 +101,12 @@ def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
 
 
 @soak_unless(_is_full, RESIDUALS)
-def test_gfx942(kernel: Kernel) -> None:
-    code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True)).asm["amdgcn"]
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(kernel: Kernel, architecture: str) -> None:
+    code = compile_for_amd(compile_for_cuda(kernel, kernel.aligned, amd=True), architecture).asm["amdgcn"]
     assert "mfma" in code
     assert re.findall(r"\.(?:sgpr|vgpr)_spill_count:\s*(\d+)", code) == ["0", "0"]
-    assert compiled_code.amd_publishes_out_of_order(code) == []
+    assert amd.publishes_out_of_order(code) == []
 
 
 def default_cases() -> Iterator[Any]:

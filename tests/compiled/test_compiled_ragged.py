@@ -21,6 +21,7 @@ from tests.compiled.test_compiled import (
     spilled_bytes,
     waits_that_do_not_wait,
 )
+from tests.helpers import amd
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
 
 
@@ -87,8 +88,11 @@ def test_other_nvidia_gpus(capability: int) -> None:
     assert waits_that_do_not_wait(program, 1) + publishes_out_of_order(program) + narrow_moves(program) == []
 
 
-def test_gfx942() -> None:
-    code = compile_for_amd(compiled()).asm["amdgcn"]
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_amd(architecture: str) -> None:
+    code = compile_for_amd(compiled(), architecture).asm["amdgcn"]
+    assert amd.publishes_out_of_order(code) + amd.polls_that_do_not_acquire(code) == []
+    assert amd.leaves_and_traps(code) and amd.polling_loops(code) > 0
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
     assert "sc0 sc1" in code  # system scope
 

@@ -1,5 +1,6 @@
 """The device API compiles for every target, on a heap of base and stride and on a table of bases."""
 
+import functools
 import re
 
 import jax
@@ -13,8 +14,9 @@ from triton.compiler import ASTSource
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.simulator import interpreter
+from tests.helpers import amd
 
-TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64)]
+TARGETS = [("cuda", 80, 32), ("cuda", 90, 32), ("cuda", 100, 32), ("hip", "gfx942", 64), ("hip", "gfx950", 64)]
 # The type of `origin` in the tuple `team`: granules of the built-in heap, or a table as Iris has it.
 HEAPS = {"base and stride": "i32", "table": "*i64"}
 
@@ -50,6 +52,7 @@ def messages(x_ptr, team, box, out_ptr, SIZE: tl.constexpr):
     shmem.finish(me)
 
 
+@functools.cache
 def compile_messages(heap: str, target: tuple) -> dict[str, str]:
     signature = {
         "x_ptr": "*fp32",
@@ -63,6 +66,7 @@ def compile_messages(heap: str, target: tuple) -> dict[str, str]:
     return triton.compile(source, target=GPUTarget(*target), options={"enable_fp_fusion": True}).asm
 
 
+@functools.cache
 def compile_everything(heap: str, target: tuple) -> dict[str, str]:
     signature = {
         "x_ptr": "*bf16",
@@ -114,11 +118,44 @@ def test_messages_are_16_bytes_wide_and_need_no_fence(heap):
     assert not re.search(r"\b(ld\.acquire|red|fence|membar)\b", ptx)
 
 
-def test_on_amd_waits_and_signals_are_of_system_scope():
-    """There a release at system scope writes the cache back (sc0 sc1), and an acquire makes it invalid."""
-    asm = compile_everything("table", ("hip", "gfx942", 64))["amdgcn"]
-    assert "buffer_wbl2 sc0 sc1" in asm
-    assert "buffer_inv sc0 sc1" in asm
+@pytest.mark.parametrize("heap", HEAPS)
+@pytest.mark.parametrize("architecture", amd.ARCHITECTURES)
+def test_on_amd_signals_release_and_waits_acquire(architecture, heap):
+    """At system scope: signals behind what all waves have stored, in loops what a wait polls."""
+    code = compile_everything(heap, ("hip", architecture, 64))["amdgcn"]
+    assert amd.publishes_out_of_order(code) == []
+    assert amd.polls_that_do_not_acquire(code) == []
+    assert amd.polling_loops(code) >= 2  # LLVM makes several of `wait_all`'s
+    widths = amd.store_widths(code)
+    # Two of put and two of store for each of the two copies that LLVM makes, and what the kernel stores for itself and
+    # in reports; an epoch has 8 bytes, the states of two reports 4.
+    assert widths == {"dwordx4": 12, "dword": 2, "dwordx2": 1}
+
+
+@pytest.mark.parametrize("architecture", amd.ARCHITECTURES)
+def test_on_amd_a_launch_that_only_loads_leaves_at_once(architecture):
+    for compiled in (compile_everything, compile_messages):
+        code = compiled("base and stride", ("hip", architecture, 64))["amdgcn"]
+        assert amd.leaves_and_traps(code)
+        verify = "s_cbranch_scc1 1\ns_trap 2\n"
+        assert verify in code  # unless the region is the launch's
+
+
+def test_on_amd_faults_are_found():
+    code = compile_everything("base and stride", ("hip", "gfx942", 64))["amdgcn"]
+    for pattern, replacement, what in (
+        (r"buffer_wbl2 sc0 sc1", "buffer_wbl2 sc0", "no release"),
+        (r"buffer_wbl2 sc0 sc1", "", "no release"),
+        (r"s_waitcnt vmcnt\(0\)\nv_mov", "v_mov", "stores may be on their way"),
+        (r"s_barrier", "s_nop 0", "no barrier"),
+        (r"(global_atomic_add v\S+ v\d+, \S+) sc1", r"\1", "nothing is published"),
+    ):
+        tampered, count = re.subn(pattern, replacement, code)
+        assert count
+        assert any(what in line for line in amd.publishes_out_of_order(tampered)), what
+    for pattern in (r"buffer_inv sc0 sc1", r"(?<=sc0) sc1"):
+        assert amd.polls_that_do_not_acquire(re.sub(pattern, "", code))
+    assert not amd.leaves_and_traps(code.replace("s_endpgm\ns_trap 2", "s_nop 0\ns_trap 2"))
 
 
 @triton.jit
