@@ -2,7 +2,7 @@
 
 from jaxtaxfree.iris.arguments import BASES, CONTEXT, RANK, WORLD, Number, Out, symmetric
 from jaxtaxfree.iris.call import Workspace, iris_call, workspace
-from jaxtaxfree.iris.loading import as_iris, kernels_of
+from jaxtaxfree.iris.loading import as_iris, home_of_iris, kernels_of
 from jaxtaxfree.iris.reading import acquiring
 from jaxtaxfree.kernels.iris import (
     AllReduceConfig,
@@ -56,6 +56,7 @@ __all__ = [
     "atomic_xor",
     "copy",
     "get",
+    "home_of_iris",
     "iris_call",
     "kernels_of",
     "load",
