@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import iris_kernels, operations, run
-from benchmarks.attention import DecodeAttention
 from benchmarks.attention import REFERENCE as ATTENTION
+from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import Psum
 from benchmarks.columns import GATHER_REFERENCE, AllGatherMatmulColumns
 from benchmarks.operation import AXIS, Config, Implementation

@@ -47,12 +47,16 @@ def packaged(module: str, name: str, own: bool = True) -> Any:
     return getattr(iris.kernels_of(f"iris.{module}", own=own, home=home()), name)
 
 
-def strides(prefix: str, names: str, shape: tuple[int, ...]) -> dict[str, int]:
+def strides(prefix: str, names: str, shape: tuple[int, ...]) -> dict[str, Any]:
     """The strides of a contiguous array as parameters "<prefix><name>"."""
     return {f"{prefix}{name}": math.prod(shape[i + 1 :]) for i, name in enumerate(names.split())}
 
 
-def blocks_of(m: int, n: int, k: int) -> dict[str, int]:
+def _launched(how: dict[str, Any]) -> dict[str, Any]:
+    return {"num_warps": 8, "num_stages": 3, **how}
+
+
+def blocks_of(m: int, n: int, k: int) -> dict[str, Any]:
     return {"BLOCK_SIZE_M": m, "BLOCK_SIZE_N": n, "BLOCK_SIZE_K": k}
 
 
@@ -73,7 +77,7 @@ def gather_matmul_pull(
         example("14_all_gather_gemm/all_gather_gemm_pull.py", "persistent_ag_gemm", own),
         axis_name=axis_name,
         grid=programs,
-        **{"num_warps": 8, "num_stages": 3, **how},
+        **_launched(how),
         A=iris.symmetric(x),
         B=y,
         C=iris.Out((m, n), x.dtype),
@@ -121,7 +125,7 @@ def gather_matmul_push(
         inbox=iris.symmetric(inbox, x.dtype),
         flags=iris.symmetric(flags, FLAG, fill=0),
     )
-    common = {
+    common: dict[str, Any] = {
         **strides("stride_ai_", "rank m k", inbox),
         **strides("stride_sf_", "d s m k", flags),
         "cur_rank": iris.RANK,
@@ -134,7 +138,7 @@ def gather_matmul_push(
         push,
         workspace=ws,
         grid=tiles,
-        **{**how, "num_stages": 1},
+        **_launched({**how, "num_stages": 1}),
         A_local=x,
         K_local=local,
         **strides("stride_al_", "m k", x.shape),
@@ -147,7 +151,7 @@ def gather_matmul_push(
         multiply,
         workspace=ws,
         grid=programs,
-        **{"num_warps": 8, "num_stages": 3, **how},
+        **_launched(how),
         B=y,
         C=iris.Out((m, n), x.dtype),
         N=n,
@@ -191,7 +195,7 @@ def gather_matmul_hbm(
         packaged("ops.all_gather_matmul_hbm_buffer", "_hbm_buffer_all_gather_matmul_kernel", own),
         axis_name=axis_name,
         grid=stages * (fetchers + tiles),
-        **{"num_warps": 8, "num_stages": 3, **how},
+        **_launched(how),
         A_sharded=iris.symmetric(x),
         B=y,
         C=iris.Out((m, n), x.dtype),

@@ -136,7 +136,7 @@ def shmem_call(
     params = constants_of(kernel, params, world, bundles, [*scratch, *signals, *messages])
     out_leaves, out_tree = jax.tree.flatten(out_type)
     buffers = {"scratch": scratch, "signals": signals, "messages": messages, "descriptors": descriptors}
-    launch = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
+    launch: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     check_call(kernel, name, bundled(arrays, bundles), out_leaves, grid, params, **buffers, **launch)
     for parameter in kernel.params:
@@ -155,7 +155,9 @@ def shmem_call(
         cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
         params=params,
         simulate=implementation == "simulate",
-        **{key: int(value) for key, value in launch.items()},
+        num_warps=int(num_warps),
+        num_stages=int(num_stages),
+        together=int(together),
     )
     return jax.tree.unflatten(out_tree, outs)
 
@@ -247,7 +249,7 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
 
     if params.pop("shared") is not None:
         raise NotImplementedError(
-            f"{params['name']} is one of several launches that share a workspace, and implementation=\"simulate\" runs "
+            f'{params["name"]} is one of several launches that share a workspace, and implementation="simulate" runs '
             "single launches: jaxtaxfree.simulator.run_iris simulates a sequence of them."
         )
     identity = _digest(params)

@@ -63,9 +63,7 @@ def load(
 
 
 @triton.jit
-def store(
-    pointer, value, from_rank, to_rank, heap_bases, mask=None, hint: tl.constexpr = None, cache_modifier=None
-):
+def store(pointer, value, from_rank, to_rank, heap_bases, mask=None, hint: tl.constexpr = None, cache_modifier=None):
     """Stores to where `to_rank` keeps `pointer`, an address of `from_rank`, which is this rank."""
     at = _translate(pointer, from_rank, to_rank, heap_bases, hint)
     tl.store(at, value, mask=mask, cache_modifier=_modifier(cache_modifier, False))
@@ -85,7 +83,7 @@ def copy(
     store_cache_modifier=None,
     hint: tl.constexpr = None,
 ):
-    """Copies from where `from_rank` keeps `src_ptr` to where `to_rank` keeps `dst_ptr`, both addresses of `cur_rank`."""
+    """Copies from where `from_rank` keeps `src_ptr` to where `to_rank` keeps `dst_ptr`: addresses of `cur_rank`."""
     value = load(src_ptr, cur_rank, from_rank, heap_bases, mask, other, load_cache_modifier, False, hint)
     store(dst_ptr, value, cur_rank, to_rank, heap_bases, mask, hint, store_cache_modifier)
 
@@ -103,7 +101,7 @@ def get(
     store_cache_modifier=None,
     hint: tl.constexpr = None,
 ):
-    """Copies what `to_rank` keeps at `from_ptr`, an address of `from_rank`, which is this rank, to this rank's `to_ptr`.
+    """Copies to this rank's `to_ptr` what `to_rank` keeps at `from_ptr`, an address of `from_rank`, which is this rank.
 
     So Iris's code has it, and its tests; its documentation has the ranks the other way round.
     """
@@ -213,9 +211,7 @@ def atomic_and(
 
 
 @triton.jit
-def atomic_or(
-    pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None, hint: tl.constexpr = None
-):
+def atomic_or(pointer, val, from_rank, to_rank, heap_bases, mask=None, sem=None, scope=None, hint: tl.constexpr = None):
     at = _translate(pointer, from_rank, to_rank, heap_bases, hint)
     return tl.atomic_or(at, val, mask=mask, sem=sem, scope=_or(scope, "sys"))
 

@@ -99,9 +99,7 @@ def _of_triton(_semantic=None):
 
 
 @triton.jit
-def start(
-    team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD: tl.constexpr = None, joined=None
-):
+def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD: tl.constexpr = None, joined=None):
     """Opens a call. The first statement of every kernel.
 
     Args:

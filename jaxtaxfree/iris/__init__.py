@@ -1,4 +1,4 @@
-"""Iris's kernels and words in JAX: `iris_call`, and what a kernel file finds that says `from jaxtaxfree import iris`."""
+"""Iris's kernels in JAX: `iris_call`, and the words that a kernel finds which says `from jaxtaxfree import iris`."""
 
 from jaxtaxfree.iris.arguments import BASES, CONTEXT, RANK, WORLD, Number, Out, symmetric
 from jaxtaxfree.iris.call import Workspace, iris_call, workspace

@@ -119,9 +119,7 @@ class Symmetric:
         return 0 if self.fill is None and self.source is None else self.size * self.dtype.itemsize
 
 
-def symmetric(
-    like: Any, dtype: Any = None, *, fill: float | None = None, result: bool = False
-) -> Symmetric:
+def symmetric(like: Any, dtype: Any = None, *, fill: float | None = None, result: bool = False) -> Symmetric:
     """A buffer on the symmetric heap, which peers reach by the table of bases.
 
     Args:
@@ -163,7 +161,11 @@ class Buffer:
     dtype: Any
 
 
-_TRITON_NAMES = {"bool": "int1", "float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5", "float8_e4m3b11fnuz": "float8e4b15"}
+_TRITON_NAMES = {
+    "bool": "int1",
+    "float8_e4m3fn": "float8e4nv",
+    "float8_e5m2": "float8e5",
+}
 
 
 def triton_dtype(dtype: Any) -> str:
@@ -228,11 +230,11 @@ def _kind(key: str, value: Any, constant: bool, buffers: Iterable[Buffer] | None
             why = f"{key!r} is a constant, and is given {kind.__name__}" if constant else None
             if kind is Symmetric and buffers is not None:
                 why = f"{key!r} is given a buffer of its own: let the workspace have it"
-            if kind is Buffer and value not in (buffers or ()):
+            if isinstance(value, Buffer) and value not in (buffers or ()):
                 why = f"{key!r} is given a buffer of a workspace that is not the call's"
             return name, why
-    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
-        if np.ndim(value) == 0:
+    if isinstance(value, jax.Array | np.ndarray):
+        if value.ndim == 0:
             return "operands", (
                 f"{key!r} is given an array without dimensions: give a number of Python, or an array [1] that the "
                 "kernel loads"

@@ -15,7 +15,7 @@ from jax import lax
 from jaxtaxfree import heap, language, shmem
 from jaxtaxfree.call import check_call, check_kernel, sizes_of
 from jaxtaxfree.iris import reading, wrapper
-from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort, symmetric
+from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort
 from jaxtaxfree.teams import check_axes
 
 _FILLERS = 64  # programs of a kernel's own grid that fill its buffers: so many have to run at once
@@ -99,7 +99,7 @@ def iris_call(
     if axis_name is None:
         raise TypeError(f"{name} takes axis_name, or a workspace.")
     if not found.outs and not any(each.result for each in found.symmetric.values()):
-        raise TypeError(f"The Iris kernel {name} has no result: give a parameter as Out(...) or symmetric(result=True).")
+        raise TypeError(f"The Iris kernel {name} has no result: give it an Out(...) or a symmetric(..., result=True).")
     axes = check_axes(axis_name, name, alone=True)
     if any(each.result for each in found.symmetric.values()):
         return _with_results(kernel, found, axes, grid, name, constant_rank, how, implementation)
@@ -113,7 +113,7 @@ def _alone(
     grid: Any,
     name: str,
     constant_rank: bool,
-    how: Mapping[str, int],
+    how: Mapping[str, Any],
     implementation: str | None,
 ) -> Any:
     world, sizes = lax.axis_size(axes), _checked(name, grid)
@@ -132,10 +132,15 @@ def _alone(
         signals={"iris_opened": (world,)},
         name=name,
         implementation=implementation,
-        **{**how, "together": max(how["together"], parts)},
+        **_with_together(how, parts),
         **{wrapper.own(key): value for key, value in found.constants.items()},
     )
     return outs[0] if len(outs) == 1 else outs
+
+
+def _with_together(how: Mapping[str, Any], least: int) -> dict[str, Any]:
+    """For a launch in which at least so many programs wait for each other."""
+    return {**how, "together": max(how["together"], least)}
 
 
 def _with_results(
@@ -145,7 +150,7 @@ def _with_results(
     grid: Any,
     name: str,
     constant_rank: bool,
-    how: Mapping[str, int],
+    how: Mapping[str, Any],
     implementation: str | None,
 ) -> Any:
     """A call some of whose symmetric buffers are results: a workspace for it alone."""
@@ -211,7 +216,7 @@ class Workspace:
         grid: tuple[int, ...],
         name: str,
         params: Mapping[str, Any],
-        how: Mapping[str, int],
+        how: Mapping[str, Any],
     ) -> list[jax.Array]:
         """A launch; its first result is the token."""
         how = {"num_warps": 4, "num_stages": 3, "together": 1, **how}
@@ -219,7 +224,7 @@ class Workspace:
         names = (*self.layout.scratch, *self.layout.signals)
         outs = [jax.ShapeDtypeStruct((1,), np.dtype(np.int32)), *outs]
         arrays = [jnp.asarray(operand) for operand in operands]
-        shared = {key: of for key, of in names}
+        shared = dict(names)
         check_call(
             kernel, name, arrays, outs, grid, params, scratch={}, messages={}, descriptors={}, signals=shared, **how
         )
@@ -284,7 +289,9 @@ def workspace(
         if not isinstance(of, Symmetric):
             raise TypeError(f"The workspace {name!r} takes buffers as symmetric(...), not {key}={of!r}.")
         if key in reserved or key.startswith("_"):
-            raise TypeError(f"A buffer of a workspace cannot be named {key!r}: the workspace has an attribute like that.")
+            raise TypeError(
+                f"A buffer of a workspace cannot be named {key!r}: the workspace has an attribute like that."
+            )
     axes = check_axes(axis_name, name, alone=True)
     world = lax.axis_size(axes)
     parts = wrapper.parts_of(buffers.values(), _OPENERS)
@@ -307,7 +314,7 @@ def _join(
     grid: Any,
     name: str,
     constant_rank: bool,
-    how: Mapping[str, int],
+    how: Mapping[str, Any],
 ) -> Any:
     """A launch of a workspace."""
     token, *outs = ws._launch(

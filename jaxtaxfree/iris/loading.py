@@ -17,9 +17,10 @@ from jaxtaxfree.kernels import iris as device
 
 _lock = threading.RLock()
 _WORDS = (
-    "load store copy get put quiet atomic_add atomic_sub atomic_cas atomic_xchg atomic_xor atomic_or atomic_and "
-    "atomic_min atomic_max Context DeviceContext Tile TileView TensorView AllReduceConfig make_tensor_view"
-).split()
+    *("load", "store", "copy", "get", "put", "quiet"),
+    *(f"atomic_{name}" for name in ("add", "sub", "cas", "xchg", "xor", "or", "and", "min", "max")),
+    *("Context", "DeviceContext", "Tile", "TileView", "TensorView", "AllReduceConfig", "make_tensor_view"),
+)
 _WITHOUT = ("torch", "tritonblas")  # what kernel files import for their host half
 
 
@@ -116,7 +117,7 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
         if own:
             vars(iris).update({name: getattr(device, name) for name in _WORDS})
             given |= {f"iris.mem.triton.{name}": device for name in ("ops", "context", "types")}
-            given |= {name: device for name in ("iris.mem.triton", "iris.mem.utils", "iris.device.utils")}
+            given |= dict.fromkeys(("iris.mem.triton", "iris.mem.utils", "iris.device.utils"), device)
             if place is None:
                 given |= {name: types.ModuleType(name) for name in ("iris.device", "iris.mem", "iris.host")}
         before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_of_iris(name)}
@@ -126,7 +127,9 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
             iris.__path__ = [str(place)] if place else []
             sys.modules["iris"] = iris
             if not own:
-                for module in map(importlib.import_module, (f"iris.mem.triton.{x}" for x in ("context", "types", "ops"))):
+                for module in map(
+                    importlib.import_module, (f"iris.mem.triton.{x}" for x in ("context", "types", "ops"))
+                ):
                     vars(iris).update({name: getattr(module, name) for name in _WORDS if hasattr(module, name)})
             yield iris
         finally:
@@ -138,7 +141,7 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
 
 def _artifacts() -> types.ModuleType:
     module = types.ModuleType("iris.host.tracing.kernel_artifacts")
-    module.iris_launch = None
+    vars(module)["iris_launch"] = None
     return module
 
 
@@ -150,7 +153,7 @@ def kernels_of(what: str | os.PathLike, *, own: bool = True, home: str | os.Path
     """A file with Iris kernels, read under `as_iris`: a namespace whose attributes are what the file defines.
 
     Args:
-      what: the path of a Python file, or the name of a module of the installed Iris such as "iris.ccl.triton.all_gather".
+      what: the path of a Python file, or a module of the installed Iris such as "iris.ccl.triton.all_gather".
       own, home: as in `as_iris`.
     """
     with as_iris(own=own, home=home):

@@ -92,7 +92,11 @@ def wants_constant_rank(kernel: JITFunction, special: Sequence[str]) -> bool:
 
 
 def _has_constant_rank(of: Any) -> bool:
-    return getattr(of, "__triton_aggregate__", False) is True and inspect.get_annotations(of).get("rank") is tl.constexpr
+    return _is_aggregate(of) and inspect.get_annotations(of).get("rank") is tl.constexpr
+
+
+def _is_aggregate(of: Any) -> bool:
+    return isinstance(of, type) and getattr(of, "__triton_aggregate__", False) is True
 
 
 def reachable(kernel: JITFunction) -> list[JITFunction]:
@@ -114,10 +118,8 @@ def _called(function: JITFunction) -> Iterator[JITFunction]:
             value = _value(function, node)
             if isinstance(value, JITFunction):
                 yield value
-            elif getattr(value, "__triton_aggregate__", False) is True:
-                yield from (
-                    member for name in methods if isinstance(member := getattr(value, name, None), JITFunction)
-                )
+            elif _is_aggregate(value):
+                yield from (member for name in methods if isinstance(member := getattr(value, name, None), JITFunction))
 
 
 @functools.cache
@@ -141,7 +143,7 @@ def _value(function: JITFunction, node: ast.AST) -> Any:
 
 
 def _place(function: JITFunction, node: Any) -> str:
-    return f"{function.file_name}:{function.def_file_line_number + node.lineno - _offset(function)} "[:-1]
+    return f"{function.file_name}:{function.def_file_line_number + node.lineno - _offset(function)}"
 
 
 def _offset(function: JITFunction) -> int:

@@ -149,7 +149,7 @@ def _running(
     values |= {name: each.text for name, each in given.special.items()}
     values |= {name: pointers[each.name] for name, each in given.buffers.items()}
     call = f"kernel_({', '.join(f'{name}={values[name]}' for name in kernel.arg_names if name in values)})"
-    run = [f"iris_rank = iris_me.rank", call]
+    run = ["iris_rank = iris_me.rank", call]
     if constant_rank:
         run = ["for iris_rank in tl.static_range(WORLD):", "    if iris_me.rank == iris_rank:", f"        {call}"]
     spoil = [
