@@ -118,8 +118,9 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
             vars(iris).update({name: getattr(device, name) for name in _WORDS})
             given |= {f"iris.mem.triton.{name}": device for name in ("ops", "context", "types")}
             given |= dict.fromkeys(("iris.mem.triton", "iris.mem.utils", "iris.device.utils"), device)
-            if place is None:
-                given |= {name: types.ModuleType(name) for name in ("iris.device", "iris.mem", "iris.host")}
+            for part in ("device", "mem", "host"):
+                if place is None or not (place / part).is_dir():
+                    given[f"iris.{part}"] = types.ModuleType(f"iris.{part}")
         before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_of_iris(name)}
         finder = _Finder(place, given, missing)
         sys.meta_path.insert(0, finder)

@@ -5,6 +5,7 @@ waits for one: the kernel goes on before its data is there. AMD's and NVIDIA's c
 """
 
 import ast
+import copy
 import functools
 import inspect
 import textwrap
@@ -51,7 +52,7 @@ def acquiring(kernel: JITFunction) -> JITFunction:
     Raises:
       ValueError: if no wait has to change.
     """
-    tree = _tree(kernel)
+    tree = copy.deepcopy(_tree(kernel))
     loads = [load for node in ast.walk(tree) if isinstance(node, ast.While) and (load := _awaited(kernel, node))]
     if not loads:
         raise ValueError(f"{kernel.fn.__name__} has no wait for a plain tl.load.")

@@ -14,7 +14,13 @@ from jaxtaxfree.iris.arguments import Arguments, Buffer, Out, Symmetric, triton_
 from jaxtaxfree.kernels import iris_launch, shmem
 
 BYTES_A_PROGRAM = 1 << 15  # that it is worth another program to fill
-_TAKEN = ("team", "WORLD")  # the names that `shmem_call` gives
+# What a kernel around another one, or what launches it, takes by these names.
+_TAKEN = (
+    *("team", "WORLD", "kernel", "axis_name", "out_type", "out_shape", "grid", "scratch", "signals", "messages"),
+    *("descriptors", "name", "num_warps", "num_stages", "num_ctas", "together", "cost_estimate", "implementation"),
+    *("compute_capability", "backend_options", "enable_fp_fusion", "has_side_effect", "debug", "serialized_metadata"),
+    *("input_output_aliases", "zeroed_outputs"),
+)
 
 
 def own(name: str) -> str:
