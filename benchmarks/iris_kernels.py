@@ -376,6 +376,105 @@ def ring_all_reduce(
     )
 
 
+def _multiplying(x: jax.Array, y: jax.Array, blocks: tuple[int, int, int], programs: int) -> dict[str, Any]:
+    """Parameters that Iris's persistent products have in common, of x [M, K] and y [K, N]."""
+    return {
+        "A": x,
+        "B": y,
+        "bias_ptr": None,
+        "M": x.shape[0],
+        "N": y.shape[1],
+        "K": x.shape[1],
+        **strides("stride_a", "m k", x.shape),
+        **strides("stride_b", "k n", y.shape),
+        **strides("stride_c", "m n", (x.shape[0], y.shape[1])),
+        "stride_bias": 0,
+        **blocks_of(*blocks),
+        "GROUP_SIZE_M": 6,
+        "NUM_SMS": programs,
+        "NUM_XCDS": 1,
+        "BIAS": False,
+        "EVEN_K": x.shape[1] % blocks[2] == 0,
+        "heap_bases": iris.BASES,
+        "cur_rank": iris.RANK,
+        "world_size": iris.WORLD,
+    }
+
+
+def matmul_one_shot(
+    x: jax.Array,
+    y: jax.Array,
+    axis_name: str,
+    *,
+    blocks: tuple[int, int, int] = (128, 128, 64),
+    programs: int = 132,
+    own: bool = True,
+    **how: Any,
+) -> jax.Array:
+    """Example 09: the sum over ranks of x [M, K / world] times y [K / world, N], [M, N]."""
+    m, n = x.shape[0], y.shape[1]
+    tiles = triton.cdiv(m, blocks[0]) * triton.cdiv(n, blocks[1])
+    return jtf.iris_call(
+        example("09_gemm_one_shot_all_reduce/gemm_one_shot_all_reduce.py", "persistent_gemm_all_reduce", own),
+        axis_name=axis_name,
+        grid=programs,
+        **_launched(how),
+        **_multiplying(x, y, blocks, programs),
+        C=iris.symmetric((m, n), jnp.float32),
+        c_global=iris.Out((m, n), jnp.float32),
+        P=iris.symmetric((1,), jnp.float32),
+        locks=iris.symmetric((programs,), FLAG, fill=0),
+        tile_completed=iris.symmetric((tiles,), FLAG, fill=0),
+        **strides("stride_c", "m_global n_global", (m, n)),
+        STREAMK_TILES=0,
+    )
+
+
+def matmul_ring(
+    x: jax.Array,
+    y: jax.Array,
+    axis_name: str,
+    *,
+    blocks: tuple[int, int, int] = (128, 128, 64),
+    programs: int = 64,
+    own: bool = True,
+    **how: Any,
+) -> jax.Array:
+    """Example 15: the same as example 09, the products in one launch and a ring in the next one."""
+    m, n = x.shape[0], y.shape[1]
+    file = "15_gemm_all_reduce_ring_based/gemm_all_reduce_ring_based.py"
+    tiles = triton.cdiv(m, blocks[0]) * triton.cdiv(n, blocks[1])
+    ws = iris.workspace(
+        axis_name,
+        name="iris 15",
+        part=iris.symmetric((m, n), jnp.float32),
+        ring=iris.symmetric((m, n), jnp.float32),
+        total=iris.symmetric((m, n), jnp.float32),
+        locks=iris.symmetric((tiles,), FLAG, fill=0),
+        flags=iris.symmetric((tiles,), FLAG, fill=0),
+    )
+    common = _multiplying(x, y, blocks, programs)
+    multiply, add = (example(file, name, own) for name in ("persistent_gemm", "persistent_all_reduce"))
+    ws = jtf.iris_call(
+        multiply, workspace=ws, grid=programs, **_launched(how), **common, local_C=ws.part, locks=ws.locks
+    )
+    ws = jtf.iris_call(
+        add,
+        {key: value for key, value in common.items() if key in add.arg_names},
+        workspace=ws,
+        grid=programs,
+        together=programs,
+        C=ws.total,
+        local_C=ws.part,
+        ring_buffer=ws.ring,
+        locks=ws.locks,
+        flags=ws.flags,
+        **strides("stride_c", "m_global n_global", (m, n)),
+        COMM_SMS=programs,
+    )
+    return ws.read("total")[0]
+
+
 def message(x: jax.Array, axis_name: str, *, block: int = 128, own: bool = True) -> jax.Array:
     """Example 06: rank 1 gets twice x [N] of rank 0, by a producer and a consumer, one of which each rank runs."""
     file = "06_message_passing/message_passing_load_store.py"

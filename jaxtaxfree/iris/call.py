@@ -133,7 +133,7 @@ def _alone(
         name=name,
         implementation=implementation,
         **_with_together(how, parts),
-        **{wrapper.own(key): value for key, value in found.constants.items()},
+        **wrapper.constants(kernel, found),
     )
     return outs[0] if len(outs) == 1 else outs
 
@@ -323,7 +323,7 @@ def _join(
         [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in found.outs.values()],
         _checked(name, grid),
         name,
-        {wrapper.own(key): value for key, value in found.constants.items()},
+        wrapper.constants(kernel, found),
         how,
     )
     ws = dataclasses.replace(ws, token=token)

@@ -28,6 +28,29 @@ def own(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
+def constants(kernel: Any, given: Arguments) -> dict[str, Any]:
+    """The wrapper's parameters for numbers and other constants.
+
+    Triton compiles a kernel for integers that are multiples of 16, so that rows with such strides are loaded 16 bytes
+    at a time. JAX's launches do not tell it. So the wrapper itself multiplies these numbers by 16.
+    """
+    sixteens = _sixteens(kernel, given)
+    return {
+        f"{name}_by_16" if name in sixteens else own(name): value // 16 if name in sixteens else value
+        for name, value in given.constants.items()
+    }
+
+
+def _sixteens(kernel: Any, given: Arguments) -> set[str]:
+    """The numbers that are multiples of 16, but for constants of the kernel."""
+    constexpr = {each.name for each in kernel.params if each.is_constexpr}
+    return {
+        name
+        for name, value in given.constants.items()
+        if type(value) is int and name not in constexpr and value % 16 == 0 and abs(value) < 2**31
+    }
+
+
 def parts_of(buffers: Iterable[Symmetric], most: int) -> int:
     """How many programs fill these buffers."""
     return max(1, min(most, math.ceil(sum(each.bytes_before for each in buffers) / BYTES_A_PROGRAM)))
@@ -152,6 +175,7 @@ def _running(
 ) -> list[str]:
     """Calls the kernel if the condition holds, and spoils its results otherwise."""
     values = {name: own(name) for name in (*given.operands, *given.outs, *given.symmetric, *given.constants)}
+    values |= {name: f"{name}_by_16 * 16" for name in _sixteens(kernel, given)}
     values |= {name: each.text for name, each in given.special.items()}
     values |= {name: pointers[each.name] for name, each in given.buffers.items()}
     call = f"kernel_({', '.join(f'{name}={values[name]}' for name in kernel.arg_names if name in values)})"
@@ -166,10 +190,11 @@ def _running(
 
 
 def _define(kernel: Any, parameters: Sequence[str], given: Arguments, body: Iterable[str]) -> Any:
-    constexpr = {each.name for each in kernel.params if each.is_constexpr} if kernel else set()
-    constants = [f"{own(name)}: tl.constexpr" if name in constexpr else own(name) for name in given.constants]
+    constexpr = {own(each.name) for each in kernel.params if each.is_constexpr} if kernel else set()
+    passed = constants(kernel, given) if kernel else {}
+    numbers = [f"{name}: tl.constexpr" if name in constexpr else name for name in passed]
     name = kernel.fn.__name__ if kernel else "iris_workspace"
-    header = f"def {name}({', '.join([*parameters, *map(own, given.outs), *constants, 'WORLD: tl.constexpr'])}):"
+    header = f"def {name}({', '.join([*parameters, *map(own, given.outs), *numbers, 'WORLD: tl.constexpr'])}):"
     return defined(kernel, "\n".join([header, *(f"    {line}" for line in body)]) + "\n", name)
 
 

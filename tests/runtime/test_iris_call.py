@@ -133,7 +133,12 @@ def test_a_wrapper_without_one_of_its_parts_is_found(
         lines[at] = indent + (instead or "pass")
         return wrapper.compiled_from("\n".join(lines) + "\n", "<faulty>", name, {**space, "kernel_": kernel})
 
-    space = {"tl": iris_programs.tl, "triton": iris_programs.triton, "shmem": wrapper.shmem, "around": wrapper.iris_launch}
+    space = {
+        "tl": iris_programs.tl,
+        "triton": iris_programs.triton,
+        "shmem": wrapper.shmem,
+        "around": wrapper.iris_launch,
+    }
     monkeypatch.setattr(wrapper, "defined", faulty)
     simulator.reset()
     run = on_mesh(mesh, functools.partial(rotated, implementation="simulate"))
@@ -362,7 +367,9 @@ def test_loops_that_are_no_such_waits(mesh: Mesh, no_code: None) -> None:
     assert TRITON_CALL in lower_for_cuda(on_mesh(mesh, call), operand(mesh))
 
 
-@pytest.mark.parametrize("kernel", (iris_programs.deaf, iris_programs.deaf_in_steps), ids=lambda kernel: kernel.__name__)
+@pytest.mark.parametrize(
+    "kernel", (iris_programs.deaf, iris_programs.deaf_in_steps), ids=lambda kernel: kernel.__name__
+)
 def test_waits_made_to_last(mesh: Mesh, kernel: Any) -> None:
     """The wait goes on where the simulator, like a GPU, has stored a 1 later on."""
     lasting = iris.acquiring(kernel)
