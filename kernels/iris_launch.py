@@ -89,14 +89,14 @@ def close(me, closed, part, WORLD: tl.constexpr):
 
 @triton.jit
 def spoil(pointer, SIZE: tl.constexpr, part, PARTS: tl.constexpr):
-    """Fills part `part` of a result that is not computed: NaN, or the lowest whole number."""
+    """Fills part `part` of a result that is not computed: NaN, -1 in integers."""
     dtype: tl.constexpr = pointer.dtype.element_ty
     if dtype.is_floating():
         fill(pointer, SIZE, float("nan"), part, PARTS)
-    elif dtype.is_int_signed() and dtype.primitive_bitwidth > 1:
-        fill(pointer, SIZE, -(2 ** (dtype.primitive_bitwidth - 1)), part, PARTS)
+    elif dtype.is_int_unsigned():
+        fill(pointer, SIZE, 2**dtype.primitive_bitwidth - 1, part, PARTS)
     else:
-        fill(pointer, SIZE, 0, part, PARTS)
+        fill(pointer, SIZE, -1, part, PARTS)
 
 
 @triton.jit

@@ -56,7 +56,7 @@ def iris_call(
     rank r keeps what this rank keeps at p, for each symmetric buffer; all ranks' buffers are filled as `fill` says; and
     nothing that an earlier call has stored can still arrive in them. This takes one meeting of all ranks, for which
     every program waits. A rank that does not come to it within the heap's timeout is reported, the kernel does not run,
-    and results are NaN or the lowest whole number. Waits inside of the kernel have no bound.
+    and results are NaN, -1 in integers. Waits inside of the kernel have no bound.
 
     Args:
       kernel: the Iris kernel.
