@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax._src.core import trace_ctx
 
 from jaxtaxfree import heap, language, shmem
 from jaxtaxfree.call import check_call, check_kernel, sizes_of
@@ -230,7 +232,7 @@ class Workspace:
         )
         with language.as_triton_has_it():
             hash(kernel)
-        return shmem.bind(
+        results = shmem.bind(
             kernel,
             arrays,
             outs,
@@ -243,9 +245,28 @@ class Workspace:
             cost_estimate=None,
             params=params,
             simulate=self.implementation == "simulate",
-            shared=f"{self.name} [{_digest(self.layout, self.buffers)}]",
+            shared=self._memory,
             **{key: int(value) for key, value in how.items()},
         )
+        lax.neg(results[0])  # of which XLA makes nothing: JAX keeps what is used for as long as it traces the program
+        _last[self._memory] = weakref.ref(results[0])
+        return results
+
+    @property
+    def _memory(self) -> str:
+        """The name of its region, the same in every process."""
+        return f"{self.name} [{_digest(self.layout, self.buffers)}]"
+
+    def _before(self) -> jax.Array:
+        """The token of the workspace that had this memory before, where one program traces both; otherwise any."""
+        last = _last[self._memory]() if self._memory in _last else None
+        if last is None or getattr(last, "_trace", None) is not trace_ctx.trace:
+            return jnp.zeros((1,), jnp.int32)
+        return last
+
+
+# The token of the last launch, by the workspace's memory.
+_last: dict[str, Any] = {}
 
 
 jax.tree_util.register_dataclass(
@@ -268,9 +289,10 @@ def workspace(
     One launch fills this call's copy of the buffers and meets all ranks. What the kernels store stays until the next
     call but one. Give the workspace to each `iris_call`, and go on with the one that it returns: this orders them.
 
-    Workspaces of the same name and buffers share memory, like two calls of one kernel. So finish one, by its last
-    launch, before you open the next; a result that both need, or a loop, orders them. A program that XLA has
-    interleaved stops with an error of the GPU ("unspecified launch failure"): give the two workspaces different names.
+    Workspaces of the same name and buffers share memory, like two calls of one kernel. So launch the last kernel of one
+    before you open the next. Where a function opens both, or the second needs a result of the first, or a loop goes
+    round, they follow each other. Two functions with a `jax.jit` of their own that need nothing of each other XLA may
+    interleave; the GPU then stops with an error ("unspecified launch failure"). Give their workspaces different names.
 
     Args:
       axis_name: the mesh axis, or axes, along which the ranks work together.
@@ -300,10 +322,10 @@ def workspace(
     signals = {"iris_opened": (world,), "iris_closed": (world,)}
     layout = heap.Layout.of((parts,), scratch, signals, {})
     held = tuple(Buffer(key, of.shape, of.dtype) for key, of in buffers.items())
-    placeholder = jnp.zeros((1,), jnp.int32)
-    ws = Workspace(placeholder, axes, name, held, layout, implementation)
+    ws = Workspace(jnp.zeros((1,), jnp.int32), axes, name, held, layout, implementation)
     sources = [of.source for of in buffers.values() if of.source is not None]
-    (token,) = ws._launch(wrapper.opening(buffers, parts), sources, [], (parts,), f"{name} open", {}, {})
+    kernel = wrapper.opening(buffers, parts)
+    (token,) = ws._launch(kernel, [*sources, ws._before()], [], (parts,), f"{name} open", {}, {})
     return dataclasses.replace(ws, token=token)
 
 

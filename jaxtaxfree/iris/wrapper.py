@@ -82,11 +82,12 @@ def alone(kernel: Any, given: Arguments, parts: int, constant_rank: bool) -> Any
 def opening(buffers: Mapping[str, Symmetric], parts: int) -> Any:
     """A kernel that opens a call of a workspace.
 
-    Its parameters: sources (name_source), team, iris_table, the buffers (name_symmetric), iris_opened, iris_closed,
-    iris_token.
+    Its parameters: sources (name_source), iris_before, team, iris_table, the buffers (name_symmetric), iris_opened,
+    iris_closed, iris_token.
     """
     sources = [f"{name}_source" for name, each in buffers.items() if each.source is not None]
-    parameters = [*sources, "team", "iris_table", *(f"{name}_symmetric" for name in buffers), "iris_opened"]
+    symmetric_ = (f"{name}_symmetric" for name in buffers)
+    parameters = [*sources, "iris_before", "team", "iris_table", *symmetric_, "iris_opened"]
     locals_ = {name: f"{name}_" for name in buffers}
     body = [
         "iris_me = shmem.start(team, WORLD=WORLD)",

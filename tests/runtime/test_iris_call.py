@@ -213,6 +213,29 @@ def test_launches_of_a_workspace_follow_each_other(mesh: Mesh, no_code: None) ->
         assert f"{result}#0" in after or f"{result}," in after or f"{result})" in after
 
 
+@pytest.mark.parametrize("names", (("one", "one"), ("one", "two")), ids=str)
+def test_workspaces_that_share_memory_follow_each_other(mesh: Mesh, no_code: None, names: tuple[str, str]) -> None:
+    """The second is opened behind the last launch of the first, whose results it does not need."""
+
+    def run(x: jax.Array) -> jax.Array:
+        return in_two(x, names[0]) + in_two(2 * x, names[1])
+
+    def producers(variable: Any, by: dict[Any, Any]) -> list[str]:
+        """The kernels that a value comes from, the last one first."""
+        if variable not in by:
+            return []
+        equation = by[variable]
+        before = [each for operand in equation.invars if not hasattr(operand, "val") for each in producers(operand, by)]
+        return [equation.params["name"], *before] if equation.primitive.name == "shmem_call" else before
+
+    (equation,) = (each for each in jax.make_jaxpr(on_mesh(mesh, run))(operand(mesh)).eqns)
+    inner = equation.params["jaxpr"].eqns[0].params["jaxpr"]
+    by = {variable: each for each in inner.eqns for variable in each.outvars}
+    opened = [each.outvars[0] for each in inner.eqns if each.params.get("name", "").endswith(" open")]
+    launches = ["receive", "send", f"{names[0]} open"] if names[0] == names[1] else []
+    assert [producers(each, by) for each in opened] == [["one open"], [f"{names[1]} open", *launches]]
+
+
 def test_a_loop_of_workspaces(mesh: Mesh, no_code: None) -> None:
     def run(x: jax.Array) -> jax.Array:
         return lax.scan(lambda x, _: (in_two(x), None), x, None, length=5)[0]
