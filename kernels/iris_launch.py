@@ -12,7 +12,7 @@ import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
 
-BLOCK = tl.constexpr(4096)  # elements that a program fills or copies at a time
+BLOCK_BYTES = tl.constexpr(1 << 15)  # that a program fills or copies at a time: fewer leave memory idle
 
 
 @triton.jit
@@ -36,9 +36,16 @@ def write_table(me, context, WORLD: tl.constexpr):
     tl.debug_barrier()
 
 
+@triton.constexpr_function
+def _block(size, bits):
+    """How many elements of an array a program fills or copies at a time."""
+    return min(triton.next_power_of_2(max(size, 1)), BLOCK_BYTES.value // max(1, bits // 8))
+
+
 @triton.jit
 def fill(pointer, SIZE: tl.constexpr, VALUE: tl.constexpr, part, PARTS: tl.constexpr):
     """Stores a number into part `part` of an array."""
+    BLOCK: tl.constexpr = _block(SIZE, pointer.dtype.element_ty.primitive_bitwidth)
     for first in range(part * BLOCK, SIZE, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(pointer + at, tl.full([BLOCK], VALUE, pointer.dtype.element_ty), mask=at < SIZE)
@@ -47,6 +54,7 @@ def fill(pointer, SIZE: tl.constexpr, VALUE: tl.constexpr, part, PARTS: tl.const
 @triton.jit
 def copy(dest, source, SIZE: tl.constexpr, part, PARTS: tl.constexpr):
     """Copies part `part` of an array."""
+    BLOCK: tl.constexpr = _block(SIZE, dest.dtype.element_ty.primitive_bitwidth)
     for first in range(part * BLOCK, SIZE, PARTS * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(dest + at, tl.load(source + at, mask=at < SIZE), mask=at < SIZE)

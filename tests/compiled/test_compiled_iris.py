@@ -93,9 +93,15 @@ def collective(x: jax.Array, name: str, own: bool) -> jax.Array:
     return jtf.iris_call(kernel, arguments, axis_name="tp", grid=2, together=2)
 
 
+WITH_IRIS = ("persistent_all_gather", "persistent_all_reduce_ring")  # the others take as long, and say as much
+
+
 @packaged
-@own_or_iris
-@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [(name, True) for name in COLLECTIVES]
+    + [pytest.param(name, False, marks=() if name in WITH_IRIS else pytest.mark.soak) for name in COLLECTIVES],
+)
 def test_collectives(mesh: Mesh, name: str, own: bool, no_cubin: None) -> None:
     columns = 2 * N if name == "persistent_all_to_all" else N
     call = functools.partial(collective, name=name, own=own)

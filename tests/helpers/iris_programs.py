@@ -120,6 +120,13 @@ def attentive(flag, out, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def wrong(x, out, SIZE: tl.constexpr):
+    """Does not compile."""
+    at = tl.arange(0, SIZE)
+    tl.store(out + at, tl.load(x + at) + no_such_name)  # noqa: F821
+
+
+@triton.jit
 def as_python_says(out, rank: tl.constexpr):
     """Needs the rank as a constant."""
     tl.store(out, int(rank))

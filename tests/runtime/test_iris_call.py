@@ -424,6 +424,17 @@ def test_a_kernel_that_needs_the_rank_as_a_constant(mesh: Mesh, no_code: None) -
         lower_for_cuda(on_mesh(mesh, functools.partial(call, constant_rank=False)), operand(mesh))
 
 
+def test_a_kernel_that_does_not_compile(mesh: Mesh) -> None:
+    def call(x: jax.Array) -> jax.Array:
+        return jtf.iris_call(
+            iris_programs.wrong, axis_name="tp", grid=1, x=x, out=iris.Out(x.shape, x.dtype), SIZE=SIZE
+        )
+
+    place = line_of(iris_programs.wrong, "no_such_name")
+    with fails(jtf.CompileError, "The kernel wrong of wrong", f"{place}in wrong", "no_such_name is not defined"):
+        lower_for_cuda(on_mesh(mesh, call), operand(mesh))
+
+
 def test_no_derivative(mesh: Mesh) -> None:
     def loss(x: jax.Array) -> jax.Array:
         return on_mesh(mesh, rotated)(x).sum()
