@@ -807,8 +807,8 @@ def test_remarks_say_what_each_adds_to_the_product() -> None:
 
 
 def test_kernels_of_iris_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, operation in iris.OPERATIONS.items():
-        ours, beside = OPERATIONS[name].implementations(), operation.implementations()
+    for name, with_iris in iris.OPERATIONS.items():
+        ours, beside = OPERATIONS[name].implementations(), with_iris.implementations()
         added = beside.keys() - ours.keys()
         assert added and all(each.startswith("iris/") and beside[each].alternatives for each in added)
         assert list(beside)[: len(ours)] == list(ours)
