@@ -1,8 +1,9 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
-from jaxtaxfree import heap
+from jaxtaxfree import heap, iris
 from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
+from jaxtaxfree.iris import iris_call
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations whose axes span hosts)
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
@@ -36,6 +37,8 @@ __all__ = [
     "einsum",
     "fuse",
     "heap",
+    "iris",
+    "iris_call",
     "matmul",
     "matmul_all_reduce",
     "matmul_reduce_scatter",

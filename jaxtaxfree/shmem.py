@@ -136,35 +136,66 @@ def shmem_call(
     params = constants_of(kernel, params, world, bundles, [*scratch, *signals, *messages])
     out_leaves, out_tree = jax.tree.flatten(out_type)
     buffers = {"scratch": scratch, "signals": signals, "messages": messages, "descriptors": descriptors}
-    launch = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
+    launch: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     check_call(kernel, name, bundled(arrays, bundles), out_leaves, grid, params, **buffers, **launch)
     for parameter in kernel.params:
         if parameter.has_default and not parameter.is_constexpr:  # which jax-triton asks for
             params.setdefault(parameter.name, parameter.default)
-    out_types = tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in out_leaves)
-    grid = sizes_of(grid)
+    outs = bind(
+        kernel,
+        arrays,
+        out_leaves,
+        bundles=bundles,
+        axes=axes,
+        grid=sizes_of(grid),
+        layout=heap.Layout.of(sizes_of(grid), scratch, signals, messages),
+        descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
+        name=name,
+        cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
+        params=params,
+        simulate=implementation == "simulate",
+        num_warps=int(num_warps),
+        num_stages=int(num_stages),
+        together=int(together),
+    )
+    return jax.tree.unflatten(out_tree, outs)
 
+
+def bind(
+    kernel: Any,
+    arrays: Sequence[jax.Array],
+    outs: Sequence[Any],
+    *,
+    axes: tuple[str, ...],
+    name: str,
+    params: Mapping[str, Any],
+    shared: str | None = None,
+    **how: Any,
+) -> list[jax.Array]:
+    """A launch that has been checked.
+
+    Args:
+      arrays: the operands.
+      outs: shape and dtype of each result.
+      params: the kernel's other parameters.
+      shared: names a region that launches of several kernels share, all with the same layout; None: that of calls like
+        this one.
+      **how: the primitive's other parameters.
+    """
     along = set(axes).union(*map(varying, arrays))
     with jax.named_scope(name):
-        outs = shmem_call_p.bind(
+        results = shmem_call_p.bind(
             *(vary(array, along) for array in arrays),
             kernel=kernel,
-            bundles=bundles,
+            out_types=tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs),
             axes=axes,
-            out_types=out_types,
-            grid=grid,
-            layout=heap.Layout.of(grid, scratch, signals, messages),
-            descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
             name=name,
-            num_warps=int(num_warps),
-            num_stages=int(num_stages),
-            together=int(together),
-            cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
             params=tuple(sorted(params.items())),
-            simulate=implementation == "simulate",
+            shared=shared,
+            **how,
         )
-    return jax.tree.unflatten(out_tree, [vary(out, along) for out in outs])
+    return [vary(result, along) for result in results]
 
 
 shmem_call_p = jex_core.Primitive("shmem_call")
@@ -216,6 +247,11 @@ def _team_of(ctx: Any, params: dict[str, Any]) -> Team:
 def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     from jaxtaxfree.simulator import callback  # not for those who do not simulate
 
+    if params.pop("shared") is not None:
+        raise NotImplementedError(
+            f'{params["name"]} is one of several launches that share a workspace, and implementation="simulate" runs '
+            "single launches: jaxtaxfree.simulator.run_iris simulates a sequence of them."
+        )
     identity = _digest(params)
     for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
@@ -251,8 +287,10 @@ def _region(ctx: Any, team: Team, params: dict[str, Any]) -> heap.Region | None:
     if exported or not team.on_gpus or not own:  # a process without a device of the mesh builds the program, too
         return None
     shapes = ", ".join(f"{aval.dtype}{list(aval.shape)}" for aval in ctx.avals_in)
-    # Calls share a region if they run the same kernel with the same constants on the same shapes.
-    name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
+    if params["shared"]:
+        name = f"{params['shared']} over {team.axes}"
+    else:  # calls share a region if they run the same kernel with the same constants on the same shapes
+        name = f"{params['name']}({shapes}) over {team.axes} [{_digest(params)}]"
     try:
         region = heap.region(name, team.devices, team.world, params["layout"])
     except SpansHostsError as error:  # in every process of the mesh
@@ -327,10 +365,12 @@ def _launch(
     params: tuple,
     team: Team,
     region: heap.Region | None,
+    shared: str | None = None,
     position: Any = None,
     programs: int | None = None,
 ) -> Any:
     """The launch of a kernel as a traceable function; with `programs`, of so many only, and with tiny results."""
+    del shared  # which is in the region
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)

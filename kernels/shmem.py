@@ -99,7 +99,7 @@ def _of_triton(_semantic=None):
 
 
 @triton.jit
-def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD: tl.constexpr = None):
+def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD: tl.constexpr = None, joined=None):
     """Opens a call. The first statement of every kernel.
 
     Args:
@@ -110,6 +110,8 @@ def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD:
       EARLY: it may send, store and signal before it calls `verify`, which does nothing if the region is not there;
         but not wait or claim.
       WORLD: the number of ranks, where the kernel knows it: saves a division.
+      joined: pointer to the epoch (i32) of a call that an earlier launch on the same region has opened: this launch is
+        a part of that call, and does not close it. It stops if another call has been opened since.
 
     Returns: the program's `Rank`.
     """
@@ -124,12 +126,17 @@ def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD:
     else:
         step = stride.to(tl.int64) << GRANULE_SHIFT
         base = (origin.to(tl.int64) << GRANULE_SHIFT) + position.to(tl.int64) * step
+    if joined is not None:
+        program = program * 0
     epochs = base + (1 << LINE_SHIFT) + program.to(tl.int64) * 8
     found = tl.load((base + HEADER_MAGIC).to(tl.pointer_type(tl.int32)))
     failed = tl.load((base + HEADER_FAILED).to(tl.pointer_type(tl.int32)))
     epoch = tl.load(epochs.to(tl.pointer_type(tl.int64))) + 1
     signals = base + (signal_line.to(tl.int64) << LINE_SHIFT)
     found = found == magic
+    if joined is not None:
+        epoch -= 1
+        found = found & (tl.load(joined) == epoch.to(tl.int32))
     if WORLD is None:
         rank = position % world
     else:

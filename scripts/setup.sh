@@ -54,6 +54,13 @@ if [ -n "$jax_version" ]; then pins=("jax==$jax_version" "jaxlib==$jax_version")
 say "installing jaxtaxfree[$extras] in place${jax_version:+ with JAX $jax_version} (a minute or two the first time)"
 "$python" -m pip install --quiet --editable ".[$extras]" ${pins[@]+"${pins[@]}"}
 
+# Iris needs PyTorch and a GPU's libraries, its kernels need neither.
+iris=$("$python" -c '
+import tomllib
+print(tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["iris"][0])')
+say "installing $iris alone, for its kernels"
+"$python" -m pip install --quiet --no-deps "$iris"
+
 if [ "$backend" = cpu ]; then
   # The plugin package alone (no driver, none of the CUDA libraries) lets the tests lower for CUDA on this machine.
   # JAX's own metadata says which version goes with it.

@@ -23,7 +23,18 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 import jaxtaxfree as jtf
-from benchmarks import decode_step, global_products, measure, operation, run, sampling, summary, timing, torch_peer
+from benchmarks import (
+    decode_step,
+    global_products,
+    iris,
+    measure,
+    operation,
+    run,
+    sampling,
+    summary,
+    timing,
+    torch_peer,
+)
 from benchmarks.attention import TARGETS_US
 from benchmarks.operation import Operands, Operation
 from benchmarks.operations import OPERATIONS
@@ -793,6 +804,17 @@ def test_remarks_say_what_each_adds_to_the_product() -> None:
     assert remark.startswith("small, sustained: product 16.0 us; xla/default -6.0, ")
     assert remark.endswith(", fused +2.0")
     assert REDUCE.remarks(rows[:1]) == []
+
+
+def test_kernels_of_iris_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, with_iris in iris.OPERATIONS.items():
+        ours, beside = OPERATIONS[name].implementations(), with_iris.implementations()
+        added = beside.keys() - ours.keys()
+        assert added and all(each.startswith("iris/") and beside[each].alternatives for each in added)
+        assert list(beside)[: len(ours)] == list(ours)
+    monkeypatch.delenv("IRIS_CHECKOUT", raising=False)
+    with pytest.raises(SystemExit, match="IRIS_CHECKOUT names no checkout"):
+        iris.main([])
 
 
 def test_hang_is_named_and_ended() -> None:

@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import decode_loop  # noqa: E402
+import iris_kernel  # noqa: E402
 import train  # noqa: E402
 import train_step  # noqa: E402
 import transformer  # noqa: E402
@@ -379,6 +380,12 @@ def test_custom_kernel_runs_on_a_cpu(tmp_path):
     picture = tmp_path / "custom_kernel.png"
     assert done.stdout.endswith(f"\n{picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_kernel_in_the_words_of_iris():
+    x = jnp.arange(4.0 * 50 * 33).reshape(4 * 50, 33)
+    run = on_mesh(lambda x: iris_kernel.all_gather(x, "tp", "simulate"), 4, P("tp"), P(None, "tp"))
+    np.testing.assert_array_equal(run(x), np.tile(x.reshape(4, 50, 33), (1, 4, 1)))
 
 
 @pytest.mark.gpu(2)
