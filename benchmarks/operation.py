@@ -86,6 +86,8 @@ class Implementation:
       steps: how many of what is timed a call makes, one after the other.
       tolerance: relative Frobenius error of a row of the result. Two roundings to bf16 differ by about 2e-3.
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
+      compile: (implementation, mesh, xs, ys, rounds) -> what is launched, instead of the usual program: a function of
+        every x and every y to what that program returns. It may take `waits` as well, see `sampling.Mode`.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Implementation:
     steps: int = 1
     tolerance: float = 1e-2
     config: Config | None = None
+    compile: Callable[..., Callable[..., Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +137,8 @@ class Operation(abc.ABC):
       parts: implementations that do only a part of the operation, and may well be faster than its floor.
       peers: beginnings of the names of what the fused kernel has to be ahead of.
       optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
+      torch_script, torch_tolerance: the file in this folder that they run, and the `tolerance` of what it finds.
       fewest_calls: in a chain.
-      configurable: there may be fused implementations with a configuration.
       ceiling: in words, what `ceilings` measures.
       heading: in words, the sizes in tables of documents.
       digits: of the microseconds there.
@@ -148,8 +151,9 @@ class Operation(abc.ABC):
     parts: ClassVar[tuple[str, ...]]
     peers: ClassVar[tuple[str, ...]] = ("xla",)
     optional_peers: ClassVar[tuple[str, ...]] = ()
+    torch_script: ClassVar[str] = "torch_async_tp.py"
+    torch_tolerance: ClassVar[float] = Implementation.tolerance
     fewest_calls: ClassVar[int] = 8
-    configurable: ClassVar[bool] = True
     ceiling: ClassVar[str]
     heading: ClassVar[str]
     digits: ClassVar[int] = 0
@@ -217,6 +221,22 @@ class Operation(abc.ABC):
         """Why one of `optional_peers` cannot run in this process; empty if it can."""
         del peer
         return ""
+
+    def shapes_for(self, world: int) -> tuple[Any, ...]:
+        """Of the listed shapes those that so many devices can share out."""
+        del world
+        return self.shapes
+
+    def stepwise(self, implementation: Implementation) -> Implementation | None:
+        """The same, of which each step is a program of its own, as it is timed in the modes of `STEPWISE`; or None."""
+        del implementation
+        return None
+
+    def torch_job(self, shape: Any, world: int, l2: str) -> dict[str, Any]:
+        """What the processes of PyTorch are to be told of a shape."""
+        calls = self.calls_per_program(shape, world)
+        turns = self.turns(shape, world, calls, l2)
+        return {"op": self.name, "calls": calls, "count_rhs": turns, **vars(shape)}
 
     def needed_for_floor(self) -> tuple[str, ...]:
         """Implementations that are timed in any case."""

@@ -64,9 +64,7 @@ def top_k(
     return values.astype(x.dtype), jnp.take_along_axis(positions, best, axis=-1)
 
 
-def sample_greedy(
-    logits: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None
-) -> jax.Array:
+def sample_greedy(logits: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:
     """The likeliest token of each sequence, as `jnp.argmax` of the logits of all ranks.
 
     Args:

@@ -16,6 +16,8 @@ from tests.helpers import parity, step_parity
 from tests.helpers.decode_loops import OF_CACHE, decode_loop, moved, specs_of
 from tests.helpers.decoders import FAMILIES
 
+WHOLE = PartitionSpec()
+
 pytestmark = pytest.mark.gpu(2, "9.0")
 
 
@@ -101,7 +103,7 @@ def test_a_loop_copies_nothing() -> None:
     mesh = mesh_of(2)
     specs, size = specs_of(model), (model.layers, b, model.kv_heads, slots, model.head_dim)
 
-    def put(x: Any, spec: PartitionSpec = PartitionSpec()) -> jax.Array:
+    def put(x: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     rng = np.random.default_rng(0)

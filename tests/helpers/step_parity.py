@@ -46,7 +46,9 @@ def layers_of(family: str) -> jtf.DecoderSpec:
 def operands(model: jtf.DecoderSpec, b: int, slots: int, steps: int) -> tuple[dict[str, jax.Array], jax.Array, Any]:
     """Random (parameters of this rank, x [steps, b, D] the same on every rank, cache) in bf16, inside of a program."""
     rank, world = lax.axis_index("tp"), lax.axis_size("tp")
-    root = jax.random.fold_in(jax.random.key(0), lax.optimization_barrier(0 * rank))  # no constant, which XLA would fold
+    root = jax.random.fold_in(
+        jax.random.key(0), lax.optimization_barrier(0 * rank)
+    )  # no constant, which XLA would fold
     keys = iter(jax.random.split(root, 40))
 
     def draw(shape: tuple[int, ...], scale: float, own: bool) -> jax.Array:
@@ -127,7 +129,7 @@ def check_repetition(mesh: Mesh) -> None:
 
 
 def check_growing(mesh: Mesh) -> None:
-    """From an empty cache, in which NaN lies, to 500 tokens: each step's logits, and the cache as a prompt leaves it."""
+    """From an empty cache, full of NaN, to 500 tokens: each step's logits, and the cache as a prompt leaves it."""
 
     def local() -> jax.Array:
         params, xs, cache = operands(LLAMA, 1, 512, GROWN)
@@ -173,7 +175,7 @@ def check_between_collectives(mesh: Mesh) -> None:
 
 
 def check_beside_collectives(mesh: Mesh) -> None:
-    """A collective of XLA's is under way while the kernel runs, which leaves it room: it has not all multiprocessors."""
+    """A collective of XLA's is under way while the kernel runs, which does not take all multiprocessors."""
     model, lengths = CASES["one sequence"]
 
     def local() -> jax.Array:

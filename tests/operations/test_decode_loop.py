@@ -28,7 +28,7 @@ def types(world: int, model: jtf.DecoderSpec = MODEL) -> tuple[Any, ...]:
 
 @pytest.fixture
 def a_call_in_its_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """"fused" is what surrounds the kernel, and a call of Python in its place, which XLA cannot look into either.
+    """ "fused" is what surrounds the kernel, and a call of Python in its place, which XLA cannot look into either.
 
     The list is of the bytes that it was given, each time that it was traced.
     """
