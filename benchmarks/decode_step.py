@@ -274,28 +274,6 @@ def _by_name(params: transformer.Params) -> Params:
     return params | {"layers": {name: [layer[name] for layer in layers] for name in layers[0]}}
 
 
-def _stacked(params: Params, cfg: transformer.Config) -> dict[str, jax.Array]:
-    """This rank's part of the parameters as `jtf.decode_step` takes them."""
-    layers, h, group = params["layers"], cfg.head_dim, cfg.group
-    turned = lambda name: jnp.stack([w.T for w in layers[name]])  # noqa: E731
-    # [L, D, K / W, G + 2, H]: of each key/value head its queries, its key and its value.
-    qkv = jnp.stack(layers["w_qkv"]).reshape(len(layers["w_qkv"]), cfg.d_model, -1, group + 2, h)
-    rows = lambda part: jnp.moveaxis(part.reshape(*part.shape[:2], -1), 1, 2)  # noqa: E731
-    return {
-        "attn_norm": jnp.stack(layers["attn_norm"]),
-        "q_proj": rows(qkv[:, :, :, :group]),
-        "k_proj": rows(qkv[:, :, :, group]),
-        "v_proj": rows(qkv[:, :, :, group + 1]),
-        "o_proj": turned("w_o"),
-        "mlp_norm": jnp.stack(layers["mlp_norm"]),
-        "gate_proj": turned("w_gate"),
-        "up_proj": turned("w_up"),
-        "down_proj": turned("w_down"),
-        "final_norm": params["final_norm"],
-        "unembed": params["unembed"].T,
-    }
-
-
 # One spec for a parameter of all layers.
 _SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
 _SPECS["layers"] = _SPECS["layers"][0]
@@ -447,13 +425,15 @@ class DecodeStep(Operation):
         }
         specs = transformer.param_specs(cfg, AXIS)
         likes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), cfg))
+        # Heads and columns as they are: the kernel takes those of the listed shapes.
+        whole = partial(transformer.stack, cfg=cfg, spec=_spec_of(cfg, shape.layers))
         stack = jax.jit(
             jax.shard_map(
-                partial(_stacked, cfg=cfg), mesh=mesh, in_specs=(_SPECS,), out_specs=_STACKED, check_vma=False
+                lambda params: whole(_by_layer(params)), mesh=mesh, in_specs=(_SPECS,), out_specs=_STACKED,
+                check_vma=False,
             )
-        )
-        angles = jnp.outer(jnp.arange(shape.context), cfg.rope_theta ** (-jnp.arange(0, shape.h, 2) / shape.h))
-        tables = tuple(jax.device_put(f(angles).astype(jnp.float32), on_mesh(P())) for f in (jnp.cos, jnp.sin))
+        )  # fmt: skip
+        tables = tuple(jax.device_put(table, on_mesh(P())) for table in transformer.rotations(shape.context, cfg))
 
         def make_params() -> Params:
             params = _by_name(jax.tree.map(make_param, likes, specs))
