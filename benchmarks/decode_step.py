@@ -342,6 +342,7 @@ class DecodeStep(Operation):
     def stepwise(self, implementation: Implementation) -> Implementation | None:
         if implementation.out_spec != _WHOLE:
             return None
+        assert isinstance(implementation.call, partial)  # of `_decode`
         step = implementation.call.args[0]
         compiled = partial(
             step_calls.compile_calls, begin=partial(begin, step), one_step=partial(one_token, step), steps=STEPS
