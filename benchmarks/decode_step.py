@@ -67,6 +67,9 @@ from benchmarks.operation import (
 from benchmarks.shapes import DECODE_STEP, DECODE_STEP_TINY, DecoderShape
 from benchmarks.timing import measure_memory_bandwidths
 from examples import transformer
+from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops.decode_step import case as step_case
+from jaxtaxfree.teams import Team
 
 STEPS = 32
 SPARE = CHECKED_RUNS - 1  # states beside that of the call
@@ -314,6 +317,7 @@ class DecodeStep(Operation):
     optional_peers = ("xla_heads_cudnn", "torch")
     torch_script = "torch_decode_step.py"
     torch_tolerance = 0.05
+    own, rival = "fused/one_launch", "xla_step/default"
     fewest_calls = 1
     ceiling = "GB/s of device memory"
     heading = "sequences, tokens of each"
@@ -351,6 +355,17 @@ class DecodeStep(Operation):
 
     def shapes_for(self, world: int) -> tuple[DecoderShape, ...]:
         return tuple(shape for shape in self.shapes if _model(shape).divides(world))
+
+    def case_at(self, shape: DecoderShape, team: Team) -> Case | None:
+        model = _spec_of(_model(shape), shape.layers)
+
+        def of(*size: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(size, dtype)
+
+        cache = of(shape.layers, shape.b, shape.kv_heads // team.world, shape.context, shape.h)
+        rows, table = of(shape.b, dtype=jnp.int32), of(1, shape.context, shape.h // 2, dtype=jnp.float32)
+        operands = of(shape.b, 1, shape.d_model), cache, cache, rows, rows, table, table
+        return step_case(*operands, team=team, model=model, placement=None)
 
     def torch_job(self, shape: DecoderShape, world: int, l2: str) -> dict[str, Any]:
         del world, l2

@@ -29,7 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.layout import Row, by_peer
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import register
+from jaxtaxfree.teams import Team
 
 AXIS = "tp"
 # A second axis, of size 1: what runs along it is the part of an operation that needs no peer.
@@ -138,6 +140,8 @@ class Operation(abc.ABC):
       peers: beginnings of the names of what the fused kernel has to be ahead of.
       optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
       torch_script, torch_tolerance: the file in this folder that they run, and the `tolerance` of what it finds.
+      own, rival: the implementations that the tables compare: the kernel as it is chosen by shape, and what None takes
+        instead.
       fewest_calls: in a chain.
       ceiling: in words, what `ceilings` measures.
       heading: in words, the sizes in tables of documents.
@@ -153,6 +157,8 @@ class Operation(abc.ABC):
     optional_peers: ClassVar[tuple[str, ...]] = ()
     torch_script: ClassVar[str] = "torch_async_tp.py"
     torch_tolerance: ClassVar[float] = Implementation.tolerance
+    own: ClassVar[str] = "fused"
+    rival: ClassVar[str] = "xla/default"
     fewest_calls: ClassVar[int] = 8
     ceiling: ClassVar[str]
     heading: ClassVar[str]
@@ -237,6 +243,11 @@ class Operation(abc.ABC):
         calls = self.calls_per_program(shape, world)
         turns = self.turns(shape, world, calls, l2)
         return {"op": self.name, "calls": calls, "count_rhs": turns, **vars(shape)}
+
+    def case_at(self, shape: Any, team: Team) -> Case | None:
+        """The call at a shape, as the tables know it; None if there is nothing to tune."""
+        entry = register.OPERATIONS.get(self.name)
+        return entry.case_at(shape, team, DTYPE) if entry else None
 
     def needed_for_floor(self) -> tuple[str, ...]:
         """Implementations that are timed in any case."""

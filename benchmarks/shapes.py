@@ -116,6 +116,6 @@ DECODE_STEP = (
 
 DECODE_STEP_TINY = (
     DecoderShape(
-        name="tiny/decode-4", b=4, context=128, layers=2, d_model=64, n=8, kv_heads=4, h=16, d_mlp=96, vocab=128
+        name="tiny/decode-4", b=4, context=128, layers=2, d_model=64, n=8, kv_heads=4, h=64, d_mlp=256, vocab=128
     ),
 )
