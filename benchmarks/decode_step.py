@@ -16,6 +16,8 @@ fused_sequence: our operations one by one. The cache is sharded along the sequen
     queries, keys and values, `append_kv`, `decode_attention`, and `matmul_all_reduce` with the residual.
 fused_heads: the cache is sharded along its heads, so each rank attends to its own; by the kernel of `decode_attention`
     without peers.
+fused_local: the same, and what each rank multiplies by itself (queries, keys and values; gate and up with SwiGLU; the
+    logits) is by the kernel of `all_gather_matmul` without peers.
 fused_tokens: the residual stream is sharded along the sequences, so that a layer gathers and scatters: `next_token` of
     the example, with SwiGLU in the kernel that gathers. For so many sequences as ranks divide.
 xla/...: what `fused_sequence` calls, by plain `lax`.
@@ -102,6 +104,16 @@ def _attend_plainly(
     return transformer.attend(q, keys, values, seen), (keys, values)
 
 
+def _multiply_plainly(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = None) -> jax.Array:
+    product = transformer.matmul(y, w)
+    return product if gate is None else jax.nn.silu(transformer.matmul(y, gate)) * product
+
+
+def _multiply_by_kernel(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = None) -> jax.Array:
+    gated = {} if gate is None else {"gate": gate, "activation": jax.nn.silu}
+    return jtf.all_gather_matmul(y, w, (), implementation="fused", **gated)
+
+
 def _reduce_plainly(y: jax.Array, w: jax.Array, *, residual: jax.Array) -> jax.Array:
     return residual + lax.psum(y @ w, AXIS)
 
@@ -140,6 +152,7 @@ def _replicated(
     *,
     attend: Callable[..., tuple[jax.Array, transformer.KeysAndValues]],
     reduce: Callable[..., jax.Array],
+    multiply: Callable[..., jax.Array],
     implementation: str | None,
 ) -> Stepped:
     """A step in which every rank has the residual stream [B, D].
@@ -147,22 +160,22 @@ def _replicated(
     Args:
       attend: as `transformer.attend_to_cache`.
       reduce: (y, w, residual=x) -> x plus the sum of y @ w over the ranks.
+      multiply: (y, w) -> y @ w, and with a gate silu(y @ gate) times it.
       implementation: of attention and what else communicates, but for `reduce`.
     """
     x = params["embed"][token]
     caches = []
     for layer, past in zip(params["layers"], cache, strict=True):
         with jax.named_scope("attention"):
-            qkv = transformer.matmul(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
+            qkv = multiply(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
             y, past = attend(past, qkv[:, None], lengths, cfg, AXIS, implementation)
             caches.append(past)
             x = reduce(y[:, 0], layer["w_o"], residual=x)
         with jax.named_scope("mlp"):
-            y = transformer.rms_norm(x, layer["mlp_norm"])
-            y = jax.nn.silu(transformer.matmul(y, layer["w_gate"])) * transformer.matmul(y, layer["w_up"])
+            y = multiply(transformer.rms_norm(x, layer["mlp_norm"]), layer["w_up"], gate=layer["w_gate"])
             x = reduce(y, layer["w_down"], residual=x)
     with jax.named_scope("unembed"):
-        logits = transformer.matmul(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
+        logits = multiply(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
     logits = logits.astype(jnp.float32)
     return logits, caches, transformer.likeliest(logits, AXIS, implementation)
 
@@ -294,9 +307,12 @@ _by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), take
 _by_stack = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), takes="stacked")
 
 
-def _replicated_call(attend: Callable[..., Any], implementation: str) -> Any:
+def _replicated_call(
+    attend: Callable[..., Any], implementation: str, multiply: Callable[..., jax.Array] = _multiply_plainly
+) -> Any:
     reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
-    return partial(_decode, partial(_replicated, attend=attend, reduce=reduce, implementation=implementation))
+    how = {"attend": attend, "reduce": reduce, "multiply": multiply, "implementation": implementation}
+    return partial(_decode, partial(_replicated, **how))
 
 
 def _whole_call(implementation: str | None, **config: Any) -> Any:
@@ -304,7 +320,9 @@ def _whole_call(implementation: str | None, **config: Any) -> Any:
 
 
 # Without jaxtaxfree where it matters: a reference must not depend on what it judges.
-_plain = partial(_replicated, attend=_attend_plainly, reduce=_reduce_plainly, implementation="xla")
+_plain = partial(
+    _replicated, attend=_attend_plainly, reduce=_reduce_plainly, multiply=_multiply_plainly, implementation="xla"
+)
 REFERENCE = _by_heads(name="plain", call=partial(_decode, _plain))
 
 
@@ -334,6 +352,7 @@ class DecodeStep(Operation):
                 name="fused_sequence", call=_replicated_call(transformer.attend_to_cache, "fused"), mixed=True
             ),
             _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, "fused"), mixed=True),
+            _by_heads(name="fused_local", call=_replicated_call(_attend_by_heads, "fused", _multiply_by_kernel)),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=_BY_TOKENS, mixed=True),
             _by_stack(name="fused/one_launch", call=_whole_call("fused")),
             *(

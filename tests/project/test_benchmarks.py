@@ -199,8 +199,8 @@ def all_kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_ways_to_make_a_step_agree(mesh: Mesh, all_kernels_by_xla: None) -> None:
     names = ("xla/default", "xla_heads/default", "xla_step/default", "fused", "fused_sequence", "fused_heads")
-    rows = bench(STEP, mesh, *names, "fused_tokens")
-    assert len(rows) == 7 and {row["checked"] for row in rows.values()} == {"ok"}
+    rows = bench(STEP, mesh, *names, "fused_local", "fused_tokens")
+    assert len(rows) == 8 and {row["checked"] for row in rows.values()} == {"ok"}
 
 
 @pytest.mark.parametrize("spoilt", [False, True])
