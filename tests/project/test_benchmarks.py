@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -115,7 +116,7 @@ def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "benchmarks/run.py", "--check", "--json", str(out)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
     assert {row["op"] for row in rows} == OPERATIONS.keys()
@@ -476,6 +477,14 @@ def test_rows_of_torch(torch_rows: Callable[..., Any]) -> None:
     assert rows[192, "burst"]["checked"] == "failed: RuntimeError: not at this shape"
     assert not is_fault(rows[192, "burst"]) and is_fault(rows[128, "burst"])
     assert torch_rows(64, modes=())[64, "check"]["checked"] == "ok"
+
+
+def test_what_torch_is_told_of_a_step() -> None:
+    """All that its script reads of a job, as JSON."""
+    script = (ROOT / "benchmarks" / STEP.torch_script).read_text()
+    job = json.loads(json.dumps(STEP.torch_job(STEP.shapes[0], 2, "usual")))
+    read = set(re.findall(r'job\["(\w+)"\]', script))
+    assert {"b", "context", "steps"} <= read <= job.keys()
 
 
 def test_torch_that_ends_early_keeps_what_it_found(torch_rows: Callable[..., Any]) -> None:
