@@ -11,6 +11,8 @@ from jaxtaxfree.teams import check_axes
 
 # B sequences, V vocabulary, W ranks, k candidates.
 
+CHUNK = 32  # logits of which the maximum is looked at first
+
 
 def top_k(
     x: jax.Array, k: int, axis_name: str | Sequence[str], *, implementation: str | None = None
@@ -47,7 +49,7 @@ def top_k(
         at = jnp.argmax(x, axis=-1, keepdims=True)
         own = jnp.take_along_axis(x, at, axis=-1)
     else:
-        own, at = lax.top_k(x, min(k, size))
+        own, at = _largest(x, min(k, size))
     at = at.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
     # One message: values travel as the bits of an f32, which holds every narrower float.
     pair = jnp.stack([lax.bitcast_convert_type(own.astype(jnp.float32), jnp.int32), at], axis=-2)
@@ -62,6 +64,25 @@ def top_k(
     else:
         values, best = lax.top_k(values, k)
     return values.astype(x.dtype), jnp.take_along_axis(positions, best, axis=-1)
+
+
+def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """`lax.top_k(x, k)`, of far fewer values at a time than x [..., S] has, because XLA sorts all that it is given.
+
+    The k largest values lie in the k chunks of the largest maxima: were one of them in another chunk, each of those
+    would have a value that is larger, or equal and at a lower position.
+    """
+    count = -(-x.shape[-1] // CHUNK)
+    if count <= 2 * k:
+        return lax.top_k(x, k)
+    missing = count * CHUNK - x.shape[-1]
+    x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)], constant_values=-jnp.inf)
+    chunks = x.reshape(*x.shape[:-1], count, CHUNK)
+    _, at = lax.top_k(jnp.max(chunks, axis=-1), k)
+    at = jnp.sort(at, axis=-1)  # so that of equal values the lowest position comes first
+    some = jnp.take_along_axis(chunks, at[..., None], axis=-2)
+    values, place = lax.top_k(some.reshape(*x.shape[:-1], k * CHUNK), k)
+    return values, jnp.take_along_axis(at, place // CHUNK, axis=-1) * CHUNK + place % CHUNK
 
 
 def sample_greedy(logits: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:

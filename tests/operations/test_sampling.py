@@ -51,6 +51,19 @@ def test_top_k_is_that_of_the_whole(world, k):
         np.testing.assert_array_equal(positions, at)
 
 
+@pytest.mark.parametrize("values", [3, 40, 10**6])
+@pytest.mark.parametrize("size", [700, 1024])
+def test_the_largest_of_many(size, values):
+    """By chunks, of which the last one may be shorter; with many equal values, few, and none."""
+    rng = np.random.default_rng(values)
+    x = rng.integers(0, values, (4, 2 * size)).astype(np.float32)
+    x[1, 5:] = -np.inf
+    for k in (2, 9):
+        found = of_every_rank(lambda x, k=k: jtf.top_k(x, k, "tp"), 2, jnp.asarray(x))
+        for mine, wanted in zip(found, lax.top_k(x, k), strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_greedy_is_argmax(world):
     logits = logits_of()
