@@ -1,26 +1,36 @@
 """A decode step of a whole model, tensor parallel: one token of each sequence, through all layers, to the next token.
 
 The model is that of `examples/transformer.py` in bf16, with the sizes of the shape, random weights, and caches that are
-full but for the tokens of this run. A call makes STEPS tokens in a loop, as a server does; times are those of one. The
-tokens that it reads are given, so that all implementations do the same work, whatever rounding makes them choose.
+full but for the tokens of this run. It makes STEPS tokens; times are those of one. The tokens that it reads are given,
+so that all implementations do the same work, whatever rounding makes them choose.
+
+In the modes sustained and burst a call makes all tokens in a loop. In the modes calls and waited each step is a call of
+its own (`step_calls.py`).
 
 Every rank has the whole residual stream, so a layer's two row-parallel products end in a sum over all ranks:
 
-fused: what a user of this library writes. The cache is sharded along the sequence: `all_gather` of the new token's
+fused: `jtf.decode_step` by what implementation=None takes, with its weights [out, in] stacked over layers, and a cache
+    sharded along its heads.
+fused/one_launch: the same by its kernel, which is all layers in one launch. --config is of this kernel.
+fused_sequence: our operations one by one. The cache is sharded along the sequence: `all_gather` of the new token's
     queries, keys and values, `append_kv`, `decode_attention`, and `matmul_all_reduce` with the residual.
 fused_heads: the cache is sharded along its heads, so each rank attends to its own; by the kernel of `decode_attention`
     without peers.
+fused_local: the same, and what each rank multiplies by itself (queries, keys and values; gate and up with SwiGLU; the
+    logits) is by the kernel of `all_gather_matmul` without peers.
 fused_tokens: the residual stream is sharded along the sequences, so that a layer gathers and scatters: `next_token` of
     the example, with SwiGLU in the kernel that gathers. For so many sequences as ranks divide.
-xla/...: what `fused` calls, by plain `lax`.
+xla/...: what `fused_sequence` calls, by plain `lax`.
 xla_heads/...: what `fused_heads` calls, by plain `lax` and einsum.
 xla_heads_cudnn/...: the same, with attention by cuDNN.
+xla_step/...: what `jtf.decode_step` means, by plain `lax`.
+torch...: PyTorch, in processes of its own (`torch_decode_step.py`).
 
-What is compared is the sum of the residual streams of all steps, and the logit of each token that was chosen, which is
-NaN if there is no such token.
+What is compared is the sum of the logits of all steps, and the logit of each token that was chosen, which is NaN if
+there is no such token.
 
-The cache is carried through the loop, and copied once for each call, since nothing is donated: 0.4 to 3.5 % of all that
-is read.
+The cache is carried through the loop, and copied once for each call of STEPS tokens, or before the calls of so many,
+since nothing of the caller's is donated: 0.4 to 3.5 % of all that is read.
 
 The floor of a shape is the time to read a rank's weights and cache once, at the best bandwidth that a plain reduction
 or copy of device memory reached in the same run.
@@ -29,6 +39,7 @@ or copy of device memory reached in the same run.
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +50,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.layout import Row, by_peer
+from benchmarks import step_calls
+from benchmarks.layout import Row, a_step_a_call, by_peer
 from benchmarks.operation import (
     AXIS,
     CHECKED_RUNS,
@@ -51,21 +63,26 @@ from benchmarks.operation import (
     Operands,
     Operation,
     by_flags,
+    config_name,
     normal,
 )
 from benchmarks.shapes import DECODE_STEP, DECODE_STEP_TINY, DecoderShape
 from benchmarks.timing import measure_memory_bandwidths
 from examples import transformer
+from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops.decode_step import case as step_case
+from jaxtaxfree.teams import Team
 
 STEPS = 32
 SPARE = CHECKED_RUNS - 1  # states beside that of the call
 
-# As `transformer` has them, but for the layers, of which each parameter is a list.
+# As `transformer` has them, but for the layers, of which each parameter is a list; and "stacked", the same parameters
+# as `jtf.decode_step` takes them, and "tables", cos and sin of all positions.
 Params = dict[str, Any]
 # Tokens that are read [STEPS, B], lengths [B] before that, and the cache.
-State = tuple[jax.Array, jax.Array, transformer.Cache]
-# Residual stream, cache, and of the next token of each sequence the logit and which it is.
-Stepped = tuple[jax.Array, transformer.Cache, tuple[jax.Array, jax.Array]]
+State = tuple[jax.Array, jax.Array, Any]
+# Logits [B, V / W], cache, and of the next token of each sequence the logit and which it is.
+Stepped = tuple[jax.Array, Any, tuple[jax.Array, jax.Array]]
 # (parameters, cache, token [B], lengths [B], config) -> Stepped
 Step = Callable[..., Stepped]
 
@@ -85,6 +102,16 @@ def _attend_plainly(
     keys, values = (cached.at[sequences, lengths].set(x[:, 0]) for cached, x in zip(past, (k, v)))
     seen = jnp.arange(keys.shape[1]) <= lengths[:, None, None]
     return transformer.attend(q, keys, values, seen), (keys, values)
+
+
+def _multiply_plainly(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = None) -> jax.Array:
+    product = transformer.matmul(y, w)
+    return product if gate is None else jax.nn.silu(transformer.matmul(y, gate)) * product
+
+
+def _multiply_by_kernel(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = None) -> jax.Array:
+    gated = {} if gate is None else {"gate": gate, "activation": jax.nn.silu}
+    return jtf.all_gather_matmul(y, w, (), implementation="fused", **gated)
 
 
 def _reduce_plainly(y: jax.Array, w: jax.Array, *, residual: jax.Array) -> jax.Array:
@@ -125,6 +152,7 @@ def _replicated(
     *,
     attend: Callable[..., tuple[jax.Array, transformer.KeysAndValues]],
     reduce: Callable[..., jax.Array],
+    multiply: Callable[..., jax.Array],
     implementation: str | None,
 ) -> Stepped:
     """A step in which every rank has the residual stream [B, D].
@@ -132,23 +160,24 @@ def _replicated(
     Args:
       attend: as `transformer.attend_to_cache`.
       reduce: (y, w, residual=x) -> x plus the sum of y @ w over the ranks.
+      multiply: (y, w) -> y @ w, and with a gate silu(y @ gate) times it.
       implementation: of attention and what else communicates, but for `reduce`.
     """
     x = params["embed"][token]
     caches = []
     for layer, past in zip(params["layers"], cache, strict=True):
         with jax.named_scope("attention"):
-            qkv = transformer.matmul(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
+            qkv = multiply(transformer.rms_norm(x, layer["attn_norm"]), layer["w_qkv"])
             y, past = attend(past, qkv[:, None], lengths, cfg, AXIS, implementation)
             caches.append(past)
             x = reduce(y[:, 0], layer["w_o"], residual=x)
         with jax.named_scope("mlp"):
-            y = transformer.rms_norm(x, layer["mlp_norm"])
-            y = jax.nn.silu(transformer.matmul(y, layer["w_gate"])) * transformer.matmul(y, layer["w_up"])
+            y = multiply(transformer.rms_norm(x, layer["mlp_norm"]), layer["w_up"], gate=layer["w_gate"])
             x = reduce(y, layer["w_down"], residual=x)
     with jax.named_scope("unembed"):
-        logits = transformer.matmul(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
-    return x, caches, transformer.likeliest(logits.astype(jnp.float32), AXIS, implementation)
+        logits = multiply(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
+    logits = logits.astype(jnp.float32)
+    return logits, caches, transformer.likeliest(logits, AXIS, implementation)
 
 
 def _sharded(
@@ -165,41 +194,82 @@ def _sharded(
     of_rank = partial(lax.dynamic_slice_in_dim, start_index=lax.axis_index(AXIS) * own, slice_size=own)
     x, cache = transformer.next_token(params, cache, of_rank(token), lengths, cfg, AXIS, "fused")
     logits = transformer.logits_shard(params, x, AXIS, "fused")
-    return x, cache, jax.tree.map(of_rank, transformer.likeliest(logits, AXIS, "fused"))
+    return logits, cache, jax.tree.map(of_rank, transformer.likeliest(logits, AXIS, "fused"))
 
 
-def _config(params: transformer.Params, cache: transformer.Cache) -> transformer.Config:
+def _whole(
+    params: transformer.Params,
+    cache: tuple[jax.Array, jax.Array],
+    token: jax.Array,
+    lengths: jax.Array,
+    cfg: transformer.Config,
+    *,
+    implementation: str | None,
+    config: Config | None = None,
+) -> Stepped:
+    """A step by `jtf.decode_step`."""
+    cos, sin = params["tables"]
+    logits, cache = jtf.decode_step(
+        params["stacked"], params["embed"][token], cache, lengths, AXIS, model=_spec_of(cfg, cache[0].shape[0]),
+        cos=cos, sin=sin, implementation=implementation, config=config,
+    )  # fmt: skip
+    logit, last = jtf.top_k(logits, 1, AXIS, implementation=implementation)
+    return logits, cache, (logit[:, 0], last[:, 0])
+
+
+def _spec_of(cfg: transformer.Config, layers: int) -> jtf.DecoderSpec:
+    return jtf.DecoderSpec(
+        layers=layers, d_model=cfg.d_model, heads=cfg.n_heads, kv_heads=cfg.n_kv_heads, head_dim=cfg.head_dim,
+        d_mlp=cfg.d_mlp, vocab=cfg.vocab,
+    )  # fmt: skip
+
+
+def _config(params: transformer.Params, cache: Any) -> transformer.Config:
     """The model's sizes, of all ranks together."""
-    layer, h, world = params["layers"][0], cache[0][0].shape[-1], lax.axis_size(AXIS)
+    layer, h, world = params["layers"][0], jax.tree.leaves(cache)[0].shape[-1], lax.axis_size(AXIS)
     n = world * layer["w_o"].shape[0] // h
     return transformer.Config(
         n_heads=n,
         n_kv_heads=(world * layer["w_qkv"].shape[1] // h - n) // 2,
         head_dim=h,
         d_model=layer["w_o"].shape[1],
+        d_mlp=world * layer["w_gate"].shape[1],
         vocab=params["embed"].shape[0],
     )
 
 
-def _decode(step: Step, state: State, params: Params) -> tuple[jax.Array, jax.Array]:
-    """The sum of the residual streams of STEPS steps, in float32, and the logits of the tokens chosen [STEPS, ...]."""
-    tokens, lengths, cache = state
+def _by_layer(params: Params) -> transformer.Params:
     names = params["layers"]
-    params = params | {"layers": [dict(zip(names, layer)) for layer in zip(*names.values(), strict=True)]}
+    return params | {"layers": [dict(zip(names, layer)) for layer in zip(*names.values(), strict=True)]}
+
+
+def begin(step: Step, state: State, params: Params) -> Any:
+    """What is carried from step to step: the sum of the logits, the chosen ones, the cache, and the last tokens."""
+    tokens, lengths, cache = state
+    params = _by_layer(params)
     cfg = _config(params, cache)
-    step = partial(step, params, cfg=cfg)
+    x, _, (logit, last) = jax.eval_shape(lambda: step(params, cache=cache, token=tokens[0], lengths=lengths, cfg=cfg))
+    zeros = jnp.zeros(x.shape, jnp.float32), jnp.zeros((len(tokens), *logit.shape), jnp.float32)
+    return *zeros, cache, jnp.zeros(last.shape, last.dtype)
 
-    def one_token(i: jax.Array, carry: Any) -> Any:
-        total, logits, cache, last = carry
-        # The step before has to be over: who serves knows no token earlier.
-        token, _ = lax.optimization_barrier((tokens[i], last))
-        x, cache, (logit, last) = step(cache=cache, token=token, lengths=lengths + i)
-        logit = jnp.where((last >= 0) & (last < cfg.vocab), logit, jnp.nan)
-        return total + x, logits.at[i].set(logit), cache, last
 
-    x, _, (logit, last) = jax.eval_shape(lambda: step(cache=cache, token=tokens[0], lengths=lengths))
-    total, logits = jnp.zeros(x.shape, jnp.float32), jnp.zeros((len(tokens), *logit.shape), jnp.float32)
-    return lax.fori_loop(0, len(tokens), one_token, (total, logits, cache, jnp.zeros(last.shape, last.dtype)))[:2]
+def one_token(step: Step, i: jax.Array, carry: Any, state: State, params: Params) -> Any:
+    """The i-th step: from what the one before has carried to what the next one gets."""
+    tokens, lengths, _ = state
+    total, logits, cache, last = carry
+    params = _by_layer(params)
+    cfg = _config(params, cache)
+    # The step before has to be over: who serves knows no token earlier.
+    token, _ = lax.optimization_barrier((tokens[i], last))
+    x, cache, (logit, last) = step(params, cache=cache, token=token, lengths=lengths + i, cfg=cfg)
+    logit = jnp.where((last >= 0) & (last < cfg.vocab), logit, jnp.nan)
+    return total + x, logits.at[i].set(logit), cache, last
+
+
+def _decode(step: Step, state: State, params: Params) -> tuple[jax.Array, jax.Array]:
+    """The sum of the logits of STEPS steps, and the logits of the tokens chosen [STEPS, ...]."""
+    carry = begin(step, state, params)
+    return lax.fori_loop(0, len(state[0]), lambda i, carry: one_token(step, i, carry, state, params), carry)[:2]
 
 
 def _model(shape: DecoderShape) -> transformer.Config:
@@ -215,7 +285,7 @@ def _model(shape: DecoderShape) -> transformer.Config:
 
 
 def _by_name(params: transformer.Params) -> Params:
-    """The reverse of what `_decode` does to the layers."""
+    """The reverse of what `_by_layer` does."""
     layers = params["layers"]
     return params | {"layers": {name: [layer[name] for layer in layers] for name in layers[0]}}
 
@@ -223,21 +293,36 @@ def _by_name(params: transformer.Params) -> Params:
 # One spec for a parameter of all layers.
 _SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
 _SPECS["layers"] = _SPECS["layers"][0]
+_STACKED = {
+    name: P() if at is None else P(*[None] * at, AXIS)
+    for name, at in _spec_of(transformer.Config(), 1).sharded().items()
+}
+_ALL_SPECS = _SPECS | {"stacked": _STACKED, "tables": (P(), P())}
 _BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
-_WHOLE, _BY_TOKENS = (P(None, None), P(None, None)), (P(AXIS, None), P(None, AXIS))
+_WHOLE, _BY_TOKENS = (P(None, AXIS), P(None, None)), (P(None, AXIS), P(None, AXIS))
 # Rounded to bf16 some thirty times, in another order by each implementation.
 _program = partial(Implementation, steps=STEPS, tolerance=0.05, out_spec=_WHOLE)
-_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _SPECS), takes="sequence")
-_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _SPECS), takes="heads")
+_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _ALL_SPECS), takes="sequence")
+_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), takes="heads")
+_by_stack = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), takes="stacked")
 
 
-def _replicated_call(attend: Callable[..., Any], implementation: str) -> Any:
+def _replicated_call(
+    attend: Callable[..., Any], implementation: str, multiply: Callable[..., jax.Array] = _multiply_plainly
+) -> Any:
     reduce = partial(jtf.matmul_all_reduce, axis_name=AXIS, implementation=implementation)
-    return partial(_decode, partial(_replicated, attend=attend, reduce=reduce, implementation=implementation))
+    how = {"attend": attend, "reduce": reduce, "multiply": multiply, "implementation": implementation}
+    return partial(_decode, partial(_replicated, **how))
+
+
+def _whole_call(implementation: str | None, **config: Any) -> Any:
+    return partial(_decode, partial(_whole, implementation=implementation, **config))
 
 
 # Without jaxtaxfree where it matters: a reference must not depend on what it judges.
-_plain = partial(_replicated, attend=_attend_plainly, reduce=_reduce_plainly, implementation="xla")
+_plain = partial(
+    _replicated, attend=_attend_plainly, reduce=_reduce_plainly, multiply=_multiply_plainly, implementation="xla"
+)
 REFERENCE = _by_heads(name="plain", call=partial(_decode, _plain))
 
 
@@ -247,24 +332,63 @@ class DecodeStep(Operation):
     tiny_shapes = DECODE_STEP_TINY
     sizes = ("b", "context", "layers", "d_model", "n", "kv_heads", "h", "d_mlp", "vocab")
     parts = ()
-    optional_peers = ("xla_heads_cudnn",)
+    optional_peers = ("xla_heads_cudnn", "torch")
+    torch_script = "torch_decode_step.py"
+    torch_tolerance = 0.05
+    own, rival = "fused/one_launch", "xla_step/default"
     fewest_calls = 1
-    configurable = False  # a configuration is of one operation
     ceiling = "GB/s of device memory"
     heading = "sequences, tokens of each"
 
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
-        del configs
         by_cudnn = partial(_attend_by_heads, by_cudnn=True)
         implementations = (
             *by_flags(_by_sequence, "xla", _replicated_call(transformer.attend_to_cache, "xla"), DEPENDENT),
             *by_flags(_by_heads, "xla_heads", REFERENCE.call, DEPENDENT),
             *by_flags(_by_heads, "xla_heads_cudnn", _replicated_call(by_cudnn, "xla"), DEPENDENT),
-            _by_sequence(name="fused", call=_replicated_call(transformer.attend_to_cache, "fused"), mixed=True),
+            *by_flags(_by_stack, "xla_step", _whole_call("xla"), DEPENDENT),
+            _by_stack(name="fused", call=_whole_call(None), mixed=True),
+            _by_sequence(
+                name="fused_sequence", call=_replicated_call(transformer.attend_to_cache, "fused"), mixed=True
+            ),
             _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, "fused"), mixed=True),
+            _by_heads(name="fused_local", call=_replicated_call(_attend_by_heads, "fused", _multiply_by_kernel)),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=_BY_TOKENS, mixed=True),
+            _by_stack(name="fused/one_launch", call=_whole_call("fused")),
+            *(
+                _by_stack(name=config_name(config), call=_whole_call("fused", config=config), config=config)
+                for config in configs
+            ),
         )
         return {implementation.name: implementation for implementation in implementations}
+
+    def stepwise(self, implementation: Implementation) -> Implementation | None:
+        if implementation.out_spec != _WHOLE:
+            return None
+        assert isinstance(implementation.call, partial)  # of `_decode`
+        step = implementation.call.args[0]
+        compiled = partial(
+            step_calls.compile_calls, begin=partial(begin, step), one_step=partial(one_token, step), steps=STEPS
+        )
+        return replace(implementation, compile=compiled)
+
+    def shapes_for(self, world: int) -> tuple[DecoderShape, ...]:
+        return tuple(shape for shape in self.shapes if _model(shape).divides(world))
+
+    def case_at(self, shape: DecoderShape, team: Team) -> Case | None:
+        model = _spec_of(_model(shape), shape.layers)
+
+        def of(*size: int, dtype: Any = DTYPE) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(size, dtype)
+
+        cache = of(shape.layers, shape.b, shape.kv_heads // team.world, shape.context, shape.h)
+        rows, table = of(shape.b, dtype=jnp.int32), of(1, shape.context, shape.h // 2, dtype=jnp.float32)
+        operands = of(shape.b, 1, shape.d_model), cache, cache, rows, rows, table, table
+        return step_case(*operands, team=team, model=model, placement=None)
+
+    def torch_job(self, shape: DecoderShape, world: int, l2: str) -> dict[str, Any]:
+        del world, l2
+        return {"op": self.name, "steps": STEPS, **vars(shape)}
 
     def unavailable(self, peer: str) -> str:
         del peer
@@ -294,14 +418,23 @@ class DecodeStep(Operation):
         # gives counts for as much as the rest.
         value_scale = math.sqrt(shape.context / math.e)
 
-        def make_cache() -> dict[str, transformer.Cache]:
-            """The same by heads and by sequence, where the ranks take blocks in turn."""
+        def make_cache() -> dict[str, Any]:
+            """The same by heads; by sequence, where the ranks take blocks in turn; as `jtf.decode_step` has it."""
             size = (shape.b, shape.context, shape.kv_heads, shape.h)
             make = normal(size, on_mesh(_BY_HEADS))
             turns = (shape.b, -1, world, transformer.BLOCK, *size[2:])
             deal = jax.jit(lambda x: x.reshape(turns).swapaxes(1, 2).reshape(size), out_shardings=on_mesh(_BY_SEQUENCE))
             heads = [(make(next(keys)), value_scale * make(next(keys))) for _ in range(shape.layers)]
-            return {"heads": heads, "sequence": jax.block_until_ready(jax.tree.map(deal, heads))}
+            made = {"heads": heads, "sequence": jax.tree.map(deal, heads), "stacked": stacked(heads)}
+            return jax.block_until_ready(made)
+
+        def stacked(heads: list[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+            """[L, B, K, S, H] of layers [B, S, K, H]."""
+            stack = jax.jit(
+                lambda parts: jnp.stack([jnp.swapaxes(part, 1, 2) for part in parts]), out_shardings=on_mesh(_BY_HEADS)
+            )
+            keys_of, values_of = (stack(parts) for parts in zip(*heads, strict=True))
+            return keys_of, values_of
 
         def make_tokens() -> jax.Array:
             tokens = jax.random.randint(next(keys), (STEPS, shape.b), 0, shape.vocab)
@@ -323,11 +456,25 @@ class DecodeStep(Operation):
         tokens = [make_tokens() for _ in range(calls + SPARE)]
         xs = {
             layout: tuple((each, lengths, caches[i % calls][layout]) for i, each in enumerate(tokens))
-            for layout in ("heads", "sequence")
+            for layout in ("heads", "sequence", "stacked")
         }
         specs = transformer.param_specs(cfg, AXIS)
         likes = jax.eval_shape(lambda: transformer.init(jax.random.key(0), cfg))
-        ys = [_by_name(jax.tree.map(make_param, likes, specs)) for _ in range(turns)]
+        # Heads and columns as they are: the kernel takes those of the listed shapes.
+        whole = partial(transformer.stack, cfg=cfg, spec=_spec_of(cfg, shape.layers))
+        stack = jax.jit(
+            jax.shard_map(
+                lambda params: whole(_by_layer(params)), mesh=mesh, in_specs=(_SPECS,), out_specs=_STACKED,
+                check_vma=False,
+            )
+        )  # fmt: skip
+        tables = tuple(jax.device_put(table, on_mesh(P())) for table in transformer.rotations(shape.context, cfg))
+
+        def make_params() -> Params:
+            params = _by_name(jax.tree.map(make_param, likes, specs))
+            return params | {"stacked": stack(params), "tables": tables}
+
+        ys = [make_params() for _ in range(turns)]
         return Operands(xs=xs, ys=tuple(ys), spare=SPARE)
 
     def check_shape(self, shape: DecoderShape, world: int) -> None:
@@ -347,7 +494,12 @@ class DecodeStep(Operation):
         return _read_bytes(shape, world) / bandwidth * 1e6
 
     def table(self, rows: Sequence[Row]) -> list[str]:
-        return by_peer(rows, sizes=("b", "context"), heading=self.heading, digits=self.digits)
+        sizes = ("b", "context")
+        if len({self.sizes_of(row)[2:] for row in rows}) > 1:
+            sizes = ("name",)
+        lines = by_peer(rows, sizes=sizes, heading=self.heading if len(sizes) > 1 else "model", digits=self.digits)
+        calls = a_step_a_call(rows, sizes=sizes, heading=self.heading if len(sizes) > 1 else "model")
+        return [*lines, "", *calls] if calls else lines
 
     def parse_shape(self, text: str) -> DecoderShape:
         """B,CONTEXT with the model of the listed shapes, or all sizes."""

@@ -49,6 +49,23 @@ def by_peer(rows: Sequence[Row], *, sizes: tuple[str, ...], heading: str, digits
     return lines
 
 
+def a_step_a_call(rows: Sequence[Row], *, sizes: tuple[str, ...], heading: str) -> list[str]:
+    """Times of programs of one step, launched one after the other and waited for; no line if none was measured."""
+    others = {
+        name: peer for peer, name in OTHERS.items() if any(row["implementation"].startswith(peer) for row in rows)
+    }
+    columns = {"best XLA": "xla", **others, "fused": "fused"}
+    lines = [_line(f"a step a call: {heading}", *(f"{name}, µs, launched / waited for" for name in columns))]
+    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    for values in dict.fromkeys(tuple(row[size] for size in sizes) for row in rows):
+        shape = dict(zip(sizes, values))
+        modes = [fastest(rows, mode, **shape) for mode in ("calls", "waited")]
+        cells = [" / ".join(_time(mode(beginning)) for mode in modes) for beginning in columns.values()]
+        if any(cell != f"{MISSING} / {MISSING}" for cell in cells):
+            lines.append(_line(", ".join(map(str, values)), *cells))
+    return lines if len(lines) > 2 else []
+
+
 def attention(rows: Sequence[Row], targets_us: Mapping[tuple[int, int], float]) -> list[str]:
     """Times of the sustained mode in microseconds; targets by batch and keys of a rank."""
     lines = [

@@ -1,9 +1,9 @@
 """Checks and times the implementations of an operation at one shape."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.operation import (
     make_program,
 )
 from benchmarks.rows import judge, make_row, reason
-from benchmarks.sampling import MODES, Mode, quantiles
+from benchmarks.sampling import MODES, STEPWISE, Mode, quantiles
 from benchmarks.timing import Run, can_queue, guard, sample_rounds
 
 # Calls of a chain that is checked and not timed.
@@ -62,10 +62,14 @@ def verdict(run: Run, expected: Any) -> str:
     return judge(relative_error(run.last_result[1], expected), run.tolerance)
 
 
+def _compile(implementation: Implementation, mesh: Mesh, xs: Any, ys: Any, rounds: int) -> jax.stages.Compiled:
+    program = jax.jit(make_program(implementation, mesh, rounds)).lower(xs, ys)
+    return program.compile(compiler_options=implementation.options or None)
+
+
 def prepare(label: str, implementation: Implementation, mesh: Mesh, operands: Operands, rounds: int = 1) -> Run:
     xs, ys = operands.of(implementation)
-    program = jax.jit(make_program(implementation, mesh, rounds)).lower(xs, ys)
-    executable = program.compile(compiler_options=implementation.options or None)
+    executable = (implementation.compile or _compile)(implementation, mesh, xs, ys, rounds)
     return Run(
         label=f"{label}, {implementation.name}",
         executable=executable,
@@ -192,15 +196,71 @@ def bench_shape(
             for reference in {each.name: each for each in references.values()}.values()
         }
 
+    groups = [([mode for mode in modes if mode not in STEPWISE], list(implementations))]
+    if stepwise := [mode for mode in modes if mode in STEPWISE]:
+        groups.append((stepwise, [each for each in map(operation.stepwise, implementations) if each is not None]))
+    rows = []
+    for modes_of_group, group in groups:
+        if not group or (modes and not modes_of_group):
+            continue
+        measured = _measure(
+            shape.name, group, mesh, operands, {name: expected[each.name] for name, each in references.items()},
+            rounds=rounds, seconds=seconds * len(modes_of_group) / max(1, len(modes)), timeout=timeout,
+            modes=modes_of_group, show=show,
+        )  # fmt: skip
+        for mode_name in [mode.name for mode in modes_of_group] or ["check"]:
+            samples = {name: run.samples[mode_name] for name, run in measured.runs.items() if mode_name in run.samples}
+            medians = {name: quantiles(taken)[0] for name, taken in samples.items() if measured.checked[name] == "ok"}
+            floor = operation.floor_us(shape, world, medians, bandwidth)
+            rows += [
+                make_row(
+                    operation,
+                    shape,
+                    each,
+                    world=world,
+                    mode=mode_name,
+                    checked=measured.checked[each.name],
+                    samples=samples.get(each.name, []),
+                    floor=floor,
+                    common=common,
+                )
+                for each in measured.chosen
+            ]
+    return rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    """What was found of some implementations: which alternatives were taken, what the checks say, and the runs."""
+
+    chosen: list[Implementation]
+    checked: dict[str, str]
+    runs: dict[str, Run]
+
+
+def _measure(
+    label: str,
+    implementations: Sequence[Implementation],
+    mesh: Mesh,
+    operands: Operands,
+    expected: Mapping[str, Sequence[Any]],
+    *,
+    rounds: int,
+    seconds: float,
+    timeout: float,
+    modes: Sequence[Mode],
+    show: Callable[[str], None],
+) -> _Measured:
+    """Checks everything, times what passed, and checks once more; `expected` by the name of an implementation."""
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
     chosen = {each.name: each for each in implementations}
     together = [each for each in implementations if not each.apart]
     for some in [together, *([each] for each in implementations if each.apart)]:
-        prepared = prepare_all(shape.name, some, mesh, operands, rounds, timeout, show)
+        prepared = prepare_all(label, some, mesh, operands, rounds, timeout, show)
         # Ours come last, so that everything else has been checked should they break the device.
         for each in some:
-            want = expected[references[each.name].name]
+            want = expected[each.name]
             try:
                 if each.alternatives:
                     chosen[each.name], run = fastest_right(prepared[each.name], want, timeout)
@@ -217,7 +277,7 @@ def bench_shape(
         del prepared
 
         for mode in modes:
-            show(f"{shape.name}: {mode.name}")
+            show(f"{label}: {mode.name}")
             live = {each.name: runs[each.name] for each in some if checked[each.name] == "ok"}
             share = len(some) / len(implementations) / len(modes)
             for name, error in sample_rounds(live, mode, seconds * share, timeout).items():
@@ -226,28 +286,9 @@ def bench_shape(
             # Counters and double buffers that go wrong do so after many calls.
             for name, run in live.items():
                 with guard(f"{run.label}, check after timing", timeout):
-                    want = expected[references[name].name]
+                    want = expected[name]
                     checked[name] = verdict(run, want[0])
                     if checked[name] == "ok":
                         checked[name] = check(run, want)
 
-    rows = []
-    for mode_name in [mode.name for mode in modes] or ["check"]:
-        samples = {name: run.samples[mode_name] for name, run in runs.items() if mode_name in run.samples}
-        medians = {name: quantiles(taken)[0] for name, taken in samples.items() if checked[name] == "ok"}
-        floor = operation.floor_us(shape, world, medians, bandwidth)
-        rows += [
-            make_row(
-                operation,
-                shape,
-                each,
-                world=world,
-                mode=mode_name,
-                checked=checked[each.name],
-                samples=samples.get(each.name, []),
-                floor=floor,
-                common=common,
-            )
-            for each in chosen.values()
-        ]
-    return rows
+    return _Measured(chosen=list(chosen.values()), checked=checked, runs=runs)

@@ -1,8 +1,9 @@
-"""decode_step in one launch on GPUs: is it right, and how long does a step take beside XLA's and our operations'.
+"""decode_step in one launch on GPUs: is it right, and what do its settings and its parts cost.
 
 python benchmarks/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064] [--configs quick|all|none]
-    [--no-small] [--no-peers] [--seconds 0.5]
+    [--no-small] [--seconds 0.5]
 
+`run.py decode_step` compares it with its peers, in loops and a step a call, with floors and in the rows of results.
 From the project's root. The shape is B, context, layers, d_model, heads, kv heads, head size, d_mlp, vocabulary, of two
 ranks together; on one rank half of the heads, of d_mlp and of the vocabulary. Checks come first; what is wrong is not
 timed. Prints a line as soon as it has it, and a table of each world at the end.
@@ -25,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from benchmarks.operation import AXIS, FLAG_SETS, ONE
+from benchmarks.operation import AXIS, ONE
 
 STEPS = 32
 CACHE = P(None, None, AXIS)
@@ -197,7 +198,7 @@ def small_checks(world):
     return wrong
 
 
-def seconds_of(run, seconds, sync=False):
+def seconds_of(run, seconds):
     """Seconds of one call, of so many that they last as long as asked for."""
     for _ in range(3):
         result = run()
@@ -207,8 +208,6 @@ def seconds_of(run, seconds, sync=False):
         start = time.perf_counter()
         for _ in range(count):
             result = run()
-            if sync:
-                jax.block_until_ready(result)
         jax.block_until_ready(result)
         took = time.perf_counter() - start
         if took >= seconds:
@@ -216,66 +215,11 @@ def seconds_of(run, seconds, sync=False):
         count = max(count + 1, int(count * 1.3 * seconds / max(took, 1e-4)))
 
 
-def a_step_a_call(problem, implementation, seconds, options=None):
-    """Microseconds of a step that is a program of its own, with a donated cache: pipelined, and waited for."""
-    outs = (OUT, (CACHE, CACHE))
-    run = problem.program(problem.step(implementation), outs, options, donate=(2,))
-    cache = jax.tree.map(jnp.copy, problem.cache)
-    found = []
-    for sync in (False, True):
-
-        def one():
-            nonlocal cache
-            logits, cache = run(problem.params, problem.x, cache, problem.lengths, problem.tables)
-            return logits
-
-        found.append(1e6 * seconds_of(one, seconds, sync))
-    return found
-
-
-def peers(sizes, world, seconds):
-    """Our operations and XLA's best programs for the same step: benchmarks/decode_step.py."""
-    from benchmarks import decode_step as peer
-    from benchmarks.shapes import DecoderShape
-
-    b, context, layers, d, n, k, h, f, v = sizes
-    shape = DecoderShape(
-        name="share", b=b, context=context, layers=layers, d_model=d, n=n * world // 2, kv_heads=k * world // 2, h=h,
-        d_mlp=f * world // 2, vocab=v * world // 2,
-    )  # fmt: skip
-    mesh = Mesh(np.array(jax.devices()[:world]).reshape(world, 1), (AXIS, ONE))
-    step = peer.DecodeStep()
-    operands = step.operands(shape, mesh, 1, 1)
-    rows: dict[str, float] = {}
-    bandwidth = max(step.ceilings(mesh, jax.default_backend() == "gpu").values())
-    if floor := step.floor_us(shape, world, {}, bandwidth):
-        rows["floor"] = floor
-    for name, implementation in step.implementations().items():
-        if name.startswith(("xla/", "fused_tokens")):
-            continue
-        try:
-            call = jax.shard_map(
-                implementation.call,
-                mesh=mesh,
-                in_specs=implementation.in_specs,
-                out_specs=implementation.out_spec,
-                check_vma=False,
-            )
-            xs, ys = operands.of(implementation)
-            run = jax.jit(call).lower(xs[0], ys[0]).compile(compiler_options=implementation.options)
-            rows[name] = 1e6 * seconds_of(lambda: run(xs[0], ys[0]), seconds) / peer.STEPS  # noqa: B023
-            print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
-        except Exception as error:
-            print(f"  {name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-    return rows
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", default="1,2")
     parser.add_argument("--shape", default=DEFAULT)
     parser.add_argument("--configs", default="quick", choices=["quick", "all", "none"])
-    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-small", action="store_true")
     parser.add_argument("--seconds", type=float, default=0.5)
     options = parser.parse_args()
@@ -317,32 +261,11 @@ def main():
                 print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
             except Exception as error:
                 print(f"  {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-        for name, flags in (("reference", {}), ("reference, graphs", FLAG_SETS["graph"])):
-            try:
-                run = problem.program(problem.steps("xla"), (OUT, OUT), flags)
-                rows[name] = 1e6 * seconds_of(lambda: run(*problem.operands), options.seconds) / STEPS  # noqa: B023
-                print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
-            except Exception as error:
-                print(f"  {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
-        for name, which, flags in (("one launch", "fused", {}), ("reference", "xla", {})):
-            try:
-                pipelined, waited = a_step_a_call(problem, which, options.seconds, flags)
-                rows[f"{name}, a step a call, pipelined"], rows[f"{name}, a step a call, waited for"] = (
-                    pipelined,
-                    waited,
-                )
-                print(f"  {name}, a step a call: {pipelined:.1f} pipelined, {waited:.1f} waited for", flush=True)
-            except Exception as error:
-                print(f"  {name}, a step a call: {type(error).__name__}: {str(error)[:600]}", flush=True)
-        if not options.no_peers:
-            rows |= peers(sizes, world, options.seconds)
         tables.append((world, rows))
     for world, rows in tables:
         print(f"\n{world} GPU{'s' if world > 1 else ''}, {options.shape}: us a step")
-        floor = rows.get("floor")
         for name, value in sorted(rows.items(), key=lambda row: row[1]):
-            share = f"  floor / this = {floor / value:.2f}" if floor else ""
-            print(f"{value:10.1f}  {name}{share}")
+            print(f"{value:10.1f}  {name}")
 
 
 if __name__ == "__main__":

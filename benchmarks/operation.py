@@ -29,7 +29,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.layout import Row, by_peer
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import register
+from jaxtaxfree.teams import Team
 
 AXIS = "tp"
 # A second axis, of size 1: what runs along it is the part of an operation that needs no peer.
@@ -86,6 +88,8 @@ class Implementation:
       steps: how many of what is timed a call makes, one after the other.
       tolerance: relative Frobenius error of a row of the result. Two roundings to bf16 differ by about 2e-3.
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
+      compile: (implementation, mesh, xs, ys, rounds) -> what is launched, instead of the usual program: a function of
+        every x and every y to what that program returns. It may take `waits` as well, see `sampling.Mode`.
     """
 
     name: str
@@ -102,6 +106,7 @@ class Implementation:
     steps: int = 1
     tolerance: float = 1e-2
     config: Config | None = None
+    compile: Callable[..., Callable[..., Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,8 +139,10 @@ class Operation(abc.ABC):
       parts: implementations that do only a part of the operation, and may well be faster than its floor.
       peers: beginnings of the names of what the fused kernel has to be ahead of.
       optional_peers: the same of what only some machines can run. "torch" runs in processes of its own (torch_peer.py).
+      torch_script, torch_tolerance: the file in this folder that they run, and the `tolerance` of what it finds.
+      own, rival: the implementations that the tables compare: the kernel as it is chosen by shape, and what None takes
+        instead.
       fewest_calls: in a chain.
-      configurable: there may be fused implementations with a configuration.
       ceiling: in words, what `ceilings` measures.
       heading: in words, the sizes in tables of documents.
       digits: of the microseconds there.
@@ -148,8 +155,11 @@ class Operation(abc.ABC):
     parts: ClassVar[tuple[str, ...]]
     peers: ClassVar[tuple[str, ...]] = ("xla",)
     optional_peers: ClassVar[tuple[str, ...]] = ()
+    torch_script: ClassVar[str] = "torch_async_tp.py"
+    torch_tolerance: ClassVar[float] = Implementation.tolerance
+    own: ClassVar[str] = "fused"
+    rival: ClassVar[str] = "xla/default"
     fewest_calls: ClassVar[int] = 8
-    configurable: ClassVar[bool] = True
     ceiling: ClassVar[str]
     heading: ClassVar[str]
     digits: ClassVar[int] = 0
@@ -217,6 +227,27 @@ class Operation(abc.ABC):
         """Why one of `optional_peers` cannot run in this process; empty if it can."""
         del peer
         return ""
+
+    def shapes_for(self, world: int) -> tuple[Any, ...]:
+        """Of the listed shapes those that so many devices can share out."""
+        del world
+        return self.shapes
+
+    def stepwise(self, implementation: Implementation) -> Implementation | None:
+        """The same, of which each step is a program of its own, as it is timed in the modes of `STEPWISE`; or None."""
+        del implementation
+        return None
+
+    def torch_job(self, shape: Any, world: int, l2: str) -> dict[str, Any]:
+        """What the processes of PyTorch are to be told of a shape."""
+        calls = self.calls_per_program(shape, world)
+        turns = self.turns(shape, world, calls, l2)
+        return {"op": self.name, "calls": calls, "count_rhs": turns, **vars(shape)}
+
+    def case_at(self, shape: Any, team: Team) -> Case | None:
+        """The call at a shape, as the tables know it; None if there is nothing to tune."""
+        entry = register.OPERATIONS.get(self.name)
+        return entry.case_at(shape, team, DTYPE) if entry else None
 
     def needed_for_floor(self) -> tuple[str, ...]:
         """Implementations that are timed in any case."""

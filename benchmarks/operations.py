@@ -39,3 +39,5 @@ OPERATIONS: dict[str, Operation] = {
     **{name: TIMED[name] for name in register.OPERATIONS if name in TIMED},
     **{program.name: program for program in PROGRAMS},
 }
+# What `tune.py` tunes: kernels that the tables know.
+TUNED: dict[str, Operation] = {**TIMED, DecodeStep.name: OPERATIONS[DecodeStep.name]}

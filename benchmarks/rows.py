@@ -128,7 +128,9 @@ def torch_rows(
             each,
             world=world,
             mode=mode,
-            checked=one_line(f"failed: {each.failure}") if each.error is None else judge(each.error),
+            checked=one_line(f"failed: {each.failure}")
+            if each.error is None
+            else judge(each.error, operation.torch_tolerance),
             samples=each.samples.get(mode, ()),
             floor=floors.get((each.shape.name, mode)),
             common=common,

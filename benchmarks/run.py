@@ -15,13 +15,16 @@ collective matmul. pallas is JAX's collective matmul for Hopper (`pallas_matmul.
 configurations at each shape; the row names it. torch is PyTorch's asynchronous tensor parallelism, in processes of its
 own after the rest (`torch_async_tp.py`). Neither of these two uses NVLink multicast.
 
-Two modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
+Modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
 
 sustained: host clock around about 40 ms of programs queued back to back, directly after more of the same.
 burst: host clock around about 8 ms of programs, after 0.1 s of idleness. It includes the dispatch of one program, 0.3
     to 1.2 ms, which weighs equally on all implementations but torch, whose first kernels run while it launches more.
 
-Both are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
+calls, waited: of a program that takes many steps, the same with each step in a call of its own, as servers run them.
+    The host launches one after the other (calls), or waits for each before it launches the next (waited).
+
+All are wall time over the number of calls, with nothing subtracted. A time whose samples lie more than 3 % apart (the
 20th and the 80th percentile) is marked as noisy. `operation.py` describes the program that is timed; `matmuls.py`,
 `mlp.py`, `attention.py`, `decode_step.py`, `collectives.py` and `ragged.py` describe the operations, what they are
 compared with, and their floors.
@@ -64,12 +67,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import torch_peer
 from benchmarks.layout import Row
-from benchmarks.matmuls import MatmulOperation
 from benchmarks.measure import bench_shape
 from benchmarks.operation import AXIS, FLAG_SETS, L2, Config, Implementation, Operation, family, make_mesh, variant
 from benchmarks.operations import OPERATIONS
 from benchmarks.rows import environment, is_fault, reason, torch_rows, write_rows
-from benchmarks.sampling import MODES
+from benchmarks.sampling import MODES, STEPWISE
 from benchmarks.summary import summarize
 from benchmarks.timing import guard
 
@@ -182,8 +184,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="KEY=VALUE,...",
         help="one more fused implementation, with this configuration; can be given several times",
     )
-    names = [mode.name for mode in MODES]
-    parser.add_argument("--modes", nargs="+", choices=names, default=names, help="default: both")
+    names = [mode.name for mode in (*MODES, *STEPWISE)]
+    parser.add_argument("--modes", nargs="+", choices=names, default=names, help="default: all that an operation has")
     parser.add_argument("--l2", choices=L2, default="usual", help="what calls find in the L2 cache; see above")
     parser.add_argument("--seconds-per-shape", type=float, default=10.0, metavar="S", help="measuring; default: 10")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="S", help="of a step, then exit; default: 120")
@@ -208,8 +210,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         args.shapes = [operations[0].parse_shape(text) for text in args.shapes or ()]
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
-    if args.config and not operations[0].configurable:
-        parser.error(f"{asked} is made of several operations, and takes no --config")
     return args
 
 
@@ -223,8 +223,9 @@ def measure(
     """
     world = mesh.shape[AXIS]
     implementations, with_torch, left_out = choose(operation, args)
-    shapes = args.shapes or (operation.tiny_shapes if args.check else operation.shapes)
-    modes = [] if args.check else [mode for mode in MODES if mode.name in args.modes]
+    shapes = args.shapes or (operation.tiny_shapes if args.check else operation.shapes_for(world))
+    known = (*MODES, *(STEPWISE if any(map(operation.stepwise, implementations)) else ()))
+    modes = [] if args.check else [mode for mode in known if mode.name in args.modes]
     for line in left_out:
         console.print(line, markup=False, highlight=False)
 
@@ -266,7 +267,7 @@ def measure(
             # The operands and executables of a shape are worth gigabytes; do not wait for the collector.
             gc.collect()
             console.print(f"{shape.name}: {time.perf_counter() - shape_started:.0f} s", highlight=False)
-        if with_torch and isinstance(operation, MatmulOperation):
+        if with_torch:
             show("torch")
             found, failure = torch_peer.measure(
                 operation,

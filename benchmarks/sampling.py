@@ -13,12 +13,14 @@ class Mode:
     idle: pause before the sample, which lets the clocks recover.
     warm: launches of the same program before the clock starts, as a share of the sample, so that a sample does not
         profit from a cooler predecessor.
+    waits: of a program that is one step of many, the host waits for each step before it launches the next.
     """
 
     name: str
     seconds: float
     idle: float = 0.0
     warm: float = 0.0
+    waits: bool = False
 
     def launches(self, program_seconds: float) -> int:
         return min(64, max(1, round(self.seconds / program_seconds)))
@@ -30,6 +32,10 @@ class Mode:
 SUSTAINED = Mode(name="sustained", seconds=0.040, warm=0.25)
 BURST = Mode(name="burst", seconds=0.008, idle=0.1)
 MODES = (SUSTAINED, BURST)
+# A step a call, as servers run them, where an operation has steps (`Operation.stepwise`).
+CALLS = Mode(name="calls", seconds=0.040, warm=0.25)
+WAITED = Mode(name="waited", seconds=0.040, warm=0.25, waits=True)
+STEPWISE = (CALLS, WAITED)
 MIN_ROUNDS = 5
 # A difference within this spread is no difference.
 NOISY = 0.03

@@ -92,13 +92,30 @@ def _tenth_of_llama3_70b(b: int, context: int) -> DecoderShape:
     )  # fmt: skip
 
 
+def _of_llama3(name: str, b: int, context: int, **sizes: int) -> DecoderShape:
+    """Eight layers, and a quarter of the vocabulary, of which a share of eight GPUs is two sixteenths."""
+    context_name = f"{context // 1024}k-context"
+    return DecoderShape(
+        name=f"{name}/decode-{b}/{context_name}", b=b, context=context, layers=8, h=128, vocab=32064, **sizes
+    )
+
+
+# What two of eight GPUs have to do, where the model is sharded over eight.
+_TWO_OF_EIGHT_8B = {"d_model": 4096, "n": 8, "kv_heads": 2, "d_mlp": 3584}
+_TWO_OF_EIGHT_70B = {"d_model": 8192, "n": 16, "kv_heads": 2, "d_mlp": 7168}
+_LLAMA3_8B = {"d_model": 4096, "n": 32, "kv_heads": 8, "d_mlp": 14336}
+
 DECODE_STEP = (
     _tenth_of_llama3_70b(1, 32768),
     _tenth_of_llama3_70b(16, 4096),
+    _of_llama3("llama3-8b/2-of-8-gpus", 1, 8192, **_TWO_OF_EIGHT_8B),
+    _of_llama3("llama3-70b/10/2-of-8-gpus", 1, 8192, **_TWO_OF_EIGHT_70B),
+    _of_llama3("llama3-8b/4", 1, 8192, **_LLAMA3_8B),
+    _of_llama3("llama3-8b/4", 16, 2048, **_LLAMA3_8B),
 )
 
 DECODE_STEP_TINY = (
     DecoderShape(
-        name="tiny/decode-4", b=4, context=128, layers=2, d_model=64, n=8, kv_heads=4, h=16, d_mlp=96, vocab=128
+        name="tiny/decode-4", b=4, context=128, layers=2, d_model=64, n=8, kv_heads=4, h=64, d_mlp=256, vocab=128
     ),
 )

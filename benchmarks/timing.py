@@ -57,14 +57,15 @@ class Run:
     program_seconds: float = 0.0
     last_result: Any = None
 
-    def launch(self, count: int = 1, *, operands: tuple[Any, ...] | None = None) -> float:
+    def launch(self, count: int = 1, *, operands: tuple[Any, ...] | None = None, waits: bool = False) -> float:
         """Seconds from the first dispatch until the last program has ended, on an idle device."""
         operands = operands or self.operands
+        executable = partial(self.executable, waits=True) if waits else self.executable
         result = None
         start = time.perf_counter()
         # Each dispatch but the first hides behind the programs already queued.
         for _ in range(count):
-            result = self.executable(*operands)
+            result = executable(*operands)
             if not self.queue:
                 jax.block_until_ready(result)
         jax.block_until_ready(result)
@@ -77,8 +78,8 @@ class Run:
         count = mode.launches(self.program_seconds)
         time.sleep(mode.idle)
         if warm := mode.warm_launches(self.program_seconds):
-            self.launch(warm)
-        microseconds = self.launch(count) / (count * self.calls) * 1e6
+            self.launch(warm, waits=mode.waits)
+        microseconds = self.launch(count, waits=mode.waits) / (count * self.calls) * 1e6
         self.samples.setdefault(mode.name, []).append(microseconds)
 
 

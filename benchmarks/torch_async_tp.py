@@ -32,7 +32,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.sampling import MIN_ROUNDS, MODES, Mode
+from benchmarks.sampling import MIN_ROUNDS, MODES, STEPWISE, Mode
 
 # Neither NCCL nor symmetric memory may create NVLink multicast objects.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
@@ -40,6 +40,8 @@ NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
 Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 Job = dict[str, Any]
+# (job, modes, seconds) -> what was found of each implementation
+Measure = Callable[[Job, list[Mode], float], Iterator[dict[str, Any]]]
 
 
 def group_name() -> str:
@@ -194,14 +196,14 @@ def measure(job: Job, modes: list[Mode], seconds: float) -> Iterator[dict[str, A
             yield found | {"failed": f"{type(error).__name__}: {error}"}
 
 
-def rank_main(rank: int, port: int, request: dict[str, Any]) -> None:
+def rank_main(rank: int, port: int, request: dict[str, Any], measure: Measure) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=request["world"], device_id=device)
     if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, rank):
         raise RuntimeError("this PyTorch would use NVLink multicast although TORCH_SYMM_MEM_DISABLE_MULTICAST is set")
-    modes = [mode for mode in MODES if mode.name in request["modes"]]
+    modes = [mode for mode in (*MODES, *STEPWISE) if mode.name in request["modes"]]
     for job in request["jobs"]:
         for found in measure(job, modes, request["seconds"]):
             if rank == 0:
@@ -209,14 +211,15 @@ def rank_main(rank: int, port: int, request: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def main() -> None:
+def run_ranks(measure: Measure) -> None:
+    """Answers the request on standard input by a process for each rank."""
     request = json.load(sys.stdin)
     # The ranks inherit them.
     os.environ |= NO_MULTICAST
     os.environ.pop(NATIVE, None)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    torch.multiprocessing.spawn(rank_main, args=(store.port, request), nprocs=request["world"])
+    torch.multiprocessing.spawn(rank_main, args=(store.port, request, measure), nprocs=request["world"])
 
 
 if __name__ == "__main__":
-    main()
+    run_ranks(measure)

@@ -1,4 +1,4 @@
-"""Starts torch_async_tp.py, beside JAX on the same GPUs, and makes rows of what it finds.
+"""Starts a peer of PyTorch (`Operation.torch_script`), beside JAX on the same GPUs, and says what it finds.
 
 JAX keeps the memory that it has taken, three quarters of each GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise,
 and is idle meanwhile. PyTorch needs a few gigabytes of what is left.
@@ -18,12 +18,10 @@ from typing import Any
 
 import jax
 
-from benchmarks.matmuls import MatmulOperation
-from benchmarks.operation import Config
+from benchmarks.operation import Config, Operation
 from benchmarks.sampling import Mode
-from jaxtaxfree.ops.shapes import MatmulShape
 
-SCRIPT = Path(__file__).with_name("torch_async_tp.py")
+FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +32,7 @@ class Found:
     samples: by mode, microseconds of a call.
     """
 
-    shape: MatmulShape
+    shape: Any
     name: str
     config: Config
     error: float | None
@@ -51,8 +49,8 @@ def unavailable(python: str) -> str:
 
 
 def measure(
-    operation: MatmulOperation,
-    shapes: Sequence[MatmulShape],
+    operation: Operation,
+    shapes: Sequence[Any],
     *,
     world: int,
     modes: Sequence[Mode],
@@ -65,13 +63,9 @@ def measure(
 
     They are killed when they are silent for `timeout` seconds.
     """
-    jobs = []
-    for shape in shapes:
-        calls = operation.calls_per_program(shape, world)
-        turns = operation.turns(shape, world, calls, l2)
-        jobs.append({"op": operation.name, "calls": calls, "count_rhs": turns, **vars(shape)})
+    jobs = [operation.torch_job(shape, world, l2) for shape in shapes]
     request = {"world": world, "modes": [mode.name for mode in modes], "seconds": seconds, "jobs": jobs}
-    answers, failure = _converse([python, str(SCRIPT)], request, timeout)
+    answers, failure = _converse([python, str(FOLDER / operation.torch_script)], request, timeout)
     found = []
     for shape in shapes:
         of_shape = [answer for answer in answers if answer["name"] == shape.name]

@@ -39,19 +39,18 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import measure
-from benchmarks.operation import AXIS, DTYPE, ONE, Implementation, Operation, config_name, family, make_mesh
-from benchmarks.operations import OPERATIONS
+from benchmarks.operation import AXIS, ONE, Implementation, Operation, config_name, make_mesh
+from benchmarks.operations import TUNED
 from benchmarks.rows import Row, environment, reason, write_rows
 from benchmarks.run import CHECK_WORLD, WIDTH
 from benchmarks.sampling import SUSTAINED, Mode, quantiles
 from benchmarks.timing import Run, guard, sample_rounds
 from jaxtaxfree import dispatch
-from jaxtaxfree.ops import register
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.variant import KERNEL, Choice
 from jaxtaxfree.teams import Team
 
-XLA = "xla/default"
+XLA = "xla"
 DEFAULT = "default"
 QUICK = Mode(name="quick", seconds=0.010, warm=0.25)
 FINALISTS = 2
@@ -122,19 +121,21 @@ class Contest:
     def of(cls, operation: Operation, shape: Any, mesh: Mesh, calls: int, most: int = MOST_CANDIDATES) -> "Contest":
         team = Team(axes=(AXIS,), others=(ONE,), world=mesh.shape[AXIS], devices=tuple(mesh.devices.flat))
         operation.check_shape(shape, team.world)
-        case = register.OPERATIONS[operation.name].case_at(shape, team, DTYPE)
+        case = operation.case_at(shape, team)
+        if case is None:
+            raise NotImplementedError(f"no kernel takes {shape}")
         configs = dict(list(candidates(case).items())[:most])
         settings = [choice.settings for choice in configs.values()]
         implementations = operation.implementations(settings)
         ours = [each for each in implementations.values() if each.config in settings]
-        xla = implementations[XLA]
+        xla = implementations[operation.rival]
         operands = operation.operands(shape, mesh, calls, operation.turns(shape, team.world, calls, "usual"))
         return cls(
             operation=operation,
             shape=shape,
             case=case,
             configs=configs,
-            entrants={XLA: xla, **{name: dataclasses.replace(each, name=name) for name, each in zip(configs, ours)}},
+            entrants={name: dataclasses.replace(each, name=name) for name, each in zip((XLA, *configs), (xla, *ours))},
             operands=operands,
             expected=measure.expected_results(operation.expected_from(xla), mesh, operands),
         )
@@ -257,43 +258,46 @@ def merge(folder: Path, kind: str, case: dispatch.Case, row: dispatch.Row) -> No
 def take_results(path: Path, folder: Path) -> Iterator[str]:
     """Writes what results of run.py say of each shape, by the rules of a contest. Yields a line for each.
 
-    The implementation "fused" stands for the default: it is what was chosen by shape, and by the table as it is. Of
-    weights that stay in the L2 cache nothing is concluded: those of the layers of a model do not.
+    The implementation `Operation.own` stands for the default: it is what was chosen by shape, and by the table as it
+    is. Of weights that stay in the L2 cache nothing is concluded: those of the layers of a model do not.
     """
     shapes: dict[tuple[Any, ...], list[Row]] = {}
     for row in json.loads(path.read_text()):
-        if row["op"] in register.OPERATIONS and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
-            sizes = OPERATIONS[row["op"]].sizes_of(row)
+        if row["op"] in TUNED and row["mode"] == SUSTAINED.name and row.get("l2") != "warm":
+            sizes = TUNED[row["op"]].sizes_of(row)
             shapes.setdefault((row["op"], row["world"], *sizes), []).append(row)
     for (name, world, *sizes), rows in shapes.items():
-        operation = OPERATIONS[name]
+        operation = TUNED[name]
         shape = operation.parse_shape(",".join(map(str, sizes)))
         times = {row["implementation"]: row["median_us"] for row in rows if row["median_us"] and row["checked"] == "ok"}
-        ours = {row["implementation"]: row for row in rows if family(row["implementation"]) == "fused"}
-        if not {"fused", XLA} <= times.keys() or any(row["checked"].startswith("wrong") for row in ours.values()):
+        own, xla = operation.own, operation.rival
+        names = [row["implementation"] for row in rows]
+        ours = {name: row for name, row in zip(names, rows) if name == own or name.startswith("fused[")}
+        if not {own, xla} <= times.keys() or any(row["checked"].startswith("wrong") for row in ours.values()):
             yield f"{name}, {shape.name}: not enough is known, or something is wrong"
             continue
         # On a CPU programs are built for the GPUs that have tables.
         team = Team(axes=(AXIS,), others=(ONE,), world=world, devices=tuple(jax.devices("cpu")[:1]))
-        case = register.OPERATIONS[operation.name].case_at(shape, team, DTYPE)
+        case = operation.case_at(shape, team)
+        if case is None:
+            yield f"{name}, {shape.name}: no kernel takes it"
+            continue
         default = case.default.settings
         configs = {name: case.choose(case.size, row["config"]).settings for name, row in ours.items() if row["config"]}
         alike = [each for each, config in configs.items() if config.get(ROUNDING) == default.get(ROUNDING)]
-        best = min((each for each in ("fused", *alike) if each in times), key=lambda each: times[each])
-        best = best if times[best] < (1 - MARGIN) * times["fused"] else "fused"
-        found = {"fused_us": times[best], "xla_us": times[XLA], "name": shape.name}
+        best = min((each for each in (own, *alike) if each in times), key=lambda each: times[each])
+        best = best if times[best] < (1 - MARGIN) * times[own] else own
+        found = {"fused_us": times[best], "xla_us": times[xla], "name": shape.name}
         found |= {key: ours[best][key] for key in PROVENANCE}
-        if best != "fused":
+        if best != own:
             found["config"] = configs[best] if configs[best] != default else None
         merge(folder, ours[best]["gpu"], case, found)
-        yield f"{name}, {shape.name}: {best} {times[best]:.2f} us, {times[XLA] / times[best]:.2f}x as fast as XLA"
+        yield f"{name}, {shape.name}: {best} {times[best]:.2f} us, {times[xla] / times[best]:.2f}x as fast as XLA"
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(register.OPERATIONS)}; default: all"
-    )
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"of {', '.join(TUNED)}; default: all")
     parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="as of run.py; default: all listed")
     parser.add_argument("--world", type=int, help="number of devices; default: all, with --check at most 4")
     parser.add_argument(
@@ -324,13 +328,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     parser.add_argument("--check", action="store_true", help="only check results, at tiny shapes, also without a GPU")
     args = parser.parse_args(argv)
-    if unknown := [name for name in args.operations if name not in register.OPERATIONS]:
-        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(register.OPERATIONS)}")
-    args.operations = args.operations or list(register.OPERATIONS)
+    if unknown := [name for name in args.operations if name not in TUNED]:
+        parser.error(f"there is nothing to tune in {unknown[0]!r}: choose from {', '.join(TUNED)}")
+    args.operations = args.operations or list(TUNED)
     try:
-        args.shapes = {
-            name: [OPERATIONS[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations
-        }
+        args.shapes = {name: [TUNED[name].parse_shape(text) for text in args.shapes or ()] for name in args.operations}
     except ValueError as error:
         parser.error(f"argument --shapes: {error}")
     if args.check and args.write:
@@ -360,12 +362,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(f"{world} x {kind}, {provenance}", markup=False, highlight=False)
     faults = 0
     for name in args.operations:
-        operation, started = OPERATIONS[name], time.perf_counter()
+        operation, started = TUNED[name], time.perf_counter()
         contests = []
-        for shape in args.shapes[name] or (operation.tiny_shapes if args.check else operation.shapes):
+        for shape in args.shapes[name] or (operation.tiny_shapes if args.check else operation.shapes_for(world)):
             calls = measure.CHECK_CALLS if args.check else operation.calls_per_program(shape, world)
-            with guard(f"{shape.name}, operands and reference", args.timeout):
-                contests.append(Contest.of(operation, shape, mesh, calls, args.candidates))
+            try:
+                with guard(f"{shape.name}, operands and reference", args.timeout):
+                    contests.append(Contest.of(operation, shape, mesh, calls, args.candidates))
+            except NotImplementedError as refusal:
+                console.print(str(refusal), markup=False, highlight=False)
         with guard(f"{name}, compilation", args.timeout):
             compile_all(contests, mesh, args.jobs)
         console.print(f"{name}: compiled in {time.perf_counter() - started:.0f} s", highlight=False)
@@ -383,7 +388,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         console.print(f"{name}: {time.perf_counter() - started:.0f} s", highlight=False)
         faults += sum(contest.wrong if args.check else contest.fault for contest in contests)
         # The operands and executables are worth gigabytes; do not wait for the collector.
-        del contests, contest
+        contests, contest = [], None
         gc.collect()
     return 1 if faults else 0
 

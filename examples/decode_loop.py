@@ -6,8 +6,9 @@
 Every all-gather is fused into the matrix product that needs it (`jaxtaxfree.all_gather_matmul`), with SwiGLU after
 it, and every reduce-scatter into the product before it (`jaxtaxfree.matmul_reduce_scatter`), with the residual
 addition after it. Attention over the keys of all devices is one kernel (`jaxtaxfree.decode_attention`), and what is
-gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated twice, by plain XLA and by the
-chosen implementation of all four, and every token must agree. It takes four GPUs where there are four, and four
+gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated three times: by plain XLA, by the
+chosen implementation of all four, and by `jaxtaxfree.decode_step`, which is a whole step (on Hopper GPUs one launch, of
+one sequence in bfloat16). Every token must agree. It takes four GPUs where there are four, and four
 virtual CPU devices where there is none; there the first tokens are decoded once more, by the kernels of all four ranks
 in the simulator, which draws what they did. The model is in transformer.py; train.py made its weights.
 """
@@ -146,6 +147,7 @@ class Generator:
       prompts, lengths: as `encode_prompts` gives them.
       n_tokens: to generate for each prompt.
       implementation: of the fused operations.
+      whole: a step is one operation, `decode_step`.
     """
 
     def __init__(
@@ -157,7 +159,11 @@ class Generator:
         cfg: Config,
         mesh: Mesh,
         implementation: str | None,
+        whole: bool = False,
     ):
+        if whole:
+            self._prepare_whole(params, prompts, lengths, n_tokens, cfg, mesh, implementation)
+            return
         params_specs, cache_specs = transformer.param_specs(cfg), transformer.cache_specs(cfg)
         length = transformer.cache_length(prompts.shape[1] + n_tokens, mesh.size)
 
@@ -177,6 +183,42 @@ class Generator:
         self._params = jax.tree.map(put, params, params_specs)
         self._prompts, self._lengths = put(prompts, P("tp")), put(lengths, P())
 
+    def _prepare_whole(
+        self,
+        params: Any,
+        prompts: np.ndarray,
+        lengths: np.ndarray,
+        n_tokens: int,
+        cfg: Config,
+        mesh: Mesh,
+        implementation: str | None,
+    ) -> None:
+        """The same two programs, and operands of which the ranks share the weights and the cache by heads."""
+        spec = transformer.whole_spec(cfg, mesh.size)
+        specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in spec.sharded().items()}
+        by_heads = (P(None, None, "tp"),) * 2
+        length = prompts.shape[1] + n_tokens
+
+        def prefill(params, prompts, lengths):
+            weights, embed = params
+            return transformer.read_whole(weights, embed, prompts, lengths, length, cfg, implementation=implementation)
+
+        def decode(params, cache, first, lengths):
+            weights, embed = params
+            how = {"implementation": implementation}
+            return transformer.decode_whole(weights, embed, cache, first, lengths, n_tokens, cfg, **how)
+
+        def on_mesh(f: Callable, in_specs: Any, out_specs: Any) -> Any:
+            # Tokens are the same on every rank, which types of what was gathered do not say.
+            return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
+
+        self._prefill = on_mesh(prefill, ((specs, P()), P(), P()), (P(), by_heads))
+        self._decode = on_mesh(decode, ((specs, P()), by_heads, P(), P()), P())
+        put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+        stacked = transformer.stack(params, cfg, spec)
+        self._params = {name: put(x, specs[name]) for name, x in stacked.items()}, put(params["embed"], P())
+        self._prompts, self._lengths = put(prompts, P()), put(lengths, P())
+
     def read(self) -> tuple[jax.Array, Any]:
         """Reads the prompts: the first token of each of them, and the cache."""
         return jtf.block_until_ready(self._prefill(self._params, self._prompts, self._lengths))
@@ -190,9 +232,9 @@ class Generator:
         return self._decode.lower(self._params, cache, first, self._lengths).as_text()
 
 
-def generate(*args: Any) -> Result:
+def generate(*args: Any, whole: bool = False) -> Result:
     """Generates the tokens several times, as a `Generator` of these arguments does."""
-    generator = Generator(*args)
+    generator = Generator(*args, whole=whole)
     runs, prefill_s, decode_s = [], [], []
     for _ in range(1 + TIMED_RUNS):  # The first compiles and warms up.
         start = time.perf_counter()
@@ -296,6 +338,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     reference = generate(params, padded, lengths, args.tokens, cfg, mesh, "xla")
     implementation = None if args.implementation == "auto" else args.implementation
     result = generate(params, padded, lengths, args.tokens, cfg, mesh, implementation)
+    # What is neither one sequence nor in bfloat16 takes XLA.
+    whole = generate(params, padded, lengths, args.tokens, cfg, mesh, None, whole=True)
     chosen = args.implementation
     if implementation is None:
         chosen = "auto: fused" if count(result.step, KERNEL) else "auto: xla"
@@ -305,7 +349,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         console.print(Rule(style="dim"), Text.assemble((prompt, "bold"), text))
 
     table = Table("implementation", "prefill", "decode", "tokens/s", "fused kernel calls per decode step")
-    for name, timed in (("xla", reference), (chosen, result)):
+    for name, timed in (("xla", reference), (chosen, result), ("decode_step", whole)):
         per_step = timed.decode_s / max(1, args.tokens - 1)
         table.add_row(
             name,
@@ -320,6 +364,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     a, b = np.broadcast_arrays(reference.tokens[:1], result.tokens)
     exact = args.dtype == "float32"
     right = compare(a, b, ("xla", chosen), exact, console)
+    plain, of_steps = np.broadcast_arrays(reference.tokens[:1], whole.tokens)
+    right &= compare(plain, of_steps, ("xla", "decode_step"), exact, console)
     if right and platform == "cpu" and implementation is None and min(world, args.tokens) > 1:
         n = min(SIMULATED_TOKENS, args.tokens)
         generator = Generator(params, padded[:world], lengths[:world], n, cfg, mesh, "simulate")

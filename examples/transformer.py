@@ -21,6 +21,9 @@ step then is
     append_kv                                the rank whose turn it is keeps the new key and value
     decode_attention(..., output="heads")    over all ranks' keys; the result of this rank's heads, as w_o wants them
 
+A third form is `read_whole` and `decode_whole`: `jaxtaxfree.decode_step` is a whole step, and `stack` makes its
+parameters of these. Every rank has the residual stream, and the keys and values of its own heads.
+
 Letters of shapes, those of jax.nn where it has them:
 
     B sequences, T new tokens, S cached tokens, N query heads, K key/value heads, G = N / K, H head size,
@@ -437,6 +440,131 @@ def decode(
         return i + 1, token, cache, out.at[:, i + 1].set(token)
 
     out = jnp.zeros((first.shape[0], n_tokens), jnp.int32).at[:, 0].set(first)
+    state = (jnp.int32(0), first, cache, out)
+    return lax.while_loop(lambda state: state[0] < n_tokens - 1, one_token, state)[3]
+
+
+# The whole step as one operation, inside shard_map as well.
+
+# The kernel of decode_step takes heads of 64, 128 and 256 and a multiple of 64 of F for each rank. Zeros fill up what
+# lacks, and change nothing: they are not rotated, and add nothing to any sum.
+HEAD, COLUMNS = 64, 64
+
+
+def whole_spec(cfg: Config, world: int) -> jtf.DecoderSpec:
+    """The model as `decode_step` knows it, of all ranks together."""
+    return jtf.DecoderSpec(
+        layers=cfg.n_layers,
+        d_model=cfg.d_model,
+        heads=cfg.n_heads,
+        kv_heads=cfg.n_kv_heads,
+        head_dim=max(HEAD, cfg.head_dim),
+        rotary_dim=cfg.head_dim,
+        score_scale=cfg.head_dim**-0.5,
+        d_mlp=cfg.d_mlp + -cfg.d_mlp % (world * COLUMNS),
+        vocab=cfg.vocab,
+    )
+
+
+def stack(params: Params, cfg: Config, spec: jtf.DecoderSpec) -> dict[str, jax.Array]:
+    """Parameters of the tree of `init` as `decode_step` takes them: [L, out, in], filled up to the sizes of `spec`.
+
+    Args:
+      params: all of them, or a rank's part, with heads and F that need no filling up.
+    """
+    layers = params["layers"]
+    h, fill_h = cfg.head_dim, spec.head_dim - cfg.head_dim
+    missing = spec.d_mlp - cfg.d_mlp
+
+    def filled(x: jax.Array, axis: int, amount: int) -> jax.Array:
+        return jnp.pad(x, [(0, amount if i == axis else 0) for i in range(x.ndim)]) if amount else x
+
+    def of(name: str) -> jax.Array:
+        return jnp.stack([jnp.asarray(layer[name]) for layer in layers])
+
+    # [L, D, K, G + 2, H]: of each key/value head its queries, its key and its value.
+    qkv = filled(of("w_qkv").reshape(len(layers), cfg.d_model, -1, cfg.group + 2, h), 4, fill_h)
+    rows = lambda part: jnp.swapaxes(part.reshape(*part.shape[:2], -1), 1, 2)  # noqa: E731
+    w_o = filled(of("w_o").reshape(len(layers), -1, h, cfg.d_model), 2, fill_h)
+    return {
+        "attn_norm": of("attn_norm"),
+        "q_proj": rows(qkv[:, :, :, : cfg.group]),
+        "k_proj": rows(qkv[:, :, :, cfg.group]),
+        "v_proj": rows(qkv[:, :, :, cfg.group + 1]),
+        "o_proj": jnp.swapaxes(w_o.reshape(len(layers), -1, cfg.d_model), 1, 2),
+        "mlp_norm": of("mlp_norm"),
+        "gate_proj": filled(jnp.swapaxes(of("w_gate"), 1, 2), 1, missing),
+        "up_proj": filled(jnp.swapaxes(of("w_up"), 1, 2), 1, missing),
+        "down_proj": filled(jnp.swapaxes(of("w_down"), 1, 2), 2, missing),
+        "final_norm": jnp.asarray(params["final_norm"]),
+        "unembed": jnp.asarray(params["unembed"]).T,
+    }
+
+
+def rotations(positions: int, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of all positions, float32 [positions, H / 2]."""
+    half = cfg.head_dim // 2
+    angle = jnp.arange(positions)[:, None] * cfg.rope_theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def read_whole(
+    params: dict[str, jax.Array],
+    embed: jax.Array,
+    prompts: jax.Array,
+    lengths: jax.Array,
+    length: int,
+    cfg: Config,
+    axis_name: str = "tp",
+    implementation: str | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """`prefill` by `decode_step`, of all prompts [B, T] and lengths [B] on every rank.
+
+    Args:
+      params: of `stack`, this rank's part.
+      embed: [V, D].
+      length: positions of the cache.
+
+    Returns:
+      The first generated token of each sequence [B], and the cache: keys and values [L, B, K / W, length, H].
+    """
+    world = lax.axis_size(axis_name)
+    spec = whole_spec(cfg, world)
+    size = (spec.layers, len(lengths), spec.kv_heads // world, length, spec.head_dim)
+    cache = jnp.zeros(size, embed.dtype), jnp.zeros(size, embed.dtype)
+    cos, sin = rotations(length, cfg)
+    logits, cache = jtf.decode_step(
+        params, embed[prompts], cache, 0 * lengths, axis_name, model=spec, cos=cos, sin=sin, counts=lengths,
+        implementation=implementation,
+    )  # fmt: skip
+    return jtf.sample_greedy(logits, axis_name, implementation=implementation), cache
+
+
+def decode_whole(
+    params: dict[str, jax.Array],
+    embed: jax.Array,
+    cache: tuple[jax.Array, jax.Array],
+    first: jax.Array,
+    lengths: jax.Array,
+    n_tokens: int,
+    cfg: Config,
+    axis_name: str = "tp",
+    implementation: str | None = None,
+) -> jax.Array:
+    """`decode` by `decode_step`: n_tokens of each sequence, [B, n_tokens], of which `first` [B] is the first."""
+    spec = whole_spec(cfg, lax.axis_size(axis_name))
+    cos, sin = rotations(cache[0].shape[3], cfg)
+
+    def one_token(state: tuple) -> tuple:
+        i, token, cache, out = state
+        logits, cache = jtf.decode_step(
+            params, embed[token], cache, lengths + i, axis_name, model=spec, cos=cos, sin=sin,
+            implementation=implementation,
+        )  # fmt: skip
+        token = jtf.sample_greedy(logits, axis_name, implementation=implementation)
+        return i + 1, token, cache, out.at[:, i + 1].set(token)
+
+    out = jnp.zeros((len(first), n_tokens), jnp.int32).at[:, 0].set(first)
     state = (jnp.int32(0), first, cache, out)
     return lax.while_loop(lambda state: state[0] < n_tokens - 1, one_token, state)[3]
 

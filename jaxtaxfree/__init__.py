@@ -14,6 +14,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
+from jaxtaxfree.ops.sampling import sample_greedy, sample_top_k, top_k
 from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
 
@@ -46,5 +47,8 @@ __all__ = [
     "psum",
     "psum_scatter",
     "ragged_all_to_all",
+    "sample_greedy",
+    "sample_top_k",
     "shmem_call",
+    "top_k",
 ]

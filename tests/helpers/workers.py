@@ -131,7 +131,7 @@ class Workers:
 def checks(capability: str = "9.0") -> dict[str, Callable[[Any], None]]:
     """What `Workers` can run, by name: functions of a mesh along "tp", for GPUs of a compute capability."""
     from tests.gpu import test_gpu_hopper as hopper
-    from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity
+    from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity, step_parity
     from tests.operations import test_explicit
 
     found: dict[str, Callable[[Any], None]] = {parity.name_of(check): check for check in parity.CHECKS}
@@ -147,6 +147,7 @@ def checks(capability: str = "9.0") -> dict[str, Callable[[Any], None]]:
         found[f"explicit-{name}"] = functools.partial(_check_explicit, case=case)
     if capability != "9.0":
         return found
+    found |= {f"hopper-{check.__name__}-decode_step": check for check in step_parity.CHECKS}
     for operation in hopper.OPERATIONS:
         for check in (hopper.test_values, hopper.test_a_thousand_repetitions, hopper.test_beside_nccl):
             found[f"hopper-{check.__name__}-{operation.name}"] = functools.partial(check, operation=operation)

@@ -118,10 +118,10 @@ each_operation = pytest.mark.parametrize("name", OPERATIONS)
 
 
 def each_operation_with(*axes: Any) -> pytest.MarkDecorator:
-    """Attention takes None and (): it is without peers then."""
+    """Attention takes None and (), and the gather (): they are without peers then."""
+    alone = [("decode_attention", None), ("decode_attention", ()), ("all_gather_matmul", ())]
     return pytest.mark.parametrize(
-        ("name", "axes"),
-        [(name, each) for name in OPERATIONS for each in axes if each not in (None, ()) or name != "decode_attention"],
+        ("name", "axes"), [(name, each) for name in OPERATIONS for each in axes if (name, each) not in alone]
     )
 
 

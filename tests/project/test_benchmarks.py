@@ -4,6 +4,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -31,6 +32,7 @@ from benchmarks import (
     operation,
     run,
     sampling,
+    step_calls,
     summary,
     timing,
     torch_peer,
@@ -108,14 +110,14 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_for_cpus(op: Operation, name: str) -> bool:
-    return operation.family(name) not in op.optional_peers and operation.variant(name) in ("", "default")
+    return operation.family(name) not in op.optional_peers and operation.variant(name) in ("", "default", "one_launch")
 
 
 def test_check_runs_without_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     command = [sys.executable, "benchmarks/run.py", "--check", "--json", str(out)]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(out.read_text())
     assert {row["op"] for row in rows} == OPERATIONS.keys()
@@ -198,8 +200,33 @@ def all_kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_ways_to_make_a_step_agree(mesh: Mesh, all_kernels_by_xla: None) -> None:
-    rows = bench(STEP, mesh, "xla/default", "xla_heads/default", "fused", "fused_heads", "fused_tokens")
-    assert len(rows) == 5 and {row["checked"] for row in rows.values()} == {"ok"}
+    names = ("xla/default", "xla_heads/default", "xla_step/default", "fused", "fused_sequence", "fused_heads")
+    rows = bench(STEP, mesh, *names, "fused_local", "fused_tokens")
+    assert len(rows) == 8 and {row["checked"] for row in rows.values()} == {"ok"}
+
+
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_a_step_a_call(mesh: Mesh, few_calls: None, monkeypatch: pytest.MonkeyPatch, spoilt: bool) -> None:
+    """It is checked as the loop is; where a step loses the cache of the one before, that is found."""
+    monkeypatch.setattr(measure, "MODES", sampling.STEPWISE)
+    monkeypatch.setattr(sampling, "MODES", sampling.STEPWISE)
+    call = step_calls.StepCalls.__call__
+    waited = []
+
+    def watched(self: step_calls.StepCalls, xs: Any, ys: Any, *, waits: bool = False) -> Any:
+        waited.append(waits)
+        if spoilt:
+            lost = lambda carry, x, y: self.step((*carry[:3], self.start(x, y)[3], carry[4]), x, y)  # noqa: E731
+            return call(replace(self, step=lost), xs, ys, waits=waits)
+        return call(self, xs, ys, waits=waits)
+
+    monkeypatch.setattr(step_calls.StepCalls, "__call__", watched)
+    rows = bench(STEP, mesh, "xla_step/default", "fused_tokens", timed=True)
+    assert set(rows) == {("xla_step/default", "calls"), ("xla_step/default", "waited")}
+    for row in rows.values():
+        assert row["checked"].startswith("wrong" if spoilt else "ok"), row
+        assert (row["median_us"] is None) == spoilt and row["floor_us"] > 0
+    assert set(waited) == ({False} if spoilt else {False, True})
 
 
 @pytest.mark.parametrize("wrong", ["no rank added", "token", "logit"])
@@ -215,13 +242,13 @@ def test_wrong_steps_are_caught(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, wro
     full = SMALL[STEP].context - decode_step.STEPS
 
     def spoilt(params: Any, cache: Any, token: jax.Array, lengths: jax.Array, cfg: Any, **how: Any) -> Any:
-        x, cache, (logit, last) = decode_step._replicated(params, cache, token, lengths, cfg, **how)
+        logits, cache, (logit, last) = decode_step._replicated(params, cache, token, lengths, cfg, **how)
         now = lengths == full + 7
         if wrong == "token":
             last = jnp.where(now, cfg.vocab, last)
         else:
             logit = jnp.where(now, 2 * logit, logit)
-        return x, cache, (logit, last)
+        return logits, cache, (logit, last)
 
     if wrong == "no rank added":
         monkeypatch.setattr(jtf, "matmul_all_reduce", lambda y, w, *, residual, **_: residual + y @ w)
@@ -421,8 +448,8 @@ for job in request["jobs"]:
 @pytest.fixture
 def torch_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[tuple[int, str], Any]]:
     """Rows by (M, mode) of what a stand-in for PyTorch's processes says of shapes of so many rows."""
-    monkeypatch.setattr(torch_peer, "SCRIPT", tmp_path / "partner.py")
-    torch_peer.SCRIPT.write_text(PARTNER)
+    monkeypatch.setattr(torch_peer, "FOLDER", tmp_path)
+    (tmp_path / MATMUL.torch_script).write_text(PARTNER)
 
     def rows(*sizes: int, modes: Sequence[sampling.Mode] = sampling.MODES) -> dict[tuple[int, str], Any]:
         shapes = [MatmulShape(name=str(m), m=m, k=256, n=256) for m in sizes]
@@ -451,6 +478,14 @@ def test_rows_of_torch(torch_rows: Callable[..., Any]) -> None:
     assert rows[192, "burst"]["checked"] == "failed: RuntimeError: not at this shape"
     assert not is_fault(rows[192, "burst"]) and is_fault(rows[128, "burst"])
     assert torch_rows(64, modes=())[64, "check"]["checked"] == "ok"
+
+
+def test_what_torch_is_told_of_a_step() -> None:
+    """All that its script reads of a job, as JSON."""
+    script = (ROOT / "benchmarks" / STEP.torch_script).read_text()
+    job = json.loads(json.dumps(STEP.torch_job(STEP.shapes[0], 2, "usual")))
+    read = set(re.findall(r'job\["(\w+)"\]', script))
+    assert {"b", "context", "steps"} <= read <= job.keys()
 
 
 def test_torch_that_ends_early_keeps_what_it_found(torch_rows: Callable[..., Any]) -> None:
@@ -497,7 +532,7 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names == {name for name in STEP.implementations() if is_for_cpus(STEP, name)}
     assert chosen("psum", "--implementations", "xla/graph")[0] == {"xla/graph"}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert chosen("decode_step") == (set(STEP.implementations()), False, [])
+    assert chosen("decode_step") == (set(STEP.implementations()), True, [])
     assert run.peers_of(MATMUL) == ["xla", "xla_auto", "pallas", "torch"]
     assert run.peers_of(SCATTER) == ["xla", "xla_auto", "torch"]
 
@@ -558,7 +593,7 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # A form of an operation has its name in its own.
     named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
-    function = {MLP: "matmul_reduce_scatter", STEP: "matmul_all_reduce", RAGGED: RAGGED.name}.get(op, named)
+    function = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name}.get(op, named)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"
@@ -624,11 +659,16 @@ def test_xla_merges_no_calls(op: Operation, name: str, collectives: int, product
 @each_operation
 def test_shapes(op: Operation) -> None:
     sizes = [op.sizes_of(shape) for shape in op.shapes]
+    assert op.shapes_for(2) == op.shapes and op.shapes_for(8)
     assert len(set(sizes)) == len({shape.name for shape in op.shapes}) == len(op.shapes)
     for shape in op.shapes:
         assert op.parse_shape(",".join(map(str, op.sizes_of(shape)))) is shape
         assert op.sizes_of({size: getattr(shape, size) for size in op.sizes}) == op.sizes_of(shape)
         for world in (2, 4, 8):
+            if shape not in op.shapes_for(world):
+                with pytest.raises(ValueError, match=f"{world} ranks do not divide"):
+                    op.check_shape(shape, world)
+                continue
             op.check_shape(shape, world)
             assert op.fewest_calls <= op.calls_per_program(shape, world) <= 64
 
@@ -700,7 +740,7 @@ def test_arguments() -> None:
     ]
     assert args.config == [{"a": 1}, {"b": 2}]
     assert run.parse_args(["decode_attention"]).config == []
-    assert run.parse_args(["decode_attention"]).modes == ["sustained", "burst"]
+    assert run.parse_args(["decode_attention"]).modes == ["sustained", "burst", "calls", "waited"]
 
 
 @pytest.mark.parametrize(
@@ -715,7 +755,6 @@ def test_arguments() -> None:
             "matmul_reduce_scatter has no peer 'pallas': choose from xla, ",
         ),
         (["decode_step", "--shapes", "1,2,3"], "'1,2,3' is neither B,CONTEXT nor B,CONTEXT,LAYERS,"),
-        (["decode_step", "--config", "splits=2"], "decode_step is made of several operations, and takes no --config"),
         (["psum", "sum"], "there is no operation 'sum': choose from all_gather_matmul, "),
         (["psum", "all_gather", "--shapes", "2"], "--shapes and --config are of a single operation"),
     ],
@@ -779,7 +818,7 @@ def test_summary_with_every_peer_stays_on_its_lines() -> None:
     assert text.count("0.81x") == len(MATMUL.shapes) and "torch / fused" in text
 
 
-@pytest.mark.parametrize("op", [op for op in OPERATIONS.values() if op.configurable], ids=lambda op: op.name)
+@each_operation
 def test_summary_of_configurations_has_a_line_for_each(op: Operation) -> None:
     rows = rows_of(op, [{"splits": 3}, {"splits": 5, "block_s": 128}])
     tables, _ = summary.summarize(op, rows)

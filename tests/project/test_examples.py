@@ -28,6 +28,9 @@ import train  # noqa: E402
 import train_step  # noqa: E402
 import transformer  # noqa: E402
 
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper  # noqa: E402
+from jaxtaxfree.target import HOPPER  # noqa: E402
+
 TINY = transformer.Config(d_model=32, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_mlp=48, context=64)
 # In bits per byte. The first 16 windows of the held-out text measure 1.82, all of it 1.69; the margin is for Python
 # versions whose help() text is not that of the version that the weights were trained with.
@@ -80,12 +83,13 @@ def test_tensor_parallel_logits_equal_plain_logits(world):
         np.testing.assert_allclose(actual[i, t:], expected[i, length : length + 3], atol=1e-4)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_greedy_decoding_equals_plain_greedy_decoding(world):
+@pytest.mark.parametrize("world, whole", [(2, False), (4, False), (2, True)])
+def test_greedy_decoding_equals_plain_greedy_decoding(world, whole):
+    """With `decode_step` as well, for which zeros fill up heads and columns."""
     params, (prompts, lengths) = tiny_params(), prompts_and_lengths()
     n_tokens = 10
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
-    runs = decode_loop.generate(params, prompts, lengths, n_tokens, TINY, mesh, "xla").tokens
+    runs = decode_loop.generate(params, prompts, lengths, n_tokens, TINY, mesh, "xla", whole=whole).tokens
     actual = runs[0]
     assert (runs == actual).all()
 
@@ -96,6 +100,21 @@ def test_greedy_decoding_equals_plain_greedy_decoding(world):
         rows[np.arange(len(rows)), lengths + i] = logits[np.arange(len(rows)), lengths + i - 1].argmax(-1)
     expected = np.stack([row[length : length + n_tokens] for row, length in zip(rows, lengths, strict=True)])
     np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_kernel_of_decode_step_takes_the_example(world):
+    """In bfloat16, for few prompts: what zeros fill up has the sizes that it takes."""
+    cfg = transformer.Config()
+    spec = transformer.whole_spec(cfg, world)
+    stacked = transformer.stack(transformer.init(jax.random.key(0), cfg), cfg, spec)
+    assert {name: x.shape for name, x in stacked.items()} == spec.param_shapes()
+    bf16 = np.dtype(jnp.bfloat16)
+    call = Call(
+        model=spec, world=world, batch=1, tokens=1, slots=200, positions=200, dtype=bf16, cache_dtype=bf16,
+        by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    assert Hopper().refuses(call, Hopper().by_shape(call, {})) == []
 
 
 def test_greedy_takes_the_smallest_of_equal_tokens():
@@ -291,6 +310,7 @@ def test_demo_runs(tmp_path):
     assert 'A "return" statement ' in done.stdout and "A [bold]" in done.stdout
     said = " ".join(done.stdout.split())
     assert "All 8 tokens of auto: xla agree with those of xla, in each of 4 runs." in said
+    assert "All 8 tokens of decode_step agree with those of xla, in each of 4 runs." in said
     assert "All 8 tokens of the simulated kernels agree with those of xla." in said
     assert "A decode step took 27 launches instead of 64: " in said
     assert f"\n{picture}\n" in done.stdout
@@ -334,7 +354,7 @@ def test_demo_explains_what_it_cannot_do(changes, message):
 
 @pytest.mark.parametrize("dtype, status", [("float32", 1), ("bfloat16", 0)])
 def test_demo_reports_tokens_that_differ(monkeypatch, capsys, dtype, status):
-    def generate(params, prompts, lengths, n_tokens, cfg, mesh, implementation):
+    def generate(params, prompts, lengths, n_tokens, cfg, mesh, implementation, whole=False):
         tokens = np.full((2, len(prompts), n_tokens), ord("a"))
         if implementation == "simulate":
             tokens[1, 1, 2] = tokens[:, 0, 3] = ord("b")
@@ -352,7 +372,7 @@ def test_demo_reports_tokens_that_differ(monkeypatch, capsys, dtype, status):
 
 @pytest.mark.parametrize("dtype, status", [("float32", 1), ("bfloat16", 0)])
 def test_demo_reports_simulated_tokens_that_differ(monkeypatch, capsys, dtype, status):
-    def generate(params, prompts, lengths, n_tokens, cfg, mesh, implementation):
+    def generate(params, prompts, lengths, n_tokens, cfg, mesh, implementation, whole=False):
         return decode_loop.Result(np.full((2, len(prompts), n_tokens), ord("a")), 1.0, 1.0, "")
 
     def simulate(generator, n_tokens, picture):

@@ -62,7 +62,7 @@ def test_the_examples_of_the_readme_run():
     others.remove(account)
     assert "jax.distributed.initialize(" in initialize
     code = "\n".join(["import jax; jax.config.update('jax_num_cpu_devices', 4)", program, *others])
-    assert len(others) == 4 and "attend(q, k, v" in code
+    assert len(others) == 5 and "attend(q, k, v" in code
     done = run_code(code)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -145,7 +145,9 @@ def all_gather_matmul(
       rhs: this rank's columns, [K, N]. The reference also takes a vector [K]. Or a tuple of several, [K, N_i] of one
         dtype, such as those of query, key and value: one gather and one kernel then make a product by each. A kernel
         takes up to four. By default XLA takes them, because that was not measured yet.
-      axis_name: the mesh axis, or axes, over which `lhs` is sharded.
+      axis_name: the mesh axis, or axes, over which `lhs` is sharded. (): over none, so each rank has a product of its
+        own, with all that the kernel does besides. For few rows, as in a decode step, "fused" may be faster than XLA,
+        which None takes.
       axis: the sharded dimension of `lhs`. The last one, which is contracted, is for activations that are sharded along
         their channels. The result then has no more rows than `lhs`.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
@@ -184,7 +186,7 @@ def all_gather_matmul(
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
-    axes = check_axes(axis_name, "all_gather_matmul")
+    axes = check_axes(axis_name, "all_gather_matmul", alone=axis_name is not None)
     check_implementation(implementation)
     if isinstance(rhs, tuple):
         return _several(

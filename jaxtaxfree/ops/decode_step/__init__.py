@@ -1,5 +1,6 @@
 """`decode_step`: one new token of each sequence through all layers of a dense decoder."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_step import reference as plain
 from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
 from jaxtaxfree.ops.decode_step.reference import Params
@@ -18,7 +20,7 @@ from jaxtaxfree.primitive import Unsupported, check_implementation, collective, 
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import HOPPER, target_of
-from jaxtaxfree.teams import check_axes
+from jaxtaxfree.teams import Team, check_axes
 
 Cache = tuple[jax.Array, jax.Array]
 PLACEMENTS = ("heads", "contiguous", "round_robin")
@@ -187,7 +189,31 @@ def _slower(x: Any, *_: Any, axes: tuple[str, ...], **__: Any) -> str | None:
     return None if measured else "the kernel was measured with one sequence and several ranks alone"
 
 
-decode_step_p = collective("decode_step", reference=reference, fused=fused, slower=_slower)
+def case(
+    x: Any, key: Any, *others: Any, team: Team, model: DecoderSpec, placement: Placement | None, **_: Any
+) -> Case | None:
+    """What the tables know a call by; None if none of its kind is in them.
+
+    Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
+    """
+    if placement is not None or x.shape[1] != 1:
+        return None
+    cos = others[3]
+    call = _call_of(x, key, cos, model, team.world, placement, team.compute_capability)
+    if all(variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS):
+        return None
+    sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
+    return Case(
+        operation="decode_step",
+        device_kind=team.device_kind,
+        same={"world": team.world, "dtype": x.dtype.name, "b": call.batch, **sizes},
+        along="slots",
+        size=call.slots,
+        choose=lambda slots, asked: choose("decode_step", VARIANTS, dataclasses.replace(call, slots=slots), asked),
+    )
+
+
+decode_step_p = collective("decode_step", reference=reference, fused=fused, slower=_slower, case=case)
 
 
 def _check(

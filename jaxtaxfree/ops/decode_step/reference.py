@@ -9,6 +9,7 @@ from jax import lax
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.teams import vary
 
 Params = Mapping[str, jax.Array]
 LAYER_FREE = ("final_norm", "unembed", "embed")  # parameters that no layer has
@@ -53,7 +54,7 @@ def run(
     no_window = jnp.iinfo(jnp.int32).max
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},
-        cache,
+        jnp.arange(model.layers),
         jnp.asarray([no_window if w is None else w for w in model.window_by_layer], jnp.int32),
         jnp.asarray(model.table_by_layer, jnp.int32),
     )
@@ -61,15 +62,17 @@ def run(
     def normal(y: jax.Array, weight: jax.Array) -> jax.Array:
         return rms_norm(y, weight, model)
 
-    def layer(x: jax.Array, of_layer: tuple) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        w, past, window, table = of_layer
+    def layer(state: tuple, of_layer: tuple) -> tuple[tuple, None]:
+        x, cache = state
+        w, i, window, table = of_layer
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
         if placement is None:
-            past = _appended(past, k, v, at, counts)
-            y = _attend(q, past, at, lengths + counts, window, model)
+            cache = _appended(cache, i, k, v, at, counts)
+            y = _attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
-            past, y = _attend_along_the_sequence(q, k, v, past, lengths, placement, axes, model)
+            past, y = _attend_along_the_sequence(q, k, v, _of_layer(cache, i), lengths, placement, axes, model)
+            cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
         y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
         x = x + _scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
@@ -77,9 +80,11 @@ def run(
         y = (_ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
         y = lax.psum(_product(y, w["down_proj"]), axes).astype(x.dtype)
         x = x + _scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
-        return x, past
+        return (x, cache), None
 
-    x, cache = lax.scan(layer, x, by_layer)
+    # The cache is carried through the layers, not handed to each: then a donated one is updated where it lies.
+    cache = vary(cache[0], axes), vary(cache[1], axes)
+    (x, cache), _ = lax.scan(layer, (x, cache), by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
     return _capped(logits * model.logit_scale, model.logit_soft_cap), cache
@@ -123,22 +128,28 @@ def _queries_keys_values(
     return found
 
 
+def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of one layer, [B, K, S, H]."""
+    keys, values = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in cache)
+    return keys, values
+
+
 def _appended(
-    past: tuple[jax.Array, jax.Array], k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
+    cache: tuple[jax.Array, jax.Array], layer: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [B, K, S, H] with those of the new tokens [B, T, K, H] at positions [B, T]."""
+    """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T]."""
     b, t = at.shape
-    slots = past[0].shape[2]
+    slots = cache[0].shape[3]
     there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
     slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
     # Indices of the leading dimensions, or XLA would transpose the cache, and back.
-    sequence, head, _ = jnp.ogrid[:b, : past[0].shape[1], :t]
+    sequence, head, _ = jnp.ogrid[:b, : cache[0].shape[2], :t]
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
-        return old.at[sequence, head, slot].set(new, mode="drop", unique_indices=True)
+        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
 
-    return put(past[0], k), put(past[1], v)
+    return put(cache[0], k), put(cache[1], v)
 
 
 def _attend(

@@ -1,0 +1,241 @@
+"""What the kernel of `decode_step` must get right on GPUs, as functions of a mesh; as in `collectives_parity`.
+
+A kernel takes some 20 seconds to compile, and is compiled anew for every model, batch and length of the cache. So cases
+are compiled side by side, and what runs long shares the kernel of one case.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+
+import jaxtaxfree as jtf
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.target import HOPPER
+from tests.helpers.decoders import FAMILIES, rotary_tables, tiny
+from tests.helpers.parity import on_ranks, program, relative_error, run_all
+
+SLOTS = 512
+STEPS = 8
+REPETITIONS = 1000
+GROWN = 500  # tokens
+TOLERANCE = 0.02
+ROOM_FOR_NCCL = {"programs": 68}  # of 132, and NCCL takes 64 multiprocessors at most
+
+SIZES = {"layers": 2, "d_model": 512, "heads": 8, "kv_heads": 2, "head_dim": 128, "d_mlp": 1024, "vocab": 1024}
+LLAMA = tiny("llama-3-8b", **SIZES)
+# The model, and the tokens of each sequence in the cache.
+CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
+    "one sequence": (LLAMA, (37,)),
+    "an empty cache": (LLAMA, (0, 200)),
+    "four sequences": (LLAMA, (5, 240, 64, 100)),
+    "rows that nothing divides": (dataclasses.replace(LLAMA, d_mlp=2176, vocab=1002), (90,)),
+    "qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
+    "qwen 3": (tiny("qwen3-8b", **SIZES), (64,)),
+    "a window": (dataclasses.replace(LLAMA, windows=(64, None)), (130, 20)),
+    "caps": (dataclasses.replace(LLAMA, score_soft_cap=5.0, logit_soft_cap=2.0, activation="gelu_tanh"), (90,)),
+}
+
+
+def full_layers(world: int) -> dict[str, jtf.DecoderSpec]:
+    """Two layers at their full size, and a part of the vocabulary, of each published model that the kernel takes."""
+    models = {name: dataclasses.replace(model, layers=2, vocab=8192) for name, model in FAMILIES.items()}
+    bf16, kernel = np.dtype(jnp.bfloat16), Hopper()
+    taken = {}
+    for name, model in models.items():
+        call = Call(
+            model=model, world=world, batch=1, tokens=1, slots=SLOTS, positions=SLOTS, dtype=bf16, cache_dtype=bf16,
+            by_heads=True, target=HOPPER,
+        )  # fmt: skip
+        if model.kv_heads % world == 0 and not kernel.refuses(call, kernel.by_shape(call, {})):
+            taken[name] = model
+    return taken
+
+
+def operands(model: jtf.DecoderSpec, b: int, slots: int, steps: int) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+    """Random (parameters of this rank, x [steps, b, D] the same on every rank, cache) in bf16, inside of a program."""
+    rank, world = lax.axis_index("tp"), lax.axis_size("tp")
+    root = jax.random.fold_in(
+        jax.random.key(0), lax.optimization_barrier(0 * rank)
+    )  # no constant, which XLA would fold
+    keys = iter(jax.random.split(root, 40))
+
+    def draw(shape: tuple[int, ...], scale: float, own: bool) -> jax.Array:
+        key = jax.random.fold_in(next(keys), rank if own else 0)
+        return (scale * jax.random.normal(key, shape, jnp.float32)).astype(jnp.bfloat16)
+
+    params, sharded = {}, model.sharded()
+    for name, shape in model.param_shapes(world).items():
+        params[name] = draw(shape, 0.1 if len(shape) < 3 and "embed" not in name else shape[-1] ** -0.5,
+                            sharded[name] is not None)  # fmt: skip
+        if name.endswith("norm") and not model.norm_plus_one:
+            params[name] += 1
+    size = (model.layers, b, model.kv_heads // world, slots, model.head_dim)
+    cache = draw(size, 1.0, True), draw(size, 1.0, True)
+    return lax.optimization_barrier((params, draw((steps, b, model.d_model), 1.0, False), cache))
+
+
+def decode(
+    model: jtf.DecoderSpec, params: Any, xs: jax.Array, cache: Any, lengths: Any, **keywords: Any
+) -> tuple[jax.Array, Any]:
+    """Logits [steps, B, V / W] of so many steps, one after the other, and the cache."""
+    cos, sin = rotary_tables(model, cache[0].shape[3])
+
+    def step(state: Any, x: jax.Array) -> Any:
+        at, cache = state
+        logits, cache = jtf.decode_step(params, x, cache, at, "tp", model=model, cos=cos, sin=sin, **keywords)
+        return (at + 1, cache), logits
+
+    (_, cache), logits = lax.scan(step, (jnp.asarray(lengths), cache), xs)
+    return logits, cache
+
+
+def errors_of(model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS) -> jax.Array:
+    """Relative errors of the kernel's logits, keys and values beside XLA's."""
+    params, xs, cache = operands(model, len(lengths), slots, steps)
+    ways = [decode(model, params, xs, cache, lengths, implementation=how) for how in ("fused", "xla")]
+    pairs = zip(*map(jax.tree.leaves, ways), strict=True)
+    return jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
+
+
+def check_cases(mesh: Mesh, *names: str) -> None:
+    """Every case, or those that are named."""
+    _check_all(mesh, {name: CASES[name] for name in names or CASES})
+
+
+def check_full_layers(mesh: Mesh) -> None:
+    models = full_layers(mesh.devices.size)
+    assert len(models) >= 6, list(models)
+    _check_all(mesh, {name: (model, (300,)) for name, model in models.items()}, steps=2)
+
+
+def _check_all(mesh: Mesh, cases: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]], **sizes: int) -> None:
+    programs = [program(mesh, functools.partial(errors_of, *case, **sizes)) for case in cases.values()]
+    found = dict(zip(cases, run_all(programs), strict=True))
+    wrong = [f"{name}: {error}" for name, error in found.items() if not np.all(error < TOLERANCE)]
+    assert not wrong, wrong
+
+
+def check_repetition(mesh: Mesh) -> None:
+    """The same bits, a thousand times, of three steps in turn; logits and the cache."""
+    model, lengths = CASES["one sequence"]
+
+    def local() -> jax.Array:
+        params, xs, cache = operands(model, len(lengths), SLOTS, 3)
+        call = lambda x: decode(model, params, x[None], cache, lengths, implementation="fused")  # noqa: E731
+        first = [call(x) for x in xs]
+        first = jax.tree.map(lambda *of_steps: jnp.stack(of_steps), *first)
+
+        def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
+            found = call(xs[i % 3])
+            same = [jnp.array_equal(a, b[i % 3]) for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True)]
+            return wrong + jnp.where(functools.reduce(jnp.logical_and, same), 0, 1)
+
+        return lax.psum(lax.fori_loop(0, REPETITIONS, step, jnp.int32(0)), "tp")
+
+    assert int(on_ranks(mesh, local)) == 0
+    jtf.heap.check()
+
+
+def check_growing(mesh: Mesh) -> None:
+    """From an empty cache, full of NaN, to 500 tokens: each step's logits, and the cache as a prompt leaves it."""
+
+    def local() -> jax.Array:
+        params, xs, cache = operands(LLAMA, 1, SLOTS, GROWN)
+        empty = jax.tree.map(lambda part: jnp.full_like(part, jnp.nan), cache)
+        (found, filled), (wanted, _) = (
+            decode(LLAMA, params, xs, empty, [0], implementation=how) for how in ("fused", "xla")
+        )
+        cos, sin = rotary_tables(LLAMA, SLOTS)
+        read = functools.partial(jtf.decode_step, axis_name="tp", model=LLAMA, cos=cos, sin=sin, implementation="xla")
+        last, read_cache = read(params, jnp.swapaxes(xs, 0, 1), empty, jnp.zeros(1, jnp.int32))
+        pairs = [(found, wanted), (found[-1], last)]
+        pairs += [(a[:, :, :, :GROWN], b[:, :, :, :GROWN]) for a, b in zip(filled, read_cache)]
+        pairs += [(found[i], wanted[i]) for i in range(0, GROWN, 50)]
+        untouched = jnp.stack([jnp.all(jnp.isnan(part[:, :, :, GROWN:])) for part in filled])
+        error = jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
+        return jnp.where(lax.psum(1 - jnp.all(untouched), "tp") == 0, error, jnp.inf)
+
+    error = on_ranks(mesh, local)
+    assert np.all(error < TOLERANCE), error
+
+
+def check_between_collectives(mesh: Mesh) -> None:
+    """One of XLA's collectives before each step, and one behind it, which depend on it."""
+    model, lengths = CASES["one sequence"]
+
+    def local() -> jax.Array:
+        params, xs, cache = operands(model, len(lengths), SLOTS, 1)
+        call = lambda x: decode(model, params, x, cache, lengths, implementation="fused")[0]  # noqa: E731
+        first = call(xs)
+        ones = jnp.ones(1 << 20)
+
+        def step(_: jax.Array, state: Any) -> Any:
+            wrong, total = state
+            x = xs + (0 * total[0]).astype(xs.dtype)
+            logits = call(x)
+            total = lax.psum(ones + 0 * jnp.sum(logits), "tp") / lax.axis_size("tp")
+            return wrong + jnp.where(jnp.array_equal(logits, first) & jnp.all(total == 1), 0, 1), total
+
+        return lax.psum(lax.fori_loop(0, 200, step, (jnp.int32(0), ones))[0], "tp")
+
+    assert int(on_ranks(mesh, local)) == 0
+    jtf.heap.check()
+
+
+def check_beside_collectives(mesh: Mesh) -> None:
+    """A collective of XLA's is under way while the kernel runs, which does not take all multiprocessors."""
+    model, lengths = CASES["one sequence"]
+
+    def local() -> jax.Array:
+        params, xs, cache = operands(model, len(lengths), SLOTS, 1)
+        how = {"implementation": "fused", "config": ROOM_FOR_NCCL}
+        call = lambda: decode(model, params, xs, cache, lengths, **how)[0]  # noqa: E731
+        first = call()
+        ones = jnp.ones(1 << 22)
+
+        def step(_: jax.Array, state: Any) -> Any:
+            wrong, x = state
+            total = lax.psum(x, "tp")  # nothing that the kernel needs
+            logits = decode(model, params, xs + (0 * wrong).astype(xs.dtype), cache, lengths, **how)[0]
+            right = jnp.array_equal(logits, first) & jnp.all(total == lax.axis_size("tp"))
+            return wrong + jnp.where(right, 0, 1), ones + 0 * total
+
+        return lax.psum(lax.fori_loop(0, 200, step, (jnp.int32(0), ones))[0], "tp")
+
+    # Without graphs, in which XLA runs one thing at a time.
+    options = {"xla_gpu_enable_latency_hiding_scheduler": True, "xla_gpu_graph_min_graph_size": 1 << 20}
+    compiled = program(mesh, local).lower().compile(compiler_options=options)
+    during = re.search(r"all-reduce-start\(.*?all-reduce-done\(", compiled.as_text(), re.DOTALL)
+    assert during and "custom-call(" in during[0], "nothing is under way beside the kernel"
+    assert int(compiled()) == 0
+    jtf.heap.check()
+
+
+def small_call(mesh: Mesh) -> Callable[[], jax.Array]:
+    """A program of one step, that returns each rank's logits [W, V / W]."""
+    model, lengths = CASES["one sequence"]
+
+    def local() -> jax.Array:
+        params, xs, cache = operands(model, len(lengths), SLOTS, 1)
+        return decode(model, params, xs, cache, lengths, implementation="fused")[0][0]
+
+    out = jax.sharding.PartitionSpec("tp")
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=out, check_vma=False))
+
+
+# With several processes as well.
+CHECKS = (
+    check_cases,
+    check_repetition,
+    check_growing,
+    check_between_collectives,
+    check_beside_collectives,
+)

@@ -1,0 +1,74 @@
+"""`all_gather_matmul` without peers: each rank has a product of its own."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from tests.helpers.support import assert_fused, fails, lower_for_cuda, mesh_of, one_program, whole_numbers
+
+X = whole_numbers(0, 2, 16, dtype="bfloat16", limit=1)
+W, GATE = (whole_numbers(seed, 16, 64, dtype="bfloat16", limit=1) for seed in (1, 2))
+COLUMNS = P(None, "tp")
+
+
+def program(of: Any = lambda product: product, **how: Any) -> Any:
+    """Of [2, 16] that every rank has, and of its columns of W and GATE."""
+
+    def local(x: jax.Array, w: jax.Array, gate: jax.Array) -> Any:
+        return of(jtf.all_gather_matmul(x, w, (), gate=gate, activation=jax.nn.silu, **how))
+
+    return one_program(local, mesh=mesh_of(2), in_specs=(P(), COLUMNS, COLUMNS), out_specs=COLUMNS)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, "simulate"])
+def test_it_is_a_product(implementation):
+    x, w, gate = (np.asarray(each, np.float64) for each in (X, W, GATE))
+    gated = x @ gate
+    found = program(implementation=implementation)(X, W, GATE)
+    np.testing.assert_allclose(np.asarray(found, np.float64), gated / (1 + np.exp(-gated)) * (x @ w), rtol=1e-2)
+
+
+def test_it_is_one_kernel():
+    assert_fused(lower_for_cuda(program(implementation="fused"), X, W, GATE))
+    text = lower_for_cuda(program(), X, W, GATE)
+    assert "triton" not in text and "all_gather" not in text  # by default XLA's product, and nothing else
+
+
+def test_its_gradient():
+    def loss(x: jax.Array, w: jax.Array, implementation: str | None) -> jax.Array:
+        if implementation is None:
+            return jnp.sum((x @ w) ** 2)
+        return jnp.sum(jtf.all_gather_matmul(x, w, (), implementation=implementation) ** 2)
+
+    def gradients(implementation: str | None) -> Any:
+        run = one_program(
+            jax.grad(lambda x, w: loss(x, w, implementation), (0, 1)), mesh=mesh_of(2), in_specs=(P("tp"), P()),
+            out_specs=(P("tp"), P("tp")), check_vma=False,
+        )  # fmt: skip
+        return run(X.astype(np.float32), W.astype(np.float32))
+
+    for found, expected in zip(gradients("xla"), gradients(None), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_several_right_hand_sides():
+    def local(x: jax.Array, w: jax.Array, gate: jax.Array) -> jax.Array:
+        return jnp.concatenate(jtf.all_gather_matmul(x, (w, gate), (), implementation="xla"), axis=1)
+
+    run = one_program(local, mesh=mesh_of(1), in_specs=(P(), P(), P()), out_specs=P())
+    wanted = [np.asarray(X, np.float32) @ np.asarray(each, np.float32) for each in (W, GATE)]
+    np.testing.assert_array_equal(np.asarray(run(X, W, GATE), np.float32), np.concatenate(wanted, axis=1))
+
+
+def test_outside_of_shard_map():
+    """XLA's product by default; the kernel has to know which devices it is for."""
+    call = lambda x, w, how=None: jtf.all_gather_matmul(x, w, (), implementation=how)  # noqa: E731
+    product = np.asarray(X, np.float32) @ np.asarray(W, np.float32)
+    np.testing.assert_array_equal(np.asarray(jax.jit(call)(X, W), np.float32), product)
+    with fails(NotImplementedError, "jax.shard_map"):
+        lower_for_cuda(lambda x, w: call(x, w, "fused"), X, W)

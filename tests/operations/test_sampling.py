@@ -1,0 +1,158 @@
+"""Tokens from logits whose vocabulary is sharded, against `lax.top_k` and `jax.random` on the whole vocabulary."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from tests.helpers.support import assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded
+
+V = 24
+WORLDS = (1, 2, 4)
+
+
+def logits_of(batch: int = 5, dtype: Any = "float32", ties: bool = True) -> jax.Array:
+    """[B, V]. With ties, of few values, so that the largest occur on several ranks; a row of one value, and -inf."""
+    rng = np.random.default_rng(3)
+    x = rng.integers(-2, 3, (batch, V)) if ties else rng.standard_normal((batch, V))
+    x = x.astype(np.float32)
+    if ties:
+        x[0] = 1.0
+        x[1, V // 4 :] = -np.inf
+    return jnp.asarray(x, dtype)
+
+
+def of_every_rank(function: Any, world: int, logits: jax.Array, *more: Any) -> Any:
+    """What function(logits of this rank, *more) returns on all ranks, which must be the same; that of one."""
+    run = one_program(
+        lambda x, *more: jax.tree.map(lambda a: a[None], function(x, *more)),
+        mesh=mesh_of(world), in_specs=(P(None, "tp"), *(P() for _ in more)), out_specs=P("tp"),
+    )  # fmt: skip
+    found = jax.tree.map(np.asarray, run(logits, *more))
+    jax.tree.map(lambda a: np.testing.assert_array_equal(a, np.broadcast_to(a[:1], a.shape)), found)
+    return jax.tree.map(lambda a: a[0], found)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("k", [1, 4, 9, V])
+def test_top_k_is_that_of_the_whole(world, k):
+    """Also if k is more than a rank has; of equal values the lowest positions."""
+    for dtype in ("float32", "bfloat16"):
+        logits = logits_of(dtype=dtype)
+        values, positions = of_every_rank(lambda x: jtf.top_k(x, k, "tp"), world, logits)
+        wanted, at = lax.top_k(logits, k)
+        assert values.dtype == dtype and positions.dtype == "int32"
+        np.testing.assert_array_equal(values, wanted)
+        np.testing.assert_array_equal(positions, at)
+
+
+@pytest.mark.parametrize("steps", [0.5, 2.0, 1e6])
+@pytest.mark.parametrize("size", [700, 1024])
+def test_the_largest_of_many(size, steps):
+    """By chunks, of which the last one may be shorter. Of values few are large; many are equal, some are, none is."""
+    rng = np.random.default_rng(0)
+    x = np.floor(steps * rng.exponential(1.0, (30, 2 * size))).astype(np.float32)
+    x[1, 5:] = -np.inf
+    for k in (2, 9):
+        found = of_every_rank(lambda x, k=k: jtf.top_k(x, k, "tp"), 2, jnp.asarray(x))
+        for mine, wanted in zip(found, lax.top_k(x, k), strict=True):
+            np.testing.assert_array_equal(mine, wanted)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_greedy_is_argmax(world):
+    logits = logits_of()
+    token = of_every_rank(lambda x: jtf.sample_greedy(x, "tp"), world, logits)
+    np.testing.assert_array_equal(token, jnp.argmax(logits, axis=-1))
+    assert token[0] == 0
+
+
+def plain(logits: jax.Array, key: jax.Array, k: int, temperature: Any, top_p: Any) -> np.ndarray:
+    """The same on the whole vocabulary, sequence by sequence, in words of `jax.random`."""
+    values, tokens = lax.top_k(logits, k)
+    temperature, top_p = (np.broadcast_to(np.float32(x), len(logits)) for x in (temperature, top_p))
+    scores = np.full(values.shape, -np.inf, np.float32)
+    for row, (of_row, heat, share) in enumerate(zip(np.asarray(values), temperature, top_p)):
+        scaled = of_row / (heat or np.float32(1))
+        chances = np.exp(scaled.astype(np.float64) - scaled.max())
+        total = np.cumsum(chances / chances.sum())
+        count = 1 if heat == 0 else 1 + int(np.sum(total[:-1] < share))
+        scores[row, :count] = scaled[:count]
+    drawn = jax.random.categorical(key, jnp.asarray(scores))
+    return np.take_along_axis(np.asarray(tokens), np.asarray(drawn)[:, None], axis=1)[:, 0]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("k", "temperature", "top_p"),
+    [(1, 1.0, 1.0), (7, 0.7, 1.0), (V, 1.5, 0.8), (6, [0.0, 0.5, 1.0, 2.0, 0.0], [1.0, 0.3, 0.6, 0.9, 0.2])],
+    ids=str,
+)
+def test_samples_are_those_of_the_whole(world, k, temperature, top_p):
+    logits = logits_of(ties=False)
+
+    def sample(x: jax.Array, key: jax.Array, heat: jax.Array, share: jax.Array) -> jax.Array:
+        return jtf.sample_top_k(x, key, "tp", k=k, temperature=heat, top_p=share)
+
+    many = jax.vmap(sample, in_axes=(None, 0, None, None))
+    keys = jax.random.split(jax.random.key(5), 12)
+    found = of_every_rank(many, world, logits, keys, jnp.asarray(temperature), jnp.asarray(top_p))
+    for key, tokens in zip(keys, found, strict=True):
+        np.testing.assert_array_equal(tokens, plain(logits, key, k, temperature, top_p))
+
+
+def test_how_often_a_token_is_drawn():
+    """As often as its logit says, and never one that is not among the k or the first `top_p`."""
+    chances = np.array([0.4, 0.1, 0.3, 0.2])
+    logits = jnp.log(jnp.asarray(chances))[None]
+
+    def shares(**how: Any) -> np.ndarray:
+        keys = jax.random.split(jax.random.key(0), 4000)
+        run = jax.vmap(lambda x, key: jtf.sample_top_k(x, key, "tp", **how), in_axes=(None, 0))
+        return np.bincount(of_every_rank(run, 2, logits, keys)[:, 0], minlength=4) / 4000
+
+    np.testing.assert_allclose(shares(k=4), chances, atol=0.03)
+    np.testing.assert_allclose(shares(k=3), np.array([0.4, 0, 0.3, 0.2]) / 0.9, atol=0.03)
+    np.testing.assert_allclose(shares(k=4, top_p=0.65), np.array([0.4, 0, 0.3, 0]) / 0.7, atol=0.03)
+    np.testing.assert_allclose(shares(k=2, temperature=0.5), np.array([16, 0, 9, 0]) / 25, atol=0.03)
+
+
+def test_what_is_exchanged():
+    """One kernel, of a message of k values and positions from each rank; none of XLA's collectives."""
+    logits = sharded(mesh_of(2), P(None, "tp"), (16, 2 * 4096), "float32")
+    key = jax.random.key(0)
+
+    def program(implementation: str) -> Any:
+        sample = lambda x, key: jtf.sample_top_k(x, key, "tp", k=40, top_p=0.9, implementation=implementation)  # noqa: E731
+        return one_program(
+            sample, mesh=mesh_of(2), in_specs=(P(None, "tp"), P()), out_specs=P(), check_vma=False
+        )  # fmt: skip
+
+    text = lower_for_cuda(program("xla"), logits, key)
+    (line,) = (line for line in text.splitlines() if "stablehlo.all_gather" in line)
+    assert "(tensor<16x1x2x40xi32>)" in line
+    assert_fused(lower_for_cuda(program("fused"), logits, key))
+
+
+def test_errors():
+    def call(function: Any, logits: Any = None) -> None:
+        of_every_rank(function, 2, logits_of() if logits is None else logits)
+
+    key = jax.random.key(0)
+    with fails(ValueError, "from 1 to 24 of 24 values, not 25"):
+        call(lambda x: jtf.top_k(x, 25, "tp"))
+    with fails(ValueError, "not 0"):
+        call(lambda x: jtf.sample_top_k(x, key, "tp", k=0))
+    with fails(TypeError, "floats of up to 32 bits, not int32"):
+        call(lambda x: jtf.sample_greedy(x, "tp"), jnp.zeros((2, V), jnp.int32))
+    with fails(ValueError, "temperature must not be negative, and is -1"):
+        call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, temperature=-1))
+    with fails(ValueError, "top_p must be above 0 and at most 1, and is 1.5"):
+        call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, top_p=1.5))
+    with fails(NameError, "tp"):
+        jtf.sample_greedy(logits_of(), "tp")
