@@ -98,7 +98,7 @@ class File:
             tensor = Tensor(name, DTYPES[dtype], shape, 8 + length + start, self)
             if end - start != tensor.nbytes or start < 0:
                 raise ModelError(
-                    f"{self.path} has {end - start} bytes of {name}, which should be {tensor.nbytes}: download it again."
+                    f"{self.path} has {end - start} bytes of {name}, not {tensor.nbytes}: download it again."
                 )
             if 8 + length + end > len(self._map):
                 missing = 8 + length + end - len(self._map)

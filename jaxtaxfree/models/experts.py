@@ -8,6 +8,8 @@ from jax import lax
 
 from jaxtaxfree.ops.decode_step.reference import (
     _ACTIVATIONS as ACTIVATIONS,
+)
+from jaxtaxfree.ops.decode_step.reference import (
     _product as product,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec

@@ -18,14 +18,24 @@ from jaxtaxfree.models.experts import mix
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.reference import (
-    LAYER_FREE,
     _ACTIVATIONS as ACTIVATIONS,
-    _attend as attend,
-    _capped as capped,
-    _product as product,
-    _scaled as scaled,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    LAYER_FREE,
     rms_norm,
     rotate,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _attend as attend,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _capped as capped,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _product as product,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _scaled as scaled,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, append_kv
@@ -98,8 +108,8 @@ def run(
       cos, sin: f32 [tables, positions, rotated / 2].
       every: the logits of every token are wanted, not of the last one.
 
-    Returns: (logits f32 [B, V / W], or [B, T, V / W], the cache). Of a prompt the cache has keys and values [L, B, T, K,
-      H] of all its tokens, as `placed` takes them.
+    Returns: (logits f32 [B, V / W], or [B, T, V / W], the cache). Of a prompt the cache is keys and values of
+      all its tokens, [L, B, T, K, H], as `placed` takes them.
     """
     model, (b, t) = how.model, tokens.shape
     at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)

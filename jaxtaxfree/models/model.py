@@ -1,5 +1,6 @@
 """A published model on several devices: `load`, and the `Model` that it gives."""
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,7 +97,7 @@ def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
     by_heads = divides or repeats if cache is None else cache == "heads"
     if by_heads and not (divides or repeats):
         raise ModelError(
-            f"{world} ranks and num_key_value_heads={spec.kv_heads} do not divide each other: cache='sequence' takes them."
+            f"{world} ranks and num_key_value_heads={spec.kv_heads} do not divide each other: take cache='sequence'."
         )
     copies = 1 if divides or not by_heads else world // spec.kv_heads
     return Layout(spec=spec, copies=copies, vocab=spec.vocab + -spec.vocab % world, by_heads=by_heads)
@@ -133,6 +134,13 @@ class Model:
     @property
     def dtype(self) -> np.dtype:
         return self.params["embed"].dtype
+
+    def by(self, implementation: str | None) -> "Model":
+        """The same weights by another implementation of the operations."""
+        check_implementation(implementation)
+        other = copy.copy(self)
+        other.implementation, other._programs = implementation, {}
+        return other
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> jax.Array:
         """The logits behind every token.
@@ -202,7 +210,7 @@ class Model:
         self, tokens: np.ndarray, lengths: np.ndarray, steps: int, sampling: Sampling, stop: tuple[int, ...], seed: int
     ) -> Iterator[np.ndarray]:
         longest = int(lengths.max())
-        slots = self._slots(longest + min(steps, self.growth))
+        slots = self.slots(longest, steps)
         keys = jax.random.key(seed)
         padded = self._put(_padded(tokens, self._bucket(tokens.shape[1])))
         at = self._put(lengths)
@@ -237,6 +245,24 @@ class Model:
           slots: positions of the cache that a rank has.
         """
         return self._program(("step", batch, slots, sampling), self._step_program, batch, slots, sampling)
+
+    def step_bytes(self, batch: int, length: int) -> int:
+        """Bytes that a rank has to read for a step: of its weights, and of its cache with so many tokens a sequence."""
+        weights, spec = 0, self.spec
+        for name, weight in self.params.items():
+            nbytes = weight.nbytes // (self.world if self._specs[name] else 1)
+            if name == "embed" and not spec.tied:
+                nbytes = batch * spec.d_model * weight.dtype.itemsize
+            elif spec.experts and name in ("gate_proj", "up_proj", "down_proj"):
+                nbytes = nbytes * min(spec.experts, batch * spec.experts_per_token) // spec.experts
+            weights += nbytes
+        seen = sum(length if window is None else min(length, window + 1) for window in spec.window_by_layer)
+        return weights + 2 * batch * seen * spec.kv_heads * spec.head_dim * self.dtype.itemsize // self.world
+
+    def kernels(self, batch: int, slots: int, sampling: Sampling) -> int:
+        """How many fused kernels the program of such a step has, counted once for each place in it."""
+        operands = self._types(batch, slots)
+        return self.step(batch, slots, sampling).lower(*operands).as_text().count("triton_kernel_call")
 
     def _program(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
         if key not in self._programs:
@@ -335,6 +361,10 @@ class Model:
             ),
         )
         return program(cache), slots + more
+
+    def slots(self, longest: int, steps: int) -> int:
+        """Positions of the cache that a rank has at first, for prompts of up to `longest` tokens and so many steps."""
+        return self._slots(longest + min(steps, self.growth))
 
     def _slots(self, positions: int) -> int:
         """Positions of the cache that a rank has, if all together have so many or more."""

@@ -3,7 +3,7 @@
     python tests/models/make_checkpoints.py        # of all families
     python tests/models/make_checkpoints.py llama  # of one
 
-It needs torch and transformers, which the tests do not; any environment will do, and the project itself is not imported.
+It needs torch and transformers, which the tests do not. The project itself is not imported, so any environment will do.
 Each folder has a random decoder of one family as `save_pretrained` writes it, and `expected.safetensors`:
 
   tokens      i32[B, T]   prompts, padded on the right with 0

@@ -197,7 +197,7 @@ def _check(
     """Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for experts."""
     if model.experts:
         raise NotImplementedError(
-            f"decode_step has no mixture of experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
+            f"decode_step has no experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
         )
     wrong = []
     by_heads = placement == "heads"
