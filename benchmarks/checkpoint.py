@@ -1,7 +1,7 @@
 """Tokens a second of a published model on several GPUs, from its files to its tokens.
 
     python benchmarks/checkpoint.py FOLDER                  # of a checkpoint that is there
-    python benchmarks/checkpoint.py /tmp/random --layers 4  # of random weights at Llama 3 8B's sizes, written there first
+    python benchmarks/checkpoint.py /tmp/random --layers 4  # of random weights at Llama 3 8B's sizes, written first
 
 It loads the checkpoint once, and generates with each implementation. Times are of a step, which is the mean over the
 steps behind the first ones, as the host sees it: one program a step, the next one launched before a token is read.

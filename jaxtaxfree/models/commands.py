@@ -145,16 +145,16 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
         times.append(time.perf_counter())
         made.append(token)
         if texts:
-            console.print(texts.add(int(token[0])), end="", markup=False, soft_wrap=True)
+            print(texts.add(int(token[0])), end="", flush=True)  # as it is: a console would leave characters out
     if texts:
-        console.print(texts.rest(), markup=False, soft_wrap=True)
+        print(texts.rest())
     else:
         for prompt, found in zip(prompts, np.stack(made, axis=1)):
             text = _Text(tokenizer, stop)
             shown = "".join([*(text.add(int(token)) for token in _until(found, stop)), text.rest()])
             before = tokenizer.decode(prompt) if tokenizer else ",".join(map(str, prompt))
             console.print(Rule(style="dim"))
-            console.print(f"{before}{'' if tokenizer else ' ->'}{shown}", markup=False, soft_wrap=True)
+            print(f"{before}{'' if tokenizer else ' ->'}{shown}")
     console.print(Rule(style="dim"))
     console.print(summary(model, lengths, options.tokens, sampling, begin, times), soft_wrap=True)
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+import jaxtaxfree.kernels
 from jaxtaxfree.models import commands
 from jaxtaxfree.models.errors import ModelError
 
@@ -65,10 +68,19 @@ def _compare(options: argparse.Namespace, console: Console) -> int:
     return 0 if right else 1
 
 
+def _hide_own_kernels() -> None:
+    """transformers looks for a library `kernels`, and in this repository's root would find ours, which refuses."""
+    found = importlib.util.find_spec("kernels")
+    own = Path(jaxtaxfree.kernels.__file__).resolve()
+    if found is not None and found.origin and Path(found.origin).resolve() == own:
+        sys.modules["kernels"] = None  # pyrefly: ignore[unsupported-operation]
+
+
 class _Transformers:
     """The same checkpoint by transformers, in f32 on the CPU."""
 
     def __init__(self, folder: Path):
+        _hide_own_kernels()
         try:
             import torch
             import transformers

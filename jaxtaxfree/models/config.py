@@ -323,6 +323,7 @@ def _gemma2(fields: Fields) -> dict[str, Any]:
     made = _gemma(fields, **caps)
     made["rotaries"] = _rotary(fields, made)
     window = fields.take("sliding_window", int, None if "sliding_window" in fields else 4096)
+    fields.only("sliding_window_size", window, why="sliding_window beside it says another number")
     types = _layer_types(fields, made["layers"], [i % 2 == 0 for i in range(made["layers"])])
     made["windows"] = _windows(window, types)
     return made

@@ -12,7 +12,8 @@ Each folder has a random decoder of one family as `save_pretrained` writes it, a
   greedy      i32[B, STEPS]  what `generate` says, prompt by prompt
 
 Its metadata has the versions of torch and transformers, and the least distance between the largest and the second
-largest logit of all greedy tokens, as a part of the largest logit.
+largest logit of all greedy tokens, as a part of the largest logit. Where there is a tokenizer, `text.json` has the
+tokens of a text and of a chat.
 """
 
 import json
@@ -127,6 +128,7 @@ def make(name: str) -> None:
     print(f"{name}: seed {seed}, {total / 1e3:.0f} KB, {tokens} different greedy tokens, closest {closest:.2g}")
 
 
+TEXT = "Each folder has a naïve decoder, 木."
 CHAT = (
     "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] | trim }}<|end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -150,9 +152,19 @@ def make_tokenizer(folder: pathlib.Path) -> None:
         single="<|begin|> $A", special_tokens=[("<|begin|>", 1)]
     )
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    config = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": CHAT}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<|begin|>",
+        "eos_token": "<|end|>",
+        "chat_template": CHAT,
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}) + "\n")
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": " What has a folder? "}]
+    ids = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    said = {"text": TEXT, "ids": theirs(TEXT)["input_ids"], "chat": chat, "chat_ids": ids}
+    (folder / "text.json").write_text(json.dumps(said) + "\n")
 
 
 def main() -> None:

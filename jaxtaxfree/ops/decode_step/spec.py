@@ -10,7 +10,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class DecoderSpec:
     """A family of decoders with RMSNorm, rotary positions, grouped queries and a gated MLP, and the sizes of one.
 
-    It covers Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and Gemma 2 and 3; with experts Mixtral and Qwen3-MoE too, which
+    It covers Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and Gemma 2 and 3; with experts Mixtral and Qwen3-MoE, which
     `jaxtaxfree.models` runs and `decode_step` refuses. Sizes are those of the whole model, of all ranks together. What
     a model does with numbers of its own (frequencies of the rotation, weights) is an operand.
 
