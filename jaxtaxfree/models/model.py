@@ -329,10 +329,10 @@ class Model:
     ) -> tuple[jax.Array, Cache]:
         x = forward.embedded(params["embed"], token, self.axes)
         own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
-        placement = {} if self.by_heads else {"placement": "round_robin", "block_size": BLOCK}
         return decode_step(
             own, x, cache, lengths, self.axes, model=self.spec, cos=cos, sin=sin,
-            implementation=self.implementation, **placement,
+            placement="heads" if self.by_heads else "round_robin", block_size=None if self.by_heads else BLOCK,
+            implementation=self.implementation,
         )  # fmt: skip
 
     def _by_operations(

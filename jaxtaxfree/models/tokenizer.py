@@ -63,12 +63,14 @@ class Tokenizer:
 
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
         environment.filters["tojson"] = lambda value, **how: json.dumps(value, ensure_ascii=False, **how)
-        environment.globals["raise_exception"] = refuse
-        environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+        functions: dict[str, Any] = {
+            "raise_exception": refuse,
+            "strftime_now": lambda form: datetime.datetime.now().strftime(form),
+        }
         special = {name: _text(self._config[name]) for name in self._config if name.endswith("_token")}
         try:
             text = environment.from_string(template).render(
-                messages=list(messages), add_generation_prompt=True, **special
+                messages=list(messages), add_generation_prompt=True, **functions, **special
             )
         except jinja2.TemplateError as error:
             raise ModelError(f"the chat template of {self.folder} refuses these messages ({error}).") from None

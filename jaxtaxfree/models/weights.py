@@ -249,7 +249,8 @@ class Weights:
         for first, last in pieces:
             tensors = source.tensors[first:last]
 
-            def part(index: tuple[slice, ...], tensors: Any = tensors) -> np.ndarray:
+            def part(index: tuple[slice, ...] | None, tensors: Any = tensors) -> np.ndarray:
+                index = index or ()
                 inner = index[1:] if depth else index
                 read = [self._read(source, tensor, inner, dtype) for tensor in tensors]
                 return np.stack(read) if depth else read[0]

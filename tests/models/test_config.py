@@ -148,7 +148,7 @@ def test_other_fields():
         ({"hidden_act": "relu2"}, "hidden_act='relu2' is not supported"),
         ({"torch_dtype": "float64"}, "torch_dtype='float64' is not supported"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling of type 'dynamic' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling cannot be taken: unknown field x=1"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "x": 1}}, "rope_scaling cannot be taken: unknown field x"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor is missing"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quant_method='gptq' is not supported"),
         (
