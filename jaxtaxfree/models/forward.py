@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxtaxfree.models.experts import mix
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
+from jaxtaxfree.ops.collectives import all_gather, psum_scatter
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.reference import (
     _ACTIVATIONS as ACTIVATIONS,
@@ -193,8 +194,8 @@ def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> ja
     """The residual stream x after the MLP of y, both [M / W, D]."""
     model = how.model
     if model.experts:
-        rows = lax.all_gather(y, how.axes, tiled=True)
-        y = lax.psum_scatter(mix(w, rows, model), how.axes, tiled=True).astype(x.dtype)
+        rows = all_gather(y, how.axes, tiled=True, implementation=how.implementation)
+        y = psum_scatter(mix(w, rows, model), how.axes, tiled=True, implementation=how.implementation).astype(x.dtype)
         return x + scaled(y, model)
     up, y = how.gather(y, w["up_proj"], return_gathered=True, preferred_element_type=jnp.float32)
     gate = product(y, w["gate_proj"])

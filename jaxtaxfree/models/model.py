@@ -23,7 +23,7 @@ from jaxtaxfree.models.forward import Cache, How
 from jaxtaxfree.models.rotary import rotary_tables
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.weights import Layout, Weights
-from jaxtaxfree.ops.decode_step import decode_step
+from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.primitive import check_implementation
 
@@ -101,6 +101,11 @@ def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
         )
     copies = 1 if divides or not by_heads else world // spec.kv_heads
     return Layout(spec=spec, copies=copies, vocab=spec.vocab + -spec.vocab % world, by_heads=by_heads)
+
+
+def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
+    """Whether `decode_step` covers a model with such a cache; else a step is made of operations."""
+    return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
 
 
 class Model:
@@ -314,7 +319,7 @@ class Model:
             return self._on_mesh(functools.partial(step, by), specs, (P(), P(), self._cache_specs), donate=(1,))
 
         operations = made(functools.partial(self._by_operations, slots))
-        if self.spec.experts or not (self.by_heads or len(set(self.spec.windows)) == 1):
+        if not is_whole_step(self.spec, self.by_heads):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):

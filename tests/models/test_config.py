@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import pathlib
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from jaxtaxfree.models.model import layout_of
 from jaxtaxfree.models.rotary import Rotary, rotary_tables
 from jaxtaxfree.models.weights import Layout
 from tests.helpers.decoders import FAMILIES
+from tests.models.table import table
 
 # As they were published, with what tools wrote besides.
 USUAL = {
@@ -236,3 +238,8 @@ def test_files(tmp_path):
     assert models.read_config(tmp_path).stop == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert models.read_config(tmp_path).stop == (5, 6)
+
+
+def test_the_table_of_the_documentation():
+    """`python -m tests.models.table` makes it."""
+    assert f"\n\n{table()}\n\n" in (pathlib.Path(__file__).parents[2] / "docs" / "models.md").read_text()

@@ -1,9 +1,11 @@
 """Every family against what transformers said of the same checkpoint: logits of prompts, and greedy tokens."""
 
+import collections
+
 import numpy as np
 import pytest
 
-from jaxtaxfree import models
+from jaxtaxfree import models, simulator
 from tests.helpers.checkpoints import FOLDER, NAMES, STEPS, expected_of, mesh_of, model_of
 
 
@@ -91,5 +93,10 @@ def test_blocks_of_long_prompts(monkeypatch):
 def test_simulated_kernels(name):
     """Prompts and steps by the kernels of both ranks, simulated. They are too small for the kernel of a whole step."""
     model, expected = model_of(name).by("simulate"), expected_of(name)
-    found = model.generate(expected["tokens"], 3, lengths=expected["lengths"])
+    with simulator.simulating() as recording:
+        found = model.generate(expected["tokens"], 3, lengths=expected["lengths"])
     np.testing.assert_array_equal(found, expected["greedy"][:, :3])
+    # Of two layers, once for a prompt and twice for a step; the MLP's products are those of experts in a mixture.
+    each = 2 * 3 * (1 if model.spec.experts else 2)
+    names = collections.Counter(trace.name for trace in recording.traces)
+    assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names

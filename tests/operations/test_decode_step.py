@@ -153,7 +153,7 @@ def test_errors():
         call(world=3)
     with pytest.raises(ValueError, match=r"lengths must be i32\[3\]"):
         call(lengths=jnp.zeros(3))
-    with pytest.raises(NotImplementedError, match="this model has experts=4: jaxtaxfree.models runs it"):
+    with pytest.raises(NotImplementedError, match=r"this model has experts=4: jaxtaxfree\.models runs it"):
         call(model=dataclasses.replace(model, experts=4, experts_per_token=2))
     with pytest.raises(ValueError, match="there is no placement 'ring'"):
         call(placement="ring")
