@@ -1,4 +1,4 @@
-"""`python -m jaxtaxfree doctor` and `python -m jaxtaxfree taxes`."""
+"""`python -m jaxtaxfree doctor`, `taxes`, `generate` and `compare`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Sequence
 
 def main(arguments: Sequence[str] | None = None) -> int:
     from jaxtaxfree import doctor, doctor_processes
+    from jaxtaxfree.models import commands as generation
+    from jaxtaxfree.models import compare
     from jaxtaxfree.taxes import programs
 
     parser = argparse.ArgumentParser(prog="python -m jaxtaxfree")
@@ -23,11 +25,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     programs.add_arguments(
         commands.add_parser("taxes", help="say where the time of XLA's programs and of the fused ones goes")
     )
+    generation.add_arguments(
+        commands.add_parser("generate", help="continue text by a checkpoint as it was published, on several devices")
+    )
+    compare.add_arguments(
+        commands.add_parser("compare", help="compare a checkpoint's logits with those of transformers")
+    )
     match (options := parser.parse_args(arguments)).command:
         case "doctor":
             return doctor.main() if options.processes is None else doctor_processes.main(options.processes)
         case "taxes":
             return programs.main(options)
+        case "generate":
+            return generation.main(options)
+        case "compare":
+            return compare.main(options)
     parser.print_help()
     return 0
 

@@ -79,3 +79,23 @@ def target_of(compute_capability: int) -> Target:
 
 # Where the heuristics of the products were measured. On other GPUs they count multiprocessors as if these were it.
 HOPPER = target_of(90)
+
+# Bytes a second of the memory of a GPU whose name (JAX's `device_kind`) has these words, from NVIDIA's data sheets. The
+# first that fits is taken.
+_MEMORY_BANDWIDTHS = {
+    "B300": 8.0e12,
+    "B200": 8.0e12,
+    "GH200": 4.8e12,
+    "H200": 4.8e12,
+    "H100 NVL": 3.9e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "A100-SXM4-40GB": 1.555e12,
+    "A100": 1.935e12,
+    "L40S": 0.864e12,
+}
+
+
+def memory_bandwidth_of(device_kind: str) -> float | None:
+    """Bytes a second between a GPU and its memory, as its data sheet says; None where nobody has looked it up."""
+    return next((speed for words, speed in _MEMORY_BANDWIDTHS.items() if words in device_kind), None)

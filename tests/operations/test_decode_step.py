@@ -126,10 +126,12 @@ def test_errors():
     model = tiny("llama-3-8b")
     with pytest.raises(ValueError, match="6 query heads are no multiple of 4 key/value heads"):
         dataclasses.replace(model, heads=6)
+    with pytest.raises(ValueError, match="a token cannot take 3 of 2 experts"):
+        dataclasses.replace(model, experts=2, experts_per_token=3)
     with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'gelu_tanh', not 'relu'"):
         dataclasses.replace(model, activation="relu")
 
-    def call(world: int = 2, **changed: Any) -> None:
+    def call(world: int = 2, model: jtf.DecoderSpec = model, **changed: Any) -> None:
         params = {name: jnp.zeros(shape) for name, shape in model.param_shapes(world).items()}
         cache = (jnp.zeros((2, 3, 4 // world, SLOTS, 8)),) * 2
         given = {"params": params, "x": jnp.zeros((3, 32)), "cache": cache, "lengths": jnp.zeros(3, jnp.int32)}
@@ -151,6 +153,8 @@ def test_errors():
         call(world=3)
     with pytest.raises(ValueError, match=r"lengths must be i32\[3\]"):
         call(lengths=jnp.zeros(3))
+    with pytest.raises(NotImplementedError, match=r"this model has experts=4: jaxtaxfree\.models runs it"):
+        call(model=dataclasses.replace(model, experts=4, experts_per_token=2))
     with pytest.raises(ValueError, match="there is no placement 'ring'"):
         call(placement="ring")
 

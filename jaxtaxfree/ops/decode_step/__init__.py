@@ -83,8 +83,8 @@ def decode_step(
     Raises:
       ValueError: if the operands do not fit together.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: for several tokens, or layers with different windows, and a cache along the sequence; and if
-        the kernel is asked for and cannot run here.
+      NotImplementedError: for experts; for several tokens, or layers with different windows, and a cache along the
+        sequence; and if the kernel is asked for and cannot run here.
     """
     axes = check_axes(axis_name, "decode_step")
     check_implementation(implementation)
@@ -220,7 +220,11 @@ def _check(
     params: Params, x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array,
     cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
 ) -> None:  # fmt: skip
-    """Raises ValueError, with all reasons, if the operands do not fit together."""
+    """Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for experts."""
+    if model.experts:
+        raise NotImplementedError(
+            f"decode_step has no experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
+        )
     wrong = []
     by_heads = placement == "heads"
     if placement not in PLACEMENTS:

@@ -10,15 +10,16 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 class DecoderSpec:
     """A family of decoders with RMSNorm, rotary positions, grouped queries and a gated MLP, and the sizes of one.
 
-    It covers Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and Gemma 2 and 3. Sizes are those of the whole model, of all
-    ranks together. What a model does with numbers of its own (frequencies of the rotation, weights) is an operand.
+    It covers Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3, and Gemma 2 and 3; with experts Mixtral and Qwen3-MoE, which
+    `jaxtaxfree.models` runs and `decode_step` refuses. Sizes are those of the whole model, of all ranks together. What
+    a model does with numbers of its own (frequencies of the rotation, weights) is an operand.
 
     Attributes:
       layers: L.
       d_model: D.
       heads, kv_heads: N and K, query heads and key/value heads. N is a multiple of K.
       head_dim: H.
-      d_mlp: F.
+      d_mlp: F, of an expert if there are any.
       vocab: V, a multiple of the number of ranks.
       norm_eps: what RMSNorm adds to the mean square.
       norm_plus_one: RMSNorm multiplies by 1 + weight, not by the weight.
@@ -38,6 +39,9 @@ class DecoderSpec:
       residual_scale: multiplies a block's result before it is added to the residual stream.
       logit_scale: multiplies the logits.
       logit_soft_cap: as `score_soft_cap`, after the scale.
+      experts: E, the MLPs of a layer among which a router chooses; 0: there is one, and no router.
+      experts_per_token: how many of them a token takes, those with the largest logits of the router.
+      normalized_experts: their weights, which are a softmax over all experts, are divided by their sum.
     """
 
     layers: int
@@ -63,6 +67,9 @@ class DecoderSpec:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_soft_cap: float | None = None
+    experts: int = 0
+    experts_per_token: int = 0
+    normalized_experts: bool = True
 
     def __post_init__(self) -> None:
         wrong = [
@@ -88,6 +95,8 @@ class DecoderSpec:
         for name in ("score_soft_cap", "logit_soft_cap"):
             if (cap := getattr(self, name)) is not None and not cap > 0:
                 wrong.append(f"{name} must be positive, not {cap}")
+        if not (0 < self.experts_per_token <= self.experts or self.experts == self.experts_per_token == 0):
+            wrong.append(f"a token cannot take {self.experts_per_token} of {self.experts} experts")
         if wrong:
             raise ValueError(f"There is no such DecoderSpec: {'; '.join(wrong)}.")
 
@@ -131,6 +140,7 @@ class DecoderSpec:
         layers, d, h = self.layers, self.d_model, self.head_dim
         n, f = self.heads // world, self.d_mlp // world
         k = self.kv_heads // world if by_heads else self.kv_heads
+        mlps = (layers, self.experts) if self.experts else (layers,)
         shapes: dict[str, tuple[int, ...]] = {
             "attn_norm": (layers, d),
             "q_proj": (layers, n * h, d),
@@ -138,9 +148,9 @@ class DecoderSpec:
             "v_proj": (layers, k * h, d),
             "o_proj": (layers, d, n * h),
             "mlp_norm": (layers, d),
-            "gate_proj": (layers, f, d),
-            "up_proj": (layers, f, d),
-            "down_proj": (layers, d, f),
+            "gate_proj": (*mlps, f, d),
+            "up_proj": (*mlps, f, d),
+            "down_proj": (*mlps, d, f),
             "final_norm": (d,),
             "embed" if self.tied else "unembed": (self.vocab // world, d),
         }
@@ -150,13 +160,16 @@ class DecoderSpec:
             shapes |= {"q_norm": (layers, h), "k_norm": (layers, h)}
         if self.post_norms:
             shapes |= {"post_attn_norm": (layers, d), "post_mlp_norm": (layers, d)}
+        if self.experts:
+            shapes["router"] = (layers, self.experts, d)
         return shapes
 
     def sharded(self, by_heads: bool = True) -> dict[str, int | None]:
         """The dimension along which the ranks share each parameter of the whole model; None: each has all of it."""
         kv = 1 if by_heads else None
         rows = {"q_proj": 1, "k_proj": kv, "v_proj": kv, "q_bias": 1, "k_bias": kv, "v_bias": kv}
-        rows |= {"gate_proj": 1, "up_proj": 1, "embed": 0, "unembed": 0, "o_proj": 2, "down_proj": 2}
+        mlp = 2 if self.experts else 1
+        rows |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp + 1, "o_proj": 2, "embed": 0, "unembed": 0}
         return {name: rows.get(name) for name in self.param_shapes()}
 
 

@@ -1,0 +1,275 @@
+"""A decoder by operations: a gather in each product that needs one, a scatter in each product before it.
+
+The residual stream is sharded over rows, which are the tokens of all sequences. So a layer has four exchanges, and each
+of them is part of a product: `all_gather_matmul`, `matmul_reduce_scatter`, twice. What a decoder is made of is
+`jaxtaxfree.ops.decode_step.reference`'s; this form reads prompts of many tokens, returns the logits of all of them, and
+has experts. Everything here runs inside `jax.shard_map`.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtaxfree.models.experts import mix
+from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
+from jaxtaxfree.ops.collectives import all_gather, psum_scatter
+from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.decode_step.reference import (
+    _ACTIVATIONS as ACTIVATIONS,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    LAYER_FREE,
+    rms_norm,
+    rotate,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _attend as attend,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _capped as capped,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _product as product,
+)
+from jaxtaxfree.ops.decode_step.reference import (
+    _scaled as scaled,
+)
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+Cache = tuple[jax.Array, jax.Array]
+QUERIES = 512  # of a prompt at a time, in attention: the scores of one block are in memory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class How:
+    """What is alike in all calls.
+
+    Attributes:
+      model: what the decoder is made of.
+      axes: along which it is sharded.
+      implementation: of the operations.
+      placement: of a cache along the sequence; None: by heads.
+    """
+
+    model: DecoderSpec
+    axes: tuple[str, ...]
+    implementation: str | None
+    placement: Placement | None
+
+    def gather(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> Any:
+        """The rows of all ranks, x [M / W, in], times weight [out / W, in], transposed where it lies."""
+        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        return all_gather_matmul(x, weight, self.axes, **how, **keywords)
+
+    def scatter(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> jax.Array:
+        """x [M, in / W] times weight [out, in / W], added up over the ranks: [M / W, out]."""
+        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        return matmul_reduce_scatter(x, weight, self.axes, **how, **keywords)
+
+
+def _precision(x: jax.Array) -> lax.Precision | None:
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def embedded(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], scattered: bool = False) -> jax.Array:
+    """Rows of a table [V / W, D] whose rows are sharded: [M, D] on every rank, or scattered [M / W, D]."""
+    at = tokens - table.shape[0] * lax.axis_index(axes)
+    here = (at >= 0) & (at < table.shape[0])
+    # Of the ranks one has a number, and the others add 0 to it.
+    rows = jnp.where(here[:, None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0)
+    return lax.psum_scatter(rows, axes, tiled=True) if scattered else lax.psum(rows, axes)
+
+
+def run(
+    params: Mapping[str, jax.Array],
+    tokens: jax.Array,
+    cache: Cache | None,
+    lengths: jax.Array,
+    counts: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    how: How,
+    every: bool = False,
+) -> tuple[jax.Array, Cache]:
+    """T new tokens of each sequence, through all layers.
+
+    Args:
+      params: this rank's part, as `decode_step` takes it, and `embed` [V / W, D].
+      tokens: i32[B, T].
+      cache: keys and values, as in `decode_step`, for one new token; None: the tokens are the first ones of their
+        sequences, and their keys and values are the cache.
+      lengths: i32[B], tokens before these.
+      counts: i32[B], how many of the T there are.
+      cos, sin: f32 [tables, positions, rotated / 2].
+      every: the logits of every token are wanted, not of the last one.
+
+    Returns: (logits f32 [B, V / W], or [B, T, V / W], the cache). Of a prompt the cache is keys and values of
+      all its tokens, [L, B, T, K, H], as `placed` takes them.
+    """
+    model, (b, t) = how.model, tokens.shape
+    at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)
+    row = jnp.clip(at, 0, cos.shape[1] - 1)
+    flat = _filled(tokens.reshape(-1), lax.axis_size(how.axes))
+    x = embedded(params["embed"], flat, how.axes, scattered=True)
+    x = x * jnp.asarray(model.embedding_scale, x.dtype)
+    windows = sorted(set(model.window_by_layer), key=lambda window: -1 if window is None else window)
+    by_layer = (
+        {name: w for name, w in params.items() if name not in LAYER_FREE},
+        cache,
+        jnp.asarray([windows.index(window) for window in model.window_by_layer], jnp.int32),
+        jnp.asarray(model.table_by_layer, jnp.int32),
+    )
+
+    def layer(x: jax.Array, of_layer: tuple) -> tuple[jax.Array, Cache]:
+        w, past, window, table = of_layer
+        rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]
+        q, k, v = _heads(w, rms_norm(x, w["attn_norm"], model), rotation, (b, t), how)
+        if past is None:
+            y, past = _attend_to_prompt(q, k, v, _of(windows, window), how), (k, v)
+        else:
+            past, y = _attend_to_cache(q, k, v, past, lengths, windows, window, how)
+        y = _filled(y.reshape(b * t, -1), lax.axis_size(how.axes))
+        x = _added(x, y, w["o_proj"], w.get("post_attn_norm"), how)
+        y = rms_norm(x, w["mlp_norm"], model)
+        return _mlp(x, y, w, how), past
+
+    x, cache = lax.scan(layer, x, by_layer)
+    x = rms_norm(x, params["final_norm"], model)
+    unembed = params["embed" if model.tied else "unembed"]
+    if every:
+        logits = how.gather(x, unembed, preferred_element_type=jnp.float32)[: b * t].reshape(b, t, -1)
+    else:
+        last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
+        logits = product(_rows(x, last, how.axes), unembed)
+    return capped(logits * model.logit_scale, model.logit_soft_cap), cache
+
+
+def _filled(x: jax.Array, world: int) -> jax.Array:
+    """x [M, ...] with rows behind it, so that the ranks divide them."""
+    return jnp.pad(x, [(0, -x.shape[0] % world)] + [(0, 0)] * (x.ndim - 1))
+
+
+def _rows(x: jax.Array, which: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Some rows of x [M / W, D], whose rows are sharded: on every rank."""
+    at = which - x.shape[0] * lax.axis_index(axes)
+    here = (at >= 0) & (at < x.shape[0])
+    return lax.psum(jnp.where(here[:, None], x[jnp.clip(at, 0, x.shape[0] - 1)], 0), axes)
+
+
+def _heads(
+    w: Mapping[str, jax.Array], y: jax.Array, rotation: tuple[jax.Array, jax.Array], sizes: tuple[int, int], how: How
+) -> list[jax.Array]:
+    """Of rows y [M / W, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
+    model, (b, t) = how.model, sizes
+    made = []
+    bias = {"bias": w["q_bias"]} if model.qkv_bias else {}
+    q, y = how.gather(y, w["q_proj"], return_gathered=True, **bias)
+    for name in ("q", "k", "v"):
+        of = q
+        if name != "q":  # the rows are here
+            of = product(y, w[f"{name}_proj"])
+            of = (of + w[f"{name}_bias"].astype(jnp.float32) if model.qkv_bias else of).astype(y.dtype)
+        of = of[: b * t].reshape(b, t, -1, model.head_dim)
+        if name != "v":
+            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
+        made.append(of)
+    return made
+
+
+def _added(x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None, how: How) -> jax.Array:
+    """The residual stream x [M / W, D] and a block's result, y [M, in / W] times weight [D, in / W]."""
+    if norm is None and how.model.residual_scale == 1:
+        return how.scatter(y, weight, residual=x)
+    y = how.scatter(y, weight)
+    return x + scaled(y if norm is None else rms_norm(y, norm, how.model), how.model)
+
+
+def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> jax.Array:
+    """The residual stream x after the MLP of y, both [M / W, D]."""
+    model = how.model
+    if model.experts:
+        rows = all_gather(y, how.axes, tiled=True, implementation=how.implementation)
+        y = psum_scatter(mix(w, rows, model), how.axes, tiled=True, implementation=how.implementation).astype(x.dtype)
+        return x + scaled(y, model)
+    up, y = how.gather(y, w["up_proj"], return_gathered=True, preferred_element_type=jnp.float32)
+    gate = product(y, w["gate_proj"])
+    y = (ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
+    return _added(x, y, w["down_proj"], w.get("post_mlp_norm"), how)
+
+
+def _of(windows: list[int | None], which: jax.Array) -> jax.Array:
+    """The window of a layer, as a number that masks."""
+    return jnp.asarray([jnp.iinfo(jnp.int32).max if window is None else window for window in windows], jnp.int32)[which]
+
+
+def _attend_to_prompt(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Array, how: How) -> jax.Array:
+    """Causal attention among T tokens: [B, T, heads, H] each."""
+    b, t, heads, h = q.shape
+    if how.placement is not None:  # this rank has all keys, of which its queries want some
+        first = heads * lax.axis_index(how.axes)
+        of = (first + jnp.arange(heads)) // how.model.group
+        k, v = k[:, :, of], v[:, :, of]
+    past = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    ends = jnp.full((b,), t, jnp.int32)
+
+    def of_block(first: Any, q: jax.Array) -> jax.Array:
+        at = jnp.broadcast_to(first + jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
+        return attend(q, past, at, ends, window, how.model)
+
+    if t <= 2 * QUERIES or t % QUERIES:
+        return of_block(0, q)
+    blocks = jnp.moveaxis(q.reshape(b, -1, QUERIES, heads, h), 1, 0)
+    y = lax.map(lambda block: of_block(*block), (QUERIES * jnp.arange(len(blocks)), blocks))
+    return jnp.moveaxis(y, 0, 1).reshape(q.shape)
+
+
+def _attend_to_cache(
+    q: jax.Array, k: jax.Array, v: jax.Array, past: Cache, lengths: jax.Array, windows: list[int | None],
+    window: jax.Array, how: How,
+) -> tuple[Cache, jax.Array]:  # fmt: skip
+    """Of one new token over the keys so far, [B, K, S, H]."""
+    model, b = how.model, len(lengths)
+    if how.placement is None:
+        sequence, head = jnp.ogrid[:b, : k.shape[2]]
+        slot = jnp.where(lengths >= 0, lengths, past[0].shape[2])[:, None]
+        keys, values = (
+            old.at[sequence, head, slot].set(new[:, 0].astype(old.dtype), mode="drop", unique_indices=True)
+            for old, new in zip(past, (k, v))
+        )
+        return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
+    place = {"placement": "round_robin", "block_size": how.placement.stretch, "kv_layout": "BKSH"}
+    q = lax.all_gather(q, how.axes, axis=2, tiled=True)  # of all heads
+    past = append_kv(past, k, v, lengths, how.axes, **place)
+
+    def over(size: int | None) -> jax.Array:
+        return decode_attention(
+            q, past[0], past[1], how.axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
+            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
+            implementation=how.implementation, **place,
+        )  # fmt: skip
+
+    if len(windows) == 1:
+        return past, over(windows[0])
+    return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
+
+
+def placed(fresh: Cache, slots: int, how: How) -> Cache:
+    """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]."""
+    return _placed(fresh[0], slots, how), _placed(fresh[1], slots, how)
+
+
+def _placed(x: jax.Array, slots: int, how: How) -> jax.Array:
+    t = x.shape[2]
+    if how.placement is None:
+        x = jnp.pad(x[:, :, : min(t, slots)], [(0, 0)] * 2 + [(0, max(0, slots - t))] + [(0, 0)] * 2)
+    else:  # each rank has all, and keeps its own
+        world = lax.axis_size(how.axes)
+        positions = dataclasses.replace(how.placement, slots=slots).positions(lax.axis_index(how.axes), world)
+        x = x[:, :, jnp.clip(positions, 0, t - 1)]
+    return jnp.swapaxes(x, 2, 3)

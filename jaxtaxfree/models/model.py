@@ -1,0 +1,419 @@
+"""A published model on several devices: `load`, and the `Model` that it gives."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxtaxfree import heap
+from jaxtaxfree.models import forward
+from jaxtaxfree.models.checkpoint import Checkpoint
+from jaxtaxfree.models.config import DTYPES, ModelConfig, read_config
+from jaxtaxfree.models.errors import ModelError
+from jaxtaxfree.models.forward import Cache, How
+from jaxtaxfree.models.rotary import rotary_tables
+from jaxtaxfree.models.sampling import Sampling, next_tokens
+from jaxtaxfree.models.weights import Layout, Weights
+from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
+from jaxtaxfree.ops.kv_cache import Placement
+from jaxtaxfree.primitive import check_implementation
+
+BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
+GROWTH = 1024  # positions that a cache gets at a time
+CACHES = ("heads", "sequence")
+
+
+def load(
+    folder: str | Path,
+    mesh: Mesh,
+    axis_name: str | Sequence[str] = "tp",
+    *,
+    dtype: DTypeLike | None = None,
+    cache: str | None = None,
+    implementation: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> "Model":
+    """A checkpoint as Hugging Face publishes it, sharded over the devices of a mesh.
+
+    The folder has `config.json` and safetensors. Each weight goes from its file to its devices, part by part; of one at
+    most 256 MB, or the largest tensor, are on the host. Weights of 8 bits are dequantised on their way.
+
+    Args:
+      folder: of the checkpoint.
+      mesh: its devices. Along other axes than `axis_name` all have the same.
+      axis_name: the axis, or axes, along which the model is sharded.
+      dtype: of weights, activations and cache: f32, f16 or bf16. None: what the checkpoint says.
+      cache: "heads": each rank has the cache of its key/value heads. Where there are fewer heads than ranks, neighbours
+        have copies of one. "sequence": each rank has a part of the positions, of all heads. None: "heads", where ranks
+        divide heads or heads divide ranks, else "sequence".
+      implementation: of the operations, as in `all_gather_matmul`.
+      progress: is called with the bytes that are read so far and those that there are.
+
+    Raises:
+      ModelError: if the folder is no checkpoint of a family that is covered, in one sentence that names every field or
+        tensor that is not as it should be; or if the ranks do not divide the model. Nothing is on the devices then.
+      ValueError: if an argument does not exist.
+    """
+    check_implementation(implementation)
+    if cache not in (None, *CACHES):
+        raise ValueError(f"load has no cache={cache!r} (choose one of {', '.join(map(repr, CACHES))}).")
+    axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    world = math.prod(mesh.shape[axis] for axis in axes)
+    config = read_config(folder)
+    layout = layout_of(config, world, cache)
+    weights = Weights(Checkpoint(folder), config, layout)
+    kind = config.dtype if dtype is None else np.dtype(dtype)
+    if kind not in DTYPES.values():
+        raise ValueError(f"load takes dtype as one of {', '.join(DTYPES)}, not {kind}.")
+    total, done = weights.nbytes, 0
+
+    def count(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        if progress:
+            progress(done, total)
+
+    params = weights.place(mesh, axes, kind, count)
+    return Model(params, config, layout, mesh, axes, implementation)
+
+
+def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
+    """How the model lies on its ranks; raises ModelError if they do not divide it."""
+    spec = config.spec
+    sizes = {"num_attention_heads": spec.heads}
+    sizes["moe_intermediate_size" if config.family == "qwen3_moe" else "intermediate_size"] = spec.d_mlp
+    if wrong := [f"{name}={size}" for name, size in sizes.items() if size % world]:
+        raise ModelError(f"{world} ranks do not divide {' and '.join(wrong)}: take fewer.")
+    divides, repeats = spec.kv_heads % world == 0, world % spec.kv_heads == 0
+    by_heads = divides or repeats if cache is None else cache == "heads"
+    if by_heads and not (divides or repeats):
+        raise ModelError(
+            f"{world} ranks and num_key_value_heads={spec.kv_heads} do not divide each other: take cache='sequence'."
+        )
+    copies = 1 if divides or not by_heads else world // spec.kv_heads
+    return Layout(spec=spec, copies=copies, vocab=spec.vocab + -spec.vocab % world, by_heads=by_heads)
+
+
+def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
+    """Whether `decode_step` covers a model with such a cache; else a step is made of operations."""
+    return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
+
+
+class Model:
+    """A decoder on its devices.
+
+    Attributes:
+      config: what its `config.json` says.
+      spec: what runs: `config.spec` with copies of heads, and a vocabulary that the ranks divide.
+      mesh, axes: where it is.
+      params: the weights, as `decode_step` takes them, and the embedding.
+      implementation: of its operations.
+      growth: positions that the cache gets when it is full.
+    """
+
+    def __init__(
+        self, params: Mapping[str, jax.Array], config: ModelConfig, layout: Layout, mesh: Mesh,
+        axes: tuple[str, ...], implementation: str | None,
+    ):  # fmt: skip
+        self.config, self.spec, self.mesh, self.axes = config, layout.model, mesh, axes
+        self.params, self.implementation = dict(params), implementation
+        self.growth = GROWTH
+        self.world = math.prod(mesh.shape[axis] for axis in axes)
+        self.by_heads = layout.by_heads
+        self._specs = layout.partition(axes)
+        of_cache = P(None, None, axes) if layout.by_heads else P(None, None, None, axes)
+        self._cache_specs = (of_cache, of_cache)
+        self._positions = 0
+        self._tables: tuple[jax.Array, jax.Array] | None = None
+        self._programs: dict[Any, Any] = {}
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.params["embed"].dtype
+
+    def by(self, implementation: str | None) -> "Model":
+        """The same weights by another implementation of the operations."""
+        check_implementation(implementation)
+        other = copy.copy(self)
+        other.implementation, other._programs = implementation, {}
+        return other
+
+    def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> jax.Array:
+        """The logits behind every token.
+
+        Args:
+          tokens: i32[B, T], each row the first tokens of a sequence.
+          lengths: i32[B], how many of a row there are; None: T. The logits behind them mean nothing.
+
+        Returns: f32[B, T, V].
+        """
+        tokens, lengths = self._checked(tokens, lengths, 0)
+        t = tokens.shape[1]
+        padded = self._put(_padded(tokens, self._bucket(t)))
+        program = self._program("logits", self._logits_program)
+        return heap.block_until_ready(program(self.params, padded, *self._rotation(t)))[:, :t, : self.config.spec.vocab]
+
+    def generate(
+        self,
+        tokens: ArrayLike,
+        steps: int,
+        *,
+        lengths: ArrayLike | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+    ) -> np.ndarray:
+        """The tokens that follow.
+
+        Args:
+          tokens, lengths: prompts, as in `logits`.
+          steps: how many tokens of each sequence.
+          temperature: divides the logits before a token is drawn; 0: the likeliest one.
+          top_k: of the likeliest tokens so many are candidates; None: all.
+          top_p: of them the fewest, likeliest first, whose probabilities add up to it or more.
+          stop: tokens after which a sequence ends. `config.stop` has the model's own.
+          seed: of the drawing. The same seed draws the same tokens.
+
+        Returns: i32[B, steps]. Behind a stop token a row repeats it.
+
+        Raises:
+          ValueError: if prompts and steps are longer than the model's positions, or an argument is out of its range.
+        """
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        made = list(self.stream(tokens, steps, lengths=lengths, sampling=sampling, stop=stop, seed=seed))
+        out = np.stack(made, axis=1)
+        return np.concatenate([out, np.repeat(out[:, -1:], steps - out.shape[1], axis=1)], axis=1)
+
+    def stream(
+        self,
+        tokens: ArrayLike,
+        steps: int,
+        *,
+        lengths: ArrayLike | None = None,
+        sampling: Sampling | None = None,
+        stop: Sequence[int] = (),
+        seed: int = 0,
+    ) -> Iterator[np.ndarray]:
+        """As `generate`, token by token: i32[B] each, as soon as it is there. It ends when all sequences have ended."""
+        if steps < 1:
+            raise ValueError(f"steps must be 1 or more, and is {steps}.")
+        tokens, lengths = self._checked(tokens, lengths, steps)
+        return self._stream(tokens, lengths, steps, sampling or Sampling(), tuple(stop), seed)
+
+    def _stream(
+        self, tokens: np.ndarray, lengths: np.ndarray, steps: int, sampling: Sampling, stop: tuple[int, ...], seed: int
+    ) -> Iterator[np.ndarray]:
+        longest = int(lengths.max())
+        slots = self.slots(longest, steps)
+        keys = jax.random.key(seed)
+        padded = self._put(_padded(tokens, self._bucket(tokens.shape[1])))
+        at = self._put(lengths)
+        read = self._program(("read", slots, sampling), self._read_program, slots, sampling)
+        token, cache = read(self.params, padded, at, *self._rotation(longest + steps), keys)
+        ended, last = np.zeros(len(lengths), bool), np.zeros(len(lengths), np.int32)
+        # On GPUs a step is launched before the token of the one before is read. On a CPU two programs with collectives
+        # in flight can take each other's threads.
+        ahead = self.mesh.devices.flat[0].platform != "cpu"
+        for i in range(1, steps + 1):
+            now = token
+            if not ahead:
+                heap.block_until_ready(now)
+            if i < steps:
+                if longest + i > slots * (1 if self.by_heads else self.world):
+                    cache, slots = self._grown(cache, slots)
+                step = self.step(len(lengths), slots, sampling)
+                token, at, cache = step(self.params, cache, token, at, *self._rotation(longest + steps), keys, i)
+            found = np.asarray(heap.block_until_ready(now))
+            last = np.where(ended, last, found)
+            ended |= np.isin(found, stop)
+            yield last
+            if ended.all():
+                return
+
+    def step(self, batch: int, slots: int, sampling: Sampling) -> Any:
+        """The jitted program of a step: (params, cache, token i32[B], lengths i32[B], cos, sin, key, count) -> (token,
+        lengths, cache). The cache is donated.
+
+        Args:
+          batch: B.
+          slots: positions of the cache that a rank has.
+        """
+        return self._program(("step", batch, slots, sampling), self._step_program, batch, slots, sampling)
+
+    def step_bytes(self, batch: int, length: int) -> int:
+        """Bytes that a rank has to read for a step: of its weights, and of its cache with so many tokens a sequence."""
+        weights, spec = 0, self.spec
+        for name, weight in self.params.items():
+            nbytes = weight.nbytes // (self.world if self._specs[name] else 1)
+            if name == "embed" and not spec.tied:
+                nbytes = batch * spec.d_model * weight.dtype.itemsize
+            elif spec.experts and name in ("gate_proj", "up_proj", "down_proj"):
+                nbytes = nbytes * min(spec.experts, batch * spec.experts_per_token) // spec.experts
+            weights += nbytes
+        seen = sum(length if window is None else min(length, window + 1) for window in spec.window_by_layer)
+        return weights + 2 * batch * seen * spec.kv_heads * spec.head_dim * self.dtype.itemsize // self.world
+
+    def kernels(self, batch: int, slots: int, sampling: Sampling) -> int:
+        """How many fused kernels the program of such a step has, counted once for each place in it."""
+        operands = self._types(batch, slots)
+        return self.step(batch, slots, sampling).lower(*operands).as_text().count("triton_kernel_call")
+
+    def _program(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
+        if key not in self._programs:
+            self._programs[key] = make(*args)
+        return self._programs[key]
+
+    def _on_mesh(self, f: Callable[..., Any], in_specs: Any, out_specs: Any, donate: tuple[int, ...] = ()) -> Any:
+        mapped = jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+        return jax.jit(mapped, donate_argnums=donate)
+
+    def _how(self, slots: int) -> How:
+        placement = None if self.by_heads else Placement(stretch=BLOCK, slots=slots)
+        return How(model=self.spec, axes=self.axes, implementation=self.implementation, placement=placement)
+
+    def _logits_program(self) -> Any:
+        def logits(params: Any, tokens: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+            none = jnp.zeros(tokens.shape[:1], jnp.int32)
+            return forward.run(params, tokens, None, none, none, cos, sin, self._how(BLOCK), every=True)[0]
+
+        return self._on_mesh(logits, (self._specs, P(), P(), P()), P(None, None, self.axes))
+
+    def _read_program(self, slots: int, sampling: Sampling) -> Any:
+        how = self._how(slots)
+
+        def read(
+            params: Any, tokens: jax.Array, counts: jax.Array, cos: jax.Array, sin: jax.Array, key: jax.Array
+        ) -> tuple[jax.Array, Cache]:
+            logits, fresh = forward.run(params, tokens, None, jnp.zeros_like(counts), counts, cos, sin, how)
+            token = next_tokens(
+                logits, jax.random.fold_in(key, 0), self.axes, sampling=sampling, vocab=self.config.spec.vocab
+            )
+            return token, forward.placed(fresh, slots, how)
+
+        return self._on_mesh(read, (self._specs, *[P()] * 5), (P(), self._cache_specs))
+
+    def _step_program(self, batch: int, slots: int, sampling: Sampling) -> Any:
+        def step(
+            by: Callable[..., Any], params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
+            sin: jax.Array, key: jax.Array, count: jax.Array,
+        ) -> tuple[jax.Array, jax.Array, Cache]:  # fmt: skip
+            logits, cache = by(params, cache, token, lengths, cos, sin)
+            token = next_tokens(
+                logits, jax.random.fold_in(key, count), self.axes, sampling=sampling, vocab=self.config.spec.vocab
+            )
+            return token, lengths + 1, cache
+
+        def made(by: Callable[..., Any]) -> Any:
+            specs = (self._specs, self._cache_specs, *[P()] * 6)
+            return self._on_mesh(functools.partial(step, by), specs, (P(), P(), self._cache_specs), donate=(1,))
+
+        operations = made(functools.partial(self._by_operations, slots))
+        if not is_whole_step(self.spec, self.by_heads):
+            return operations
+        whole = made(self._by_decode_step)
+        if self.implementation in ("fused", "simulate"):
+            try:
+                jax.eval_shape(whole, *self._types(batch, slots))
+            except NotImplementedError:  # the kernel of the whole step refuses it; those of the operations may not
+                return operations
+        return whole
+
+    def _by_decode_step(
+        self, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        x = forward.embedded(params["embed"], token, self.axes)
+        own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
+        return decode_step(
+            own, x, cache, lengths, self.axes, model=self.spec, cos=cos, sin=sin,
+            placement="heads" if self.by_heads else "round_robin", block_size=None if self.by_heads else BLOCK,
+            implementation=self.implementation,
+        )  # fmt: skip
+
+    def _by_operations(
+        self, slots: int, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
+        sin: jax.Array,
+    ) -> tuple[jax.Array, Cache]:  # fmt: skip
+        return forward.run(params, token[:, None], cache, lengths, jnp.ones_like(lengths), cos, sin, self._how(slots))
+
+    def _types(self, batch: int, slots: int) -> tuple[Any, ...]:
+        """Of the operands of a step."""
+        kv, world = self.spec.kv_heads, self.world
+        whole = (self.spec.layers, batch, kv, slots * (1 if self.by_heads else world), self.spec.head_dim)
+        cache = jax.ShapeDtypeStruct(whole, self.dtype)
+        i32 = jax.ShapeDtypeStruct((batch,), jnp.int32)
+        cos, sin = self._rotation(1)
+        return self.params, (cache, cache), i32, i32, cos, sin, jax.eval_shape(lambda: jax.random.key(0)), 0
+
+    def _grown(self, cache: Cache, slots: int) -> tuple[Cache, int]:
+        """The cache with `growth` more positions, of all ranks together if they share them."""
+        more = self._slots(self.growth)
+        wider = [(0, 0)] * 3 + [(0, more), (0, 0)]
+        program = self._program(
+            ("grow", more),
+            lambda: self._on_mesh(
+                lambda cache: jax.tree.map(lambda x: jnp.pad(x, wider), cache), (self._cache_specs,), self._cache_specs
+            ),
+        )
+        return program(cache), slots + more
+
+    def slots(self, longest: int, steps: int) -> int:
+        """Positions of the cache that a rank has at first, for prompts of up to `longest` tokens and so many steps."""
+        return self._slots(longest + min(steps, self.growth))
+
+    def _slots(self, positions: int) -> int:
+        """Positions of the cache that a rank has, if all together have so many or more."""
+        if self.by_heads:
+            return positions + -positions % 16
+        return BLOCK * math.ceil(positions / (BLOCK * self.world))
+
+    def _bucket(self, t: int) -> int:
+        """To which number of tokens prompts are padded, so that not every length has a program of its own."""
+        unit = math.lcm(16 if t <= 2 * forward.QUERIES else forward.QUERIES, self.world)
+        return t + -t % unit
+
+    def _rotation(self, positions: int) -> tuple[jax.Array, jax.Array]:
+        """cos and sin, of so many positions or more."""
+        if self._tables is None or positions > self._positions:
+            self._positions = positions + -positions % self.growth
+            self._tables = tuple(map(self._put, rotary_tables(self.config.rotaries, self._positions)))  # pyrefly: ignore[bad-assignment]
+        assert self._tables is not None
+        return self._tables
+
+    def _put(self, x: ArrayLike) -> jax.Array:
+        return jax.device_put(x, NamedSharding(self.mesh, P()))
+
+    def _checked(self, tokens: ArrayLike, lengths: ArrayLike | None, steps: int) -> tuple[np.ndarray, np.ndarray]:
+        """Prompts and their lengths; raises ValueError if they do not fit."""
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
+            raise ValueError(f"tokens must be i32[B, T], not {tokens.dtype}{list(tokens.shape)}.")
+        b, t = tokens.shape
+        lengths = np.full(b, t, np.int32) if lengths is None else np.asarray(lengths)
+        if (
+            lengths.shape != (b,)
+            or not np.issubdtype(lengths.dtype, np.integer)
+            or lengths.min() < 1
+            or lengths.max() > t
+        ):
+            raise ValueError(f"lengths must be i32[{b}] from 1 to {t}, not {lengths.tolist()}.")
+        inside = np.arange(t) < lengths[:, None]
+        if bad := sorted({int(token) for token in tokens[inside] if not 0 <= token < self.config.spec.vocab}):
+            raise ValueError(f"tokens must be from 0 to {self.config.spec.vocab - 1}, and {bad[0]} is not.")
+        if (longest := int(lengths.max()) + steps) > self.config.positions:
+            raise ValueError(f"{longest} tokens are more than max_position_embeddings={self.config.positions}.")
+        return np.where(inside, tokens, 0).astype(np.int32), lengths.astype(np.int32)
+
+
+def _padded(tokens: np.ndarray, t: int) -> np.ndarray:
+    return np.pad(tokens, [(0, 0), (0, t - tokens.shape[1])])

@@ -1,0 +1,62 @@
+"""The next token, of logits whose vocabulary is sharded."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How a token is drawn.
+
+    Attributes:
+      temperature: divides the logits; 0: the likeliest token.
+      top_k: how many of the likeliest tokens are candidates; None: all.
+      top_p: of them the fewest, likeliest first, whose probabilities add up to it or more.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        wrong = []
+        if not self.temperature >= 0:
+            wrong.append(f"temperature must not be negative, and is {self.temperature}")
+        if self.top_k is not None and self.top_k < 1:
+            wrong.append(f"top_k must be 1 or more, and is {self.top_k}")
+        if not 0 < self.top_p <= 1:
+            wrong.append(f"top_p must be above 0 and at most 1, and is {self.top_p}")
+        if wrong:
+            raise ValueError(f"There is no such sampling: {'; '.join(wrong)}.")
+
+
+def next_tokens(
+    logits: jax.Array, key: jax.Array, axes: tuple[str, ...], *, sampling: Sampling, vocab: int
+) -> jax.Array:
+    """A token of each sequence, the same on every rank.
+
+    Args:
+      logits: f32 [B, V / W], of this rank's part of the vocabulary.
+      key: of `jax.random`, the same on every rank; another one in each step.
+      vocab: tokens that there are. Those behind them only fill the ranks' parts.
+
+    Returns: i32[B].
+    """
+    own = logits.shape[-1]
+    ids = own * lax.axis_index(axes) + jnp.arange(own)
+    logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    if not sampling.temperature:
+        at = jnp.argmax(logits, axis=-1)  # the first of equal ones, here and between ranks
+        best = jnp.take_along_axis(logits, at[:, None], axis=-1)[:, 0]
+        best, tokens = lax.all_gather((best, ids[at]), axes)  # [W, B] each
+        return jnp.take_along_axis(tokens, jnp.argmax(best, axis=0)[None], axis=0)[0].astype(jnp.int32)
+    logits = lax.all_gather(logits, axes, axis=1, tiled=True) / sampling.temperature
+    scores, tokens = lax.top_k(logits, min(sampling.top_k or vocab, vocab))
+    chances = jax.nn.softmax(scores, axis=-1)
+    before = jnp.cumsum(chances, axis=-1) - chances
+    kept = (before < sampling.top_p) | (jnp.arange(scores.shape[-1]) == 0)
+    drawn = jax.random.categorical(key, jnp.where(kept, scores, -jnp.inf), axis=-1)
+    return jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)

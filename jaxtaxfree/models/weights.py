@@ -1,0 +1,291 @@
+"""Weights from a checkpoint's files to their devices, part by part, in the layout of `decode_step`."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtaxfree.models.checkpoint import Checkpoint, Tensor
+from jaxtaxfree.models.config import ModelConfig
+from jaxtaxfree.models.errors import ModelError
+from jaxtaxfree.models.quantized import SCALES, UNUSED, dequantized, is_narrow
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+
+# Bytes of a weight, of all ranks together, that are on the host at a time: layer by layer if a layer has as many.
+AT_A_TIME = 256 << 20
+
+_ATTENTION = {
+    f"{x}_{kind}": f"self_attn.{x}_proj.{of}" for x in "qkv" for kind, of in (("proj", "weight"), ("bias", "bias"))
+}
+_NAMES = _ATTENTION | {
+    "o_proj": "self_attn.o_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "attn_norm": "input_layernorm.weight",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate_proj": "mlp.gate_proj.weight",
+    "up_proj": "mlp.up_proj.weight",
+    "down_proj": "mlp.down_proj.weight",
+}
+_AROUND_BLOCKS = {
+    "post_attn_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "post_mlp_norm": "post_feedforward_layernorm.weight",
+}
+_EXPERTS = {f"{x}_proj": f"mlp.experts.{{expert}}.{x}_proj.weight" for x in ("gate", "up", "down")}
+_EXPERTS |= {"router": "mlp.gate.weight"}
+_MIXTRAL = {
+    f"{x}_proj": f"block_sparse_moe.experts.{{expert}}.{w}.weight"
+    for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))
+} | {"router": "block_sparse_moe.gate.weight"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a model lies on its devices.
+
+    Attributes:
+      spec: of the whole model as its checkpoint has it.
+      copies: how many neighbours each key/value head becomes, so that the ranks divide them.
+      vocab: rows of the embedding with those behind its end, so that the ranks divide it.
+      by_heads: whether a rank has some of the key/value heads, or all.
+    """
+
+    spec: DecoderSpec
+    copies: int
+    vocab: int
+    by_heads: bool
+
+    @property
+    def model(self) -> DecoderSpec:
+        """The spec of what runs."""
+        return dataclasses.replace(self.spec, kv_heads=self.spec.kv_heads * self.copies, vocab=self.vocab)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters, the embedding included, of all ranks together."""
+        return {"embed": (self.vocab, self.spec.d_model)} | self.model.param_shapes()
+
+    def partition(self, axis: Any) -> dict[str, P]:
+        """How the ranks share each parameter."""
+        sharded = {"embed": 0} | self.model.sharded(self.by_heads)
+        return {name: P() if at is None else P(*[None] * at, axis) for name, at in sharded.items()}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a parameter comes from.
+
+    Attributes:
+      tensors: one for each layer, or each layer and expert, or the one.
+      lead: the dimensions that stack them, (), [L] or [L, E].
+      shape: of one of them, as it is to be.
+      head: rows of a head if heads are copied, else 0.
+      copies: of each head.
+    """
+
+    tensors: tuple[Tensor, ...]
+    lead: tuple[int, ...]
+    shape: tuple[int, ...]
+    head: int = 0
+    copies: int = 1
+
+
+class Weights:
+    """All that a checkpoint's parameters come from.
+
+    Raises:
+      ModelError: with all tensors that are missing, have another shape, or are there and belong to nothing.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, layout: Layout):
+        self.checkpoint, self.config, self.layout = checkpoint, config, layout
+        self._prefix = next(
+            (prefix for prefix in config.prefix if f"{prefix}embed_tokens.weight" in checkpoint.tensors),
+            config.prefix[0],
+        )
+        self._used: set[str] = set()
+        self._wrong: list[str] = []
+        self._shapes = layout.spec.param_shapes()
+        self.sources = {name: self._source(name, shape) for name, shape in layout.shapes().items()}
+        self._finish()
+
+    def _names(self, name: str, lead: tuple[int, ...]) -> list[str]:
+        """The tensors of a parameter."""
+        if name == "embed":
+            return [f"{self._prefix}embed_tokens.weight"]
+        if name == "unembed":
+            of_text = self._prefix.removesuffix("model.") if self._prefix.startswith("language_model.") else ""
+            return [f"{of_text}lm_head.weight"]
+        if name == "final_norm":
+            return [f"{self._prefix}norm.weight"]
+        names = _NAMES
+        if self.layout.spec.post_norms:
+            names = names | _AROUND_BLOCKS
+        if self.layout.spec.experts:
+            names = names | (_MIXTRAL if self.config.family == "mixtral" else _EXPERTS)
+        layers = range(lead[0])
+        experts = range(lead[1]) if len(lead) > 1 else [0]
+        return [
+            f"{self._prefix}layers.{layer}.{names[name].format(expert=expert)}"
+            for layer, expert in itertools.product(layers, experts)
+        ]
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> Source:
+        spec = self.layout.spec
+        stored = self._shapes.get(name, (spec.vocab, spec.d_model))
+        depth = {"embed": 0, "unembed": 0, "final_norm": 0}.get(name, 1)
+        if spec.experts and name in ("gate_proj", "up_proj", "down_proj"):
+            depth = 2
+        lead, found = shape[:depth], []
+        for of in self._names(name, lead):
+            self._used.add(of)
+            tensor = self.checkpoint.tensors.get(of)
+            if tensor is None:
+                self._wrong.append(f"{of} is missing")
+            elif tensor.shape != stored[depth:]:
+                self._wrong.append(f"{of} is {list(tensor.shape)} and should be {list(stored[depth:])}")
+            else:
+                found.append(tensor)
+                self._check_dtype(tensor)
+        copied = self.layout.copies > 1 and name in ("k_proj", "v_proj", "k_bias", "v_bias")
+        head = spec.head_dim if copied else 0
+        return Source(tensors=tuple(found), lead=lead, shape=shape[depth:], head=head, copies=self.layout.copies)
+
+    def _check_dtype(self, tensor: Tensor) -> None:
+        name = tensor.name
+        if is_narrow(tensor.dtype):
+            scale = self._scale_of(name)
+            if scale is None:
+                self._wrong.append(
+                    f"{name} is {tensor.dtype} without scales {' or '.join(name + end for end in SCALES)}"
+                )
+            else:
+                self._used.add(scale)
+        elif tensor.dtype.kind not in "fV" or tensor.dtype.itemsize not in (2, 4):
+            self._wrong.append(
+                f"{name} is {tensor.dtype}, which no weight can be (int4 and other packed ones are not read)"
+            )
+
+    def _scale_of(self, name: str) -> str | None:
+        return next((name + end for end in SCALES if name + end in self.checkpoint.tensors), None)
+
+    def _finish(self) -> None:
+        skipped = tuple(beginning for beginning, _ in self.config.skipped)
+        tied = (
+            ("lm_head.weight", "language_model.lm_head.weight") if self.layout.spec.tied else ()
+        )  # the embedding again
+        extra = [
+            name
+            for name in self.checkpoint.tensors
+            if name not in self._used
+            and not name.startswith(skipped or "\0")
+            and not name.endswith((*UNUSED, "rotary_emb.inv_freq"))
+            and name not in tied
+        ]
+        self._wrong += [f"{name} belongs to nothing in the model" for name in extra]
+        if self._wrong:
+            more = f"; and {len(self._wrong) - 5} more" if len(self._wrong) > 5 else ""
+            folder, family = self.checkpoint.folder, self.config.family
+            raise ModelError(f"{folder} is no checkpoint of this {family}: {'; '.join(self._wrong[:5])}{more}.")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read."""
+        return sum(tensor.nbytes for source in self.sources.values() for tensor in source.tensors)
+
+    def _read(self, source: Source, tensor: Tensor, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
+        """A part of one tensor, as it is to be."""
+        at = tuple(slice(*of.indices(size)) for of, size in zip(index, source.shape))
+        rows = np.arange(at[0].start, at[0].stop)
+        if source.head:  # of neighbouring copies, those of one head
+            rows = rows // (source.head * source.copies) * source.head + rows % source.head
+        behind = int(np.sum(rows >= tensor.shape[0]))  # the vocabulary's end
+        rows = rows[: len(rows) - behind]
+        first, last = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        part = tensor.read((slice(first, last), *at[1:]))
+        if is_narrow(tensor.dtype):
+            scales = self.checkpoint.tensors[self._scale_of(tensor.name) or ""].read()
+            shape = (tensor.shape[0], tensor.shape[1])
+            try:
+                part = dequantized(part, scales, shape, slice(first, last), at[1], self.config.quantization)
+            except ValueError as error:
+                raise ModelError(f"{self.checkpoint.folder} has {tensor.name} in 8 bits, but its {error}.") from None
+        if source.head:
+            part = part[rows - first]
+        if behind:
+            part = np.pad(part, [(0, behind)] + [(0, 0)] * (part.ndim - 1))
+        return part.astype(dtype, copy=False)
+
+    def place(
+        self, mesh: Mesh, axis: Any, dtype: np.dtype, progress: Callable[[int], None] | None = None
+    ) -> dict[str, jax.Array]:
+        """The parameters on their devices. Of one at most AT_A_TIME bytes, or a layer, are on the host at a time.
+
+        Args:
+          progress: is told of the bytes that were read since it was told last.
+        """
+        specs = self.layout.partition(axis)
+        params = {}
+        for name, source in self.sources.items():
+            params[name] = self._place(source, NamedSharding(mesh, specs[name]), dtype, progress or (lambda _: None))
+        return params
+
+    def _place(
+        self, source: Source, sharding: NamedSharding, dtype: np.dtype, progress: Callable[[int], None]
+    ) -> jax.Array:
+        count, depth = len(source.tensors), len(source.lead)
+        shape = (count, *source.shape) if depth else source.shape
+        spec = P(*(sharding.spec[depth - 1 :] if depth else sharding.spec))
+        flat = NamedSharding(sharding.mesh, spec)
+        pieces = list(_pieces(count, math.prod(source.shape) * dtype.itemsize))
+        buffer = None
+        for first, last in pieces:
+            tensors = source.tensors[first:last]
+
+            def part(index: tuple[slice, ...] | None, tensors: Any = tensors) -> np.ndarray:
+                index = index or ()
+                inner = index[1:] if depth else index
+                read = [self._read(source, tensor, inner, dtype) for tensor in tensors]
+                return np.stack(read) if depth else read[0]
+
+            of_piece = (last - first, *source.shape) if depth else source.shape
+            made = jax.make_array_from_callback(of_piece, flat, part, dtype=dtype)
+            if len(pieces) == 1:
+                buffer = made
+            else:
+                if buffer is None:
+                    buffer = _zeros(shape, dtype, flat)
+                buffer = _put(buffer, made, first)
+            # Not before it has arrived are the host's bytes free for the next one.
+            jax.block_until_ready(buffer)
+            self.checkpoint.forget()
+            progress(sum(tensor.nbytes for tensor in tensors))
+        assert buffer is not None
+        return buffer if depth < 2 else _unflatten(buffer, (*source.lead, *source.shape), sharding)
+
+
+def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Parts of `count` tensors of `nbytes` each."""
+    step = max(1, AT_A_TIME // max(1, nbytes))
+    return ((first, min(count, first + step)) for first in range(0, count, step))
+
+
+def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
+    return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
+
+
+@jax.jit(donate_argnums=0)
+def _put(buffer: jax.Array, piece: jax.Array, first: Any) -> jax.Array:
+    return lax.dynamic_update_slice_in_dim(buffer, piece, first, 0)
+
+
+def _unflatten(buffer: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
+    """[L * E, ...] as [L, E, ...], where it lies."""
+    return jax.jit(lambda x: x.reshape(shape), out_shardings=sharding, donate_argnums=0)(buffer)

@@ -1,0 +1,102 @@
+"""Every family against what transformers said of the same checkpoint: logits of prompts, and greedy tokens."""
+
+import collections
+
+import numpy as np
+import pytest
+
+from jaxtaxfree import models, simulator
+from tests.helpers.checkpoints import FOLDER, NAMES, STEPS, expected_of, mesh_of, model_of
+
+
+def check_logits(model: models.Model, name: str) -> None:
+    """Of all positions of ragged prompts, to 1e-4 of the largest."""
+    expected = expected_of(name)
+    tokens, lengths = expected["tokens"], expected["lengths"]
+    logits = np.asarray(model.logits(tokens, lengths))
+    assert logits.shape == expected["logits"].shape and logits.dtype == np.float32
+    inside = np.arange(tokens.shape[1]) < lengths[:, None]
+    largest = np.abs(expected["logits"]).max()
+    np.testing.assert_allclose(logits[inside], expected["logits"][inside], rtol=0, atol=1e-4 * largest)
+
+
+def check_tokens(model: models.Model, name: str) -> None:
+    """All greedy tokens of a batch of ragged prompts."""
+    expected = expected_of(name)
+    found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
+    np.testing.assert_array_equal(found, expected["greedy"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name):
+    check_logits(model_of(name), name)
+
+
+# Mixtral's mixture is that of Qwen3-MoE with other names.
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.soak if name == "mixtral" else ()) for name in NAMES]
+)
+def test_tokens(name):
+    check_tokens(model_of(name), name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_one_rank_and_four(name, world):
+    check_logits(model_of(name, world), name)
+    check_tokens(model_of(name, world), name)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_cache_along_the_sequence(name, world):
+    check_logits(model_of(name, world, "sequence"), name)
+    check_tokens(model_of(name, world, "sequence"), name)
+
+
+def test_fewer_heads_than_ranks():
+    """Four ranks have two key/value heads: each has a copy of one."""
+    model = model_of("llama3", 4)
+    assert model.spec.kv_heads == 4
+    check_tokens(model, "llama3")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("mistral", marks=pytest.mark.soak),  # by decode_step: all layers have the same window
+        "gemma2",  # by operations: every other layer has a window
+    ],
+)
+def test_a_growing_cache_along_the_sequence(name, monkeypatch):
+    """Each of four ranks has every fourth block of four positions, of both heads, and gets more."""
+    monkeypatch.setattr("jaxtaxfree.models.model.BLOCK", 4)
+    monkeypatch.setattr("jaxtaxfree.models.model.GROWTH", 16)
+    model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache="sequence")
+    assert model.slots(12, STEPS) == 8
+    check_tokens(model, name)
+    assert {key[2] for key in model._programs if key[0] == "step"} == {8, 12}
+
+
+def test_blocks_of_long_prompts(monkeypatch):
+    """Attention goes through a long prompt in blocks of queries."""
+    monkeypatch.setattr("jaxtaxfree.models.forward.QUERIES", 4)
+    model, expected = model_of("gemma2").by(None), expected_of("gemma2")
+    logits = np.asarray(model.logits(expected["tokens"][:1]))
+    np.testing.assert_allclose(logits, expected["logits"][:1], rtol=0, atol=1e-4 * np.abs(expected["logits"]).max())
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "mixtral"])
+def test_simulated_kernels(name):
+    """Prompts and steps by the kernels of both ranks, simulated. They are too small for the kernel of a whole step."""
+    model, expected = model_of(name).by("simulate"), expected_of(name)
+    with simulator.simulating() as recording:
+        found = model.generate(expected["tokens"], 3, lengths=expected["lengths"])
+    np.testing.assert_array_equal(found, expected["greedy"][:, :3])
+    # Of two layers, once for a prompt and twice for a step; the MLP's products are those of experts in a mixture.
+    each = 2 * 3 * (1 if model.spec.experts else 2)
+    names = collections.Counter(trace.name for trace in recording.traces)
+    assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
