@@ -13,6 +13,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
+from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
 
@@ -43,5 +44,6 @@ __all__ = [
     "psum",
     "psum_scatter",
     "ragged_all_to_all",
+    "ragged_dot",
     "shmem_call",
 ]
