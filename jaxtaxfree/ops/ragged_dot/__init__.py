@@ -295,7 +295,9 @@ def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team,
     )
 
 
-def _dimensions(lhs: Any, rhs: Any, sizes: Any, *operands: Any, rhs_transposed: bool, **_: Any) -> tuple[Labels, Labels]:
+def _dimensions(
+    lhs: Any, rhs: Any, sizes: Any, *operands: Any, rhs_transposed: bool, **_: Any
+) -> tuple[Labels, Labels]:
     """Columns of the weights are independent of each other."""
     weights = (None, "n", None) if rhs_transposed else (None, None, "n")
     return ((None, None), weights, (None,), *[weights] * len(operands)), ((None, "n"),)

@@ -56,9 +56,7 @@ class Hopper(Variant[Call]):
                 Lasting(f"it takes float16 and bfloat16, not {call.operand.dtype}: name no kernel in config, or cast")
             )
         if call.k % 8 or call.n % 8:
-            reasons.append(
-                f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements"
-            )
+            reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
         if call.groups > MOST_GROUPS:
             reasons.append(f"it takes at most {MOST_GROUPS} groups, not {call.groups}")
         return reasons
