@@ -1,6 +1,6 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
-from jaxtaxfree import heap
+from jaxtaxfree import heap, routing
 from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
@@ -45,5 +45,6 @@ __all__ = [
     "psum_scatter",
     "ragged_all_to_all",
     "ragged_dot",
+    "routing",
     "shmem_call",
 ]

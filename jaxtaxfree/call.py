@@ -142,7 +142,8 @@ def check_call(
     team = () if is_alone(kernel) else ("team",)
     if given and not team:
         raise TypeError(
-            f"{name} takes {', '.join(map(repr, given))} of the heap, but its kernel has no parameter 'team' to find them."
+            f"{name} takes {', '.join(map(repr, given))} of the heap, but its kernel has no parameter 'team' to find "
+            "them."
         )
     _check_parameters(kernel, name, inputs, outputs, {*team, *given, *params}, buffers["descriptors"])
 

@@ -74,8 +74,8 @@ def shmem_call(
     * Constants (`tl.constexpr`), which `params` gives. If the kernel has a parameter `WORLD`, it is the number of ranks
       and filled in automatically.
 
-    A kernel without the parameter `team` works alone, with `axis_name=()`: it calls nothing of `shmem`, takes no scratch,
-    signals or messages, and needs no heap. As nobody counts on it, XLA may drop or repeat the call.
+    A kernel without the parameter `team` works alone, with `axis_name=()`: it calls nothing of `shmem`, takes no
+    scratch, signals or messages, and needs no heap. As nobody counts on it, XLA may drop or repeat the call.
 
     A pointer may be missing: if `params` sets a parameter to None, it is None in a Triton kernel and takes no array.
 
@@ -343,8 +343,10 @@ def _launch(
     if position is None:
         position = _place(team, region) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
-    alone = is_alone(kernel)
-    place = (jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line)
+    place = {}
+    if not is_alone(kernel):
+        at = jnp.full((1,), position, jnp.int32)
+        place["team"] = (at, origin, stride, team.world, magic, layout.signal_line)
     return _call_of(kernel, descriptors, num_stages)(
         *bundled(args, bundles),
         kernel=kernel,
@@ -355,8 +357,8 @@ def _launch(
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
-        has_side_effect=not alone,  # the peers count on it
-        **({} if alone else {"team": place}),
+        has_side_effect="team" in place,  # the peers count on it
+        **place,
         **layout.buffer_lines,
         **layout.signal_index,
         **dict(params),

@@ -63,7 +63,7 @@ def ragged_dot_hopper_kernel(
     weights,  # rhs, and gate if any, [GROUPS, K, N] in blocks [1, BLOCK_K, BLOCK_N], or with TRANSPOSED [GROUPS, N, K]
     # in blocks [1, BLOCK_N, BLOCK_K]; with OUTER [M, N], ragged, in blocks [1, 1, BLOCK_K, BLOCK_N]
     sizes_ptr,  # i32 [GROUPS]
-    out_desc,  # [M, N], ragged, in blocks [1, 1, ROWS, columns]; with OUTER [GROUPS, K, N], in blocks [1, ROWS, columns]
+    out_desc,  # [M, N], ragged, in blocks [1, 1, ROWS, columns]; with OUTER [GROUPS, K, N], blocks [1, ROWS, columns]
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,

@@ -96,7 +96,7 @@ def ragged_dot(
     found, operands = _epilogue(lhs, rhs, activation, gate, rhs_transposed)
     settings = settings_of("ragged_dot", VARIANTS, config)
     sizes = as_int32(sizes)
-    params = {
+    params: dict[str, Any] = {
         "axes": (),
         "epilogue": found,
         "rhs_transposed": bool(rhs_transposed),

@@ -73,8 +73,10 @@ class Hopper(Variant[Call]):
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         rows, block_k = ROWS.value, config.block_k
         block_n = config.block_n // call.products
-        # 128 bytes, which is as much as TMA moves at a time; an even number of pieces, which take turns with two buffers.
+        # 128 bytes, which is as much as TMA moves at a time; and an even number of pieces, which take turns with two
+        # buffers.
         stored = min(128 // call.out_dtype.itemsize, block_n // 2)
+        blocks: dict[str, tuple[int, ...]]
         if call.of_weights:
             blocks = {"lhs_desc": (1, 1, block_k, rows), "out_desc": (1, rows, stored)}
             weights = (1, 1, block_k, block_n)
