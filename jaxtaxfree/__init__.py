@@ -12,6 +12,7 @@ from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.ops.moe import moe
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.sharded import dot_general, einsum, matmul
@@ -41,6 +42,7 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",
+    "moe",
     "psum",
     "psum_scatter",
     "ragged_all_to_all",
