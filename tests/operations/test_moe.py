@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from tests.helpers.support import fails, mesh_of, one_program
+from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 D, F = 8, 16
 BOTH = ("expert", "tensor")
@@ -300,3 +300,21 @@ def test_errors() -> None:
         call({"w_gate": arrays["w_gate"][..., 1:]})
     with fails(NameError, "moe needs a mesh axis", "'tp'"):
         call(axis_name="tp")
+
+
+@pytest.mark.usefixtures("no_code")
+def test_lowered_for_cuda() -> None:
+    """Two exchanges and two products forward, and none of XLA's but for the table of how many go where."""
+    layer = Layer(expert=2)
+    shapes = {"x": (2 * 512, 256), "experts": (2 * 512, 2), "weights": (2 * 512, 2)}
+    shapes |= {"w_gate": (4, 256, 512), "w_up": (4, 256, 512), "w_down": (4, 512, 256)}
+    mesh = mesh_of(2, "ep")
+    arrays = {
+        name: sharded(mesh, P("ep"), shape, "int32" if name == "experts" else "bfloat16")
+        for name, shape in shapes.items()
+    }
+    call = functools.partial(jtf.moe, **layer.how, implementation="fused")
+    text = lower_for_cuda(jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), arrays)
+    assert text.count(TRITON_CALL) == 4
+    gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line or "stablehlo.all_to_all" in line]
+    assert len(gathered) == 1

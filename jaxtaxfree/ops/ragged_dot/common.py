@@ -10,7 +10,7 @@ from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.target import Target
 
 # Groups whose sizes a warp keeps in registers.
-MOST_GROUPS = 1023
+MOST_GROUPS = 511
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
