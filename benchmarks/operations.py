@@ -9,6 +9,7 @@ from benchmarks.mlp import MlpGradients
 from benchmarks.operation import Operation
 from benchmarks.qkv import AllGatherMatmulQkv
 from benchmarks.ragged import RaggedAllToAll
+from benchmarks.ragged_dot import RaggedDot
 from jaxtaxfree.ops import register
 
 # How each operation of the register is timed, by its name. Another one is a subclass of `Operation`, and an entry here.
@@ -31,6 +32,7 @@ PROGRAMS: tuple[Operation, ...] = (
     AllGatherMatmulColumns(),
     MatmulReduceScatterColumns(),
     RaggedAllToAll(),
+    RaggedDot(),
     MlpGradients(),
     DecodeStep(),
 )

@@ -1,6 +1,6 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
-from jaxtaxfree import heap, iris
+from jaxtaxfree import heap, iris, routing
 from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.iris import iris_call
@@ -13,7 +13,9 @@ from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.ops.moe import moe
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
+from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.ops.sampling import sample_greedy, sample_top_k, top_k
 from jaxtaxfree.sharded import dot_general, einsum, matmul
 from jaxtaxfree.shmem import CompileError, shmem_call
@@ -44,9 +46,12 @@ __all__ = [
     "matmul_all_reduce",
     "matmul_reduce_scatter",
     "merge_attention",
+    "moe",
     "psum",
     "psum_scatter",
     "ragged_all_to_all",
+    "ragged_dot",
+    "routing",
     "sample_greedy",
     "sample_top_k",
     "shmem_call",

@@ -1,5 +1,6 @@
 """What a call of a kernel may be: the checks that `shmem_call` and `simulator.run` share."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -49,6 +50,11 @@ def members(parameter: str, value: Any) -> list[tuple[str, Any]]:
     return [(parameter, value)]
 
 
+def is_alone(kernel: Any) -> bool:
+    """Whether a kernel reaches nobody: it does not ask for its team."""
+    return "team" not in kernel.arg_names
+
+
 def pointers_of(kernel: Any, named: Iterable[str]) -> list[str]:
     """The parameters that take operands and results, in their order, where a call names these others."""
     return [each.name for each in kernel.params if each.name not in named and not each.has_default]
@@ -82,6 +88,29 @@ def constants_of(
     return {"WORLD": world} | given if "WORLD" in kernel.arg_names else given
 
 
+# Where the rows of a ragged descriptor end. `to_ragged` of jaxtaxfree/kernels/blocks/ragged.py counts on it.
+_END = 1 << 30
+_STRIDE = 1 << 34  # times _END, and the bytes of an element, nothing in 64 bits
+
+
+def is_ragged(shape: Sequence[int], block: Sequence[int]) -> bool:
+    """Whether a descriptor of such blocks is of slices of an array, which end where the kernel says."""
+    return len(shape) >= 2 and len(block) == len(shape) + 2 and tuple(block[:2]) == (1, 1)
+
+
+def described_as(shape: Sequence[int], block: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape and strides, in elements, of the TMA descriptor of an array [rows, ...] that is read in such blocks.
+
+    With blocks [1, 1, rows, ...] it is ragged: two dimensions in front, whose indices move the end of the rows to where
+    a slice ends. Addresses wrap around at 64 bits, so that what the first index adds is 0. The idea is that of
+    `triton.tools.ragged_tma`.
+    """
+    strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    if not is_ragged(shape, block):
+        return tuple(shape), strides
+    return (0x7FFF0000, 0x7FFF0000, _END, *shape[1:]), (_STRIDE - strides[0], strides[0], *strides)
+
+
 def sizes_of(grid: Any) -> tuple[int, ...]:
     """A grid, or the one size of it, as Python's numbers."""
     return tuple(map(int, grid if isinstance(grid, tuple | list) else (grid,)))
@@ -110,7 +139,13 @@ def check_call(
     _check_launch(name, grid, num_warps, num_stages, together)
     given = [name for keyword in ("scratch", "signals", "messages") for name in buffers[keyword]]
     _check_names(name, given, params)
-    _check_parameters(kernel, name, inputs, outputs, {"team", *given, *params}, buffers["descriptors"])
+    team = () if is_alone(kernel) else ("team",)
+    if given and not team:
+        raise TypeError(
+            f"{name} takes {', '.join(map(repr, given))} of the heap, but its kernel has no parameter 'team' to find "
+            "them."
+        )
+    _check_parameters(kernel, name, inputs, outputs, {*team, *given, *params}, buffers["descriptors"])
 
 
 def _check_buffers(name: str, out_leaves: Sequence[Any], **given: Any) -> None:
@@ -198,7 +233,8 @@ def _check_parameters(
     if kernel.is_gluon() and (unknown := sorted(descriptors.keys() - described.keys())):
         reasons.append(f"it has no pointer {', '.join(map(repr, unknown))} to be a descriptor")
     for pointer, array in described.items():
-        if len(block := descriptors.get(pointer, array.shape)) != len(array.shape):
+        block = descriptors.get(pointer, array.shape)
+        if len(block) != len(array.shape) and not is_ragged(array.shape, block):
             reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor has blocks {list(block)}")
     if reasons:
         raise TypeError(f"The kernel of {name} does not fit its call: {'; '.join(reasons)}.")

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from jaxtaxfree.call import members
+from jaxtaxfree.call import described_as, is_alone, members
 from jaxtaxfree.kernels import shmem_gluon
 from jaxtaxfree.target import is_amd, name_of
 
@@ -209,7 +209,7 @@ def _source(
     """What to compile for a kernel and these operands and results, and what the compiled kernel takes."""
     names = [parameter.name for parameter in kernel.params]
     types: list[Any] = []
-    constants: dict[tuple[int, ...], Any] = {(0,): kernel, (2,): names.index("team")}
+    constants: dict[tuple[int, ...], Any] = {(0,): kernel, (2,): None if is_alone(kernel) else names.index("team")}
     attributes = {}
     arguments = []
     left = iter(buffers)
@@ -247,7 +247,7 @@ def _parameters(name: str, arguments: Sequence[_Argument], descriptors: Sequence
     for value, type_, block in arguments:
         if block:
             description = next(described)
-            strides = [math.prod(value.shape[i + 1 :]) for i in range(len(value.shape))]
+            shape, strides = described_as(value.shape, block)
             if any(stride * value.dtype.itemsize % 16 for stride in strides[:-1]):
                 raise NotImplementedError(
                     f"{name} moves {value.dtype}{list(value.shape)} by TMA, which needs rows of a multiple of 16 bytes."
@@ -255,12 +255,12 @@ def _parameters(name: str, arguments: Sequence[_Argument], descriptors: Sequence
             yield _bindings().create_tma_descriptor_parameter(
                 elem_type=TMA_DTYPE_DEVICE_TO_HOST[description["elem_type"]],
                 swizzle=description["swizzle"],
-                shape=value.shape,
+                shape=shape,
                 strides=strides,
                 block_shape=description["block_size"],
                 oob_fill=0,
             )
-            for size in value.shape:
+            for size in shape:
                 yield _bindings().create_scalar_parameter(size, "i32")
             for stride in strides:
                 yield _bindings().create_scalar_parameter(stride, "i64")

@@ -25,6 +25,7 @@ from jaxtaxfree.call import (
     check_call,
     check_kernel,
     constants_of,
+    is_alone,
     pointers_of,
     sizes_of,
     unbundled,
@@ -72,6 +73,9 @@ def shmem_call(
     * One pointer for each leaf of `out_type`.
     * Constants (`tl.constexpr`), which `params` gives. If the kernel has a parameter `WORLD`, it is the number of ranks
       and filled in automatically.
+
+    A kernel without the parameter `team` works alone, with `axis_name=()`: it calls nothing of `shmem`, takes no
+    scratch, signals or messages, and needs no heap. As nobody counts on it, XLA may drop or repeat the call.
 
     A pointer may be missing: if `params` sets a parameter to None, it is None in a Triton kernel and takes no array.
 
@@ -263,7 +267,8 @@ def _lower_for_gpus(ctx: Any, *args: Any, simulate: bool, together: int, **param
     if simulate:
         return _lower_simulated(ctx, *args, together=together, **params)
     team = _team_of(ctx, params)
-    if team.on_gpus and (why := environment.concurrent_calls()):
+    alone = is_alone(params["kernel"])
+    if team.on_gpus and not alone and (why := environment.concurrent_calls()):
         raise ArrangementError(why)
     if params["kernel"].is_gluon() and (why := gluon.unsupported(params["name"], team.compute_capability)):
         raise NotImplementedError(why)
@@ -272,7 +277,8 @@ def _lower_for_gpus(ctx: Any, *args: Any, simulate: bool, together: int, **param
             f"{params['name']} has {together} programs that wait for each other (together), and a GPU has "
             f"{team.multiprocessors} multiprocessors: nothing says that all of them run at once."
         )
-    return _lower_launch(ctx, *args, team=team, region=_region(ctx, team, params), **params)
+    region = None if alone else _region(ctx, team, params)
+    return _lower_launch(ctx, *args, team=team, region=region, **params)
 
 
 mlir.register_lowering(shmem_call_p, _lower_elsewhere)
@@ -381,6 +387,10 @@ def _launch(
     if region and region.tables is not None:
         words = np.array(region.tables, np.uint64).view(np.uint32)
         origin = jnp.asarray(words)[0 if loads else team.position()]
+    place = {}
+    if not is_alone(kernel):
+        at = jnp.full((1,), position, jnp.int32)
+        place["team"] = (at, origin, stride, team.world, magic, layout.signal_line)
     return _call_of(kernel, descriptors, num_stages, team)(
         *bundled(args, bundles),
         kernel=kernel,
@@ -391,8 +401,8 @@ def _launch(
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS_FOR_AMD if is_amd(team.compute_capability) else _COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
-        has_side_effect=True,  # the peers count on it
-        team=(jnp.full((1,), position, jnp.int32), origin, stride, team.world, magic, layout.signal_line),
+        has_side_effect="team" in place,  # the peers count on it
+        **place,
         **layout.buffer_lines,
         **layout.signal_index,
         **dict(params),

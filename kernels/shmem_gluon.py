@@ -206,7 +206,9 @@ def run(KERNEL: gl.constexpr, arguments, TEAM: gl.constexpr):
     Args:
       KERNEL: the kernel.
       arguments: of the kernel, a tuple.
-      TEAM: which of them is `team`.
+      TEAM: which of them is `team`; None of a kernel that has none, and is never launched for its module alone.
     """
-    if gl.load(arguments[TEAM][0]) != shmem.POSITION_LOAD_ONLY:
+    if TEAM is None:
+        KERNEL(*arguments)
+    elif gl.load(arguments[TEAM][0]) != shmem.POSITION_LOAD_ONLY:
         KERNEL(*arguments)

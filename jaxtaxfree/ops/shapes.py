@@ -97,3 +97,39 @@ class RaggedShape:
     def of(cls, rows: int, d: int, routing: str = "even") -> Self:
         """Named by its sizes."""
         return cls(name=f"{rows}x{d}/{routing}", rows=rows, d=d, routing=routing)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedShape:
+    """One product of the tokens that a rank's experts have, [tokens * top_k, d] by [groups, d, f].
+
+    Attributes:
+      tokens: of a rank; as many choices as they make come to it from all ranks.
+      groups: experts of a rank.
+      top_k: choices of a token.
+      routing: "even": as many rows to each expert. "dirichlet": by a draw from Dirichlet(1).
+    """
+
+    name: str
+    tokens: int
+    d: int
+    f: int
+    groups: int
+    top_k: int
+    routing: str = "even"
+    sizes: ClassVar[tuple[str, ...]] = ("tokens", "d", "f", "groups", "top_k", "routing")
+
+    @classmethod
+    def of(cls, tokens: int, d: int, f: int, groups: int, top_k: int, routing: str = "even") -> Self:
+        """Named by its sizes."""
+        name = f"{tokens}x{d}x{f}/{groups}x{top_k}/{routing}"
+        return cls(name=name, tokens=tokens, d=d, f=f, groups=groups, top_k=top_k, routing=routing)
+
+    @property
+    def rows(self) -> int:
+        """Of a rank."""
+        return self.tokens * self.top_k
+
+    def flops(self) -> int:
+        """Floating-point operations of a rank."""
+        return 2 * self.rows * self.d * self.f

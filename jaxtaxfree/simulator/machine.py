@@ -31,10 +31,12 @@ class Machine(Waits):
     Attributes:
       running: the machine of the simulation that runs, for the hooks in the device API.
       num_warps: of a program.
+      alone: the kernel is no call of a team.
     """
 
     running: "Machine | None" = None
     num_warps = 4
+    alone = False
 
     @staticmethod
     def describe(address: int, array: np.ndarray, block: tuple[int, ...]) -> Any:
@@ -55,7 +57,7 @@ class Machine(Waits):
         self._end_work(program)
         del self._work[program]
         epochs = [int(epochs[program.program]) for epochs in self._heap.epochs]
-        if epochs[program.rank] != program.call:
+        if epochs[program.rank] != program.call and not self.alone:
             raise self._error(
                 EpochMismatchError,
                 f"{named(program)} ended and left its epoch counter at "

@@ -15,6 +15,7 @@ from jaxtaxfree.call import (
     check_call,
     check_kernel,
     constants_of,
+    is_alone,
     members,
     pointers_of,
     sizes_of,
@@ -121,6 +122,7 @@ class Session:
         x, y, z = (*launch.grid, 1, 1)[:3]
         machine = self._machine(launch.name, self.space, self.heap, self.clocks, (x, y, z), settings, trace)
         machine.num_warps, machine.together = launch.num_warps, launch.together
+        machine.alone = is_alone(launch.kernel)
         function = interpreter.convert(launch.kernel)
         arguments: dict[tuple[int, int], dict[str, Any]] = {}
         arrays: dict[tuple[int, int], list[Part]] = {}
@@ -196,12 +198,13 @@ class Session:
             for name, value in named.items()
         }
         parts, outs = [], []
-        part, _ = self.space.array("team", "operand", rank, np.array([rank], np.int32))
-        parts.append(part)
-        bound["team"] = (
-            interpreter.pointer(part.start, np.dtype(np.int32)),
-            *map(interpreter.argument, (heap.origin, heap.stride, launch.world, _MAGIC, layout.signal_line)),
-        )
+        if not is_alone(kernel):
+            part, _ = self.space.array("team", "operand", rank, np.array([rank], np.int32))
+            parts.append(part)
+            bound["team"] = (
+                interpreter.pointer(part.start, np.dtype(np.int32)),
+                *map(interpreter.argument, (heap.origin, heap.stride, launch.world, _MAGIC, layout.signal_line)),
+            )
         values: list[tuple[str, Any]] = [
             ("operand", each) for each in bundled(map(np.asarray, operands), launch.bundles)
         ]

@@ -11,6 +11,7 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter as triton_interpreter
 
+from jaxtaxfree.call import described_as
 from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.events import Event
 from jaxtaxfree.simulator.memory import POISON, Part
@@ -295,9 +296,9 @@ class TensorDescriptor:
     @classmethod
     def of(cls, address: int, array: np.ndarray, block_shape: tuple[int, ...], layout: Any) -> "TensorDescriptor":
         """The descriptor of a whole array that lies at an address."""
-        steps = tuple(math.prod(array.shape[i + 1 :]) for i in range(array.ndim))
+        sizes, steps = described_as(array.shape, block_shape)
         dtype = interpreter.pointer(address, array.dtype).dtype.element_ty
-        return cls(address, array.shape, steps, tuple(block_shape), dtype, layout(list(block_shape), dtype))
+        return cls(address, sizes, steps, tuple(block_shape), dtype, layout(list(block_shape), dtype))
 
     @property
     def shape(self) -> tuple[Any, ...]:

@@ -133,7 +133,7 @@ def load_steps(
             tma.async_load(rhs_desc, [column, above + step * BLOCK_K], bar, dest)
         else:
             tma.async_load(rhs_desc, [above + step * BLOCK_K, column], bar, dest)
-        stage, phase = _next(ring, stage, phase)
+        stage, phase = following(stage, phase, ring.lhs.shape[0])
     return stage, phase
 
 
@@ -167,7 +167,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
         product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
         mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
-        stage, phase = _next(ring, stage, phase)
+        stage, phase = following(stage, phase, ring.lhs.shape[0])
     # On its way while the last step is multiplied.
     failed = shmem.failed(me)
     product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
@@ -191,7 +191,7 @@ def load_block(ring, position, desc, at):
     mbarrier.wait(ring.empty.index(stage), phase)
     mbarrier.expect(bar, desc.nbytes_per_cta)
     tma.async_load(desc, at, bar, dest)
-    return _next(ring, stage, phase)
+    return following(stage, phase, ring.lhs.shape[0])
 
 
 @gluon.jit
@@ -221,7 +221,7 @@ def take_block(
     block = source.load(LAYOUT)
     fence_async_shared()  # between these reads and what TMA, which takes another path, writes here next
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    return block, _next(ring, stage, phase)
+    return block, following(stage, phase, ring.lhs.shape[0])
 
 
 @gluon.jit
@@ -277,8 +277,7 @@ def finish_stores():
 
 
 @gluon.jit
-def _next(ring, stage, phase):
+def following(stage, phase, STAGES: gl.constexpr):
     """The position behind a stage."""
-    STAGES: gl.constexpr = ring.lhs.shape[0]
     last = stage == STAGES - 1
     return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
 from jaxtaxfree.kernels import shmem
-from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity
+from tests.helpers import attention_parity, collectives_parity, parity, ragged_dot_parity, ragged_parity
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -46,6 +46,11 @@ def test_parity_of_collectives(check, mesh):
 
 @pytest.mark.parametrize("check", ragged_parity.CHECKS)
 def test_parity_of_ragged_all_to_all(check, mesh):
+    check(mesh)
+
+
+@pytest.mark.parametrize("check", ragged_dot_parity.CHECKS)
+def test_parity_of_ragged_dot(check, mesh):
     check(mesh)
 
 

@@ -44,7 +44,7 @@ from benchmarks.rows import commit, is_fault, make_row, write_rows
 from benchmarks.rows import torch_rows as rows_of_torch
 from benchmarks.shapes import DecoderShape, QkvShape
 from jaxtaxfree.ops import register
-from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, MatmulShape, RaggedShape
+from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, GroupedShape, MatmulShape, RaggedShape
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
@@ -59,6 +59,7 @@ MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
 RAGGED = OPERATIONS["ragged_all_to_all"]
+GROUPED = OPERATIONS["ragged_dot"]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 QKV = OPERATIONS["all_gather_matmul_qkv"]
 COLUMNS = [OPERATIONS[f"{name}_columns"] for name in ("all_gather_matmul", "matmul_reduce_scatter")]
@@ -73,6 +74,7 @@ SMALL: dict[Operation, Any] = {
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
     RAGGED: RaggedShape(name="small", rows=20, d=24, routing="skewed"),
+    GROUPED: GroupedShape(name="small", tokens=12, d=16, f=32, groups=4, top_k=2, routing="dirichlet"),
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
@@ -593,7 +595,9 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # A form of an operation has its name in its own.
     named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
-    function = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name}.get(op, named)
+    function = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name, GROUPED: GROUPED.name}.get(
+        op, named
+    )
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     row = bench(op, mesh, "fused")["fused", "check"]
     assert row["checked"] == "failed: ZeroDivisionError: division by zero"

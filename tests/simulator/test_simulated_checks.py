@@ -13,7 +13,7 @@ import pytest
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import register
 from tests.conftest import MeshFactory
-from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity
+from tests.helpers import attention_parity, collectives_parity, parity, ragged_dot_parity, ragged_parity
 
 LEFT_OUT = (
     *(
@@ -29,6 +29,7 @@ LEFT_OUT = (
 )
 QUICK = (*("check_gradients", "check_reduce_scatter_rounds_once", "check_integers_wrap"),)
 CHECKS = [*parity.CHECKS, *collectives_parity.CHECKS, *attention_parity.CHECKS, *ragged_parity.CHECKS]
+CHECKS += ragged_dot_parity.CHECKS
 
 
 def checks() -> list[Any]:
@@ -53,6 +54,6 @@ def simulated(function: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.filterwarnings("ignore::jaxtaxfree.simulator.WastedTrafficWarning")  # of what comes beside garbage
 @pytest.mark.parametrize("check", checks())
 def test_check(check: Callable[..., None], cpu_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*register.OPERATIONS, "ragged_all_to_all"):
+    for name in (*register.OPERATIONS, "ragged_all_to_all", "ragged_dot"):
         monkeypatch.setattr(jtf, name, simulated(getattr(jtf, name)))
     check(cpu_mesh(2, "tp"))

@@ -1,0 +1,121 @@
+"""`ragged_dot` of the experts of one rank, and what it is compared with: XLA's, and a batched dense product.
+
+Every rank multiplies the rows of its own experts, and nothing travels. The floor of a shape is `dense`, XLA's batched
+product of as many rows in groups of equal size, measured in the same run. Sizes of groups are read on the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from benchmarks.operation import AXIS, DTYPE, Config, Implementation, Operands, Operation, fused, normal
+from benchmarks.timing import measure_bandwidths
+from jaxtaxfree.ops.ragged_dot.shapes import SHAPES, TINY_SHAPES
+from jaxtaxfree.ops.shapes import GroupedShape
+
+# x: lhs [world * rows, d]. y: rhs [world * groups, d, f] and sizes [world * groups].
+_make = partial(Implementation, in_specs=(P(AXIS), (P(AXIS), P(AXIS))), out_spec=P(AXIS))
+
+
+def sizes_of(shape: GroupedShape) -> np.ndarray:
+    """How many rows each expert of a rank has, i32[groups]; all rows are shared out."""
+    share = np.full(shape.groups, 1 / shape.groups)
+    if shape.routing == "dirichlet":
+        share = np.random.default_rng(0).dirichlet(np.ones(shape.groups))
+    return np.diff(np.round(np.cumsum(share) * shape.rows).astype(np.int32), prepend=0).astype(np.int32)
+
+
+def _xla(x: jax.Array, y: Any) -> jax.Array:
+    return lax.ragged_dot(x, *y)
+
+
+def _dense(x: jax.Array, y: Any) -> jax.Array:
+    rhs, _ = y
+    rows = x.reshape(rhs.shape[0], -1, x.shape[1])
+    return jnp.einsum("gmk,gkn->gmn", rows, rhs).reshape(x.shape[0], -1)
+
+
+def _by_groups(x: jax.Array, y: Any) -> jax.Array:
+    rhs, _ = y
+    return jnp.concatenate([jnp.matmul(rows, w) for rows, w in zip(jnp.split(x, rhs.shape[0]), rhs)])
+
+
+def _fused(x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
+    return jtf.ragged_dot(x, *y, implementation="fused", config=config)
+
+
+class RaggedDot(Operation):
+    name = "ragged_dot"
+    shapes = SHAPES
+    tiny_shapes = TINY_SHAPES
+    sizes = GroupedShape.sizes
+    parts = ("dense",)
+    ceiling = "GB/s received by a rank"
+    heading = "tokens, D, F, experts of a rank, choices of a token, routing"
+
+    def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
+        implementations = (
+            _make(name="xla/default", call=_xla),
+            _make(name="dense", call=_dense),
+            *fused(_make, _fused, configs),
+        )
+        return {implementation.name: implementation for implementation in implementations}
+
+    def expected_from(self, implementation: Implementation) -> Implementation:
+        if implementation.name == "dense":
+            return _make(name="by groups", call=_by_groups)
+        return _make(name="xla/default", call=_xla)
+
+    def operands(self, shape: GroupedShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        world, sharding = mesh.shape[AXIS], NamedSharding(mesh, P(AXIS))
+        keys = jax.random.split(jax.random.key(0), calls + turns)
+        make_lhs = normal((world * shape.rows, shape.d), sharding)
+        make_rhs = normal((world * shape.groups, shape.d, shape.f), sharding)
+        sizes = jax.device_put(np.tile(sizes_of(shape), world), sharding)
+        return Operands(
+            xs={"sharded": tuple(make_lhs(key) for key in keys[:calls])},
+            ys=tuple((make_rhs(key), sizes) for key in keys[calls:]),
+        )
+
+    def y_bytes(self, shape: GroupedShape, world: int) -> int:
+        del world
+        return shape.groups * shape.d * shape.f * jnp.dtype(DTYPE).itemsize
+
+    def needed_for_floor(self) -> tuple[str, ...]:
+        return ("dense",)
+
+    def fastest_seconds(self, shape: GroupedShape, world: int) -> float:
+        return max(shape.flops() / 800e12, self.y_bytes(shape, world) / 4.8e12)
+
+    def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:
+        return measure_bandwidths(mesh, (256 if on_gpu else 1) * 2**20)
+
+    def floor_us(self, shape: GroupedShape, world: int, medians: Mapping[str, float], bandwidth: float) -> float | None:
+        """The batched dense product."""
+        del shape, world, bandwidth
+        return medians.get("dense")
+
+    def check_shape(self, shape: GroupedShape, world: int) -> None:
+        if shape.rows % shape.groups:
+            raise ValueError(f"{shape.rows} rows are not in {shape.groups} groups of equal size")
+
+    def parse_shape(self, text: str) -> GroupedShape:
+        """TOKENS,D,F,GROUPS,TOP_K or the same and ROUTING."""
+        *numbers, routing = text.split(",") if text.count(",") == 5 else [*text.split(","), "even"]
+        if (
+            len(numbers) != 5
+            or not all(x.isdecimal() and int(x) for x in numbers)
+            or routing not in ("even", "dirichlet")
+        ):
+            raise ValueError(f"{text!r} is not TOKENS,D,F,GROUPS,TOP_K or with ROUTING, which is even or dirichlet")
+        tokens, d, f, groups, top_k = map(int, numbers)
+        listed = (shape for shape in self.shapes if self.sizes_of(shape) == (tokens, d, f, groups, top_k, routing))
+        return next(listed, GroupedShape.of(tokens, d, f, groups, top_k, routing))

@@ -1,0 +1,271 @@
+"""`moe`: a layer of experts whose weights are divided among ranks, for tokens that come with their choice of experts.
+
+It is composed: tokens are sorted by expert, travel by `ragged_all_to_all`, are multiplied by `ragged_dot`, and travel
+back. So every step is a kernel where its kernel is taken, and plain `lax` elsewhere, and its derivatives are theirs.
+Sizes are read on the devices alone.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtaxfree import routing
+from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name
+from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
+from jaxtaxfree.ops.ragged_dot import ragged_dot
+from jaxtaxfree.primitive import check_implementation, check_whole
+from jaxtaxfree.teams import check_axes, vary, varying
+
+PARALLEL = ("expert", "tensor")
+
+
+class _Kind(NamedTuple):
+    """How a layer is divided.
+
+    Attributes:
+      expert, tensor: the axes along which ranks have experts of their own, and parts of every expert; () for none.
+      replicated: all ranks have all tokens.
+    """
+
+    expert: tuple[str, ...]
+    tensor: tuple[str, ...]
+    replicated: bool
+
+
+def moe(
+    x: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    w_gate: jax.Array | None,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    parallel: str | Sequence[str] = "expert",
+    activation: Any = "silu",
+    tokens: str = "sharded",
+    capacity: int | None = None,
+    shared: Sequence[jax.Array | None] | None = None,
+    return_dropped: bool = False,
+    implementation: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """A mixture of experts: the sum over a token's k experts of `weights * (act(x @ w_gate) * (x @ w_up)) @ w_down`.
+
+    Call it inside `jax.shard_map`. `jaxtaxfree.routing` has routers that choose the experts.
+
+    Args:
+      x: [T, D], this rank's tokens; with tokens="replicated" all tokens.
+      experts: i32[T, k], the experts of each token, numbered over all ranks. A token may have an expert twice. A number
+        below 0 or above the last expert is none: this choice is dropped.
+      weights: [T, k], by which the experts' results are multiplied.
+      w_gate, w_up: [E / W, D, F], this rank's experts, in the order of the ranks; with parallel="tensor"
+        [E, D, F / W]. w_gate may be None: then the activation is that of `x @ w_up`.
+      w_down: [E / W, F, D]; with parallel="tensor" [E, F / W, D].
+      axis_name: the mesh axis, or axes; with parallel=("expert", "tensor") a pair, one of each: (ep, tp). Weights are
+        then [E / ep, D, F / tp] and [E / ep, F / tp, D].
+      parallel: "expert", "tensor", or both.
+      activation: as of `ragged_dot`.
+      tokens: "sharded": each rank has tokens of its own, and gets their results. "replicated": each rank has all
+        tokens, and gets all results.
+      capacity: the most rows, one for each choice of a token, that a rank multiplies with its experts. None: as many as
+        there can be, so that none is ever dropped. Rows count in the order of the ranks that send them, those of a rank
+        by expert, those of an expert by token; what comes behind `capacity` is dropped, and adds nothing to its token.
+      shared: (w_gate, w_up, w_down) of an expert that every token has, with weight 1: [D, F'] and [F', D], the same on
+        all ranks; along a tensor axis [D, F' / W] and [F' / W, D].
+      return_dropped: return also how many choices were dropped on all ranks, i32[], the same on each.
+      implementation: as of `ragged_dot`, of all kernels.
+      config: of `ragged_dot`.
+
+    Returns: [T, D] of the dtype of x. A token's results are added in f32 in the order of its choices, and the ranks'
+      parts along a tensor axis, or of replicated tokens, by `lax`.
+
+    Raises:
+      ValueError: if the arrays do not fit together, or a keyword is none of these.
+      TypeError: if an axis has the wrong type.
+      NameError: if an axis is not bound.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here.
+    """
+    kind = _kind(axis_name, parallel, tokens)
+    x, experts, weights = jnp.asarray(x), jnp.asarray(experts), jnp.asarray(weights)
+    w_up, w_down = jnp.asarray(w_up), jnp.asarray(w_down)
+    check_implementation(implementation)
+    activation_name("moe", activation)
+    _check_operands(x, experts, weights, w_gate, w_up, w_down)
+    if capacity is not None and check_whole("moe", "capacity", capacity) < 1:
+        raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
+    if not x.shape[0]:
+        return (x, jnp.int32(0)) if return_dropped else x
+    how = {"implementation": implementation, "config": config}
+    multiply = functools.partial(_multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, activation=activation, how=how)
+    everything = [x, experts, weights]
+    if kind.tensor and not kind.replicated:
+        everything = [lax.all_gather(each, kind.tensor, tiled=True) for each in everything]
+    all_x, experts, weights = everything
+    # What is no expert is behind the last one.
+    count = w_up.shape[0] * lax.axis_size(kind.expert)
+    inside = (experts >= 0) & (experts < count)
+    experts = jnp.where(inside, experts, count).astype(jnp.int32)
+    if kind.expert and not kind.replicated:
+        rows, kept = _exchanged(all_x, experts, count, kind.expert, capacity, multiply, implementation)
+    else:
+        rows, kept = _own(all_x, experts, count, kind.expert, capacity, multiply)
+    # [T, k, D] by [T, k], one choice after the other.
+    out = jnp.zeros(all_x.shape, jnp.float32)
+    for choice in range(experts.shape[1]):
+        out = out + weights[:, choice, None].astype(jnp.float32) * rows[:, choice].astype(jnp.float32)
+    if kind.replicated and kind.expert:
+        out = lax.psum(vary(out, kind.expert), kind.expert)
+    if shared is not None:
+        out = out + _shared(all_x, shared, activation)
+    if kind.tensor:
+        out = vary(out, kind.tensor)
+        out = (
+            lax.psum(out, kind.tensor)
+            if kind.replicated
+            else lax.psum_scatter(out, kind.tensor, scatter_dimension=0, tiled=True)
+        )
+    out = out.astype(x.dtype)
+    return (out, _dropped(experts.size, kept, kind)) if return_dropped else out
+
+
+def _kind(axis_name: Any, parallel: Any, tokens: str) -> _Kind:
+    if tokens not in ("sharded", "replicated"):
+        raise ValueError(f"moe takes tokens as 'sharded' or 'replicated', not {tokens!r}.")
+    both = isinstance(parallel, tuple | list)
+    names = tuple(parallel) if both else (parallel,)
+    if names not in (("expert",), ("tensor",), PARALLEL):
+        raise ValueError(f"moe takes parallel as 'expert', 'tensor' or {PARALLEL}, not {parallel!r}.")
+    if both and len(names) == 2:
+        if not isinstance(axis_name, tuple | list) or len(axis_name) != 2:
+            raise ValueError(f"moe with parallel={PARALLEL} takes axis_name as a pair, one of each, not {axis_name!r}.")
+        expert, tensor = (check_axes(each, "moe") for each in axis_name)
+        check_axes((*expert, *tensor), "moe")  # none twice
+    else:
+        axes = check_axes(axis_name, "moe")
+        expert, tensor = (axes, ()) if names == ("expert",) else ((), axes)
+    return _Kind(expert, tensor, tokens == "replicated")
+
+
+def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, w_down: Any) -> None:
+    if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
+        raise ValueError(
+            f"moe takes x [T, D], experts [T, k] and weights [T, k], not {list(x.shape)}, {list(experts.shape)} and "
+            f"{list(weights.shape)}."
+        )
+    if not jnp.issubdtype(experts.dtype, jnp.integer) or experts.shape[1] == 0:
+        raise ValueError(
+            f"moe takes experts as integers [T, k], k at least 1, not {experts.dtype}{list(experts.shape)}."
+        )
+    e, d, f = w_up.shape if w_up.ndim == 3 else (0, 0, 0)
+    if w_up.ndim != 3 or d != x.shape[1] or w_down.shape != (e, f, d):
+        raise ValueError(
+            f"moe takes w_up [E, D, F] and w_down [E, F, D] for x [T, D], of this rank, not {list(w_up.shape)} and "
+            f"{list(w_down.shape)} for {list(x.shape)}."
+        )
+    if w_gate is not None and jnp.shape(w_gate) != w_up.shape:
+        raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
+
+
+def _multiply(
+    rows: jax.Array, sizes: jax.Array, *, w_gate: Any, w_up: Any, w_down: Any, activation: Any, how: dict[str, Any]
+) -> jax.Array:
+    """The experts' results of rows that are in groups, one for each expert of this rank: [M, D]."""
+    # One operand decides how all vary, and none may be left behind.
+    along = set().union(*map(varying, (rows, sizes, w_up, w_down)))
+    rows, sizes, w_up, w_down = (vary(each, along) for each in (rows, sizes, w_up, w_down))
+    gate = None if w_gate is None else vary(jnp.asarray(w_gate), along)
+    if w_gate is None:
+        hidden = ragged_dot(rows, w_up, sizes, activation=activation, **how)
+    else:
+        hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, **how)
+    return ragged_dot(hidden, w_down, sizes, **how)
+
+
+def _sorted(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A row for each choice, by expert and then by token: [T * k, D]; and where each choice has its row, i32[T, k]."""
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
+    # Each choice is a row of its own before they are sorted, so that a gradient is added by choices in one sum.
+    each = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[1])).reshape(-1, x.shape[1])
+    return each[order], place.reshape(experts.shape)
+
+
+def _own(
+    x: jax.Array, experts: jax.Array, count: int, axes: tuple[str, ...], capacity: int | None, multiply: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The results of this rank's experts for tokens that it has: [T, k, D], zeros of others; and how many."""
+    here = count // lax.axis_size(axes)
+    own = experts - (lax.axis_index(axes) * here if axes else 0)
+    own = jnp.where((own >= 0) & (own < here), own, here)
+    rows, place = _sorted(x, own)
+    most = rows.shape[0] if capacity is None else min(capacity, rows.shape[0])
+    ends = jnp.minimum(jnp.cumsum(routing.load(own, here)), most)
+    sizes = jnp.diff(ends, prepend=0)
+    out = multiply(rows[:most], sizes)
+    there = place < ends[-1]
+    found = out[jnp.minimum(place, most - 1)]
+    return jnp.where(there[..., None], found, 0), jnp.sum(there.astype(jnp.int32))
+
+
+def _exchanged(
+    x: jax.Array,
+    experts: jax.Array,
+    count: int,
+    axes: tuple[str, ...],
+    capacity: int | None,
+    multiply: Any,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The results of all ranks' experts for this rank's tokens: [T, k, D], zeros of what was dropped; and how many."""
+    world, me = lax.axis_size(axes), lax.axis_index(axes)
+    here = count // world
+    rows, place = _sorted(x, experts)
+    most = world * rows.shape[0] if capacity is None else min(capacity, world * rows.shape[0])
+    # [source, receiver, expert of the receiver]
+    wanted = lax.all_gather(routing.load(experts, count), axes).reshape(world, world, here)
+    # In the order of a receiver's rows, [receiver, source, expert], where each part ends.
+    ends = jnp.cumsum(wanted.swapaxes(0, 1).reshape(world, world * here), axis=1)
+    taken = jnp.diff(jnp.minimum(ends, most), axis=1, prepend=0).reshape(world, world, here)
+    sizes = jnp.sum(taken, 2)  # [receiver, source]
+    there = jnp.cumsum(sizes, 1) - sizes  # where a source's rows begin at a receiver
+    by_receiver = jnp.sum(wanted, 2)  # [source, receiver]
+    first = jnp.cumsum(by_receiver, 1) - by_receiver  # where they begin at their source
+    exchange = functools.partial(ragged_all_to_all, axis_name=axes, implementation=implementation)
+    empty = functools.partial(jnp.zeros, dtype=x.dtype)
+    came = exchange(rows, empty((most, x.shape[1])), first[me], sizes[:, me], there[:, me], sizes[me])
+    # Those of one expert together. What is behind the last row stays there.
+    end = jnp.cumsum(taken[me].reshape(-1))
+    part = jnp.sum(jnp.arange(most, dtype=jnp.int32)[:, None] >= end, axis=1)
+    expert = jnp.where(part < world * here, part % here, here)
+    order = jnp.argsort(expert, stable=True)
+    out = multiply(came[order], jnp.sum(taken[me], 0))
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(most, dtype=order.dtype))
+    found = exchange(out[back], empty(rows.shape), there[me], sizes[me], first[:, me], sizes[:, me])
+    return found[place], jnp.sum(sizes[:, me])
+
+
+def _shared(x: jax.Array, shared: Sequence[Any], activation: Any) -> jax.Array:
+    """The result of the expert that every token has, f32."""
+    gate, up, down = shared
+    name = activation_name("moe", activation)
+    activate = ACTIVATIONS[name] if name else lambda each: each
+    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    hidden = multiply(x, up)
+    hidden = activate(hidden) if gate is None else activate(multiply(x, gate)) * hidden
+    return multiply(hidden.astype(x.dtype), down)
+
+
+def _dropped(choices: int, kept: jax.Array, kind: _Kind) -> jax.Array:
+    """Choices that added nothing, of all ranks' tokens."""
+    if not kind.expert:
+        dropped = choices - kept
+    else:
+        kept = lax.psum(vary(kept, kind.expert), kind.expert)
+        dropped = (choices if kind.replicated else choices * lax.axis_size(kind.expert)) - kept
+    # All ranks along a tensor axis count the same.
+    return lax.pmax(vary(dropped, kind.tensor), kind.tensor) if kind.tensor else dropped

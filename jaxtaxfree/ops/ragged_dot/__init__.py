@@ -1,0 +1,403 @@
+"""`ragged_dot`: rows in groups, each multiplied by a matrix of its group, as in a mixture of experts."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.ragged_dot.common import Call
+from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
+from jaxtaxfree.ops.variant import Choice, choose, settings_of
+from jaxtaxfree.primitive import (
+    DTYPES,
+    Labels,
+    Lasting,
+    Unsupported,
+    check_implementation,
+    collective,
+    jvp_of,
+    needs_devices,
+    symbolic,
+    takes_reference,
+)
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.target import target_of
+from jaxtaxfree.teams import Team
+
+# Elements of a matrix, so that indices within it have 32 bits; and rows, where the end of ragged descriptors lies.
+MOST_ELEMENTS = 2**31 - 2**17
+MOST_ROWS = 2**30 - 2**10
+# The gradient of the weights: rows are contracted.
+OF_WEIGHTS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+)
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    rhs_transposed: bool = False,
+    gate: jax.Array | None = None,
+    activation: str | Callable[..., Any] | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> jax.Array:
+    """`lax.ragged_dot`, as one kernel on NVIDIA GPUs: sizes are read on the device, and empty groups cost nothing.
+
+    The rows of `lhs` are in groups, one behind the other. Those of group i are multiplied by `rhs[i]`. Rows behind the
+    last group are zeros in the result. It works inside and outside of `jax.shard_map`, and needs no mesh axis.
+
+    Args:
+      lhs: [M, K].
+      rhs: [G, K, N].
+      group_sizes: integers [G], how many rows each group has. Their sum is at most M.
+      precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
+        says more.
+      preferred_element_type: dtype of the result. Sums are always f32.
+      rhs_transposed: `rhs` is [G, N, K]. The kernel reads it as it lies.
+      gate: [G, K, N], a second `rhs`, as in SwiGLU. The result is
+        `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
+      activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      implementation: "fused": the kernel. "xla": `lax.ragged_dot`. None: the kernel, where it can run and is not known
+        to be slower. "simulate": the kernel, run on the CPU; see `jaxtaxfree.simulator`.
+      config: names the kernel and its settings, such as `{"kernel": "hopper", "num_stages": 3}`. The shape decides
+        whatever it leaves out.
+
+    Returns: [M, N]. Where a size is negative, or the sum is more than M, the kernel addresses nothing by it, and the
+      whole result is NaN, as are its gradients.
+
+    Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
+    group. In a program that is differentiated the product is rounded before gate and activation are applied.
+
+    Raises:
+      ValueError: if the operands do not fit together, or the implementation, activation or setting does not exist.
+      TypeError: if `config` has the wrong type.
+      NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
+    """
+    lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
+    check_implementation(implementation)
+    _check_operands(lhs, rhs, sizes, rhs_transposed)
+    found, operands = _epilogue(lhs, rhs, activation, gate, rhs_transposed)
+    settings = settings_of("ragged_dot", VARIANTS, config)
+    sizes = as_int32(sizes)
+    params: dict[str, Any] = {
+        "axes": (),
+        "epilogue": found,
+        "rhs_transposed": bool(rhs_transposed),
+        **matmul.check_precision(precision, preferred_element_type),
+    }
+    reasons = unsupported(lhs, rhs, sizes, *operands, **params)
+    if takes_reference("ragged_dot", [lhs, rhs], implementation, reasons):
+        return reference(lhs, rhs, sizes, *operands, **params)[0]
+    return _bind(ragged_dot_p, lhs, rhs, sizes, *operands, implementation=implementation, config=settings, **params)
+
+
+def _bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
+    return primitive.bind(*matmul.vary_alike(*operands, axes=()), **params)[0]
+
+
+def _check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if rhs_transposed else 1]:
+        wanted = "[G, N, K]" if rhs_transposed else "[G, K, N]"
+        raise ValueError(
+            f"ragged_dot takes lhs [M, K] and rhs {wanted}, not {list(lhs.shape)} and {list(rhs.shape)}: reshape lhs "
+            "if it has more dimensions."
+        )
+    if sizes.shape != rhs.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"ragged_dot takes group_sizes as integers [{rhs.shape[0]}], one for each group of rhs, not "
+            f"{sizes.dtype}{list(sizes.shape)}."
+        )
+
+
+def _epilogue(
+    lhs: jax.Array, rhs: jax.Array, activation: Any, gate: jax.Array | None, rhs_transposed: bool
+) -> tuple[Epilogue, list[jax.Array]]:
+    name = epilogues.activation_name("ragged_dot", activation)
+    if gate is None:
+        return (Epilogue(name) if name else NONE), []
+    gate = jnp.asarray(gate)
+    if rhs_transposed:
+        raise ValueError("ragged_dot takes a gate with rhs [G, K, N] only, not with rhs_transposed.")
+    if gate.shape != rhs.shape or gate.dtype != rhs.dtype:
+        raise ValueError(
+            f"ragged_dot takes a gate like rhs, {rhs.dtype}{list(rhs.shape)}, not {gate.dtype}{list(gate.shape)}."
+        )
+    return Epilogue(name, ("gate",)), [gate]
+
+
+def as_int32(sizes: jax.Array) -> jax.Array:
+    """Sizes for a kernel. What has more bits becomes garbage as well, and not another size."""
+    if sizes.dtype != np.int32:
+        info = jnp.iinfo(sizes.dtype)
+        sizes = jnp.clip(sizes, max(-1, int(info.min)), min(int(info.max), np.iinfo(np.int32).max)).astype(jnp.int32)
+    return sizes
+
+
+def reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *operands: jax.Array,
+    axes: tuple[str, ...] = (),
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    config: Any = None,
+) -> list[jax.Array]:
+    """What the operation means, in plain `lax`."""
+    del axes, config
+    multiply = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=precision)
+    rhs = rhs.swapaxes(1, 2) if rhs_transposed else rhs
+    if not epilogue:
+        return [multiply(lhs, rhs, preferred_element_type=preferred_element_type)]
+    dtype = preferred_element_type or jnp.result_type(lhs, rhs)
+    wide = epilogues.wide_type(dtype)
+    products = [multiply(lhs, w, preferred_element_type=wide) for w in (rhs, *operands)]
+    return [epilogue.apply(products, {}, dtype)]
+
+
+def reference_of_weights(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, precision: Any, preferred_element_type: Any, **_: Any
+) -> list[jax.Array]:
+    """lhs^T @ rhs of the rows of each group: [G, K, N]."""
+    out = lax.ragged_dot_general(
+        lhs, rhs, sizes, OF_WEIGHTS, precision=precision, preferred_element_type=preferred_element_type
+    )
+    return [out]
+
+
+def unsupported(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    *_: Any,
+    precision: Any,
+    preferred_element_type: Any,
+    **__: Any,
+) -> list[str]:
+    """All that keeps every kernel from taking these operands."""
+    if reasons := symbolic(lhs, rhs, sizes):
+        return reasons
+    if lhs.dtype != rhs.dtype:
+        reasons.append(Lasting(f"it takes operands of one dtype, not {lhs.dtype} and {rhs.dtype}: cast one of them"))
+    elif lhs.dtype.name not in DTYPES:
+        reasons.append(Lasting(f"it takes {', '.join(DTYPES)}, not {lhs.dtype}: cast the operands"))
+    if preferred_element_type is not None and preferred_element_type.name not in DTYPES:
+        reasons.append(Lasting(f"it gives {', '.join(DTYPES)}, not {preferred_element_type}: cast the result"))
+    if 0 in lhs.shape or 0 in rhs.shape:
+        reasons.append(f"an operand is empty: {list(lhs.shape)}, {list(rhs.shape)}")
+    if lhs.shape[0] > MOST_ROWS or max(x.shape[-1] * x.shape[-2] for x in (lhs, rhs)) > MOST_ELEMENTS:
+        reasons.append(
+            f"it takes at most {MOST_ROWS} rows, and matrices of {MOST_ELEMENTS} elements, not {list(lhs.shape)} and "
+            f"{list(rhs.shape)}"
+        )
+    if matmul.triton_precision(precision) is None:
+        reasons.append(Lasting(f"it has no precision {precision}: take 'default', 'high' or 'highest'"))
+    return reasons
+
+
+def _call_of(
+    lhs: Any,
+    rhs: Any,
+    sizes: Any,
+    of_weights: bool,
+    compute_capability: int,
+    *,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue = NONE,
+    rhs_transposed: bool = False,
+    **_: Any,
+) -> Call:
+    assert not isinstance(epilogue.activation, tuple), "there is one product"
+    return Call(
+        m=lhs.shape[0],
+        k=lhs.shape[1],
+        n=rhs.shape[1 if rhs_transposed else -1],
+        groups=sizes.shape[0],
+        operand=Operand(dtype=np.dtype(lhs.dtype), transposed=rhs_transposed),
+        out_dtype=np.dtype(preferred_element_type or lhs.dtype),
+        precision=matmul.triton_precision(precision) or "",
+        activation=epilogue.activation,
+        gated=epilogue.gated,
+        rhs_transposed=rhs_transposed,
+        of_weights=of_weights,
+        target=target_of(compute_capability),
+    )
+
+
+def _fused(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    *operands: jax.Array,
+    of_weights: bool,
+    config: tuple[tuple[str, Any], ...],
+    compute_capability: int,
+    implementation: str | None = None,
+    **params: Any,
+) -> list[jax.Array]:
+    """The operation by one kernel."""
+    if reasons := unsupported(lhs, rhs, sizes, **params):
+        raise Unsupported("ragged_dot", reasons)
+    call = _call_of(lhs, rhs, sizes, of_weights, compute_capability, **params)
+    chosen = _choose(call, dict(config))
+    weights = dict(zip(("rhs", "gate"), (rhs, *operands)))
+    arrays = chosen.variant.arrays(call, lhs, weights, sizes)
+    return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
+
+
+def _choose(call: Call, settings: Mapping[str, Any]) -> Choice:
+    return choose("ragged_dot", VARIANTS_OF_WEIGHTS if call.of_weights else VARIANTS, call, settings)
+
+
+def _slower(*_: Any, **__: Any) -> str | None:
+    """Why XLA is taken."""
+    return matmul.UNMEASURED
+
+
+def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team, **params: Any) -> Case | None:
+    """What the tables know a call by; None if none of its kind is in them."""
+    if params.get("epilogue") or params["preferred_element_type"] not in (None, lhs.dtype):
+        return None
+    call = _call_of(lhs, rhs, sizes, of_weights, team.compute_capability, **params)
+    same = {"dtype": lhs.dtype.name, "groups": call.groups, "k": call.k, "n": call.n}
+    kind = "weights" if of_weights else "transposed" if call.rhs_transposed else "rows"
+
+    def chosen(rows: int, settings: Mapping[str, Any]) -> Choice:
+        return _choose(dataclasses.replace(call, m=rows), settings)
+
+    return Case(
+        operation="ragged_dot",
+        device_kind=team.device_kind,
+        same=same | {"kind": kind},
+        along="m",
+        size=call.m,
+        choose=chosen,
+    )
+
+
+def _dimensions(
+    lhs: Any, rhs: Any, sizes: Any, *operands: Any, rhs_transposed: bool, **_: Any
+) -> tuple[Labels, Labels]:
+    """Columns of the weights are independent of each other."""
+    weights = (None, "n", None) if rhs_transposed else (None, None, "n")
+    return ((None, None), weights, (None,), *[weights] * len(operands)), ((None, "n"),)
+
+
+def _dimensions_of_weights(*_: Any, **__: Any) -> tuple[Labels, Labels]:
+    return ((None, "k"), (None, "n"), (None,)), ((None, "k", "n"),)
+
+
+ragged_dot_p = collective(
+    "ragged_dot",
+    reference=reference,
+    fused=functools.partial(_fused, of_weights=False),
+    slower=_slower,
+    dimensions=_dimensions,
+    case=functools.partial(_case, of_weights=False),
+)
+weights_p = collective(
+    "ragged_dot_weights",
+    reference=reference_of_weights,
+    fused=functools.partial(_fused, of_weights=True),
+    slower=_slower,
+    dimensions=_dimensions_of_weights,
+    case=functools.partial(_case, of_weights=True),
+)
+needs_devices(ragged_dot_p)
+needs_devices(weights_p)
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    """Of a product that is linear in lhs and in rhs; with an epilogue it is an operation by itself."""
+    if params["epilogue"]:
+        return jvp_of(functools.partial(_separate, **params), primals, tangents)
+    return _bilinear(ragged_dot_p, primals, tangents, params)
+
+
+def _bilinear(primitive: Any, primals: Any, tangents: Any, params: dict[str, Any]) -> Any:
+    lhs, rhs, sizes = primals
+    [out] = primitive.bind(lhs, rhs, sizes, **params)
+    dots = []
+    if type(tangents[0]) is not ad.Zero:
+        dots += primitive.bind(tangents[0], rhs, sizes, **params)
+    if type(tangents[1]) is not ad.Zero:
+        dots += primitive.bind(lhs, tangents[1], sizes, **params)
+    dot = functools.reduce(ad.add_tangents, dots) if dots else ad.Zero(jax.typeof(out).to_tangent_aval())
+    return [out], [dot]
+
+
+def _separate(
+    lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *operands: jax.Array, epilogue: Epilogue, **params: Any
+) -> list[jax.Array]:
+    if operands:
+        params["config"] = ()  # is of another kernel
+    products = [ragged_dot_p.bind(lhs, w, sizes, epilogue=NONE, **params)[0] for w in (rhs, *operands)]
+    return [epilogue.apply(products, {}, products[0].dtype)]
+
+
+def _of(primitive: Any, lhs: Any, rhs: Any, sizes: Any, like: Any, params: dict[str, Any], **own: Any) -> jax.Array:
+    """A product that is the gradient of an operand of this type."""
+    implementation = params["implementation"]
+    if lhs.dtype != rhs.dtype:
+        implementation = None  # the kernels take one dtype, and who insisted on them gave one
+    return _bind(
+        primitive,
+        lhs,
+        rhs,
+        sizes,
+        axes=(),
+        precision=params["precision"],
+        preferred_element_type=np.dtype(like.aval.dtype),
+        implementation=implementation,
+        config=(),  # is of another kernel
+        **own,
+    )
+
+
+def _transpose(cts: Any, lhs: Any, rhs: Any, sizes: Any, *_: Any, rhs_transposed: bool, **params: Any) -> list[Any]:
+    """Of `ragged_dot_p` without an epilogue, as a linear function of one operand."""
+    [ct] = cts
+    if type(ct) is ad.Zero:
+        return [None] * 3
+    if ad.is_undefined_primal(lhs):
+        back = _of(ragged_dot_p, ct, rhs, sizes, lhs, params, rhs_transposed=not rhs_transposed, epilogue=NONE)
+        return [back, None, None]
+    pair = (ct, lhs) if rhs_transposed else (lhs, ct)
+    return [None, _of(weights_p, *pair, sizes, rhs, params), None]
+
+
+def _transpose_weights(cts: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) -> list[Any]:
+    """Of `weights_p`, as a linear function of one operand: products by groups again."""
+    [ct] = cts
+    if type(ct) is ad.Zero:
+        return [None] * 3
+    if ad.is_undefined_primal(lhs):
+        back = _of(ragged_dot_p, rhs, ct, sizes, lhs, params, rhs_transposed=True, epilogue=NONE)
+        return [back, None, None]
+    return [None, _of(ragged_dot_p, lhs, ct, sizes, rhs, params, rhs_transposed=False, epilogue=NONE), None]
+
+
+ad.primitive_jvps[ragged_dot_p] = _jvp
+ad.primitive_transposes[ragged_dot_p] = _transpose
+ad.primitive_jvps[weights_p] = lambda primals, tangents, **params: _bilinear(weights_p, primals, tangents, params)
+ad.primitive_transposes[weights_p] = _transpose_weights

@@ -1,0 +1,85 @@
+"""What decides how a product by groups runs, for all of its kernels."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.target import Target
+
+# Groups whose sizes a warp keeps in registers.
+MOST_GROUPS = 511
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Call:
+    """A product of groups of rows.
+
+    Attributes:
+      m: rows of lhs, of all groups together.
+      k, n: lengths of the other dimensions of the weights.
+      groups: their number.
+      operand: of lhs and rhs.
+      out_dtype: of the result.
+      precision: Triton's name of it, of f32 operands.
+      activation: a key of `epilogue.ACTIVATIONS`, or None.
+      gated: there is a gate.
+      rhs_transposed: rhs is [groups, n, k].
+      of_weights: the result is the gradient of the weights, lhs^T @ rhs of each group, [groups, k, n].
+      target: the GPU.
+    """
+
+    m: int
+    k: int
+    n: int
+    groups: int
+    operand: Operand
+    out_dtype: np.dtype
+    precision: str
+    activation: str | None = None
+    gated: bool = False
+    rhs_transposed: bool = False
+    of_weights: bool = False
+    target: Target
+
+    @property
+    def products(self) -> int:
+        return 2 if self.gated else 1
+
+    @property
+    def rows_of_a_group(self) -> float:
+        """On average."""
+        return self.m / self.groups
+
+    @property
+    def out_type(self) -> jax.ShapeDtypeStruct:
+        shape = (self.groups, self.k, self.n) if self.of_weights else (self.m, self.n)
+        return jax.ShapeDtypeStruct(shape, self.out_dtype)
+
+    @property
+    def cost_estimate(self) -> dict[str, int]:
+        rows, weights = self.m, self.groups * self.k * self.n
+        elements = rows * self.k + self.products * weights + rows * self.n
+        return {
+            "flops": 2 * rows * self.k * self.n * self.products,
+            "bytes_accessed": self.operand.nbytes(elements),
+        }
+
+    def keywords(self, config: Any) -> dict[str, Any]:
+        """What all kernels want to know of a call."""
+        return {
+            "name": "ragged_dot_weights" if self.of_weights else "ragged_dot",
+            "axis_name": (),
+            "out_type": self.out_type,
+            "cost_estimate": self.cost_estimate,
+            "M": self.m,
+            "N": self.n,
+            "K": self.k,
+            "GROUPS": self.groups,
+            "BLOCK_M": config.block_m,
+            "BLOCK_N": config.block_n // self.products,
+            "BLOCK_K": config.block_k,
+            "GROUP_M": config.group_m,
+        }

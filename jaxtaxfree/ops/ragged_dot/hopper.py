@@ -1,0 +1,107 @@
+"""The kernel of `ragged_dot` for Hopper: persistent programs of warps with roles."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jaxtaxfree import gluon
+from jaxtaxfree.kernels.ragged_dot.hopper import ROWS, ragged_dot_hopper_kernel
+from jaxtaxfree.ops.blocks.portable import each
+from jaxtaxfree.ops.ragged_dot.common import MOST_GROUPS, Call
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.primitive import Lasting
+from jaxtaxfree.settings import Settings, setting
+from jaxtaxfree.target import HOPPER
+
+# Up to so many rows of a group, on average, a tile has half as many.
+FEW_ROWS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """How the kernel splits its work.
+
+    Attributes:
+      block_m: rows of a tile, 64 or 128: 64 for each four warps that multiply.
+      block_n: columns of a tile, a power of 2 from 16 to 256. With a gate half of them are of each product.
+      block_k: the part of K that a step of the loop takes; in the gradient of the weights the rows.
+      num_stages: steps of the loop in flight, at least 2, because a stage is released one step late.
+      group_m: number of row blocks whose tiles run together, for the L2 cache.
+      programs: number of programs, by default one for each multiprocessor of the GPU.
+    """
+
+    block_m: int = setting(2 * ROWS.value, least=ROWS.value, most=2 * ROWS.value, power_of_2=True)
+    block_n: int = setting(256, least=16, most=256, power_of_2=True)
+    block_k: int = setting(64, least=16, most=256, power_of_2=True)
+    num_stages: int = setting(4, least=2, most=32)
+    group_m: int = setting(16, least=1)
+    programs: int = setting(HOPPER.multiprocessors, least=1)
+
+
+class Hopper(Variant[Call]):
+    """In each program a warp loads, and one or two groups of four warps multiply 64 rows of a tile each."""
+
+    name, Config, kernel = "hopper", Config, ragged_dot_hopper_kernel
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        reasons: list[str] = []
+        if call.target.compute_capability != HOPPER.compute_capability:
+            reasons.append(
+                Lasting(f"it is for GPUs of compute capability {HOPPER}, not {call.target}: name no kernel in config")
+            )
+        elif why := gluon.unsupported("it", call.target.compute_capability):
+            reasons.append(why)
+        if call.operand.bits != 16:
+            reasons.append(
+                Lasting(f"it takes float16 and bfloat16, not {call.operand.dtype}: name no kernel in config, or cast")
+            )
+        if call.k % 8 or call.n % 8:
+            reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
+        if call.groups > MOST_GROUPS:
+            reasons.append(f"it takes at most {MOST_GROUPS} groups, not {call.groups}")
+        return reasons
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        del asked
+        if not call.of_weights and call.rows_of_a_group <= FEW_ROWS:
+            return Config(block_m=ROWS.value, block_n=128, num_stages=8)
+        return Config()
+
+    def cost(self, call: Call, config: Config) -> float:
+        return 1
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        rows, block_k = ROWS.value, config.block_k
+        block_n = config.block_n // call.products
+        # 128 bytes, which is as much as TMA moves at a time; and an even number of pieces, which take turns with two
+        # buffers.
+        stored = min(128 // call.out_dtype.itemsize, block_n // 2)
+        blocks: dict[str, tuple[int, ...]]
+        if call.of_weights:
+            blocks = {"lhs_desc": (1, 1, block_k, rows), "out_desc": (1, rows, stored)}
+            weights = (1, 1, block_k, block_n)
+        else:
+            blocks = {"lhs_desc": (rows, block_k), "out_desc": (1, 1, rows, stored)}
+            weights = (1, block_n, block_k) if call.rhs_transposed else (1, block_k, block_n)
+        for name in ("rhs", "gate")[: call.products]:
+            blocks[f"weights.{name}"] = weights
+        return {
+            **call.keywords(config),
+            "grid": config.programs,
+            "num_warps": 4,
+            "descriptors": blocks,
+            "STAGES": config.num_stages,
+            "TRANSPOSED": call.rhs_transposed,
+            "OUTER": call.of_weights,
+            "ACTIVATION": call.activation,
+        }
+
+    def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
+        return [
+            {"kernel": "portable"},
+            {"block_n": 128, "num_stages": 6},
+            {"block_m": 64, "num_stages": 5},
+            {"block_m": 64, "block_n": 128, "num_stages": 8},
+            *each("group_m", 4, 8, 32),
+            *each("num_stages", 3),
+        ]

@@ -1,0 +1,101 @@
+"""Groups of rows whose sizes are data: which group a tile belongs to, and where it begins.
+
+Rows behind the last group are one more group, number GROUPS, so that somebody fills them. Sizes are checked before they
+address anything: with a negative one, or more rows than there are, all groups are empty and all rows are behind them.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from jaxtaxfree.kernels.blocks import tiles
+
+# Where the rows of a ragged descriptor end; `described_as` of jaxtaxfree/call.py makes it so.
+END = tl.constexpr(1 << 30)
+
+
+class Groups(NamedTuple):
+    """What a program knows of all groups."""
+
+    index: Any  # [more than GROUPS, a power of 2], their numbers
+    sizes: Any  # of the same shape, their rows
+    ends: Any  # their last row, and those of all before, counted
+    blocks: Any  # the same in blocks of rows
+    scale: Any  # f32: 1, or NaN where sizes are wrong
+
+
+class Place(NamedTuple):
+    """Where a tile lies."""
+
+    group: Any  # GROUPS for rows behind the last one
+    begin: Any  # the group's first row
+    size: Any  # its rows
+    row: Any  # the tile's first row; of the group, or of its weights
+    column: Any  # the tile's first column
+
+
+@triton.constexpr_function
+def length_of(GROUPS):
+    """Of the vectors of `Groups`: at least a warp has, so that no warp needs another one to add them up."""
+    return max(32, triton.next_power_of_2(GROUPS + 1))
+
+
+@triton.jit
+def read(sizes_ptr, index, M: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The `Groups` of M rows.
+
+    Args:
+      sizes_ptr: i32 [GROUPS].
+      index: 0 up to `length_of(GROUPS)`, in a layout in which each warp has all of them.
+    """
+    sizes = tl.load(sizes_ptr + index, mask=index < GROUPS, other=0)
+    total = tl.sum(sizes.to(tl.int64), 0)
+    wrong = (tl.min(sizes, 0) < 0) | (total > M)
+    rest = tl.where(wrong, M, M - total).to(tl.int32)
+    sizes = tl.where(wrong, 0, sizes)
+    sizes = tl.where(index == GROUPS, rest, sizes)
+    ends = tl.cumsum(sizes, 0)
+    blocks = tl.cumsum((sizes + (BLOCK_M - 1)) // BLOCK_M, 0)
+    return Groups(index, sizes, ends, blocks, tl.where(wrong, float("nan"), 1.0))
+
+
+@triton.jit
+def blocks_of(groups):
+    """How many blocks of rows all groups have together, those behind the last one included."""
+    return tl.max(groups.blocks, 0)
+
+
+@triton.jit
+def place(groups, tile, blocks_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """Where tile number `tile` lies. The tiles of a group follow each other, and empty groups have none.
+
+    Args:
+      blocks_n: of columns.
+      GROUP_M: see `tiles.grouped`.
+    """
+    before = groups.blocks <= tile // blocks_n
+    group = tl.sum(before.to(tl.int32), 0)
+    first = tl.max(tl.where(before, groups.blocks, 0), 0)
+    begin = tl.max(tl.where(before, groups.ends, 0), 0)
+    size = tl.sum(tl.where(groups.index == group, groups.sizes, 0), 0)
+    m, n = tiles.grouped(tile - first * blocks_n, tl.cdiv(size, BLOCK_M), blocks_n, GROUP_M)
+    return Place(group, begin, size, m * BLOCK_M, n * BLOCK_N)
+
+
+@triton.jit
+def place_of_weights(
+    groups, tile, blocks_k, blocks_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+):
+    """Where a tile of the groups' weights lies, of which all groups have as many, the empty ones, too."""
+    group = tile // (blocks_k * blocks_n)
+    begin = tl.sum(tl.where(groups.index < group, groups.sizes, 0), 0)
+    size = tl.sum(tl.where(groups.index == group, groups.sizes, 0), 0)
+    m, n = tiles.grouped(tile % (blocks_k * blocks_n), blocks_k, blocks_n, GROUP_M)
+    return Place(group, begin, size, m * BLOCK_M, n * BLOCK_N)
+
+
+@triton.jit
+def to_ragged(at, row):
+    """The first three indices of a ragged descriptor: of a row of a group, whose rows end where the group does."""
+    return END + at.group * 0, at.begin + at.size, END - at.size + row

@@ -1,0 +1,320 @@
+"""`moe` against a layer in NumPy, in f64: every way to divide it, capacity, derivatives, errors."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
+
+D, F = 8, 16
+BOTH = ("expert", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A layer, and how it is divided.
+
+    Attributes:
+      expert, tensor: ranks along each axis; 0 where there is none.
+      t, k: tokens (of a rank, where they are sharded) and choices of each.
+      experts: of a rank.
+    """
+
+    expert: int = 0
+    tensor: int = 0
+    t: int = 5
+    k: int = 2
+    experts: int = 2
+    tokens: str = "sharded"
+    capacity: int | None = None
+    shared: bool = False
+    gated: bool = True
+
+    @property
+    def count(self) -> int:
+        return self.experts * max(1, self.expert)
+
+    @property
+    def all_tokens(self) -> int:
+        return self.t * (max(1, self.expert) * max(1, self.tensor) if self.tokens == "sharded" else 1)
+
+    def arrays(self, seed: int, routing: str = "any") -> dict[str, Any]:
+        draw = np.random.default_rng(seed)
+        shape = (self.all_tokens, self.k)
+        experts = {
+            "any": draw.integers(0, self.count, shape),  # some tokens have one twice
+            "one": np.full(shape, seed % self.count),
+            "some": np.where(draw.random(shape) < 0.3, -1, draw.integers(0, self.count + 1, shape)),
+        }[routing]
+        e, f = self.count, F * max(1, self.tensor)
+        normal = lambda *shape: draw.normal(size=shape).astype(np.float32)  # noqa: E731
+        arrays = {
+            "x": normal(self.all_tokens, D),
+            "experts": experts.astype(np.int32),
+            "weights": normal(*shape),
+            "w_gate": normal(e, D, f) if self.gated else None,
+            "w_up": normal(e, D, f),
+            "w_down": normal(e, f, D),
+        }
+        if self.shared:
+            arrays["shared"] = normal(D, f), normal(D, f), normal(f, D)
+        return arrays
+
+    def kept(self, experts: np.ndarray) -> np.ndarray:
+        """Which choices are not dropped: the first ones at each rank, by source, expert and token."""
+        kept = (experts >= 0) & (experts < self.count)
+        if self.capacity is None:
+            return kept
+        sources = max(1, self.expert) if self.tokens == "sharded" else 1
+        # The tokens of a source: with a tensor axis, those of all its ranks.
+        source = np.arange(len(experts)) // max(1, len(experts) // sources)
+        for rank in range(max(1, self.expert)):
+            mine = [
+                (source[t], experts[t, j], t, j) for t, j in np.argwhere(kept) if experts[t, j] // self.experts == rank
+            ]
+            for _, _, t, j in sorted(mine)[self.capacity :]:
+                kept[t, j] = False
+        return kept
+
+    def expected(self, arrays: dict[str, Any]) -> tuple[np.ndarray, int]:
+        a = {
+            name: np.asarray(x, np.float64)
+            for name, x in arrays.items()
+            if name not in ("experts", "shared") and x is not None
+        }
+        silu = lambda x: x / (1 + np.exp(-x))  # noqa: E731
+
+        def expert(x: np.ndarray, gate: Any, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+            return (silu(x @ up) if gate is None else silu(x @ gate) * (x @ up)) @ down
+
+        out, kept = np.zeros_like(a["x"]), self.kept(arrays["experts"])
+        for t, j in np.argwhere(kept):
+            e = arrays["experts"][t, j]
+            gate = a["w_gate"][e] if self.gated else None
+            out[t] += a["weights"][t, j] * expert(a["x"][t], gate, a["w_up"][e], a["w_down"][e])
+        if self.shared:
+            out += expert(a["x"], *(np.asarray(w, np.float64) for w in arrays["shared"]))
+        return out, int((~kept).sum())
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """The keywords of `moe`."""
+        axes = self.axes
+        return {
+            "axis_name": axes if len(axes) == 2 else axes[0],
+            "parallel": BOTH if len(axes) == 2 else "expert" if self.expert else "tensor",
+            "tokens": self.tokens,
+            "capacity": self.capacity,
+        }
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(name for name, size in (("ep", self.expert), ("tp", self.tensor)) if size)
+
+    @property
+    def rows(self) -> P:
+        return P(self.axes) if self.tokens == "sharded" else P()
+
+    @property
+    def specs(self) -> dict[str, Any]:
+        e, t = ("ep" if self.expert else None), ("tp" if self.tensor else None)
+        return {
+            "x": self.rows,
+            "experts": self.rows,
+            "weights": self.rows,
+            "w_gate": P(e, None, t) if self.gated else None,
+            "w_up": P(e, None, t),
+            "w_down": P(e, t),
+            **({"shared": (P(None, t), P(None, t), P(t))} if self.shared else {}),
+        }
+
+
+@functools.cache
+def program(layer: Layer, check_vma: bool = True, **keywords: Any) -> Callable[..., Any]:
+    """The layer as a function of its arrays by their names: results, and how many choices were dropped."""
+    sizes = [size for size in (layer.expert, layer.tensor) if size]
+    mesh = Mesh(np.array(jax.devices("cpu")[: int(np.prod(sizes))]).reshape(sizes), layer.axes)
+    call = functools.partial(jtf.moe, return_dropped=True, **layer.how, **keywords)
+    return one_program(
+        lambda arrays: call(**arrays),
+        mesh=mesh,
+        in_specs=(layer.specs,),
+        out_specs=(layer.rows, P()),
+        check_vma=check_vma,
+    )
+
+
+def check(layer: Layer, seed: int, routing: str = "any", **keywords: Any) -> None:
+    arrays = layer.arrays(seed, routing)
+    out, dropped = program(layer, **keywords)(arrays)
+    wanted, count = layer.expected(arrays)
+    np.testing.assert_allclose(out, wanted, rtol=2e-4, atol=2e-3)
+    assert dropped == count
+
+
+LAYERS = (
+    *(Layer(expert=world) for world in (1, 2, 3, 4, 8)),
+    Layer(expert=2, t=7, k=3, capacity=9),
+    Layer(expert=3, t=4, capacity=5, shared=True),
+    Layer(expert=2, t=1, k=1, experts=4, gated=False),
+    Layer(expert=4, tokens="replicated", shared=True),
+    Layer(expert=2, tokens="replicated", capacity=3),
+    Layer(tensor=2, shared=True),
+    Layer(tensor=4, tokens="replicated", experts=3, gated=False),
+    Layer(tensor=2, capacity=6),
+    Layer(expert=2, tensor=2, shared=True),
+    Layer(expert=2, tensor=2, tokens="replicated", capacity=4, shared=True),
+    Layer(expert=2, tensor=2, capacity=7),
+)
+
+
+@given(st.sampled_from(LAYERS), st.integers(0, 2**31), st.sampled_from(("any", "one", "some")))
+@settings(max_examples=40, deadline=None)
+def test_any_layer(layer: Layer, seed: int, routing: str) -> None:
+    """However it is divided, whoever is chosen: all tokens by one expert, an expert twice, numbers of no expert."""
+    check(layer, seed, routing)
+
+
+@pytest.mark.soak
+@given(
+    st.builds(
+        Layer,
+        expert=st.sampled_from((1, 2, 3, 4, 8)),
+        t=st.integers(0, 6),
+        k=st.integers(1, 4),
+        experts=st.integers(1, 3),
+        tokens=st.sampled_from(("sharded", "replicated")),
+        capacity=st.none() | st.integers(1, 20),
+        shared=st.booleans(),
+        gated=st.booleans(),
+    ),
+    st.integers(0, 2**31),
+    st.sampled_from(("any", "one", "some")),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_size(layer: Layer, seed: int, routing: str) -> None:
+    check(layer, seed, routing)
+
+
+def test_no_tokens() -> None:
+    for layer in (Layer(expert=2, t=0), Layer(tensor=2, t=0, shared=True), Layer(expert=2, t=0, tokens="replicated")):
+        check(layer, 0)
+
+
+def test_by_kernels() -> None:
+    """All of them in the simulator: rows travel, are multiplied, and travel back."""
+    check(Layer(expert=2, t=3), 0, implementation="simulate")
+
+
+@pytest.mark.parametrize("check_vma", (True, False))
+@pytest.mark.parametrize("layer", (Layer(expert=2), Layer(expert=2, tensor=2, shared=True)), ids=("expert", "both"))
+def test_gradients(layer: Layer, check_vma: bool) -> None:
+    """Of tokens, weights and all experts, as of a dense layer of all experts."""
+    arrays = layer.arrays(1)
+    experts = arrays.pop("experts")
+    ct = np.random.default_rng(2).normal(size=arrays["x"].shape).astype(np.float32)
+    divided = program(layer, check_vma)
+
+    def dense(x: Any, weights: Any, w_gate: Any, w_up: Any, w_down: Any, shared: Any = None) -> jax.Array:
+        hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, w_gate)) * jnp.einsum("td,edf->tef", x, w_up)
+        out = jnp.einsum("tef,efd->ted", hidden, w_down)
+        factor = jnp.sum(weights[..., None] * jax.nn.one_hot(experts, layer.count), axis=1)
+        out = jnp.einsum("te,ted->td", factor, out)
+        if shared is not None:
+            out = out + (jax.nn.silu(x @ shared[0]) * (x @ shared[1])) @ shared[2]
+        return jnp.sum(out * ct)
+
+    found = jax.jit(jax.grad(lambda arrays: jnp.sum(divided({**arrays, "experts": experts})[0] * ct)))(arrays)
+    wanted = jax.grad(lambda arrays: dense(**arrays))(arrays)
+    for name in wanted:
+        for x, y in zip(jax.tree.leaves(found[name]), jax.tree.leaves(wanted[name]), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3, err_msg=name)
+
+
+def test_with_a_router_in_scan_and_remat() -> None:
+    """Layers that are computed again for the gradient, each with a router."""
+    layer = Layer(expert=2, t=6)
+    arrays = layer.arrays(3)
+    routers = np.random.default_rng(4).normal(size=(3, D, layer.count)).astype(np.float32)
+
+    def layers(x: Any, routers: Any, w_gate: Any, w_up: Any, w_down: Any, remat: bool) -> jax.Array:
+        def step(x: Any, router: Any) -> Any:
+            experts, weights = jtf.routing.top_k(x @ router, 2, normalise="sum")
+            return x + jtf.moe(x, experts, weights, w_gate, w_up, w_down, "ep") / 256, None
+
+        x, _ = jax.lax.scan(jax.checkpoint(step) if remat else step, x, routers)
+        return jax.lax.psum(jnp.sum(jnp.tanh(x)), "ep")
+
+    def gradient(remat: bool) -> Any:
+        specs = P("ep"), P(), P("ep"), P("ep"), P("ep")
+        loss = one_program(functools.partial(layers, remat=remat), mesh=mesh_of(2, "ep"), in_specs=specs, out_specs=P())
+        return jax.grad(loss, (0, 1))(arrays["x"], routers, arrays["w_gate"], arrays["w_up"], arrays["w_down"])
+
+    for found, wanted in zip(gradient(True), gradient(False), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        assert found.any()
+
+
+def test_errors() -> None:
+    layer = Layer(expert=2)
+    arrays = layer.arrays(0)
+
+    def call(changed: dict[str, Any] | None = None, **keywords: Any) -> None:
+        given = {**arrays, **(changed or {})}
+        how = {**layer.how, **keywords}
+        mesh = mesh_of(2, "ep")
+        jax.eval_shape(
+            jax.shard_map(lambda a: jtf.moe(**a, **how), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), given
+        )
+
+    with fails(ValueError, "tokens as 'sharded' or 'replicated'", "'all'"):
+        call(tokens="all")
+    with fails(ValueError, "parallel as 'expert', 'tensor'", "'data'"):
+        call(parallel="data")
+    with fails(ValueError, "axis_name as a pair", "'ep'"):
+        call(parallel=BOTH)
+    with fails(ValueError, "takes each mesh axis once"):
+        call(parallel=BOTH, axis_name=("ep", "ep"))
+    with fails(ValueError, "capacity of at least 1", "not 0"):
+        call(capacity=0)
+    with fails(ValueError, "no activation 'tanh'"):
+        call(activation="tanh")
+    with fails(ValueError, "experts [T, k] and weights [T, k]", "[5, 1]"):
+        call({"weights": arrays["weights"][:, :1]})
+    with fails(ValueError, "experts as integers", "float32"):
+        call({"experts": arrays["weights"]})
+    with fails(ValueError, "w_down [E, F, D]", "[2, 15, 8]"):
+        call({"w_down": arrays["w_down"][:, 1:]})
+    with fails(ValueError, "w_gate like w_up", "[2, 8, 15]"):
+        call({"w_gate": arrays["w_gate"][..., 1:]})
+    with fails(NameError, "moe needs a mesh axis", "'tp'"):
+        call(axis_name="tp")
+
+
+@pytest.mark.usefixtures("no_code")
+def test_lowered_for_cuda() -> None:
+    """Two exchanges and two products forward, and none of XLA's but for the table of how many go where."""
+    layer = Layer(expert=2)
+    shapes = {"x": (2 * 512, 256), "experts": (2 * 512, 2), "weights": (2 * 512, 2)}
+    shapes |= {"w_gate": (4, 256, 512), "w_up": (4, 256, 512), "w_down": (4, 512, 256)}
+    mesh = mesh_of(2, "ep")
+    arrays = {
+        name: sharded(mesh, P("ep"), shape, "int32" if name == "experts" else "bfloat16")
+        for name, shape in shapes.items()
+    }
+    call = functools.partial(jtf.moe, **layer.how, implementation="fused")
+    text = lower_for_cuda(jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), arrays)
+    assert text.count(TRITON_CALL) == 4
+    gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line or "stablehlo.all_to_all" in line]
+    assert len(gathered) == 1

@@ -1,0 +1,278 @@
+"""`ragged_dot` in the simulator: right in every interleaving, and planted faults are found."""
+
+import dataclasses
+import itertools
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtaxfree.kernels.blocks import ragged
+from jaxtaxfree.kernels.ragged_dot import hopper, portable
+from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.ragged_dot.common import Call as RaggedCall
+from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
+from jaxtaxfree.ops.variant import named
+from jaxtaxfree.simulator import (
+    DataRaceError,
+    DeadlockError,
+    MbarrierError,
+    OutOfBoundsError,
+    SimulationError,
+    UnfinishedOperationError,
+    UninitializedReadError,
+)
+from jaxtaxfree.simulator.scheduler import POLICIES
+from jaxtaxfree.target import HOPPER
+from tests.helpers.ragged_dot_cases import Grouped, garbage
+from tests.helpers.simulator_kernels import Call, load
+from tests.simulator.test_simulator_mutants import edit
+
+SEEDS = 6
+BF16 = np.dtype(jnp.bfloat16)
+TILE = {"block_m": 16, "block_n": 16, "block_k": 16, "group_m": 2}
+RING = {"block_n": 32, "block_k": 16, "num_stages": 2, "programs": 2, "group_m": 2}
+# Sizes that end within blocks and at their ends; groups that are empty, of one row, and all rows; rows behind the last.
+SIZES = (
+    (150, (7, 0, 70, 41)),
+    (130, (0, 0, 129, 1)),
+    (96, (64, 32)),
+    (70, (70,)),
+    (40, (0, 0, 0)),
+)
+MODES: tuple[dict[str, Any], ...] = (
+    {},
+    {"rhs_transposed": True},
+    {"gated": True, "activation": "silu"},
+    {"of_weights": True},
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kernel, and how it is called."""
+
+    name: str
+    mode: int
+    settings: dict[str, Any]
+
+    @property
+    def module(self) -> ModuleType:
+        return hopper if self.name == "hopper" else portable
+
+    @property
+    def of_weights(self) -> bool:
+        return MODES[self.mode].get("of_weights", False)
+
+    def call(self, seed: int, k: int = 24, n: int = 40) -> Call:
+        m, sizes = SIZES[seed % len(SIZES)]
+        case = Grouped(m, k, n, sizes)
+        dtype = BF16 if self.name == "hopper" or seed % 2 else np.dtype(np.float32)
+        lhs, rhs, groups, ct = case.arrays(dtype, seed)
+        mode = MODES[self.mode]
+        call = RaggedCall(
+            m=m, k=k, n=n, groups=len(sizes), operand=Operand(dtype=dtype), out_dtype=np.dtype(np.float32),
+            precision="ieee", target=HOPPER, **mode,
+        )  # fmt: skip
+        variant = named("ragged_dot", VARIANTS_OF_WEIGHTS if self.of_weights else VARIANTS, self.name)
+        keywords = variant.launch(call, variant.Config(**self.settings))
+        del keywords["axis_name"], keywords["name"]
+        if self.of_weights:
+            expected, weights = case.of_weights(lhs, ct), {"rhs": ct}
+        else:
+            expected, weights = case.product(lhs, rhs), {"rhs": rhs.swapaxes(1, 2) if call.rhs_transposed else rhs}
+        if call.gated:
+            gate = (rhs[::-1] / 8).astype(dtype)
+            gates = case.product(lhs, gate)
+            expected, weights = expected * gates / (1 + np.exp(-gates)), weights | {"gate": gate}
+        arrays = variant.arrays(call, [lhs], {name: [x] for name, x in weights.items()}, [groups])
+        tolerance = 1e-4 if call.gated else 0
+        return Call(arrays=arrays, keywords={"world": 1, **keywords}, expected=[expected], tolerance=tolerance)
+
+    def run(self, seed: int, module: ModuleType | None = None) -> None:
+        module = module or self.module
+        function = "ragged_dot_hopper_kernel" if self.name == "hopper" else "ragged_dot_kernel"
+        if self.name == "portable" and self.of_weights:
+            function = "ragged_dot_weights_kernel"
+        policy = POLICIES[seed % len(POLICIES)]
+        self.call(seed).run(getattr(module, function), seed=seed, policy=policy, slots=(1, 2, None)[seed % 3], calls=1)
+
+
+KINDS = {
+    f"{name}-{'-'.join(map(str, MODES[mode])) or 'plain'}{more}": Kind(name, mode, settings)
+    for (name, settings, more), mode in itertools.product(
+        (("portable", TILE, ""), ("hopper", RING, ""), ("hopper", RING | {"block_m": 64}, "-64")), range(len(MODES))
+    )
+}
+each_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
+@each_kind
+def test_every_shape_is_right(kind: Kind) -> None:
+    for seed in range(len(SIZES)):
+        kind.run(seed)
+
+
+@pytest.mark.soak
+@each_kind
+@pytest.mark.parametrize("first", range(0, 300, 30))
+def test_every_interleaving_is_right(kind: Kind, first: int) -> None:
+    for seed in range(first, first + 30):
+        kind.run(seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+      name: in the names of tests.
+      kind: which kernel is run.
+      edits: (text, what to put in its place).
+      errors: of which kind the finding must be; an AssertionError is a wrong result.
+      groups: the text is one of `blocks/ragged.py`.
+    """
+
+    name: str
+    kind: str
+    edits: tuple[tuple[str, str], ...]
+    errors: tuple[type[Exception], ...]
+    groups: bool = False
+
+
+WRONG = (AssertionError, DataRaceError, OutOfBoundsError, UninitializedReadError)
+RACES = (DataRaceError, UninitializedReadError, MbarrierError)
+MUTANTS = (
+    Mutant(
+        "a tile that two programs take",
+        "hopper-plain",
+        (("range(gl.program_id(0), tile_count(groups, work), gl.num_programs(0))", "range(tile_count(groups, work))"),),
+        (DataRaceError,),
+    ),
+    Mutant(
+        "the last tile of nobody",
+        "hopper-plain",
+        (("count = ragged.blocks_of(groups) * columns", "count = ragged.blocks_of(groups) * columns - 1"),),
+        WRONG,
+    ),
+    Mutant(
+        "the last row of a group is missed",
+        "portable-plain",
+        (("rows = tl.minimum(at.size - at.row, BLOCK_M)", "rows = tl.minimum(at.size - at.row - 1, BLOCK_M)"),),
+        WRONG,
+    ),
+    Mutant(
+        "the last row of a group is missed by TMA",
+        "hopper-plain",
+        (("END - at.size + row", "END - at.size + row + 1"),),
+        WRONG,
+        groups=True,
+    ),
+    Mutant(
+        "rows behind a group are contracted",
+        "hopper-of_weights",
+        (("at.begin + at.size, END - at.size + row", "at.begin + at.size + 1, END - at.size - 1 + row"),),
+        WRONG,
+        groups=True,
+    ),
+    Mutant(
+        "rows behind a group are contracted",
+        "portable-of_weights",
+        (("there = row[:, None] < at.size - first", "there = row[:, None] <= at.size - first"),),
+        WRONG,
+    ),
+    Mutant(
+        "weights of the wrong group",
+        "portable-plain",
+        (("own = (weights[0] + at.group.to(tl.int64)", "own = (weights[0] + (at.group // 2).to(tl.int64)"),),
+        WRONG,
+    ),
+    Mutant(
+        "rows of the group before",
+        "hopper-plain",
+        (("begin = tl.max(tl.where(before, groups.ends, 0), 0)", "begin = first * 0"),),
+        WRONG,
+        groups=True,
+    ),
+    Mutant(
+        "sizes counted without the blocks that are not full",
+        "portable-plain",
+        (("(sizes + (BLOCK_M - 1)) // BLOCK_M", "sizes // BLOCK_M"),),
+        (*WRONG, UnfinishedOperationError),
+        groups=True,
+    ),
+    Mutant(
+        "nobody fills the rows behind the last group",
+        "portable-plain",
+        (("sizes = tl.where(index == GROUPS, rest, sizes)", "sizes = tl.where(index == GROUPS, 0, sizes)"),),
+        WRONG,
+        groups=True,
+    ),
+    Mutant(
+        "a stage is free too early",
+        "hopper-plain",
+        (("mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)",
+          "mbarrier.arrive(ring.empty.index(stage), count=1)"),
+         ("mbarrier.arrive(ring.empty.index(previous), count=1, pred=steps > 0)", "pass")),
+        RACES,
+    ),
+    Mutant(
+        "rows that do not exist keep their stage",
+        "hopper-plain",
+        (("                mbarrier.arrive(ring.empty.index(stage), count=1)\n", ""),),
+        (DeadlockError,),
+    ),
+    Mutant(
+        "a store is read while the next one is written",
+        "hopper-plain",
+        (("tma.store_wait(1)", "tma.store_wait(2)"),),
+        (DataRaceError,),
+    ),
+    Mutant(
+        "no fence before a store",
+        "hopper-plain",
+        (("        fence_async_shared()\n", ""),),
+        (SimulationError,),
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kind}: {mutant.name}")
+def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    kind = KINDS[mutant.kind]
+    if mutant.groups:
+        groups = load(edit(ragged, mutant.edits, tmp_path), ragged.__name__)
+        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, ragged=groups)
+    else:
+        edits = [(old, new, 2) if old.startswith("range(") else (old, new) for old, new in mutant.edits]
+        module = load(edit(kind.module, tuple(edits), tmp_path), kind.module.__name__)
+    for seed in range(SEEDS):
+        try:
+            kind.run(seed, module)
+        except (SimulationError, AssertionError) as error:
+            assert isinstance(error, mutant.errors), error
+            return
+    pytest.fail(f"not found in {SEEDS} seeds")
+
+
+@pytest.mark.parametrize("guard", ("(tl.min(sizes, 0) < 0) | ", " | (total > M)"))
+def test_every_guard_guards(guard: str, tmp_path: Path) -> None:
+    """With it garbage leads to NaN, and without it outside, or to a result."""
+    kind = KINDS["portable-plain"]
+    call = kind.call(1)
+    (sizes,) = call.arrays[2]
+    nothing = dataclasses.replace(call, expected=[np.full_like(call.expected[0], np.nan)])
+    groups = load(edit(ragged, ((guard, ""),), tmp_path), ragged.__name__)
+    without = load(Path(portable.__file__ or ""), portable.__name__, ragged=groups)
+    found = 0
+    for _, wrong in garbage(sizes, SIZES[1][0]):
+        given = dataclasses.replace(nothing, arrays=(*call.arrays[:2], [wrong]))
+        given.run(portable.ragged_dot_kernel, calls=1)
+        try:
+            given.run(without.ragged_dot_kernel, calls=1)
+        except (OutOfBoundsError, AssertionError, UninitializedReadError, DataRaceError):
+            found += 1
+    assert found
