@@ -105,6 +105,7 @@ class Results(NamedTuple):
     logits: Any
     new_keys: Any
     new_values: Any
+    times: Any
 
 
 @triton.constexpr_function
@@ -151,6 +152,7 @@ def decode_step_kernel(
     logits_ptr,  # f32 [B, V]
     new_keys_ptr,  # [L, B, KV_HEADS, H]
     new_values_ptr,
+    times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
     D: gl.constexpr,
@@ -193,7 +195,7 @@ def decode_step_kernel(
         shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
         shmem.scratch(me, hidden, gl.float32),
     )  # fmt: skip
-    results = Results(logits_ptr, new_keys_ptr, new_values_ptr)
+    results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
     gl.warp_specialize(
         [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
@@ -222,26 +224,39 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
+    gains = rings.gains_of(given.query, given.attn_norm, SIZES.D)
     for layer in range(SIZES.LAYERS):
         phase = layer * PHASES
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
-        position = phases.project(ring, position, given, x, layer, kept.qkv, factor, SIZES)
-        factor = phases.meet(me, met, phase, factor, SIZES)
+        times = phases.times_of(results.times, layer, 0, SIZES)
+        position = phases.project(ring, position, given, x, layer, gains, kept.qkv, times, factor, SIZES)
+        factor = phases.meet(me, met, phase, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
             ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, SIZES)
+        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 2, SIZES)
         attention.merge(kept, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, SIZES)
+        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        # A phase's gains are on their way while the one before works.
+        gains = rings.gains_of(given.gate, given.mlp_norm + layer * SIZES.D, SIZES.D)
+        times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept.stream, sums, met, 2 * layer, phase + 3, factor,
+            me, ring, position, given.out, kept.heads, x, kept.stream, sums, met, 2 * layer, phase + 3, times, factor,
             SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
-        position = phases.gate(ring, position, given, kept.stream, layer, kept.hidden, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, SIZES)
+        times = phases.times_of(results.times, layer, 4, SIZES)
+        position = phases.gate(ring, position, given, kept.stream, gains, kept.hidden, times, factor, SIZES)
+        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        last = layer == SIZES.LAYERS - 1
+        next_norm = gl.where(last, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
+        gains = rings.gains_of(given.query, next_norm, SIZES.D)
+        times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
             me, ring, position, given.down, kept.hidden, kept.stream, kept.stream, sums, met, 2 * layer + 1, phase + 5,
-            factor, SIZES.F, SIZES,
+            times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = kept.stream
-    phases.unembed(ring, position, given, x, results.logits, factor, SIZES)
+    times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
+    phases.unembed(ring, position, given, x, gains, results.logits, times, factor, SIZES)

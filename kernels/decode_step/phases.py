@@ -17,6 +17,7 @@ from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = gl.constexpr(6)  # of a layer
+STAMPS = gl.constexpr(4)  # times of a phase, if they are taken
 
 
 @gluon.jit
@@ -49,21 +50,43 @@ def of_layer(ptr, layer, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def meet(me, met, phase, factor, SIZES: gl.constexpr):
+def times_of(times, layer, phase: gl.constexpr, SIZES: gl.constexpr):
+    """Where the program's times of a phase go; None of None. The logits are the first phase of one layer more."""
+    if times is not None:
+        times = times + ((gl.program_id(0) * (SIZES.LAYERS + 1) + layer) * PHASES + phase) * STAMPS
+    return times
+
+
+@gluon.jit
+def stamp(times, which: gl.constexpr):
+    """Writes down what time it is, if times are taken: that of a program at which
+
+    0: a phase has the vectors that it multiplies; 1: its products are there; 2: its sum over the ranks is; 3: all
+    programs have met.
+    """
+    if times is not None:
+        gl.store(times + which, shmem.now().to(gl.int32))
+
+
+@gluon.jit
+def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
 
     Returns: `factor`, NaN if some did not come.
     """
+    stamp(times, 1)
     shmem.arrive(me, met)
-    return await_all(me, met, phase, factor, SIZES)
+    return await_all(me, met, phase, factor, times, SIZES)
 
 
 @gluon.jit
-def await_all(me, met, phase, factor, SIZES: gl.constexpr):
+def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
     A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
-    return gl.where(shmem.meet(me, met, count), factor, float("nan"))
+    factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
+    stamp(times, 3)
+    return factor
 
 
 @gluon.jit
@@ -85,27 +108,69 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def project(ring, position, given, x, layer, qkv, factor, SIZES: gl.constexpr):
-    """qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream x f32 [B, D]."""
+def project(ring, position, given, x, layer, gains, qkv, times, factor, SIZES: gl.constexpr):
+    """qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream x f32 [B, D].
+
+    Args:
+      gains: those of the norm, `rings.gains_of`.
+    """
     desc = given.query
     B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
-    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, SIZES.PROGRAMS)
-    gain = given.attn_norm + layer * SIZES.D
-    vectors = rings.vectors_of(desc, x, gain, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        row = (first + i) * ROWS + rings.rows_of(desc)
+    WIDTH: gl.constexpr = QUERIES + 2 * KEYS
+    first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, WIDTH, SIZES)
         bias = row.to(gl.float32) * 0.0
         if given.query_bias is not None:
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
-        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        for b in gl.static_range(B):
-            gl.store(qkv + b * (QUERIES + 2 * KEYS) + row, products[b] + bias)
+        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
+        gl.store(qkv + b * WIDTH + row, rings.collect(desc, sums, row.shape[0], 0) + bias, mask=there)
     return position
+
+
+@triton.constexpr_function
+def vectors_of_sums(sizes):
+    """How many vectors sums are of, those of `rings.sums_of` and those that are sent: B or more."""
+    return triton.next_power_of_2(sizes.B)
+
+
+@triton.constexpr_function
+def portion_of(rows, desc, warps, matrices, sizes, unit=1):
+    """Of how many blocks the products are collected at a time."""
+    most = most_of(rows, desc.block_shape[0], unit, sizes.PROGRAMS)
+    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices)
+
+
+@gluon.jit
+def rows_of_share(
+    desc, first, begin, count, PORTION: gl.constexpr, ROWS: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """What is collected at a time, in its order: (its place in the share, which vector, which of ROWS rows, whether
+    there is such a product).
+
+    Args:
+      first, count: what `share_of` returned.
+      begin: the first of PORTION blocks, counted from `first`.
+    """
+    HEIGHT: gl.constexpr = desc.block_shape[0]
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    SIZE: gl.constexpr = PORTION * VECTORS * HEIGHT
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(desc.block_shape, gl.num_warps()))
+    at = gl.arange(0, SIZE, LAYOUT)
+    block = begin + at // (VECTORS * HEIGHT)
+    b = at // HEIGHT % VECTORS
+    row = (first + block) * HEIGHT + at % HEIGHT
+    return begin * (VECTORS * HEIGHT) + at, b, row, (block < count) & (b < SIZES.B) & (row < ROWS)
 
 
 @gluon.jit
@@ -127,21 +192,27 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(ring, position, given, x, layer, hidden, factor, SIZES: gl.constexpr):
-    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream x f32 [B, D]."""
+def gate(ring, position, given, x, gains, hidden, times, factor, SIZES: gl.constexpr):
+    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream x f32 [B, D].
+
+    Args:
+      gains: those of the norm, `rings.gains_of`.
+    """
     desc = given.gate
     B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
-    gain = given.mlp_norm + layer * SIZES.D
-    vectors = rings.vectors_of(desc, x, gain, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        gates, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        ups, position = rings.multiply(ring, position, given.up, vectors, SIZES.D, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            value = epilogue.activate_gated(ups[b], gates[b], SIZES.ACTIVATION)
-            gl.store(hidden + b * SIZES.F + row, value, mask=row < SIZES.F)
+    first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
+        sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
+            position = rings.multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, B)
+        gates, ups = rings.collect(desc, sums, row.shape[0], 0), rings.collect(desc, sums, row.shape[0], 1)
+        gl.store(hidden + b * SIZES.F + row, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), mask=there)
     return position
 
 
@@ -157,7 +228,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, new, sums, met, which, phase, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, new, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
@@ -172,69 +243,63 @@ def add(
 
     Returns: (position, factor).
     """
-    B: gl.constexpr = SIZES.B
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
-    SCALE: gl.constexpr = SIZES.RESIDUAL_SCALE
     ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, source, None, factor, COLUMNS, B, 0.0, False)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    UNIT: gl.constexpr = unit_of(desc)
+    first, count = share_of(D, ROWS, UNIT, SIZES.PROGRAMS)
+    # Rows of 4 words, which a thread polls at a time.
+    MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, UNIT, SIZES.PROGRAMS)) * VECTORS * ROWS // 4
+    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
+    word = gl.arange(0, max(4 * MOST, 4 * 32 * gl.num_warps()), LANES)
+    row = (first + word // (VECTORS * ROWS)) * ROWS + word % ROWS
+    vector = word // ROWS % VECTORS
+    inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
+    at = vector * D + row
+    if WORLD > 1:
+        before = gl.load(old + at, mask=inside, other=0.0)  # before it is needed
+    vectors = rings.vectors_of(desc, source, (), factor, COLUMNS, SIZES.B, 0.0, False)
+    stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
-    if WORLD == 1:
-        before = rows_before(old, first, first + count, desc, SIZES)  # of the next block, before it is needed
-    for i in range(count):
+    PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
+    for begin in range(0, count, PORTION):
+        place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         if WORLD == 1:
-            olds = before
-            before = rows_before(old, first + i + 1, first + count, desc, SIZES)
-        products, position = rings.multiply(ring, position, desc, vectors, COLUMNS, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            if WORLD == 1:
-                gl.store(new + b * D + row, olds[b] + products[b] * SCALE, mask=row < D)
-            else:
-                word = ((first + i) * B + b) * ROWS + rings.rows_of(desc)
-                send(me, box, word, products[b], SIZES)
+            before = gl.load(old + b * D + own, mask=there, other=0.0)
+        parts = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
+        products = rings.collect(desc, parts, own.shape[0], 0)
+        if WORLD == 1:
+            gl.store(new + b * D + own, before + products * SIZES.RESIDUAL_SCALE, mask=there)
+        else:
+            sent = place < count * (VECTORS * ROWS)
+            send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     if WORLD == 1:
-        factor = meet(me, met, phase, factor, SIZES)
+        factor = meet(me, met, phase, factor, times, SIZES)
     else:
-        # Rows of 4 words, which a thread polls at a time.
-        MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS) * B * ROWS // 4)
-        begin, end = first * (B * ROWS) // 4, (first + count) * (B * ROWS) // 4
-        VECTORS: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
-        word = gl.arange(0, max(4 * MOST, 4 * 32 * gl.num_warps()), VECTORS)
-        row = (first + word // (B * ROWS)) * ROWS + word % ROWS
-        at = word // ROWS % B * D + row
-        inside = (word < count * (B * ROWS)) & (row < D)
-        before = gl.load(old + at, mask=inside, other=0.0)
+        stamp(times, 1)
+        begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4
         words, late = shmem.receive_vectors(me, box, begin, end, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        gl.store(new + at, before + total * SCALE, mask=inside)
+        gl.store(new + at, before + total * SIZES.RESIDUAL_SCALE, mask=inside)
+        stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        factor = await_all(me, met, phase, factor, SIZES)
+        factor = await_all(me, met, phase, factor, times, SIZES)
     return position, factor
 
 
 @gluon.jit
-def rows_before(old, block, end, desc, SIZES: gl.constexpr):
-    """Of each sequence the stream's rows of a block before block `end`."""
-    B: gl.constexpr = SIZES.B
-    row = block * desc.block_shape[0] + rings.rows_of(desc)
-    rows = ()
-    for b in gl.static_range(B):
-        rows = rows + (gl.load(old + b * SIZES.D + row, mask=(block < end) & (row < SIZES.D), other=0.0),)
-    return rows
-
-
-@gluon.jit
-def send(me, box, word, value, SIZES: gl.constexpr):
+def send(me, box, word, value, mask, SIZES: gl.constexpr):
     """Sends this rank's part of a sum to the twins of this program, on every rank."""
     WORLD: gl.constexpr = SIZES.WORLD
     words = value.to(gl.int32, bitcast=True)
     for i in gl.static_range(1, WORLD + 1):
-        shmem.send_words(me, box + me.rank * SIZES.WORDS + word, words, (me.rank + i) % WORLD)
+        shmem.send_words(me, box + me.rank * SIZES.WORDS + word, words, (me.rank + i) % WORLD, mask)
 
 
 @gluon.jit
@@ -247,19 +312,27 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, x, logits_ptr, factor, SIZES: gl.constexpr):
-    """The program's logits f32 [B, V] of the normalised stream x f32 [B, D]."""
+def unembed(ring, position, given, x, gains, logits_ptr, times, factor, SIZES: gl.constexpr):
+    """The program's logits f32 [B, V] of the normalised stream x f32 [B, D].
+
+    Args:
+      gains: those of the norm, `rings.gains_of`.
+    """
     desc = given.unembed
     B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
-    first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, given.final_norm, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            logit = products[b] * SIZES.LOGIT_SCALE
-            if CAP > 0:
-                logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
-            gl.store(logits_ptr + b * SIZES.V + row, logit, mask=row < SIZES.V)
+    first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
+        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
+        logit = rings.collect(desc, sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
+        if CAP > 0:
+            logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
+        gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
+    stamp(times, 1)

@@ -142,7 +142,8 @@ def fused(
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
     arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
-    logits, *news = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
+    outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
+    logits, *news = outs[:3]  # and times, if they are taken
     # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
     # are those of the leading dimensions, or XLA would transpose the cache, and back.
     layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]

@@ -81,6 +81,8 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
+      times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
+        place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
 
     programs: int = setting(132, least=1)
@@ -89,6 +91,7 @@ class Config(Settings):
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
+    times: bool = False
 
 
 def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
@@ -180,8 +183,9 @@ class Hopper(Variant[Call]):
         words = max(_words(d, b, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
+        times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), new, new),
+            "out_type": (f32(b, call.vocab), new, new, *times),
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
@@ -200,6 +204,7 @@ class Hopper(Variant[Call]):
             "name": "decode_step",
             "num_warps": config.num_warps,
             "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
+            **({} if config.times else {"times_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             "LAYERS": layers,
@@ -268,7 +273,7 @@ def _words(rows: int, batch: int, block: int, programs: int) -> int:
     unit = max(1, 4 // block)
     blocks = math.ceil(rows / block)
     most = math.ceil(blocks / (unit * programs)) * unit
-    return programs * most * batch * block
+    return programs * most * next_power_of_2(batch) * block
 
 
 # The kernels. Of those that do not refuse a call the cheapest one takes it.
