@@ -23,10 +23,12 @@ class Ring(NamedTuple):
     stages: Any  # [STAGES, STAGE / 64, 64]
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
-    sums: Any  # f32 [SUMS]: what each warp has of the sums of rows
+    sums: Any  # f32 [SUMS]: what each warp has of some sums
+    few: Any  # f32 [FEW]: the same, of those that are few
 
 
-SUMS = gl.constexpr(2048)  # as many as a block can need, for four vectors and two matrices
+SUMS = gl.constexpr(4096)  # as many as a block can need, for four vectors and two matrices
+FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
@@ -41,7 +43,8 @@ def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
-    return Ring(stages, full, empty, sums)
+    few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
+    return Ring(stages, full, empty, sums, few)
 
 
 @gluon.jit

@@ -87,9 +87,9 @@ class Mutant:
 
 
 TOO_EARLY = (DataRaceError, UninitializedReadError)
-MEET = "factor = phases.meet(me, met, phase{}, factor, SIZES)\n"
+MEET = "factor = phases.meet(me, met, phase{}, factor, times, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
-AWAIT = "        factor = await_all(me, met, phase, factor, SIZES)\n    return position, factor\n"
+AWAIT = "        factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
