@@ -14,13 +14,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.one_launch import AXIS, CACHE, DEFAULT, STEPS, Problem, model_of
+from benchmarks.one_launch import AXIS, DEFAULT, STEPS, Problem, model_of
 from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.shmem import shmem_call

@@ -100,10 +100,16 @@ def rows_of(desc):
     return again * SLOTS + gl.arange(0, SLOTS, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
+@triton.constexpr_function
+def columns_layout(block_shape, warps):
+    """The layout of what every key of a block is multiplied by."""
+    return gl.SliceLayout(0, gl.SliceLayout(1, layout_of(block_shape, warps)))
+
+
 @gluon.jit
 def columns_of(desc):
     """The columns of a block: i32 [groups, 64]."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout_of(desc.block_shape, gl.num_warps())))
+    LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
     group = gl.arange(0, desc.block_shape[1], gl.SliceLayout(1, LAYOUT))[:, None]
     return group * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
 
@@ -125,6 +131,10 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
+    MANY: gl.constexpr = G > 4  # heads, whose queries lie in shared memory, for lack of registers
+    COLUMNS: gl.constexpr = columns_layout(given.old_keys.block_shape, gl.num_warps())
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shelf = ring.sums.reinterpret(gl.float32, [triton.next_power_of_2(G), H // 64, 64], PLAIN)
     column = columns_of(given.old_keys)
     rows = rows_of(given.old_keys)
     query_norm = phases.of_layer(given.query_norm, layer, H)
@@ -146,7 +156,10 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
             at = of + (head * G + g) * H
             query = rotated(at, query_norm, cos, sin, column, SIZES) * (factor * SIZES.SCORE_SCALE)
             score = capped(gl.sum(gl.sum(query * key, 1), 0), CAP)
-            queries = queries + (query,)
+            if MANY:
+                shelf.index(g).store(query)
+            else:
+                queries = queries + (query,)
             tops = tops + (gl.max(gl.where(own, score, float("-inf")), 0, keep_dims=True),)
             totals = totals + (gl.max(gl.where(own, 1.0, 0.0), 0, keep_dims=True),)
             accs = accs + (gl.sum(own_value, 0, keep_dims=True),)
@@ -160,7 +173,11 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
             keys, position = take(ring, position, given.old_keys)
             weights, keeps, higher, sum_ = (), (), (), ()
             for g in gl.static_range(G):
-                scores = capped(gl.sum(gl.sum(keys * queries[g][None, None, :, :], 3), 2), CAP)
+                if MANY:
+                    query = shelf.index(g).load(COLUMNS)
+                else:
+                    query = queries[g]
+                scores = capped(gl.sum(gl.sum(keys * query[None, None, :, :], 3), 2), CAP)
                 scores = gl.where(seen, scores, float("-inf"))
                 top = gl.maximum(tops[g], gl.max(scores, 0, keep_dims=True))
                 base = gl.where(top == float("-inf"), 0.0, top)

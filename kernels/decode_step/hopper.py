@@ -49,6 +49,7 @@ class Sizes(NamedTuple):
     ROTATED: Any
     EPS: Any
     PLUS_ONE: Any
+    POST_NORMS: Any
     SCORE_SCALE: Any
     SCORE_SOFT_CAP: Any
     ACTIVATION: Any
@@ -83,6 +84,8 @@ class Given(NamedTuple):
     value_bias: Any
     query_norm: Any
     key_norm: Any
+    post_attn_norm: Any
+    post_mlp_norm: Any
     cos: Any
     sin: Any
     lengths: Any
@@ -94,6 +97,7 @@ class Kept(NamedTuple):
     """The kernel's scratch, as pointers."""
 
     stream: Any
+    block: Any
     qkv: Any
     accs: Any
     tops: Any
@@ -135,13 +139,16 @@ def decode_step_kernel(
     value_bias_ptr,
     query_norm_ptr,  # [L, H], or None
     key_norm_ptr,
+    post_attn_norm_ptr,  # [L, D], or None
+    post_mlp_norm_ptr,
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
     windows_ptr,  # i32 [L], positions before a token that it attends to
     tables_ptr,  # i32 [L], which rotary table is a layer's
     team,
-    stream,  # scratch f32 [B, D], the residual stream
+    stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
+    block,  # scratch f32 [B, D], a block's result before the norm behind it
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
@@ -166,6 +173,7 @@ def decode_step_kernel(
     ROTATED: gl.constexpr,
     EPS: gl.constexpr,
     PLUS_ONE: gl.constexpr,  # gains of norms are 1 + weight
+    POST_NORMS: gl.constexpr,  # there are norms behind the blocks
     SCORE_SCALE: gl.constexpr,
     SCORE_SOFT_CAP: gl.constexpr,  # 0: none
     ACTIVATION: gl.constexpr,
@@ -182,16 +190,16 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, SCORE_SCALE, SCORE_SOFT_CAP,
-        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
-        query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
         shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
         shmem.scratch(me, hidden, gl.float32),
     )  # fmt: skip
@@ -224,12 +232,12 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
-    gains = rings.gains_of(given.query, given.attn_norm, SIZES.D)
+    norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * PHASES
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        position = phases.project(ring, position, given, x, layer, gains, kept.qkv, times, factor, SIZES)
+        position = phases.project(ring, position, given, kept, x, layer, norms, times, factor, SIZES)
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
@@ -240,23 +248,26 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         attention.merge(kept, factor, SIZES)
         factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         # A phase's gains are on their way while the one before works.
-        gains = rings.gains_of(given.gate, given.mlp_norm + layer * SIZES.D, SIZES.D)
+        behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
+        norms = phases.norms_of(given.gate, given.mlp_norm + layer * SIZES.D, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept.stream, sums, met, 2 * layer, phase + 3, times, factor,
+            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, times, factor,
             SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
-        position = phases.gate(ring, position, given, kept.stream, gains, kept.hidden, times, factor, SIZES)
+        position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
         factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
-        last = layer == SIZES.LAYERS - 1
-        next_norm = gl.where(last, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
-        gains = rings.gains_of(given.query, next_norm, SIZES.D)
+        before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
+        behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
+        norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, kept.stream, kept.stream, sums, met, 2 * layer + 1, phase + 5,
-            times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, times,
+            factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = kept.stream
+        if SIZES.POST_NORMS:
+            x += SIZES.B * SIZES.D
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
-    phases.unembed(ring, position, given, x, gains, results.logits, times, factor, SIZES)
+    phases.unembed(ring, position, given, kept, x, norms, results.logits, times, factor, SIZES)

@@ -8,6 +8,8 @@ programs, so results are the same bits every time. The arguments that most funct
 * SIZES: the kernel's `Sizes`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -107,12 +109,62 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
     return position
 
 
+class Norms(NamedTuple):
+    """The gains of a phase's norms, each as `rings.gains_of` has them."""
+
+    before: Any  # of the norm in front of a block
+    behind: Any  # of the one behind the last block; () if there is none
+
+
 @gluon.jit
-def project(ring, position, given, x, layer, gains, qkv, times, factor, SIZES: gl.constexpr):
-    """qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream x f32 [B, D].
+def norms_of(desc, before, behind, SIZES: gl.constexpr):
+    """The gains at these pointers, [D] each, of which the second one may be None."""
+    return Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
+
+
+@gluon.jit
+def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
+    """The normalised stream, as `rings.multiply` takes it.
+
+    With norms behind the blocks `add` leaves a block's result in kept.block and does not add it to the stream, because
+    its norm is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
 
     Args:
-      gains: those of the norm, `rings.gains_of`.
+      x: f32 [B, D], the stream before kept.block is added, if it has to be.
+      norms: `norms_of` the phase.
+      there: whether there is such a result, with norms behind the blocks.
+      after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
+    """
+    B: gl.constexpr = SIZES.B
+    D: gl.constexpr = SIZES.D
+    CHUNKS: gl.constexpr = rings.chunks_of(D, desc)
+    OWN: gl.constexpr = triton.cdiv(D, SIZES.PROGRAMS)
+    parts = rings.load_vectors(desc, x, D, B)
+    if len(norms.behind) > 0:
+        added, results = (), ()
+        for b in gl.static_range(B):
+            for chunk in gl.static_range(CHUNKS):
+                column = rings.columns_of(desc, chunk)
+                at = kept.block + b * D + column
+                results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
+        results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+        for i in gl.static_range(B * CHUNKS):
+            part = parts[i] + results[i]
+            if after is not None:
+                column = rings.columns_of(desc, i % CHUNKS)
+                mine = (column // OWN == gl.program_id(0)) & (column < D)
+                gl.store(after + i // CHUNKS * D + column, part, mask=mine)
+            added = added + (part,)
+        parts = added
+    return rings.normalised(desc, parts, norms.before, factor, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+
+
+@gluon.jit
+def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: gl.constexpr):
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
+
+    Args:
+      x, norms: as `stream_of` takes them.
     """
     desc = given.query
     B: gl.constexpr = SIZES.B
@@ -120,7 +172,7 @@ def project(ring, position, given, x, layer, gains, qkv, times, factor, SIZES: g
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    vectors = stream_of(desc, kept, x, norms, layer > 0, kept.stream, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
@@ -134,7 +186,7 @@ def project(ring, position, given, x, layer, gains, qkv, times, factor, SIZES: g
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
-        gl.store(qkv + b * WIDTH + row, rings.collect(desc, sums, row.shape[0], 0) + bias, mask=there)
+        gl.store(kept.qkv + b * WIDTH + row, rings.collect(desc, sums, row.shape[0], 0) + bias, mask=there)
     return position
 
 
@@ -192,16 +244,17 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(ring, position, given, x, gains, hidden, times, factor, SIZES: gl.constexpr):
-    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream x f32 [B, D].
+def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr):
+    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
-      gains: those of the norm, `rings.gains_of`.
+      norms: as `stream_of` takes them.
     """
     desc = given.gate
     B: gl.constexpr = SIZES.B
     first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    after = kept.stream + SIZES.B * SIZES.D
+    vectors = stream_of(desc, kept, kept.stream, norms, True, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
@@ -212,7 +265,8 @@ def gate(ring, position, given, x, gains, hidden, times, factor, SIZES: gl.const
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
             position = rings.multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, B)
         gates, ups = rings.collect(desc, sums, row.shape[0], 0), rings.collect(desc, sums, row.shape[0], 1)
-        gl.store(hidden + b * SIZES.F + row, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), mask=there)
+        value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
+        gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
     return position
 
 
@@ -228,17 +282,19 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, new, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, kept, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+    """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+
+    With norms behind the blocks it is kept.block = the sum over the ranks, see `stream_of`.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
     Args:
       source: f32 [B, COLUMNS].
-      old, new: f32 [B, D], the stream before and after, which may be the same.
+      old: f32 [B, D], the stream before, which may be kept.stream.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -257,22 +313,24 @@ def add(
     vector = word // ROWS % VECTORS
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
+    SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
+    new = kept.block if SIZES.POST_NORMS else kept.stream
     if WORLD > 1:
-        before = gl.load(old + at, mask=inside, other=0.0)  # before it is needed
-    vectors = rings.vectors_of(desc, source, (), factor, COLUMNS, SIZES.B, 0.0, False)
+        before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
+    vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         if WORLD == 1:
-            before = gl.load(old + b * D + own, mask=there, other=0.0)
+            before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
         products = rings.collect(desc, parts, own.shape[0], 0)
         if WORLD == 1:
-            gl.store(new + b * D + own, before + products * SIZES.RESIDUAL_SCALE, mask=there)
+            gl.store(new + b * D + own, before + products * SCALE, mask=there)
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
@@ -285,7 +343,7 @@ def add(
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        gl.store(new + at, before + total * SIZES.RESIDUAL_SCALE, mask=inside)
+        gl.store(new + at, before + total * SCALE, mask=inside)
         stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
@@ -312,17 +370,17 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, x, gains, logits_ptr, times, factor, SIZES: gl.constexpr):
-    """The program's logits f32 [B, V] of the normalised stream x f32 [B, D].
+def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
+    """The program's logits f32 [B, V] of the normalised stream.
 
     Args:
-      gains: those of the norm, `rings.gains_of`.
+      x, norms: as `stream_of` takes them.
     """
     desc = given.unembed
     B: gl.constexpr = SIZES.B
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, gains, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    vectors = stream_of(desc, kept, x, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)

@@ -212,42 +212,56 @@ def collect(desc, sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
 
 @gluon.jit
 def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
-    """Weights [COLUMNS] of RMSNorm as `vectors_of` takes them: to be asked for before what they are multiplied by."""
+    """Weights [COLUMNS] of RMSNorm as `normalised` takes them; () of None.
+
+    They are to be asked for before what they are multiplied by.
+    """
     gains = ()
-    for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
-        gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
+    if gain_ptr is not None:
+        for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
+            gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
     return gains
 
 
 @gluon.jit
-def vectors_of(
-    desc, source, gains, factor, COLUMNS: gl.constexpr, B: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr
+def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them: of each vector one part after the other."""
+    parts = load_vectors(desc, source, COLUMNS, B)
+    vectors = ()
+    for i in gl.static_range(len(parts)):
+        vectors = vectors + (parts[i] * factor,)
+    return vectors
+
+
+@gluon.jit
+def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """The parts of vectors f32 [B, COLUMNS]."""
+    parts = ()
+    for b in gl.static_range(B):
+        for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
+            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+    return parts
+
+
+@gluon.jit
+def normalised(
+    desc, parts, gains, factor, COLUMNS: gl.constexpr, B: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr
 ):
-    """Vectors f32 [B, COLUMNS], as `multiply` takes them: of each vector one part after the other.
+    """The parts of vectors f32 [B, COLUMNS] behind RMSNorm, times `factor`.
 
     Args:
-      gains: `gains_of` the norm by which they are normalised; (): they are taken as they are.
-      factor: f32, multiplies all.
+      gains: `gains_of` the norm.
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
-    vectors, loaded = (), ()
-    # All loads come before what has to wait for one of them.
+    vectors = ()
     for b in gl.static_range(B):
+        squares = parts[b * CHUNKS] * parts[b * CHUNKS]
+        for chunk in gl.static_range(1, CHUNKS):
+            squares += parts[b * CHUNKS + chunk] * parts[b * CHUNKS + chunk]
+        scale = factor * gl.rsqrt(gl.sum(squares.reshape([64 * desc.block_shape[1]]), 0) / COLUMNS + EPS)
         for chunk in gl.static_range(CHUNKS):
-            loaded = loaded + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
-    for b in gl.static_range(B):
-        scale = factor
-        if len(gains) > 0:
-            squares = loaded[b * CHUNKS] * loaded[b * CHUNKS]
-            for chunk in gl.static_range(1, CHUNKS):
-                squares += loaded[b * CHUNKS + chunk] * loaded[b * CHUNKS + chunk]
-            scale = factor * gl.rsqrt(gl.sum(squares.reshape([64 * desc.block_shape[1]]), 0) / COLUMNS + EPS)
-        for chunk in gl.static_range(CHUNKS):
-            part = loaded[b * CHUNKS + chunk] * scale
-            if len(gains) > 0:
-                gain = gains[chunk].to(gl.float32)
-                part *= gain + 1.0 if PLUS_ONE else gain
-            vectors = vectors + (part,)
+            gain = gains[chunk].to(gl.float32)
+            vectors = vectors + (parts[b * CHUNKS + chunk] * scale * (gain + 1.0 if PLUS_ONE else gain),)
     return vectors
 
 

@@ -28,6 +28,7 @@ CASES = {
     "rows that nothing divides": (dataclasses.replace(LLAMA, d_mlp=2176, vocab=1002), (90,)),
     "qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "qwen 3": (tiny("qwen3-8b", **SIZES), (64,)),
+    "gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200)),
     "a window": (dataclasses.replace(LLAMA, windows=(64, None)), (130, 20)),
     "caps": (dataclasses.replace(LLAMA, score_soft_cap=5.0, logit_soft_cap=2.0, activation="gelu_tanh"), (90,)),
 }

@@ -34,6 +34,8 @@ STEPS = {
     "qwen 3": Step(world=1, family="qwen3-8b", lengths=(7,)),
     "a window": Step(world=1, family="mistral-7b-v0.1", lengths=(13,)),
     "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
+    "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
+    "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
     "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3),)),
     "scales and caps": Step(
         world=1,
@@ -163,6 +165,25 @@ MUTANTS = {
         ),
         errors=(AssertionError,),
         step=Step(world=3),
+    ),
+    "the stream goes where others still read it": Mutant(
+        module=phases,
+        edits=(("norms, layer > 0, kept.stream,", "norms, layer > 0, kept.stream + SIZES.B * SIZES.D,"),),
+        errors=(DataRaceError, UninitializedReadError),
+        step=STEPS["gemma 2, three layers"],
+    ),
+    "all programs store the same rows of the stream": Mutant(
+        module=phases, edits=(("column // OWN == gl.program_id(0)", "column // OWN == 0"),),
+        errors=TOO_EARLY, step=STEPS["gemma 2, three layers"],
+    ),
+    "a block's result is added to the stream before its norm": Mutant(
+        module=phases, edits=(("if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE", "if True else 0"),
+                              ("mask=inside & (not SIZES.POST_NORMS)", "mask=inside")),
+        errors=(AssertionError, *TOO_EARLY), step=STEPS["gemma 2, three layers"],
+    ),
+    "warps' sums of the wrong matrix": Mutant(
+        module=phases, edits=(("rings.collect(desc, sums, row.shape[0], 1)", "rings.collect(desc, sums, row.shape[0], 0)"),),
+        errors=(AssertionError,),
     ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(

@@ -130,8 +130,6 @@ class Hopper(Variant[Call]):
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
-        if model.post_norms:
-            reasons.append(Lasting("it has no norms behind a block (post_norms)"))
         if model.head_dim not in (64, 128, 256):
             reasons.append(Lasting(f"it takes heads of 64, 128 and 256, not {model.head_dim}"))
         if model.group > 8:
@@ -189,7 +187,8 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(b, d),
+                "stream": f32(2 if model.post_norms else 1, b, d),
+                "block": f32(b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
@@ -207,6 +206,7 @@ class Hopper(Variant[Call]):
             **({} if config.times else {"times_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
+            **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
             "D": d,
@@ -220,6 +220,7 @@ class Hopper(Variant[Call]):
             "ROTATED": model.rotated,
             "EPS": model.norm_eps,
             "PLUS_ONE": model.norm_plus_one,
+            "POST_NORMS": model.post_norms,
             "SCORE_SCALE": model.score_factor,
             "SCORE_SOFT_CAP": model.score_soft_cap or 0.0,
             "ACTIVATION": ACTIVATIONS[model.activation],
@@ -244,6 +245,7 @@ class Hopper(Variant[Call]):
         vectors = ["attn_norm", "mlp_norm", "final_norm"]
         vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
         vectors += ["q_norm", "k_norm"] if model.qk_norm else []
+        vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
         farthest = 1 << 30
         windows = [farthest if window is None else window for window in model.window_by_layer]
         return (
