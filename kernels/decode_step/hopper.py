@@ -196,7 +196,8 @@ def decode_step_kernel(
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
-        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
+        tables_ptr,
     )  # fmt: skip
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
