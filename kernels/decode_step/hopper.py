@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import attention, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
+from jaxtaxfree.kernels.decode_step import tensor_cores
 
 PHASES = phases.PHASES
 
@@ -38,6 +39,7 @@ class Sizes(NamedTuple):
 
     LAYERS: Any
     B: Any
+    TENSOR: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -98,6 +100,8 @@ class Kept(NamedTuple):
 
     stream: Any
     block: Any
+    scaled: Any
+    squares: Any
     qkv: Any
     accs: Any
     tops: Any
@@ -149,11 +153,13 @@ def decode_step_kernel(
     team,
     stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
     block,  # scratch f32 [B, D], a block's result before the norm behind it
+    scaled,  # scratch of the weights' dtype [B, D], the stream times the gains of the next norm, for tensor cores
+    squares,  # scratch f32 [PROGRAMS, 16], sums of squares of the stream, likewise
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # scratch f32 [B, HEADS * H]
-    hidden,  # scratch f32 [B, F]
+    heads,  # scratch f32 [B, HEADS * H], for tensor cores of the weights' dtype
+    hidden,  # scratch f32 [B, F], likewise
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -162,6 +168,7 @@ def decode_step_kernel(
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
+    TENSOR: gl.constexpr,  # products are of tensor cores
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -190,8 +197,8 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
-        SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+        LAYERS, B, TENSOR, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -199,10 +206,12 @@ def decode_step_kernel(
         query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
         tables_ptr,
     )  # fmt: skip
+    FACTORS: gl.constexpr = query_desc.dtype if TENSOR else gl.float32
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
-        shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
-        shmem.scratch(me, hidden, gl.float32),
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
+        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, heads, FACTORS), shmem.scratch(me, hidden, FACTORS),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
@@ -234,6 +243,9 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
+    if SIZES.TENSOR:
+        tensor_cores.begin(kept, x_ptr, given.attn_norm, SIZES)
+        factor = phases.meet(me, met, -1, factor, None, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * PHASES
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
@@ -250,11 +262,12 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
-        norms = phases.norms_of(given.gate, given.mlp_norm + layer * SIZES.D, behind, SIZES)
+        mlp_norm = given.mlp_norm + layer * SIZES.D
+        norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, times, factor,
-            SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, mlp_norm, times,
+            factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
@@ -264,8 +277,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, times,
-            factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, before,
+            times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = kept.stream
         if SIZES.POST_NORMS:

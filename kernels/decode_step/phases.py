@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import ring as rings
+from jaxtaxfree.kernels.decode_step import tensor_cores
 
 PHASES = gl.constexpr(6)  # of a layer
 STAMPS = gl.constexpr(4)  # times of a phase, if they are taken
@@ -84,8 +85,9 @@ def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
-    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
+    FIRST: gl.constexpr = 1 if SIZES.TENSOR else 0  # phases before the first one of a layer
+    A_CALL: gl.constexpr = (FIRST + SIZES.LAYERS * PHASES) * SIZES.PROGRAMS
+    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1 + FIRST) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
     return factor
@@ -119,12 +121,26 @@ class Norms(NamedTuple):
 @gluon.jit
 def norms_of(desc, before, behind, SIZES: gl.constexpr):
     """The gains at these pointers, [D] each, of which the second one may be None."""
-    return Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
+    if SIZES.TENSOR:  # who adds to the stream multiplies by them
+        norms = Norms((), ())
+    else:
+        norms = Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
+    return norms
+
+
+@gluon.jit
+def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
+    """`rings.multiply`, or that of tensor cores."""
+    if SIZES.TENSOR:
+        position = tensor_cores.multiply(ring, position, desc, vectors, first, COLUMNS)
+    else:
+        position = rings.multiply(ring, position, desc, vectors, sums, first, COLUMNS, SIZES.B)
+    return position
 
 
 @gluon.jit
 def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
-    """The normalised stream, as `rings.multiply` takes it.
+    """The normalised stream, as `multiply` takes it.
 
     With norms behind the blocks `add` leaves a block's result in kept.block and does not add it to the stream, because
     its norm is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
@@ -135,28 +151,41 @@ def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
       there: whether there is such a result, with norms behind the blocks.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
+    if SIZES.TENSOR:
+        scale = tensor_cores.scale_of(kept, factor, SIZES)
+        vectors = tensor_cores.vectors_of(desc, kept.scaled, scale, SIZES.D, SIZES.B)
+    else:
+        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+        if len(norms.behind) > 0:
+            parts = with_result(desc, kept, parts, norms, there, after, SIZES)
+        vectors = rings.normalised(
+            desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE
+        )  # fmt: skip
+    return vectors
+
+
+@gluon.jit
+def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
+    """Parts of the stream with a block's result, and what `stream_of` has to store of it."""
     B: gl.constexpr = SIZES.B
     D: gl.constexpr = SIZES.D
     CHUNKS: gl.constexpr = rings.chunks_of(D, desc)
     OWN: gl.constexpr = triton.cdiv(D, SIZES.PROGRAMS)
-    parts = rings.load_vectors(desc, x, D, B)
-    if len(norms.behind) > 0:
-        added, results = (), ()
-        for b in gl.static_range(B):
-            for chunk in gl.static_range(CHUNKS):
-                column = rings.columns_of(desc, chunk)
-                at = kept.block + b * D + column
-                results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
-        results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
-        for i in gl.static_range(B * CHUNKS):
-            part = parts[i] + results[i]
-            if after is not None:
-                column = rings.columns_of(desc, i % CHUNKS)
-                mine = (column // OWN == gl.program_id(0)) & (column < D)
-                gl.store(after + i // CHUNKS * D + column, part, mask=mine)
-            added = added + (part,)
-        parts = added
-    return rings.normalised(desc, parts, norms.before, factor, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    added, results = (), ()
+    for b in gl.static_range(B):
+        for chunk in gl.static_range(CHUNKS):
+            column = rings.columns_of(desc, chunk)
+            at = kept.block + b * D + column
+            results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
+    results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    for i in gl.static_range(B * CHUNKS):
+        part = parts[i] + results[i]
+        if after is not None:
+            column = rings.columns_of(desc, i % CHUNKS)
+            mine = (column // OWN == gl.program_id(0)) & (column < D)
+            gl.store(after + i // CHUNKS * D + column, part, mask=mine)
+        added = added + (part,)
+    return added
 
 
 @gluon.jit
@@ -185,15 +214,15 @@ def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: 
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
-        gl.store(kept.qkv + b * WIDTH + row, rings.collect(desc, sums, row.shape[0], 0) + bias, mask=there)
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
     return position
 
 
 @triton.constexpr_function
 def vectors_of_sums(sizes):
     """How many vectors sums are of, those of `rings.sums_of` and those that are sent: B or more."""
-    return triton.next_power_of_2(sizes.B)
+    return 16 if sizes.TENSOR else triton.next_power_of_2(sizes.B)
 
 
 @triton.constexpr_function
@@ -217,7 +246,8 @@ def rows_of_share(
     HEIGHT: gl.constexpr = desc.block_shape[0]
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     SIZE: gl.constexpr = PORTION * VECTORS * HEIGHT
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(desc.block_shape, gl.num_warps()))
+    ACROSS: gl.constexpr = rings.across_of(desc.block_shape, gl.num_warps(), VECTORS)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(ACROSS, gl.num_warps()))
     at = gl.arange(0, SIZE, LAYOUT)
     block = begin + at // (VECTORS * HEIGHT)
     b = at // HEIGHT % VECTORS
@@ -262,11 +292,11 @@ def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr)
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
-            position = rings.multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, B)
-        gates, ups = rings.collect(desc, sums, row.shape[0], 0), rings.collect(desc, sums, row.shape[0], 1)
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+            position = multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES)
+        gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
-        gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
+        gl.store(kept.hidden + b * SIZES.F + row, value.to(kept.hidden.dtype.element_ty), mask=there)
     return position
 
 
@@ -282,7 +312,8 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, kept, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, kept, sums, met, which, phase, next_norm, times, factor,
+    COLUMNS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
@@ -296,6 +327,7 @@ def add(
       source: f32 [B, COLUMNS].
       old: f32 [B, D], the stream before, which may be kept.stream.
       which: number of the sum in this call.
+      next_norm: pointer to the gains [D] of the next norm.
 
     Returns: (position, factor).
     """
@@ -317,24 +349,36 @@ def add(
     new = kept.block if SIZES.POST_NORMS else kept.stream
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    if SIZES.TENSOR:
+        vectors = tensor_cores.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    else:
+        vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
+    FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    squares = gl.full([VECTORS], 0.0, gl.float32, FEW)
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         if WORLD == 1:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
-        products = rings.collect(desc, parts, own.shape[0], 0)
+            position = multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES)
+        products = rings.collect(parts, own.shape[0], 0)
         if WORLD == 1:
-            gl.store(new + b * D + own, before + products * SCALE, mask=there)
+            value = before + products * SCALE
+            gl.store(new + b * D + own, value, mask=there)
+            if SIZES.TENSOR:
+                part = tensor_cores.publish(kept, value, b, own, there, next_norm, SIZES)
+                part = gl.sum(gl.sum(part.reshape([PORTION, VECTORS, ROWS]), 2), 0)
+                squares += gl.convert_layout(part, FEW)
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     if WORLD == 1:
+        if SIZES.TENSOR:
+            tensor_cores.store_squares(kept, squares)
         factor = meet(me, met, phase, factor, times, SIZES)
     else:
         stamp(times, 1)
@@ -343,7 +387,12 @@ def add(
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        gl.store(new + at, before + total * SCALE, mask=inside)
+        value = before + total * SCALE
+        gl.store(new + at, value, mask=inside)
+        if SIZES.TENSOR:
+            part = tensor_cores.publish(kept, value, vector, row, inside, next_norm, SIZES)
+            part = part.reshape([word.shape[0] // (VECTORS * ROWS), VECTORS, ROWS])
+            tensor_cores.store_squares(kept, gl.sum(gl.sum(part, 2), 0))
         stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
@@ -388,8 +437,8 @@ def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SI
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, B)
-        logit = rings.collect(desc, sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+        logit = rings.collect(sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)

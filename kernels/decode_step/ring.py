@@ -61,11 +61,18 @@ def fetch(ring, position, desc, row, group):
 @gluon.jit
 def take(ring, position, desc):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
+    block, position = take_as(ring, position, desc, layout_of(desc.block_shape, gl.num_warps()))
+    return block.to(gl.float32), position
+
+
+@gluon.jit
+def take_as(ring, position, desc, LAYOUT: gl.constexpr):
+    """The next block, which is one of `desc`, in its dtype and in a layout; and the next position."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
-    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
+    block = view(ring, stage, desc).load(LAYOUT)
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    return block.to(gl.float32), after(ring, position)
+    return block, after(ring, position)
 
 
 @gluon.jit
@@ -135,22 +142,22 @@ def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr):
 
 
 @triton.constexpr_function
-def across_of(block_shape, warps):
-    """Among how many warps a row of a block is divided."""
-    return layout_of(block_shape, warps).warps_per_cta[1]
+def across_of(block_shape, warps, vectors):
+    """Among how many warps a row of a block is divided: by tensor cores, that is for 16 vectors, among all."""
+    return warps if vectors == 16 else layout_of(block_shape, warps).warps_per_cta[1]
 
 
 @triton.constexpr_function
 def portion_of(blocks, block_shape, warps, vectors, matrices):
     """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums fit into the ring's."""
-    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps)
+    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps, vectors)
     return min(triton.next_power_of_2(blocks), SUMS.value // size)
 
 
 @gluon.jit
 def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
     """The ring's sums as f32 [BLOCKS * VECTORS, rows of a block, warps that share a row]."""
-    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps())
+    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps(), VECTORS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ring.sums.reinterpret(gl.float32, [BLOCKS * VECTORS, desc.block_shape[0], ACROSS], PLAIN)
 
@@ -189,13 +196,13 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
 
 
 @triton.constexpr_function
-def collected(block_shape, warps):
+def collected(across, warps):
     """The layout of what `collect` reads: 4 rows next to each other are a thread's."""
-    return gl.BlockedLayout([4, across_of(block_shape, warps)], [32, 1], [warps, 1], [1, 0])
+    return gl.BlockedLayout([4, across], [32, 1], [warps, 1], [1, 0])
 
 
 @gluon.jit
-def collect(desc, sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
+def collect(sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
     """What `multiply` has left: f32 [SIZE], block by block, of each the vectors, of each the rows.
 
     Args:
@@ -204,7 +211,7 @@ def collect(desc, sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
     """
     ACROSS: gl.constexpr = sums.shape[2]
     COUNT: gl.constexpr = sums.shape[0] * sums.shape[1]
-    LAYOUT: gl.constexpr = collected(desc.block_shape, gl.num_warps())
+    LAYOUT: gl.constexpr = collected(ACROSS, gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     parts = sums.reinterpret(gl.float32, [COUNT // SIZE, SIZE, ACROSS], PLAIN).index(FIRST).load(LAYOUT)
     return gl.sum(parts, 1)

@@ -26,6 +26,10 @@ from tests.helpers.simulator_kernels import load
 
 SEEDS = 200
 PORTION = 10
+# Tensor cores have to give each warp some columns.
+WIDE = {
+    "group": 4, "changes": (("d_model", 320), ("d_mlp", 768)), "config": (("stage", 2048), ("num_warps", 4)),
+}  # fmt: skip
 STEPS = {
     "one rank, two layers": Step(world=1, layers=2),
     "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
@@ -36,6 +40,8 @@ STEPS = {
     "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
     "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
     "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
+    "five sequences, by tensor cores": Step(lengths=(3, 0, 17, 9, 30), layers=2, **WIDE),
+    "sixteen sequences, by tensor cores": Step(world=1, lengths=(*range(15), 40), layers=2, **WIDE),
     "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3),)),
     "scales and caps": Step(
         world=1,
@@ -102,7 +108,7 @@ ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
 TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
-COUNT = "(phase + 1) * SIZES.PROGRAMS"
+COUNT = "(phase + 1 + FIRST) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
 MUTANTS = {
