@@ -27,9 +27,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
-from jaxtaxfree.kernels.decode_step import tensor_cores
 
 PHASES = phases.PHASES
 
@@ -198,7 +197,8 @@ def decode_step_kernel(
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, TENSOR, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
-        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
+        WORDS, MERGED,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,

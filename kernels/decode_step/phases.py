@@ -196,7 +196,6 @@ def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: 
       x, norms: as `stream_of` takes them.
     """
     desc = given.query
-    B: gl.constexpr = SIZES.B
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
@@ -281,7 +280,6 @@ def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr)
       norms: as `stream_of` takes them.
     """
     desc = given.gate
-    B: gl.constexpr = SIZES.B
     first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
     after = kept.stream + SIZES.B * SIZES.D
     vectors = stream_of(desc, kept, kept.stream, norms, True, after, factor, SIZES)
@@ -426,7 +424,6 @@ def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SI
       x, norms: as `stream_of` takes them.
     """
     desc = given.unembed
-    B: gl.constexpr = SIZES.B
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
     vectors = stream_of(desc, kept, x, norms, True, None, factor, SIZES)

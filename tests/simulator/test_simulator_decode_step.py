@@ -10,7 +10,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
+from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring, tensor_cores
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -51,6 +51,7 @@ STEPS = {
         ),
     ),
 }  # fmt: skip
+FIVE = Step(world=1, lengths=(3, 0, 17, 9, 30), **WIDE)
 MANY = {"four ranks": Step(world=4, layers=2), "eight ranks": Step(world=8, lengths=(5, 12))}
 
 
@@ -105,7 +106,7 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
-TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
+TAKEN = "    block = view(ring, stage, desc).load(LAYOUT)\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1 + FIRST) * SIZES.PROGRAMS"
@@ -188,8 +189,20 @@ MUTANTS = {
         errors=(AssertionError, *TOO_EARLY), step=STEPS["gemma 2, three layers"],
     ),
     "warps' sums of the wrong matrix": Mutant(
-        module=phases, edits=(("rings.collect(desc, sums, row.shape[0], 1)", "rings.collect(desc, sums, row.shape[0], 0)"),),
+        module=phases, edits=(("(sums, row.shape[0], 1)", "(sums, row.shape[0], 0)"),),
         errors=(AssertionError,),
+    ),
+    "nobody waits for the first sums of squares": Mutant(
+        module=hopper, edits=(("factor = phases.meet(me, met, -1,", "phases.meet(me, met, -2,"),), errors=TOO_EARLY,
+        step=FIVE,
+    ),
+    "a program's squares are left out": Mutant(
+        module=tensor_cores, edits=(("mask=program < SIZES.PROGRAMS,", "mask=program < SIZES.PROGRAMS - 1,"),),
+        errors=(AssertionError,), step=FIVE,
+    ),
+    "the gains of the norm before": Mutant(
+        module=hopper, edits=(("phase + 3, mlp_norm,", "phase + 3, given.attn_norm,"),), errors=(AssertionError,),
+        step=FIVE,
     ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(
@@ -235,6 +248,8 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         files["rings"] = changed
         files["phases"] = again(phases, rings=changed)
         files["attention"] = again(attention, rings=changed)
+    elif mutant.module is tensor_cores:
+        files |= {"tensor_cores": changed, "phases": again(phases, tensor_cores=changed)}
     else:
         files["phases" if mutant.module is phases else "attention"] = changed
     return again(hopper, **files).decode_step_kernel
