@@ -15,7 +15,11 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
     gate        the gated MLP's inner part
     add         its product, summed over the ranks, added to the stream
 
-`phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring.
+`phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
+few sequences, `tensor_cores.py` those of more.
+
+A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
+the sums in shared memory, and a phase adds these up at its end.
 
 Scratch has one copy of each array for all layers: who writes it again has met everybody who read it.
 """

@@ -67,7 +67,11 @@ def vectors_of(desc, source, scale, COLUMNS: gl.constexpr, B: gl.constexpr):
     parts = ()
     for chunk in gl.static_range(rings.chunks_of(COLUMNS, desc)):
         at = chunk * (64 * desc.block_shape[1]) + column
-        parts = parts + (gl.load(source + b * COLUMNS + at, mask=(b < B) & (at < COLUMNS), other=0.0),)
+        if COLUMNS % (64 * desc.block_shape[1]) == 0 and B == 16:
+            part = gl.load(source + b * COLUMNS + at)
+        else:
+            part = gl.load(source + b * COLUMNS + at, mask=(b < B) & (at < COLUMNS), other=0.0)
+        parts = parts + (part,)
     return Vectors(scale + gl.full([16], 0.0, gl.float32, scale_layout(WARPS)), parts)
 
 
