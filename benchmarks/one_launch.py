@@ -182,6 +182,10 @@ def small_checks(world):
             dataclasses.replace(base, qkv_bias=True, head_dim=64, tied=True, heads=4, kv_heads=2), 1, [100],
         ),
         "qwen 3": (dataclasses.replace(base, qk_norm=True), 2, [64, 63]),
+        "gemma 2": (
+            dataclasses.replace(base, post_norms=True, norm_plus_one=True, head_dim=256, heads=4,
+                                activation="gelu_tanh", logit_soft_cap=30.0, score_soft_cap=50.0), 2, [64, 200],
+        ),
         "mistral's window": (dataclasses.replace(base, windows=(64,)), 2, [130, 20]),
         "gelu, caps, 1 + w, odd sizes": (
             dataclasses.replace(base, d_mlp=1088 * 2, vocab=1002, activation="gelu_tanh", score_soft_cap=30.0,

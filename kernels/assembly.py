@@ -147,20 +147,24 @@ def _until_signal(signal, late, scope="sys"):
 
     Uses the registers p, which is true at DONE, q, v and now, and end, which holds how long it may last.
     """
+    # Whether the rank failed is asked for along with the signal, so that a look lasts as long as one load.
     return f"""
+    {{
+    .reg .b32 failed;
     mov.u64 now, %globaltimer;
     add.u64 end, end, now;
     AGAIN:
+    ld.volatile.global.b32 failed, [$4 + 4];
     ld.acquire.{scope}.global.b32 v, [{signal}];
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;
-    ld.volatile.global.b32 v, [$4 + 4];
-    setp.ne.s32 q, v, 0;
+    setp.ne.s32 q, failed, 0;
     @q bra {late};
     mov.u64 now, %globaltimer;
     setp.lt.u64 q, now, end;
     @q bra AGAIN;
+    }}
     """
 
 

@@ -18,26 +18,37 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def lengths_of(given, SIZES: gl.constexpr):
-    """Tokens in the cache, of each sequence."""
+    """Tokens in the cache, of each sequence; () if there are more than registers should be spent on."""
     B: gl.constexpr = SIZES.B
     lengths = ()
-    for b in gl.static_range(B):
-        lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
+    if B <= 4:
+        for b in gl.static_range(B):
+            lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
     return lengths
+
+
+@gluon.jit
+def length_of(given, lengths, sequence, SIZES: gl.constexpr):
+    """Tokens in the cache of a sequence, from what `lengths_of` returned."""
+    B: gl.constexpr = SIZES.B
+    if B <= 4:
+        length = lengths[0]
+        for b in gl.static_range(1, B):
+            length = gl.where(sequence == b, lengths[b], length)
+    else:
+        length = gl.maximum(gl.load(given.lengths + sequence), 0)
+    return length
 
 
 @gluon.jit
 def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
     """What an item has: (sequence, key/value head, tokens in the cache, slots from `begin` to before `end`, blocks from
     `first` to before `last`)."""
-    B: gl.constexpr = SIZES.B
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
-    length = lengths[0]
-    for b in gl.static_range(1, B):
-        length = gl.where(sequence == b, lengths[b], length)
+    length = length_of(given, lengths, sequence, SIZES)
     end = gl.minimum(length, SIZES.SLOTS)
     begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
@@ -62,9 +73,63 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     return position
 
 
+@triton.constexpr_function
+def layout_of(block_shape, warps):
+    """The layout of a block [again, slots, groups, 64] of keys or values: what a thread has of a slot is its own.
+
+    It is the ring's layout of the block [again * slots, groups, 64].
+    """
+    of = rings.layout_of(block_shape, warps)
+    return gl.BlockedLayout(
+        [1, *of.size_per_thread], [1, *of.threads_per_warp], [1, *of.warps_per_cta], [3, 2, 1, 0]
+    )  # fmt: skip
+
+
+@triton.constexpr_function
+def slots_of(block_shape, warps):
+    """How many keys of a block are on different threads."""
+    of = rings.layout_of(block_shape, warps)
+    return min(block_shape[0], of.threads_per_warp[0] * of.warps_per_cta[0])
+
+
+@gluon.jit
+def take(ring, position, desc):
+    """The next block of keys or values, f32 [again, slots, groups, 64]; and the next position."""
+    SLOTS: gl.constexpr = slots_of(desc.block_shape, gl.num_warps())
+    AGAIN: gl.constexpr = desc.block_shape[0] // SLOTS
+    block, position = rings.take(ring, position, desc)
+    block = block.reshape([AGAIN, SLOTS, desc.block_shape[1], 64])
+    return gl.convert_layout(block, layout_of(desc.block_shape, gl.num_warps())), position
+
+
+@gluon.jit
+def rows_of(desc):
+    """The rows of a block: i32 [again, slots]."""
+    SLOTS: gl.constexpr = slots_of(desc.block_shape, gl.num_warps())
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, layout_of(desc.block_shape, gl.num_warps())))
+    again = gl.arange(0, desc.block_shape[0] // SLOTS, gl.SliceLayout(1, LAYOUT))[:, None]
+    return again * SLOTS + gl.arange(0, SLOTS, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
+@triton.constexpr_function
+def columns_layout(block_shape, warps):
+    """The layout of what every key of a block is multiplied by."""
+    return gl.SliceLayout(0, gl.SliceLayout(1, layout_of(block_shape, warps)))
+
+
+@gluon.jit
+def columns_of(desc):
+    """The columns of a block: i32 [groups, 64]."""
+    LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
+    group = gl.arange(0, desc.block_shape[1], gl.SliceLayout(1, LAYOUT))[:, None]
+    return group * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+
+
 @gluon.jit
 def attend(ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES: gl.constexpr):
     """Leaves the parts of this program's items in `kept`, and the new keys and values in the results.
+
+    Threads that have different keys go on by themselves, each with a softmax of its own, and `together` adds them up.
 
     Args:
       lengths: what `lengths_of` returned.
@@ -77,7 +142,12 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
-    column = rings.columns_of(given.old_keys, 0)
+    MANY: gl.constexpr = G > 4  # heads, whose queries lie in shared memory, for lack of registers
+    COLUMNS: gl.constexpr = columns_layout(given.old_keys.block_shape, gl.num_warps())
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    shelf = ring.sums.reinterpret(gl.float32, [triton.next_power_of_2(G), H // 64, 64], PLAIN)
+    column = columns_of(given.old_keys)
+    rows = rows_of(given.old_keys)
     query_norm = phases.of_layer(given.query_norm, layer, H)
     key_norm = phases.of_layer(given.key_norm, layer, H)
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
@@ -87,51 +157,95 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
         of = kept.qkv + sequence * WIDTH
         key = rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
         value = gl.load(of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H + column)
-        key, value = key.to(DTYPE), value.to(DTYPE)
-        # The new token belongs to the first item; where the cache is full it is dropped.
-        own = (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
-        place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
-        gl.store(results.new_keys + place, key, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(results.new_values + place, value, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        key, value = key.to(gl.float32), value.to(gl.float32)
+        new_key, new_value = key.to(DTYPE), value.to(DTYPE)
+        key, value = new_key.to(gl.float32), new_value.to(gl.float32)
+        # The new token belongs to one thread of the first item; where the cache is full it is dropped.
+        own = (rows == 0) & (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
+        own_value = gl.where(own[:, :, None, None], value[None, None, :, :], 0.0)
         queries, tops, totals, accs = (), (), (), ()
         for g in gl.static_range(G):
             at = of + (head * G + g) * H
             query = rotated(at, query_norm, cos, sin, column, SIZES) * (factor * SIZES.SCORE_SCALE)
             score = capped(gl.sum(gl.sum(query * key, 1), 0), CAP)
-            queries = queries + (query,)
-            tops = tops + (gl.where(own, score, float("-inf")),)
-            totals = totals + (gl.where(own, 1.0, 0.0),)
-            accs = accs + (gl.where(own, value, 0.0),)
+            if MANY:
+                shelf.index(g).store(query)
+            else:
+                queries = queries + (query,)
+            tops = tops + (gl.max(gl.where(own, score, float("-inf")), 0, keep_dims=True),)
+            totals = totals + (gl.max(gl.where(own, 1.0, 0.0), 0, keep_dims=True),)
+            accs = accs + (gl.sum(own_value, 0, keep_dims=True),)
+        # After the loads, which do not pass stores.
+        place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
+        gl.store(results.new_keys + place, new_key, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(results.new_values + place, new_value, mask=(item % SIZES.SPLITS == 0) & (column < H))
         for block in range(first, last):
-            slot = block * BLOCK + rings.rows_of(given.old_keys)
+            slot = block * BLOCK + rows
             seen = (slot >= begin) & (slot < end)
-            keys, position = rings.take(ring, position, given.old_keys)
+            keys, position = take(ring, position, given.old_keys)
             weights, keeps, higher, sum_ = (), (), (), ()
             for g in gl.static_range(G):
-                scores = capped(gl.sum(gl.sum(keys * queries[g][None, :, :], 2), 1), CAP)
+                if MANY:
+                    query = shelf.index(g).load(COLUMNS)
+                else:
+                    query = queries[g]
+                scores = capped(gl.sum(gl.sum(keys * query[None, None, :, :], 3), 2), CAP)
                 scores = gl.where(seen, scores, float("-inf"))
-                top = gl.maximum(tops[g], gl.max(scores, 0))
+                top = gl.maximum(tops[g], gl.max(scores, 0, keep_dims=True))
                 base = gl.where(top == float("-inf"), 0.0, top)
                 weight = gl.exp2(scores - base)
                 keep = gl.exp2(tops[g] - base)
                 weights = weights + (weight,)
                 keeps = keeps + (keep,)
                 higher = higher + (top,)
-                sum_ = sum_ + (totals[g] * keep + gl.sum(weight, 0),)
+                sum_ = sum_ + (totals[g] * keep + gl.sum(weight, 0, keep_dims=True),)
             tops, totals = higher, sum_
-            values, position = rings.take(ring, position, given.old_values)
+            values, position = take(ring, position, given.old_values)
             # Behind the last key the cache may hold anything, and 0 * NaN is NaN.
-            values = gl.where(seen[:, None, None], values, 0.0)
+            values = gl.where(seen[:, :, None, None], values, 0.0)
             added = ()
             for g in gl.static_range(G):
-                added = added + (accs[g] * keeps[g] + gl.sum(values * weights[g][:, None, None], 0),)
+                more = gl.sum(values * weights[g][:, :, None, None], 0, keep_dims=True)
+                added = added + (accs[g] * keeps[g][:, :, None, None] + more,)
             accs = added
-        for g in gl.static_range(G):
-            gl.store(kept.accs + (item * G + g) * H + column, accs[g])
-            gl.store(kept.tops + (item * G + g) * 2, tops[g])
-            gl.store(kept.tops + (item * G + g) * 2 + 1, totals[g])
+        together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
     return position
+
+
+@gluon.jit
+def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
+    """Adds up what the threads have of an item, of each of its heads (top, total, acc), and leaves it in `kept`."""
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = len(accs)
+    WARPS: gl.constexpr = gl.num_warps()
+    SLOTS: gl.constexpr = slots_of(desc.block_shape, WARPS)
+    LANES: gl.constexpr = min(SLOTS, rings.layout_of(desc.block_shape, WARPS).threads_per_warp[0])
+    PARTS: gl.constexpr = SLOTS // LANES  # warps that have different slots
+    HEADS: gl.constexpr = triton.next_power_of_2(G)
+    AT_ONCE: gl.constexpr = min(HEADS, rings.SUMS // (PARTS * H))
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    EACH: gl.constexpr = gl.BlockedLayout([PARTS], [32], [WARPS], [0])  # each thread has all
+    OF_HEADS: gl.constexpr = gl.BlockedLayout([1, PARTS], [32, 1], [WARPS, 1], [1, 0])
+    OF_COLUMNS: gl.constexpr = gl.BlockedLayout([PARTS, 2], [1, 32], [1, WARPS], [1, 0])
+    few = ring.few.reinterpret(gl.float32, [2 * HEADS, PARTS], LINE)
+    for g in gl.static_range(G):
+        few.index(g).store(gl.max(tops[g].reshape([PARTS, LANES]), 1))
+    parts = ring.sums.reinterpret(gl.float32, [PARTS, AT_ONCE * H], PLAIN)
+    for begin in gl.static_range(0, G, AT_ONCE):
+        for g in gl.static_range(begin, min(begin + AT_ONCE, G)):
+            highest = gl.max(few.index(g).load(EACH), 0)
+            weight = gl.exp2(tops[g] - gl.where(highest == float("-inf"), 0.0, highest))
+            few.index(HEADS + g).store(gl.sum((totals[g] * weight).reshape([PARTS, LANES]), 1))
+            acc = (accs[g] * weight[:, :, None, None]).reshape([PARTS, LANES, H])
+            parts.slice((g - begin) * H, H, dim=1).store(gl.sum(acc, 1))
+        column = gl.arange(0, AT_ONCE * H, gl.SliceLayout(0, OF_COLUMNS))
+        acc = gl.sum(parts.load(OF_COLUMNS), 0)
+        gl.store(kept.accs + (item * G + begin) * H + column, acc, mask=begin * H + column < G * H)
+    head = gl.arange(0, HEADS, gl.SliceLayout(1, OF_HEADS))
+    both = ring.few.reinterpret(gl.float32, [2, HEADS, PARTS], PLAIN)
+    at = (item * G + head) * 2
+    gl.store(kept.tops + at, gl.max(both.index(0).load(OF_HEADS), 1), mask=head < G)
+    gl.store(kept.tops + at + 1, gl.sum(both.index(1).load(OF_HEADS), 1), mask=head < G)
 
 
 @gluon.jit
@@ -180,19 +294,25 @@ def merge(kept, factor, SIZES: gl.constexpr):
     PARTS: gl.constexpr = triton.next_power_of_2(SIZES.SPLITS)
     LANES: gl.constexpr = MERGED // 4
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [gl.num_warps(), 1], [1, 0])
+    # Each warp has all parts' tops, so that the highest one and the whole total take no meeting of the warps.
+    EACH: gl.constexpr = gl.BlockedLayout([max(1, PARTS // 32)], [32], [gl.num_warps()], [0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, LAYOUT))
     there = part < SIZES.SPLITS
+    each = gl.arange(0, PARTS, EACH)
     for unit in range(gl.program_id(0), SIZES.B * SIZES.HEADS * (H // MERGED), SIZES.PROGRAMS):
         head = unit // (H // MERGED)  # of all sequences
         column = unit % (H // MERGED) * MERGED + gl.arange(0, MERGED, gl.SliceLayout(0, LAYOUT))
-        at = (head // G * SIZES.SPLITS + part) * G + head % G
-        top = gl.load(kept.tops + at * 2, mask=there, other=float("-inf"))
-        total = gl.load(kept.tops + at * 2 + 1, mask=there, other=0.0)
+        of = head // G * SIZES.SPLITS
+        tops = kept.tops + (of + each) * (2 * G) + head % G * 2
+        top = gl.load(tops, mask=each < SIZES.SPLITS, other=float("-inf"))
+        total = gl.load(tops + 1, mask=each < SIZES.SPLITS, other=0.0)
+        at = (of + part) * G + head % G
+        own_top = gl.load(kept.tops + at * 2, mask=there, other=float("-inf"))
         acc = gl.load(
             kept.accs + at[:, None] * H + column[None, :], mask=there[:, None] & (column[None, :] < H), other=0.0
         )
         highest = gl.max(top, 0)
-        weight = gl.exp2(top - gl.where(highest == float("-inf"), 0.0, highest))
-        whole = gl.sum(weight * total, 0)
-        result = gl.sum(acc * weight[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        gl.store(kept.heads + head * H + column, result)
+        base = gl.where(highest == float("-inf"), 0.0, highest)
+        whole = gl.sum(gl.exp2(top - base) * total, 0)
+        result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
+        gl.store(kept.heads + head * H + column, result.to(kept.heads.dtype.element_ty))

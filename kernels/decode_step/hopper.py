@@ -15,7 +15,11 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
     gate        the gated MLP's inner part
     add         its product, summed over the ranks, added to the stream
 
-`phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring.
+`phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
+few sequences, `tensor_cores.py` those of more.
+
+A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
+the sums in shared memory, and a phase adds these up at its end.
 
 Scratch has one copy of each array for all layers: who writes it again has met everybody who read it.
 """
@@ -27,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = phases.PHASES
@@ -38,6 +42,7 @@ class Sizes(NamedTuple):
 
     LAYERS: Any
     B: Any
+    TENSOR: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -49,6 +54,7 @@ class Sizes(NamedTuple):
     ROTATED: Any
     EPS: Any
     PLUS_ONE: Any
+    POST_NORMS: Any
     SCORE_SCALE: Any
     SCORE_SOFT_CAP: Any
     ACTIVATION: Any
@@ -83,6 +89,8 @@ class Given(NamedTuple):
     value_bias: Any
     query_norm: Any
     key_norm: Any
+    post_attn_norm: Any
+    post_mlp_norm: Any
     cos: Any
     sin: Any
     lengths: Any
@@ -94,6 +102,9 @@ class Kept(NamedTuple):
     """The kernel's scratch, as pointers."""
 
     stream: Any
+    block: Any
+    scaled: Any
+    squares: Any
     qkv: Any
     accs: Any
     tops: Any
@@ -105,6 +116,7 @@ class Results(NamedTuple):
     logits: Any
     new_keys: Any
     new_values: Any
+    times: Any
 
 
 @triton.constexpr_function
@@ -134,25 +146,32 @@ def decode_step_kernel(
     value_bias_ptr,
     query_norm_ptr,  # [L, H], or None
     key_norm_ptr,
+    post_attn_norm_ptr,  # [L, D], or None
+    post_mlp_norm_ptr,
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
     windows_ptr,  # i32 [L], positions before a token that it attends to
     tables_ptr,  # i32 [L], which rotary table is a layer's
     team,
-    stream,  # scratch f32 [B, D], the residual stream
+    stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
+    block,  # scratch f32 [B, D], a block's result before the norm behind it
+    scaled,  # scratch of the weights' dtype [B, D], the stream times the gains of the next norm, for tensor cores
+    squares,  # scratch f32 [PROGRAMS, 16], sums of squares of the stream, likewise
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # scratch f32 [B, HEADS * H]
-    hidden,  # scratch f32 [B, F]
+    heads,  # scratch f32 [B, HEADS * H], for tensor cores of the weights' dtype
+    hidden,  # scratch f32 [B, F], likewise
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
     new_keys_ptr,  # [L, B, KV_HEADS, H]
     new_values_ptr,
+    times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
+    TENSOR: gl.constexpr,  # products are of tensor cores
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -164,6 +183,7 @@ def decode_step_kernel(
     ROTATED: gl.constexpr,
     EPS: gl.constexpr,
     PLUS_ONE: gl.constexpr,  # gains of norms are 1 + weight
+    POST_NORMS: gl.constexpr,  # there are norms behind the blocks
     SCORE_SCALE: gl.constexpr,
     SCORE_SOFT_CAP: gl.constexpr,  # 0: none
     ACTIVATION: gl.constexpr,
@@ -180,20 +200,24 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, SCORE_SCALE, SCORE_SOFT_CAP,
-        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+        LAYERS, B, TENSOR, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
+        WORDS, MERGED,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
-        query_norm_ptr, key_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
+        tables_ptr,
     )  # fmt: skip
+    FACTORS: gl.constexpr = query_desc.dtype if TENSOR else gl.float32
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32),
-        shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
-        shmem.scratch(me, hidden, gl.float32),
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
+        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, heads, FACTORS), shmem.scratch(me, hidden, FACTORS),
     )  # fmt: skip
-    results = Results(logits_ptr, new_keys_ptr, new_values_ptr)
+    results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
     gl.warp_specialize(
         [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
@@ -222,26 +246,46 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
+    norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
+    if SIZES.TENSOR:
+        tensor_cores.begin(kept, x_ptr, given.attn_norm, SIZES)
+        factor = phases.meet(me, met, -1, factor, None, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * PHASES
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
-        position = phases.project(ring, position, given, x, layer, kept.qkv, factor, SIZES)
-        factor = phases.meet(me, met, phase, factor, SIZES)
+        times = phases.times_of(results.times, layer, 0, SIZES)
+        position = phases.project(ring, position, given, kept, x, layer, norms, times, factor, SIZES)
+        factor = phases.meet(me, met, phase, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
             ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, SIZES)
+        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 2, SIZES)
         attention.merge(kept, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, SIZES)
+        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        # A phase's gains are on their way while the one before works.
+        behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
+        mlp_norm = given.mlp_norm + layer * SIZES.D
+        norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
+        times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept.stream, sums, met, 2 * layer, phase + 3, factor,
-            SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, mlp_norm, times,
+            factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
-        position = phases.gate(ring, position, given, kept.stream, layer, kept.hidden, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, SIZES)
+        times = phases.times_of(results.times, layer, 4, SIZES)
+        position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
+        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
+        behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
+        norms = phases.norms_of(given.query, before, behind, SIZES)
+        times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, kept.stream, kept.stream, sums, met, 2 * layer + 1, phase + 5,
-            factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, before,
+            times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = kept.stream
-    phases.unembed(ring, position, given, x, results.logits, factor, SIZES)
+        if SIZES.POST_NORMS:
+            x += SIZES.B * SIZES.D
+    times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
+    phases.unembed(ring, position, given, kept, x, norms, results.logits, times, factor, SIZES)

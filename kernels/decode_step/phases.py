@@ -8,6 +8,8 @@ programs, so results are the same bits every time. The arguments that most funct
 * SIZES: the kernel's `Sizes`.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,8 +17,10 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import ring as rings
+from jaxtaxfree.kernels.decode_step import tensor_cores
 
 PHASES = gl.constexpr(6)  # of a layer
+STAMPS = gl.constexpr(4)  # times of a phase, if they are taken
 
 
 @gluon.jit
@@ -49,21 +53,44 @@ def of_layer(ptr, layer, SIZE: gl.constexpr):
 
 
 @gluon.jit
-def meet(me, met, phase, factor, SIZES: gl.constexpr):
+def times_of(times, layer, phase: gl.constexpr, SIZES: gl.constexpr):
+    """Where the program's times of a phase go; None of None. The logits are the first phase of one layer more."""
+    if times is not None:
+        times = times + ((gl.program_id(0) * (SIZES.LAYERS + 1) + layer) * PHASES + phase) * STAMPS
+    return times
+
+
+@gluon.jit
+def stamp(times, which: gl.constexpr):
+    """Writes down what time it is, if times are taken: that of a program at which
+
+    0: a phase has the vectors that it multiplies; 1: its products are there; 2: its sum over the ranks is; 3: all
+    programs have met.
+    """
+    if times is not None:
+        gl.store(times + which, shmem.now().to(gl.int32))
+
+
+@gluon.jit
+def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
 
     Returns: `factor`, NaN if some did not come.
     """
+    stamp(times, 1)
     shmem.arrive(me, met)
-    return await_all(me, met, phase, factor, SIZES)
+    return await_all(me, met, phase, factor, times, SIZES)
 
 
 @gluon.jit
-def await_all(me, met, phase, factor, SIZES: gl.constexpr):
+def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
-    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
-    return gl.where(shmem.meet(me, met, count), factor, float("nan"))
+    FIRST: gl.constexpr = 1 if SIZES.TENSOR else 0  # phases before the first one of a layer
+    A_CALL: gl.constexpr = (FIRST + SIZES.LAYERS * PHASES) * SIZES.PROGRAMS
+    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1 + FIRST) * SIZES.PROGRAMS
+    factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
+    stamp(times, 3)
+    return factor
 
 
 @gluon.jit
@@ -84,28 +111,147 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
     return position
 
 
+class Norms(NamedTuple):
+    """The gains of a phase's norms, each as `rings.gains_of` has them."""
+
+    before: Any  # of the norm in front of a block
+    behind: Any  # of the one behind the last block; () if there is none
+
+
 @gluon.jit
-def project(ring, position, given, x, layer, qkv, factor, SIZES: gl.constexpr):
-    """qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream x f32 [B, D]."""
-    desc = given.query
+def norms_of(desc, before, behind, SIZES: gl.constexpr):
+    """The gains at these pointers, [D] each, of which the second one may be None."""
+    if SIZES.TENSOR:  # who adds to the stream multiplies by them
+        norms = Norms((), ())
+    else:
+        norms = Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
+    return norms
+
+
+@gluon.jit
+def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
+    """`rings.multiply`, or that of tensor cores."""
+    if SIZES.TENSOR:
+        position = tensor_cores.multiply(ring, position, desc, vectors, first, COLUMNS)
+    else:
+        position = rings.multiply(ring, position, desc, vectors, sums, first, COLUMNS, SIZES.B)
+    return position
+
+
+@gluon.jit
+def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
+    """The normalised stream, as `multiply` takes it.
+
+    With norms behind the blocks `add` leaves a block's result in kept.block and does not add it to the stream, because
+    its norm is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
+
+    Args:
+      x: f32 [B, D], the stream before kept.block is added, if it has to be.
+      norms: `norms_of` the phase.
+      there: whether there is such a result, with norms behind the blocks.
+      after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
+    """
+    if SIZES.TENSOR:
+        scale = tensor_cores.scale_of(kept, factor, SIZES)
+        vectors = tensor_cores.vectors_of(desc, kept.scaled, scale, SIZES.D, SIZES.B)
+    else:
+        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+        if len(norms.behind) > 0:
+            parts = with_result(desc, kept, parts, norms, there, after, SIZES)
+        vectors = rings.normalised(
+            desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE
+        )  # fmt: skip
+    return vectors
+
+
+@gluon.jit
+def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
+    """Parts of the stream with a block's result, and what `stream_of` has to store of it."""
     B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
+    D: gl.constexpr = SIZES.D
+    CHUNKS: gl.constexpr = rings.chunks_of(D, desc)
+    OWN: gl.constexpr = triton.cdiv(D, SIZES.PROGRAMS)
+    added, results = (), ()
+    for b in gl.static_range(B):
+        for chunk in gl.static_range(CHUNKS):
+            column = rings.columns_of(desc, chunk)
+            at = kept.block + b * D + column
+            results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
+    results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    for i in gl.static_range(B * CHUNKS):
+        part = parts[i] + results[i]
+        if after is not None:
+            column = rings.columns_of(desc, i % CHUNKS)
+            mine = (column // OWN == gl.program_id(0)) & (column < D)
+            gl.store(after + i // CHUNKS * D + column, part, mask=mine)
+        added = added + (part,)
+    return added
+
+
+@gluon.jit
+def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: gl.constexpr):
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
+
+    Args:
+      x, norms: as `stream_of` takes them.
+    """
+    desc = given.query
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
-    first, count = share_of(QUERIES + 2 * KEYS, ROWS, 1, SIZES.PROGRAMS)
-    gain = given.attn_norm + layer * SIZES.D
-    vectors = rings.vectors_of(desc, x, gain, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        row = (first + i) * ROWS + rings.rows_of(desc)
+    WIDTH: gl.constexpr = QUERIES + 2 * KEYS
+    first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    vectors = stream_of(desc, kept, x, norms, layer > 0, kept.stream, factor, SIZES)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, WIDTH, SIZES)
         bias = row.to(gl.float32) * 0.0
         if given.query_bias is not None:
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
-        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        for b in gl.static_range(B):
-            gl.store(qkv + b * (QUERIES + 2 * KEYS) + row, products[b] + bias)
+        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
     return position
+
+
+@triton.constexpr_function
+def vectors_of_sums(sizes):
+    """How many vectors sums are of, those of `rings.sums_of` and those that are sent: B or more."""
+    return 16 if sizes.TENSOR else triton.next_power_of_2(sizes.B)
+
+
+@triton.constexpr_function
+def portion_of(rows, desc, warps, matrices, sizes, unit=1):
+    """Of how many blocks the products are collected at a time."""
+    most = most_of(rows, desc.block_shape[0], unit, sizes.PROGRAMS)
+    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices)
+
+
+@gluon.jit
+def rows_of_share(
+    desc, first, begin, count, PORTION: gl.constexpr, ROWS: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """What is collected at a time, in its order: (its place in the share, which vector, which of ROWS rows, whether
+    there is such a product).
+
+    Args:
+      first, count: what `share_of` returned.
+      begin: the first of PORTION blocks, counted from `first`.
+    """
+    HEIGHT: gl.constexpr = desc.block_shape[0]
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    SIZE: gl.constexpr = PORTION * VECTORS * HEIGHT
+    ACROSS: gl.constexpr = rings.across_of(desc.block_shape, gl.num_warps(), VECTORS)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(ACROSS, gl.num_warps()))
+    at = gl.arange(0, SIZE, LAYOUT)
+    block = begin + at // (VECTORS * HEIGHT)
+    b = at // HEIGHT % VECTORS
+    row = (first + block) * HEIGHT + at % HEIGHT
+    return begin * (VECTORS * HEIGHT) + at, b, row, (block < count) & (b < SIZES.B) & (row < ROWS)
 
 
 @gluon.jit
@@ -127,21 +273,28 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(ring, position, given, x, layer, hidden, factor, SIZES: gl.constexpr):
-    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream x f32 [B, D]."""
+def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr):
+    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
+
+    Args:
+      norms: as `stream_of` takes them.
+    """
     desc = given.gate
-    B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
-    gain = given.mlp_norm + layer * SIZES.D
-    vectors = rings.vectors_of(desc, x, gain, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        gates, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        ups, position = rings.multiply(ring, position, given.up, vectors, SIZES.D, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            value = epilogue.activate_gated(ups[b], gates[b], SIZES.ACTIVATION)
-            gl.store(hidden + b * SIZES.F + row, value, mask=row < SIZES.F)
+    first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    after = kept.stream + SIZES.B * SIZES.D
+    vectors = stream_of(desc, kept, kept.stream, norms, True, after, factor, SIZES)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
+        sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+            position = multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES)
+        gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
+        value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
+        gl.store(kept.hidden + b * SIZES.F + row, value.to(kept.hidden.dtype.element_ty), mask=there)
     return position
 
 
@@ -157,84 +310,101 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, new, sums, met, which, phase, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, kept, sums, met, which, phase, next_norm, times, factor,
+    COLUMNS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+    """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+
+    With norms behind the blocks it is kept.block = the sum over the ranks, see `stream_of`.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
     Args:
       source: f32 [B, COLUMNS].
-      old, new: f32 [B, D], the stream before and after, which may be the same.
+      old: f32 [B, D], the stream before, which may be kept.stream.
       which: number of the sum in this call.
+      next_norm: pointer to the gains [D] of the next norm.
 
     Returns: (position, factor).
     """
-    B: gl.constexpr = SIZES.B
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
-    SCALE: gl.constexpr = SIZES.RESIDUAL_SCALE
     ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, source, None, factor, COLUMNS, B, 0.0, False)
-    box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
-    if WORLD == 1:
-        before = rows_before(old, first, first + count, desc, SIZES)  # of the next block, before it is needed
-    for i in range(count):
-        if WORLD == 1:
-            olds = before
-            before = rows_before(old, first + i + 1, first + count, desc, SIZES)
-        products, position = rings.multiply(ring, position, desc, vectors, COLUMNS, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            if WORLD == 1:
-                gl.store(new + b * D + row, olds[b] + products[b] * SCALE, mask=row < D)
-            else:
-                word = ((first + i) * B + b) * ROWS + rings.rows_of(desc)
-                send(me, box, word, products[b], SIZES)
-    if WORLD == 1:
-        factor = meet(me, met, phase, factor, SIZES)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    UNIT: gl.constexpr = unit_of(desc)
+    first, count = share_of(D, ROWS, UNIT, SIZES.PROGRAMS)
+    # Rows of 4 words, which a thread polls at a time.
+    MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, UNIT, SIZES.PROGRAMS)) * VECTORS * ROWS // 4
+    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
+    word = gl.arange(0, max(4 * MOST, 4 * 32 * gl.num_warps()), LANES)
+    row = (first + word // (VECTORS * ROWS)) * ROWS + word % ROWS
+    vector = word // ROWS % VECTORS
+    inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
+    at = vector * D + row
+    SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
+    new = kept.block if SIZES.POST_NORMS else kept.stream
+    if WORLD > 1:
+        before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
+    if SIZES.TENSOR:
+        vectors = tensor_cores.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     else:
-        # Rows of 4 words, which a thread polls at a time.
-        MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, unit_of(desc), SIZES.PROGRAMS) * B * ROWS // 4)
-        begin, end = first * (B * ROWS) // 4, (first + count) * (B * ROWS) // 4
-        VECTORS: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
-        word = gl.arange(0, max(4 * MOST, 4 * 32 * gl.num_warps()), VECTORS)
-        row = (first + word // (B * ROWS)) * ROWS + word % ROWS
-        at = word // ROWS % B * D + row
-        inside = (word < count * (B * ROWS)) & (row < D)
-        before = gl.load(old + at, mask=inside, other=0.0)
+        vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    stamp(times, 0)
+    box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
+    PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
+    FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    squares = gl.full([VECTORS], 0.0, gl.float32, FEW)
+    for begin in range(0, count, PORTION):
+        place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
+        if WORLD == 1:
+            before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
+        parts = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES)
+        products = rings.collect(parts, own.shape[0], 0)
+        if WORLD == 1:
+            value = before + products * SCALE
+            gl.store(new + b * D + own, value, mask=there)
+            if SIZES.TENSOR:
+                part = tensor_cores.publish(kept, value, b, own, there, next_norm, SIZES)
+                part = gl.sum(gl.sum(part.reshape([PORTION, VECTORS, ROWS]), 2), 0)
+                squares += gl.convert_layout(part, FEW)
+        else:
+            sent = place < count * (VECTORS * ROWS)
+            send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
+    if WORLD == 1:
+        if SIZES.TENSOR:
+            tensor_cores.store_squares(kept, squares)
+        factor = meet(me, met, phase, factor, times, SIZES)
+    else:
+        stamp(times, 1)
+        begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4
         words, late = shmem.receive_vectors(me, box, begin, end, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        gl.store(new + at, before + total * SCALE, mask=inside)
+        value = before + total * SCALE
+        gl.store(new + at, value, mask=inside)
+        if SIZES.TENSOR:
+            part = tensor_cores.publish(kept, value, vector, row, inside, next_norm, SIZES)
+            part = part.reshape([word.shape[0] // (VECTORS * ROWS), VECTORS, ROWS])
+            tensor_cores.store_squares(kept, gl.sum(gl.sum(part, 2), 0))
+        stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        factor = await_all(me, met, phase, factor, SIZES)
+        factor = await_all(me, met, phase, factor, times, SIZES)
     return position, factor
 
 
 @gluon.jit
-def rows_before(old, block, end, desc, SIZES: gl.constexpr):
-    """Of each sequence the stream's rows of a block before block `end`."""
-    B: gl.constexpr = SIZES.B
-    row = block * desc.block_shape[0] + rings.rows_of(desc)
-    rows = ()
-    for b in gl.static_range(B):
-        rows = rows + (gl.load(old + b * SIZES.D + row, mask=(block < end) & (row < SIZES.D), other=0.0),)
-    return rows
-
-
-@gluon.jit
-def send(me, box, word, value, SIZES: gl.constexpr):
+def send(me, box, word, value, mask, SIZES: gl.constexpr):
     """Sends this rank's part of a sum to the twins of this program, on every rank."""
     WORLD: gl.constexpr = SIZES.WORLD
     words = value.to(gl.int32, bitcast=True)
     for i in gl.static_range(1, WORLD + 1):
-        shmem.send_words(me, box + me.rank * SIZES.WORDS + word, words, (me.rank + i) % WORLD)
+        shmem.send_words(me, box + me.rank * SIZES.WORDS + word, words, (me.rank + i) % WORLD, mask)
 
 
 @gluon.jit
@@ -247,19 +417,26 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, x, logits_ptr, factor, SIZES: gl.constexpr):
-    """The program's logits f32 [B, V] of the normalised stream x f32 [B, D]."""
+def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
+    """The program's logits f32 [B, V] of the normalised stream.
+
+    Args:
+      x, norms: as `stream_of` takes them.
+    """
     desc = given.unembed
-    B: gl.constexpr = SIZES.B
-    ROWS: gl.constexpr = desc.block_shape[0]
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
-    first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
-    vectors = rings.vectors_of(desc, x, given.final_norm, factor, SIZES.D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    for i in range(count):
-        products, position = rings.multiply(ring, position, desc, vectors, SIZES.D, B)
-        row = (first + i) * ROWS + rings.rows_of(desc)
-        for b in gl.static_range(B):
-            logit = products[b] * SIZES.LOGIT_SCALE
-            if CAP > 0:
-                logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
-            gl.store(logits_ptr + b * SIZES.V + row, logit, mask=row < SIZES.V)
+    first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    vectors = stream_of(desc, kept, x, norms, True, None, factor, SIZES)
+    stamp(times, 0)
+    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
+    for begin in range(0, count, PORTION):
+        _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
+        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
+        for i in range(gl.minimum(count - begin, PORTION)):
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+        logit = rings.collect(sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
+        if CAP > 0:
+            logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
+        gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
+    stamp(times, 1)

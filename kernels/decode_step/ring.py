@@ -23,6 +23,12 @@ class Ring(NamedTuple):
     stages: Any  # [STAGES, STAGE / 64, 64]
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
+    sums: Any  # f32 [SUMS]: what each warp has of some sums
+    few: Any  # f32 [FEW]: the same, of those that are few
+
+
+SUMS = gl.constexpr(4096)  # as many as a block can need, for four vectors and two matrices
+FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
@@ -34,7 +40,11 @@ def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
         mbarrier.init(empty.index(stage), count=1)
-    return Ring(stages, full, empty)
+    LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
+    few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
+    return Ring(stages, full, empty, sums, few)
 
 
 @gluon.jit
@@ -51,11 +61,18 @@ def fetch(ring, position, desc, row, group):
 @gluon.jit
 def take(ring, position, desc):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
+    block, position = take_as(ring, position, desc, layout_of(desc.block_shape, gl.num_warps()))
+    return block.to(gl.float32), position
+
+
+@gluon.jit
+def take_as(ring, position, desc, LAYOUT: gl.constexpr):
+    """The next block, which is one of `desc`, in its dtype and in a layout; and the next position."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
-    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
+    block = view(ring, stage, desc).load(LAYOUT)
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    return block.to(gl.float32), after(ring, position)
+    return block, after(ring, position)
 
 
 @gluon.jit
@@ -124,62 +141,134 @@ def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr):
     return position
 
 
+@triton.constexpr_function
+def across_of(block_shape, warps, vectors):
+    """Among how many warps a row of a block is divided: by tensor cores, that is for 16 vectors, among all."""
+    return warps if vectors == 16 else layout_of(block_shape, warps).warps_per_cta[1]
+
+
+@triton.constexpr_function
+def portion_of(blocks, block_shape, warps, vectors, matrices):
+    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums fit into the ring's."""
+    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps, vectors)
+    return min(triton.next_power_of_2(blocks), SUMS.value // size)
+
+
 @gluon.jit
-def multiply(ring, position, desc, vectors, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """The rows that come next times each of B vectors, f32 [rows] each; and the next position.
+def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
+    """The ring's sums as f32 [BLOCKS * VECTORS, rows of a block, warps that share a row]."""
+    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps(), VECTORS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    return ring.sums.reinterpret(gl.float32, [BLOCKS * VECTORS, desc.block_shape[0], ACROSS], PLAIN)
+
+
+@gluon.jit
+def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """The rows that come next times each of B vectors, without a meeting of the warps.
 
     Args:
       vectors: what `vectors_of` returned.
+      sums, first: from which on, of `sums_of`, each warp puts its part of the products.
+
+    Returns: the next position.
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
-    sums = ()
+    ROWS: gl.constexpr = desc.block_shape[0]
+    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
+    LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
+    ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
+    AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
+    parts = ()
     for chunk in gl.static_range(CHUNKS):
         block, position = take(ring, position, desc)
-        parts = ()
+        added = ()
         for b in gl.static_range(B):
-            part = gl.sum(gl.sum(block * vectors[b * CHUNKS + chunk][None, :, :], 2), 1)
+            product = block * vectors[b * CHUNKS + chunk][None, :, :]
+            # What a thread has is added up first, and then, once for all chunks, what the threads of a warp have.
+            part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, 8]), 5), 1)
             if chunk > 0:
-                part += sums[b]
-            parts = parts + (part,)
-        sums = parts
-    return sums, position
+                part += parts[b]
+            added = added + (part,)
+        parts = added
+    for b in gl.static_range(B):
+        sums.index(first + b).store(gl.sum(parts[b].reshape([ROWS, ACROSS, LANES * 8]), 2))
+    return position
+
+
+@triton.constexpr_function
+def collected(across, warps):
+    """The layout of what `collect` reads: 4 rows next to each other are a thread's."""
+    return gl.BlockedLayout([4, across], [32, 1], [warps, 1], [1, 0])
 
 
 @gluon.jit
-def vectors_of(
-    desc, source, gain_ptr, factor, COLUMNS: gl.constexpr, B: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr
-):
-    """Vectors f32 [B, COLUMNS], as `multiply` takes them: of each vector one part after the other.
+def collect(sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
+    """What `multiply` has left: f32 [SIZE], block by block, of each the vectors, of each the rows.
 
     Args:
-      gain_ptr: weights [COLUMNS] of RMSNorm, by which they are normalised; None: they are taken as they are.
-      factor: f32, multiplies all.
+      sums: what `sums_of` returned.
+      FIRST: how many times SIZE to leave out before.
+    """
+    ACROSS: gl.constexpr = sums.shape[2]
+    COUNT: gl.constexpr = sums.shape[0] * sums.shape[1]
+    LAYOUT: gl.constexpr = collected(ACROSS, gl.num_warps())
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    parts = sums.reinterpret(gl.float32, [COUNT // SIZE, SIZE, ACROSS], PLAIN).index(FIRST).load(LAYOUT)
+    return gl.sum(parts, 1)
+
+
+@gluon.jit
+def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
+    """Weights [COLUMNS] of RMSNorm as `normalised` takes them; () of None.
+
+    They are to be asked for before what they are multiplied by.
+    """
+    gains = ()
+    if gain_ptr is not None:
+        for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
+            gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
+    return gains
+
+
+@gluon.jit
+def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them: of each vector one part after the other."""
+    parts = load_vectors(desc, source, COLUMNS, B)
+    vectors = ()
+    for i in gl.static_range(len(parts)):
+        vectors = vectors + (parts[i] * factor,)
+    return vectors
+
+
+@gluon.jit
+def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """The parts of vectors f32 [B, COLUMNS]."""
+    parts = ()
+    for b in gl.static_range(B):
+        for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
+            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+    return parts
+
+
+@gluon.jit
+def normalised(
+    desc, parts, gains, factor, COLUMNS: gl.constexpr, B: gl.constexpr, EPS: gl.constexpr, PLUS_ONE: gl.constexpr
+):
+    """The parts of vectors f32 [B, COLUMNS] behind RMSNorm, times `factor`.
+
+    Args:
+      gains: `gains_of` the norm.
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
     vectors = ()
-    # All loads come before what has to wait for one of them.
-    gains, loaded = (), ()
-    for chunk in gl.static_range(CHUNKS):
-        for b in gl.static_range(B):
-            loaded = loaded + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
-        if gain_ptr is not None:
-            gains = gains + (load_part(desc, gain_ptr, chunk, COLUMNS),)
     for b in gl.static_range(B):
-        parts = ()
+        squares = parts[b * CHUNKS] * parts[b * CHUNKS]
+        for chunk in gl.static_range(1, CHUNKS):
+            squares += parts[b * CHUNKS + chunk] * parts[b * CHUNKS + chunk]
+        scale = factor * gl.rsqrt(gl.sum(squares.reshape([64 * desc.block_shape[1]]), 0) / COLUMNS + EPS)
         for chunk in gl.static_range(CHUNKS):
-            parts = parts + (loaded[chunk * B + b],)
-        scale = factor
-        if gain_ptr is not None:
-            squares = gl.sum(gl.sum(parts[0] * parts[0], 1), 0)
-            for chunk in gl.static_range(1, CHUNKS):
-                squares += gl.sum(gl.sum(parts[chunk] * parts[chunk], 1), 0)
-            scale = factor * gl.rsqrt(squares / COLUMNS + EPS)
-        for chunk in gl.static_range(CHUNKS):
-            part = parts[chunk] * scale
-            if gain_ptr is not None:
-                gain = gains[chunk].to(gl.float32)
-                part *= gain + 1.0 if PLUS_ONE else gain
-            vectors = vectors + (part,)
+            gain = gains[chunk].to(gl.float32)
+            vectors = vectors + (parts[b * CHUNKS + chunk] * scale * (gain + 1.0 if PLUS_ONE else gain),)
     return vectors
 
 

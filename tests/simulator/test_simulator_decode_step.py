@@ -10,7 +10,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
+from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring, tensor_cores
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -26,6 +26,10 @@ from tests.helpers.simulator_kernels import load
 
 SEEDS = 200
 PORTION = 10
+# Tensor cores have to give each warp some columns.
+WIDE = {
+    "group": 4, "changes": (("d_model", 320), ("d_mlp", 768)), "config": (("stage", 2048), ("num_warps", 4)),
+}  # fmt: skip
 STEPS = {
     "one rank, two layers": Step(world=1, layers=2),
     "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
@@ -34,6 +38,10 @@ STEPS = {
     "qwen 3": Step(world=1, family="qwen3-8b", lengths=(7,)),
     "a window": Step(world=1, family="mistral-7b-v0.1", lengths=(13,)),
     "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
+    "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
+    "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
+    "five sequences, by tensor cores": Step(lengths=(3, 0, 17, 9, 30), layers=2, **WIDE),
+    "sixteen sequences, by tensor cores": Step(world=1, lengths=(*range(15), 40), layers=2, **WIDE),
     "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3),)),
     "scales and caps": Step(
         world=1,
@@ -43,6 +51,7 @@ STEPS = {
         ),
     ),
 }  # fmt: skip
+FIVE = Step(world=1, lengths=(3, 0, 17, 9, 30), **WIDE)
 MANY = {"four ranks": Step(world=4, layers=2), "eight ranks": Step(world=8, lengths=(5, 12))}
 
 
@@ -87,9 +96,9 @@ class Mutant:
 
 
 TOO_EARLY = (DataRaceError, UninitializedReadError)
-MEET = "factor = phases.meet(me, met, phase{}, factor, SIZES)\n"
+MEET = "factor = phases.meet(me, met, phase{}, factor, times, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
-AWAIT = "        factor = await_all(me, met, phase, factor, SIZES)\n    return position, factor\n"
+AWAIT = "        factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
@@ -97,10 +106,10 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
-TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
+TAKEN = "    block = view(ring, stage, desc).load(LAYOUT)\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
-COUNT = "(phase + 1) * SIZES.PROGRAMS"
+COUNT = "(phase + 1 + FIRST) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
 MUTANTS = {
@@ -164,6 +173,37 @@ MUTANTS = {
         errors=(AssertionError,),
         step=Step(world=3),
     ),
+    "the stream goes where others still read it": Mutant(
+        module=phases,
+        edits=(("norms, layer > 0, kept.stream,", "norms, layer > 0, kept.stream + SIZES.B * SIZES.D,"),),
+        errors=(DataRaceError, UninitializedReadError),
+        step=STEPS["gemma 2, three layers"],
+    ),
+    "all programs store the same rows of the stream": Mutant(
+        module=phases, edits=(("column // OWN == gl.program_id(0)", "column // OWN == 0"),),
+        errors=TOO_EARLY, step=STEPS["gemma 2, three layers"],
+    ),
+    "a block's result is added to the stream before its norm": Mutant(
+        module=phases, edits=(("if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE", "if True else 0"),
+                              ("mask=inside & (not SIZES.POST_NORMS)", "mask=inside")),
+        errors=(AssertionError, *TOO_EARLY), step=STEPS["gemma 2, three layers"],
+    ),
+    "warps' sums of the wrong matrix": Mutant(
+        module=phases, edits=(("(sums, row.shape[0], 1)", "(sums, row.shape[0], 0)"),),
+        errors=(AssertionError,),
+    ),
+    "nobody waits for the first sums of squares": Mutant(
+        module=hopper, edits=(("factor = phases.meet(me, met, -1,", "phases.meet(me, met, -2,"),), errors=TOO_EARLY,
+        step=FIVE,
+    ),
+    "a program's squares are left out": Mutant(
+        module=tensor_cores, edits=(("mask=program < SIZES.PROGRAMS,", "mask=program < SIZES.PROGRAMS - 1,"),),
+        errors=(AssertionError,), step=FIVE,
+    ),
+    "the gains of the norm before": Mutant(
+        module=hopper, edits=(("phase + 3, mlp_norm,", "phase + 3, given.attn_norm,"),), errors=(AssertionError,),
+        step=FIVE,
+    ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(
         module=phases, edits=(("which * (WORLD * SIZES.WORDS)", "0"),), errors=(MessageError, DataRaceError)
@@ -208,6 +248,8 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         files["rings"] = changed
         files["phases"] = again(phases, rings=changed)
         files["attention"] = again(attention, rings=changed)
+    elif mutant.module is tensor_cores:
+        files |= {"tensor_cores": changed, "phases": again(phases, tensor_cores=changed)}
     else:
         files["phases" if mutant.module is phases else "attention"] = changed
     return again(hopper, **files).decode_step_kernel

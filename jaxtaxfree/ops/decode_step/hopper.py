@@ -50,6 +50,11 @@ class Call:
     target: Target
 
     @property
+    def tensor_cores(self) -> bool:
+        """Whether products are of tensor cores: there are too many sequences to have them all in registers in f32."""
+        return self.batch > 4
+
+    @property
     def heads(self) -> int:
         """Query heads of a rank."""
         return self.model.heads // self.world
@@ -81,6 +86,8 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
+      times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
+        place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
 
     programs: int = setting(132, least=1)
@@ -89,6 +96,7 @@ class Config(Settings):
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
+    times: bool = False
 
 
 def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
@@ -103,6 +111,15 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
     while width > GROUP and (-(-columns // width) * width > columns * 8 / 7 or width // GROUP > LARGEST_BOX):
         width //= 2
     height = min(config.stage // width, LARGEST_BOX, next_power_of_2(-(-rows // config.programs)))
+    return math.gcd(height, divides), width // GROUP, GROUP
+
+
+def tensor_block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
+    """The same for tensor cores, which take 8 rows at a time, and a part of the columns for each warp."""
+    width = config.stage // 8
+    while width > GROUP * config.num_warps and -(-columns // width) * width > columns * 8 / 7:
+        width //= 2
+    height = max(8, min(config.stage // width, 16, next_power_of_2(-(-rows // config.programs))))
     return math.gcd(height, divides), width // GROUP, GROUP
 
 
@@ -122,13 +139,11 @@ class Hopper(Variant[Call]):
             reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
         if call.tokens != 1:
             reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
-        if call.batch > 4:
-            reasons.append(f"it takes 1 to 4 sequences, not {call.batch}")
+        if call.batch > 16:
+            reasons.append(f"it takes 1 to 16 sequences, not {call.batch}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
-        if model.post_norms:
-            reasons.append(Lasting("it has no norms behind a block (post_norms)"))
         if model.head_dim not in (64, 128, 256):
             reasons.append(Lasting(f"it takes heads of 64, 128 and 256, not {model.head_dim}"))
         if model.group > 8:
@@ -136,11 +151,30 @@ class Hopper(Variant[Call]):
         for name, size in (("d_model", model.d_model), ("d_mlp / ranks", call.d_mlp)):
             if size % GROUP:
                 reasons.append(f"it takes a {name} that {GROUP} divides, not {size}")
+        if call.tensor_cores:
+            reasons += self._refused_by_tensor_cores(call, config)
         if config.programs > call.target.multiprocessors:
             most = call.target.multiprocessors
             reasons.append(f"its {config.programs} programs wait for each other, and a GPU has room for {most}")
         if model.head_dim % config.merged:
             reasons.append(f"merged={config.merged} does not divide the head size, {model.head_dim}")
+        return reasons
+
+    def _refused_by_tensor_cores(self, call: Call, config: Config) -> list[str]:
+        """Why more than 4 sequences cannot be taken."""
+        model, many = call.model, f"{call.batch} sequences"
+        reasons = []
+        if model.post_norms:
+            reasons.append(f"with norms behind a block (post_norms) it takes 1 to 4 sequences, not {call.batch}")
+        least, most = GROUP * config.num_warps, 512 * config.num_warps
+        sizes = {"d_model": model.d_model, "heads * head_dim / ranks": call.heads * model.head_dim}
+        for name, size in (sizes | {"d_mlp / ranks": call.d_mlp}).items():
+            if not least <= size <= most:
+                reasons.append(f"of {many} it takes a {name} from {least} to {most}, not {size}")
+        if config.stage < 8 * least:
+            reasons.append(f"of {many} it takes stages of {8 * least} elements and more, not {config.stage}")
+        if config.num_warps > 8:
+            reasons.append(f"of {many} it takes 4 or 8 warps, not {config.num_warps}")
         return reasons
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
@@ -155,18 +189,19 @@ class Hopper(Variant[Call]):
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
-        inner = block_of(f, d, config)
+        of = tensor_block_of if call.tensor_cores else block_of
+        project = of(queries + 2 * keys, d, config, math.gcd(queries, keys))
+        inner = of(f, d, config)
         old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
         return {
             "query_desc": project,
             "key_desc": project,
             "value_desc": project,
-            "out_desc": block_of(d, queries, config),
+            "out_desc": of(d, queries, config),
             "gate_desc": inner,
             "up_desc": inner,
-            "down_desc": block_of(d, f, config),
-            "unembed_desc": block_of(call.vocab, d, config),
+            "down_desc": of(d, f, config),
+            "unembed_desc": of(call.vocab, d, config),
             "old_keys_desc": old,
             "old_values_desc": old,
         }
@@ -175,22 +210,28 @@ class Hopper(Variant[Call]):
         model, b, d, h = call.model, call.batch, call.model.d_model, call.model.head_dim
         heads, kv_heads, layers = call.heads, call.kv_heads, call.model.layers
         blocks = self.blocks(call, config)
+        factors = call.dtype if call.tensor_cores else jnp.float32
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
-        words = max(_words(d, b, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
+        vectors = 16 if call.tensor_cores else next_power_of_2(b)
+        words = max(_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
+        times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), new, new),
+            "out_type": (f32(b, call.vocab), new, new, *times),
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(b, d),
+                "stream": f32(2 if model.post_norms else 1, b, d),
+                "block": f32(b, d),
+                "scaled": jax.ShapeDtypeStruct((b, d), call.dtype),
+                "squares": f32(config.programs, 16),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": f32(b, heads * h),
-                "hidden": f32(b, call.d_mlp),
+                "heads": jax.ShapeDtypeStruct((b, heads * h), factors),
+                "hidden": jax.ShapeDtypeStruct((b, call.d_mlp), factors),
             },
             "messages": {
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
@@ -200,10 +241,13 @@ class Hopper(Variant[Call]):
             "name": "decode_step",
             "num_warps": config.num_warps,
             "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
+            **({} if config.times else {"times_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
+            **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
+            "TENSOR": call.tensor_cores,
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -215,6 +259,7 @@ class Hopper(Variant[Call]):
             "ROTATED": model.rotated,
             "EPS": model.norm_eps,
             "PLUS_ONE": model.norm_plus_one,
+            "POST_NORMS": model.post_norms,
             "SCORE_SCALE": model.score_factor,
             "SCORE_SOFT_CAP": model.score_soft_cap or 0.0,
             "ACTIVATION": ACTIVATIONS[model.activation],
@@ -239,6 +284,7 @@ class Hopper(Variant[Call]):
         vectors = ["attn_norm", "mlp_norm", "final_norm"]
         vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
         vectors += ["q_norm", "k_norm"] if model.qk_norm else []
+        vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
         farthest = 1 << 30
         windows = [farthest if window is None else window for window in model.window_by_layer]
         return (
@@ -263,12 +309,12 @@ class Hopper(Variant[Call]):
         ]
 
 
-def _words(rows: int, batch: int, block: int, programs: int) -> int:
+def _words(rows: int, vectors: int, block: int, programs: int) -> int:
     """Words of a sum from one rank, of all programs: `most_of` of the kernel, times what a block has."""
     unit = max(1, 4 // block)
     blocks = math.ceil(rows / block)
     most = math.ceil(blocks / (unit * programs)) * unit
-    return programs * most * batch * block
+    return programs * most * vectors * block
 
 
 # The kernels. Of those that do not refuse a call the cheapest one takes it.
