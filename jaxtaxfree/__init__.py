@@ -14,6 +14,7 @@ from jaxtaxfree.ops.kv_cache import KVCache, append_kv
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.moe import moe
+from jaxtaxfree.ops.quantize import dequantize, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.ops.sampling import sample_greedy, sample_top_k, top_k
@@ -36,6 +37,7 @@ __all__ = [
     "block_until_ready",
     "decode_attention",
     "decode_step",
+    "dequantize",
     "dot_general",
     "einsum",
     "fuse",
@@ -49,6 +51,7 @@ __all__ = [
     "moe",
     "psum",
     "psum_scatter",
+    "quantize",
     "ragged_all_to_all",
     "ragged_dot",
     "routing",

@@ -199,7 +199,9 @@ class _Argument(NamedTuple):
         dtype = canonicalize_dtype(value.dtype)
         if not block:
             return cls(value, f"*{dtype}", None)
-        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.dtype(dtype))
+        # `gl.dtype` knows integers by other names.
+        known = dtype.replace("i", "int") if dtype.startswith("i") else dtype
+        layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.dtype(known))
         return cls(value, f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>", block)
 
 

@@ -112,6 +112,7 @@ def check(
     activation: Any,
     *,
     rhs_transposed: bool = False,
+    of_integers: bool = False,
     **given: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
     """An epilogue and its operands.
@@ -119,6 +120,7 @@ def check(
     Args:
       shape: of the result.
       activation: a name, a function of `jax.nn`, or None.
+      of_integers: whether lhs, rhs and gate may be integers, because scales make them floating-point numbers.
       **given: operands in the order of `Epilogue.operands`; None for one that there is not.
 
     Raises:
@@ -143,6 +145,8 @@ def check(
     if epilogue.gated and operands["gate"].dtype != rhs.dtype:
         raise ValueError(f"{operation} takes a gate of the dtype of rhs, {rhs.dtype}, not {operands['gate'].dtype}.")
     for name, x in {"lhs": lhs, "rhs": rhs, **operands}.items():
+        if of_integers and name in ("lhs", "rhs", "gate"):
+            continue
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{operation} has an epilogue for floating-point numbers, but {name} is {x.dtype}.")
     return epilogue, list(operands.values())
@@ -164,6 +168,8 @@ def batch(
       operands: lhs, rhs, and those of the epilogue.
       moved: the parameter that is a dimension of lhs.
     """
+    if params.get("scaling"):
+        return "jax.vmap maps over operands with scales"
     names = ("lhs", "rhs", *epilogue.operands)
     mapped = [name for name, dim in zip(names, dims, strict=True) if dim is not None]
     if "lhs" not in mapped or not {"lhs", "residual"}.issuperset(mapped):

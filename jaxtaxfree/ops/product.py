@@ -12,9 +12,10 @@ from jax import lax
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Choice, Variant, choose
 from jaxtaxfree.primitive import Labels, Unsupported, bilinear, collective
 from jaxtaxfree.shmem import shmem_call
@@ -96,6 +97,11 @@ class Call:
         return self.lhs.dtype
 
     @property
+    def scaled(self) -> bool:
+        """Whether an operand has scales."""
+        return {self.lhs.scales, self.rhs.scales} != {"none"}
+
+    @property
     def rhs_transposed(self) -> bool:
         """Whether rhs is [n, k]."""
         return self.rhs.transposed
@@ -154,9 +160,13 @@ class Product:
         precision: Any,
         preferred_element_type: Any,
         epilogue: Epilogue,
+        scaling: Scaling = UNSCALED,
         **_: Any,
     ) -> list[str]:
         """All that keeps every kernel from taking these operands."""
+        if scaling:
+            _, operands = scaling.split(operands)
+            return scaled.unsupported(lhs, rhs, preferred_element_type) + epilogues.unsupported(epilogue, operands)
         reasons = matmul.unsupported(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
         return reasons + epilogues.unsupported(epilogue, operands)
 
@@ -169,11 +179,14 @@ class Product:
         config: Sequence[tuple[str, Any]] | None,
         implementation: str | None = None,
         epilogue: Epilogue = NONE,
+        scaling: Scaling = UNSCALED,
         **params: Any,
     ) -> Any:
         """The operation by one kernel."""
+        params |= {"scaling": scaling}
         if reasons := self.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params):
             raise Unsupported(self.name, reasons)
+        scales, operands = scaling.split(operands)
         along_columns = self._along_columns(lhs, params)
         dimension = 0 if along_columns else self._dimension(params)
         rows, lengths = matmul.rows_first(lhs, dimension)
@@ -181,6 +194,8 @@ class Product:
         call = self.call(rows, rhs, *operands, world=lax.axis_size(axes), **form, **params)
         weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
         arrays = rows, weights if self.gathers else rhs, others
+        if scaling:
+            arrays += (scaled.of_kernel(call, scales, dimension),)
         outs = self.launch(call, *arrays, axes=axes, config=config, implementation=implementation)
         return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
@@ -224,6 +239,8 @@ class Product:
         world = lax.axis_size(axes)
         if world == 1:
             return f"there is one rank, so nothing to {self.alone}"
+        if params.get("scaling"):
+            return matmul.UNMEASURED
         types = {"precision": precision, "preferred_element_type": preferred_element_type}
         along_columns = self._along_columns(lhs, params)
         if why := matmul.slower(lhs, rhs, self._rows(lhs, world, along_columns), **types):
@@ -248,6 +265,7 @@ class Product:
         return_gathered: bool = False,
         along_columns: bool = False,
         widths: tuple[int, ...] = (),
+        scaling: Scaling = UNSCALED,
         **_: Any,
     ) -> Call:
         """The call with these operands (arrays or their types), which some kernel has to support.
@@ -265,9 +283,11 @@ class Product:
             k=k,
             n=n,
             world=world,
-            lhs=Operand(dtype=np.dtype(lhs.dtype)),
-            rhs=Operand(dtype=np.dtype(rhs.dtype), transposed=rhs_transposed),
-            out_dtype=np.dtype(preferred_element_type or lhs.dtype),
+            lhs=Operand(dtype=np.dtype(lhs.dtype), scales=scaling.of("lhs")),
+            rhs=Operand(dtype=np.dtype(rhs.dtype), transposed=rhs_transposed, scales=scaling.of("rhs")),
+            out_dtype=scaled.result_dtype(lhs, rhs, preferred_element_type)
+            if scaling
+            else np.dtype(preferred_element_type or lhs.dtype),
             target=target_of(compute_capability),
             precision=matmul.triton_precision(precision) or "tf32",
             epilogue=epilogue,
@@ -322,12 +342,15 @@ class Product:
     ) -> tuple[Labels, Labels]:
         """The `jaxtaxfree.primitive.Dimensions` of the operation."""
         del rhs
+        scaling = params.get("scaling", UNSCALED)
+        _, others = scaling.split(others)
         moved = self._dimension(params) if self.moved else None
         rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
         column = None if moved == len(rows) and not self.gathers else "column"
         weights, product = [None, column], [*rows, column]
         labels = {"gate": weights, "bias": [column], "residual": product}
         ins = [[*rows, None], weights[::-1] if rhs_transposed else weights]
+        ins += scaling.labels(rows, column, rhs_transposed)
         ins += [labels[name] for name, _ in zip(epilogue.operands, others, strict=True)]
         return ins, [product, [*rows, None]] if return_gathered else [product]
 

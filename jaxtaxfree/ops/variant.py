@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from jaxtaxfree.primitive import Unsupported, hashable
+from jaxtaxfree.primitive import Lasting, Unsupported, hashable
 from jaxtaxfree.settings import Settings
 
 # The setting that names a kernel.
@@ -23,11 +23,13 @@ class Variant[Call](abc.ABC):
       name: what `config={"kernel": name}` says.
       Config: its settings, and no others.
       kernel: what `triton.jit` or `gluon.jit` made.
+      scales: whether it takes operands with scales.
     """
 
     name: ClassVar[str]
     Config: ClassVar[type[Settings]]
     kernel: ClassVar[Any]
+    scales: ClassVar[bool] = False
 
     def refuses(self, call: Call, config: Any) -> list[str]:
         """All reasons for which the kernel cannot take the call."""
@@ -113,7 +115,7 @@ def choose(operation: str, variants: Sequence[Variant[Any]], call: Any, settings
         by_shape = variant.by_shape(call, settings)
     else:
         found = {variant: variant.by_shape(call, settings) for variant in variants}
-        refusals = {variant: variant.refuses(call, config) for variant, config in found.items()}
+        refusals = {variant: _refuses(variant, call, config) for variant, config in found.items()}
         able = [variant for variant, reasons in refusals.items() if not reasons]
         if not able:
             raise Unsupported(operation, [f"{each.name}: {why}" for each, whys in refusals.items() for why in whys])
@@ -121,9 +123,16 @@ def choose(operation: str, variants: Sequence[Variant[Any]], call: Any, settings
         by_shape = found[variant]
     check_settings(operation, variants, variant, settings)
     config = dataclasses.replace(by_shape, **settings)
-    if reasons := variant.refuses(call, config):
+    if reasons := _refuses(variant, call, config):
         raise Unsupported(f"{operation} ({variant.name!r})", reasons)
     return Choice(variant, config, call)
+
+
+def _refuses(variant: Variant[Any], call: Any, config: Any) -> list[str]:
+    """All reasons for which a kernel cannot take a call."""
+    if getattr(call, "scaled", False) and not variant.scales:
+        return [Lasting("it takes no operands with scales")]
+    return variant.refuses(call, config)
 
 
 def named(operation: str, variants: Sequence[Variant[Any]], name: Any) -> Variant[Any]:

@@ -30,10 +30,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import bundle, several, tiles
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
-from jaxtaxfree.kernels.blocks import several, tiles
 
+SCALED = gl.constexpr(128)  # columns of rhs that have one scale, and steps of K, where scales are of blocks
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 
 
@@ -53,6 +54,7 @@ class Work(NamedTuple):
     PACE: Any
     GATED: Any
     EPILOGUE: Any
+    SCALES: Any
     ACTIVATION: Any
     COLUMNS: Any
 
@@ -65,6 +67,8 @@ def all_gather_matmul_hopper_kernel(
     # columns WORLD * K; or several rhs
     half_weights,  # the same, in blocks of half the columns
     epilogue,  # what there is of bias [N], or of a bias for each rhs
+    scales,  # of operands of 8 bits what there is of lhs [WORLD * M], rhs [N] and gate [N], f32; or of lhs_blocks
+    # [steps, WORLD * M] and rhs_blocks [steps, blocks of SCALED columns], for steps of SCALED
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
@@ -87,6 +91,7 @@ def all_gather_matmul_hopper_kernel(
     UNIT: gl.constexpr,  # rows that are sent together, of one part
     PACE: gl.constexpr,  # cycles in which a program sends CHUNK of these rows
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # and of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
     COLUMNS: gl.constexpr,  # ranks have columns of lhs, not rows
 ):
@@ -95,13 +100,14 @@ def all_gather_matmul_hopper_kernel(
     GATED: gl.constexpr = len(several.weights_of(weights, N, 0)) > 1
     ring = matmul.allocate(lhs_desc, weights[0], half_weights[0], out_desc, BLOCK_M, STAGES, GATED)
     work: gl.constexpr = Work(
-        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, EPILOGUE, ACTIVATION, COLUMNS
-    )
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, EPILOGUE, SCALES, ACTIVATION,
+        COLUMNS,
+    )  # fmt: skip
     outs = (out_desc, out1_desc, out2_desc, out3_desc)
     gl.warp_specialize(
         [
-            (multiply, (me, ring, outs, epilogue, work, 0)),
-            (multiply, (me, ring, outs, epilogue, work, 1)),
+            (multiply, (me, ring, outs, epilogue, scales, work, 0)),
+            (multiply, (me, ring, outs, epilogue, scales, work, 1)),
             (load, (me, ring, lhs_desc, weights, half_weights, gathered, arrived, work)),
             (push, (me, lhs_ptr, gathered, gathered_ptr, arrived, tickets, work)),
         ],
@@ -112,26 +118,31 @@ def all_gather_matmul_hopper_kernel(
 
 
 @gluon.jit
-def multiply(me, ring, outs, epilogue, work, PARTITION: gl.constexpr):
+def multiply(me, ring, outs, epilogue, scales, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's rows of this program's tiles."""
     position = (0, 0)
     count = tile_count(work)
     whole = matmul.whole(count)
     for tile in range(gl.program_id(0), whole, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, outs, epilogue, tile, 0, work, False, PARTITION)
+        position = multiply_tile(me, ring, position, outs, epilogue, scales, tile, 0, work, False, PARTITION)
     for half in range(2 * whole + gl.program_id(0), 2 * count, gl.num_programs(0)):
-        position = multiply_tile(me, ring, position, outs, epilogue, half // 2, half % 2, work, True, PARTITION)
+        position = multiply_tile(me, ring, position, outs, epilogue, scales, half // 2, half % 2, work, True, PARTITION)
     matmul.finish_stores()
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, outs, epilogue, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr):
+def multiply_tile(
+    me, ring, position, outs, epilogue, scales, tile, half, work, HALF: gl.constexpr, PARTITION: gl.constexpr
+):
     source, row, rhs, column = place(me, tile, half, work)
     steps = sources_of_a_tile(work) * gl.cdiv(work.K, work.BLOCK_K)
-    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION)
+    factors = factors_of(ring, scales, source, row, column, work, PARTITION)
+    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION, factors)
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)
+        gate = scale(ring, gate, scales, "gate", source, row, column, work, PARTITION)
+    product = scale(ring, product, scales, "rhs", source, row, column, work, PARTITION)
     destination = 0 if work.COLUMNS else source
     for number in gl.static_range(several.count(work.N)):
         if several.is_number(rhs, number):
@@ -148,6 +159,28 @@ def store_tile(
     activation: gl.constexpr = several.of(work.ACTIVATION, NUMBER)
     product = matmul.activate(product, gate, last, column, several.of(work.N, NUMBER), activation)
     matmul.store_tile(outs[NUMBER], ring, product, destination, row, column, PARTITION=PARTITION)
+
+
+@gluon.jit
+def factors_of(ring, scales, source, row, column, work, PARTITION: gl.constexpr):
+    """The scales of blocks of this partition's rows of a tile, or None if there are none."""
+    rows = bundle.member(scales, work.SCALES, "lhs_blocks")
+    columns = bundle.member(scales, work.SCALES, "rhs_blocks")
+    found = None
+    if rows is not None or columns is not None:
+        first = row + PARTITION * ring.results.shape[2]
+        if rows is not None:
+            rows += source * work.M + first
+        if columns is not None:
+            columns += column // SCALED
+        found = matmul.Factors(rows, work.WORLD * work.M, work.M - first, columns, gl.cdiv(work.N, SCALED))
+    return found
+
+
+@gluon.jit
+def scale(ring, tile, scales, NAME: gl.constexpr, source, row, column, work, PARTITION: gl.constexpr):
+    first = row + PARTITION * ring.results.shape[2]
+    return matmul.scale(tile, scales, work.SCALES, NAME, first, work.M, source, work.M, column, work.N)
 
 
 @gluon.jit
@@ -328,18 +361,21 @@ def copy(dest, stride, source, row, part, mask, valid, due, PACE: gl.constexpr, 
     Returns: when the next unit is due.
     """
     # A warp for each 512 bytes of a row, so that data cross the wire in whole lines.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, gl.num_warps()], [1, 0])
+    ELEMENTS: gl.constexpr = 128 // source.dtype.element_ty.primitive_bitwidth  # of 16 bytes
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, ELEMENTS], [1, 32], [1, gl.num_warps()], [1, 0])
     rows = gl.arange(0, CHUNK, gl.SliceLayout(1, LAYOUT))[:, None]
     columns = gl.arange(0, work.PART, gl.SliceLayout(0, LAYOUT))[None, :]
     offset = rows * work.K + columns
     dest_offset = rows * stride + columns
     for first in range(0, work.UNIT, CHUNK):
-        start = gl.multiple_of((row + first).to(gl.int64) * work.K + part * work.PART, 8)
-        dest_start = gl.multiple_of((row + first).to(gl.int64) * stride + part * work.PART, 8)
+        start = gl.multiple_of((row + first).to(gl.int64) * work.K + part * work.PART, ELEMENTS)
+        dest_start = gl.multiple_of((row + first).to(gl.int64) * stride + part * work.PART, ELEMENTS)
         inside = (row + first + rows < work.M) & (part * work.PART + columns < work.K)
         due = shmem.pace(due, PACE)
         value = gl.load(source + start + offset, mask=inside)
-        gl.store(dest + dest_start + dest_offset, gl.where(valid, value, float("nan")), mask=inside & mask)
+        if ELEMENTS == 8:  # of 8 bits not all have a NaN: what is multiplied ends in one in any case
+            value = gl.where(valid, value, float("nan"))
+        gl.store(dest + dest_start + dest_offset, value, mask=inside & mask)
     return due
 
 

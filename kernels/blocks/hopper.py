@@ -36,7 +36,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import epilogue, tiles
+from jaxtaxfree.kernels.blocks import bundle, epilogue, tiles
+
+
+class Factors(NamedTuple):
+    """Scales of blocks of a product's operands, BLOCK_K of K long: by what the sums of a step are multiplied."""
+
+    rows: Any  # f32 [steps, rows of all sources], from the first row of a tile on; or None
+    row_step: Any  # from one step to the next
+    count: Any  # of rows that the source has from there on
+    columns: Any  # f32 [steps, blocks of columns], from the block of a tile on; or None
+    column_step: Any
 
 
 class Ring(NamedTuple):
@@ -138,7 +148,7 @@ def load_steps(
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0):
+def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0, factors=None):
     """The product of a partition's rows of what arrives in the next stages, f32, and the position behind them.
 
     It is NaN if this rank has given up: whoever loaded may not have waited.
@@ -146,6 +156,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
     Args:
       position: (stage, phase), (0, 0) in the beginning.
       PARTITION: which of those that multiply calls.
+      factors: `Factors` of the partition's rows, or None.
     """
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
@@ -154,8 +165,15 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
     BLOCK_N: gl.constexpr = rhs.shape[1] if is_transposed(ring) else rhs.shape[2]
     BLOCK_K: gl.constexpr = ring.lhs.shape[3]
     BLOCKS: gl.constexpr = 2 if HALF else 1
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
-    product = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+    # Each instruction multiplies 32 bytes of K.
+    DEPTH: gl.constexpr = 256 // ring.lhs.dtype.primitive_bitwidth
+    # Of integers, Triton has instructions for up to 224 columns.
+    COLUMNS: gl.constexpr = min(BLOCK_N, 128) if ring.lhs.dtype == gl.int8 else BLOCK_N
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, DEPTH])
+    PROMOTES: gl.constexpr = promotes(ring) or factors is not None
+    SUMS: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
+    product = gl.zeros((ROWS, BLOCK_N), gl.float32 if PROMOTES else SUMS, LAYOUT)
+    factor = factors_of(factors, 0, ROWS, LAYOUT)
     previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
     for step in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
@@ -163,17 +181,74 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
         columns = rhs.index(stage * BLOCKS)
         if is_transposed(ring):
             columns = columns.permute([1, 0])
-        product = warpgroup_mma(lhs, columns, product, use_acc=step > 0, is_async=True)
-        product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
-        mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
+        if PROMOTES:
+            # While these wait for their sums, the other partition multiplies.
+            sums = gl.zeros((ROWS, BLOCK_N), SUMS, LAYOUT)
+            sums = warpgroup_mma(lhs, columns, sums, use_acc=False, is_async=True)
+            # On their way while this step is multiplied.
+            coming = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, LAYOUT)
+            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+            mbarrier.arrive(ring.empty.index(stage), count=1)
+            if factors is None:
+                product += sums
+            else:
+                product += sums.to(gl.float32) * factor
+                factor = coming
+        else:
+            product = warpgroup_mma(lhs, columns, product, use_acc=step > 0, is_async=True)
+            product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+            mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
         stage, phase = following(stage, phase, ring.lhs.shape[0])
     # On its way while the last step is multiplied.
     failed = shmem.failed(me)
-    product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
-    mbarrier.arrive(ring.empty.index(previous), count=1)
+    if not PROMOTES:
+        product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
+        mbarrier.arrive(ring.empty.index(previous), count=1)
     # A product, because ptxas takes a choice for a use of the sums within the loop, and no longer overlaps its steps.
-    return product * gl.where(failed, float("nan"), 1.0), stage, phase
+    return product.to(gl.float32) * gl.where(failed, float("nan"), 1.0), stage, phase
+
+
+@gluon.jit
+def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """By what the sums of a step are multiplied, [ROWS, 1]; None if there are no `Factors`."""
+    factor = None
+    if factors is not None:
+        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+        factor = (row * 0 + 1).to(gl.float32)
+        if factors.rows is not None:
+            factor = gl.load(factors.rows + step * factors.row_step + row, mask=row < factors.count, other=1.0)
+        if factors.columns is not None:
+            factor *= gl.load(factors.columns + step * factors.column_step)
+        factor = factor[:, None]
+    return factor
+
+
+@gluon.constexpr_function
+def promotes(ring):
+    """Whether the sums of a step are added up in f32 outside of the tensor cores, which keep some 14 bits of products
+    of 8-bit floating-point numbers (DeepSeek-V3 technical report, arXiv 2412.19437, section 3.3.2)."""
+    return ring.lhs.dtype.is_fp8()
+
+
+@gluon.jit
+def scale(tile, factors, NAMES: gl.constexpr, NAME: gl.constexpr, row, rows, source, M, column, N: gl.constexpr):
+    """A tile of a product, multiplied by the scales of its rows and of its columns.
+
+    Args:
+      factors: the bundle of scales: "lhs" [sources * M], and one of [N] of this NAME, all f32.
+      row, rows: the first row of the tile in its source, and how many that one has.
+      column: the first of the tile.
+    """
+    of_rows = bundle.member(factors, NAMES, "lhs")
+    if of_rows is not None:
+        m = row + gl.arange(0, tile.shape[0])
+        tile *= gl.load(of_rows + source * M + m, mask=m < rows, other=1.0)[:, None]
+    of_columns = bundle.member(factors, NAMES, NAME)
+    if of_columns is not None:
+        n = column + gl.arange(0, tile.shape[1])
+        tile *= gl.load(of_columns + n, mask=n < N, other=1.0)[None, :]
+    return tile
 
 
 @gluon.jit

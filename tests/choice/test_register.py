@@ -194,12 +194,11 @@ def test_overloads_are_the_function(function: Callable[..., Any], flag: str) -> 
         kind = signature.parameters[flag]
         if signature.parameters.get("rhs", kind).annotation == tuple[jax.Array, ...]:
             # Several rhs take some of the parameters, bias and activation as tuples as well.
-            assert [name for name in whole.parameters if name not in ("rhs_transposed", "gate", "residual")] == list(
-                signature.parameters
-            )
+            not_theirs = ("rhs_transposed", "gate", "gate_scale", "residual")
+            assert [name for name in whole.parameters if name not in not_theirs] == list(signature.parameters)
             of_several[kind.annotation] = signature.return_annotation, kind.default
             continue
-        several = {"rhs", "bias", "activation"} if function is jtf.all_gather_matmul else set()
+        several = {"rhs", "rhs_scale", "bias", "activation"} if function is jtf.all_gather_matmul else set()
         same = signature.replace(
             parameters=[
                 whole.parameters[name] if name in several | {flag} else x for name, x in signature.parameters.items()

@@ -56,8 +56,18 @@ def lower(function: Callable = exchange, **operand_: Any) -> str:
 
 def launch_of(program: str) -> dict[int, Any]:
     """The fields of the one kernel that a program launches, by their numbers in jaxlib's triton.proto."""
-    assert program.count(TRITON_CALL) == 1
-    escaped = re.search(r'opaque = "(.*?)"}', program)[1]
+    (launch,) = launches_of(program)
+    return launch
+
+
+def launches_of(program: str) -> list[dict[int, Any]]:
+    """The fields of each kernel that a program launches."""
+    escaped = re.findall(r'opaque = "(.*?)"}', program)
+    assert len(escaped) == program.count(TRITON_CALL)
+    return [_kernel_of(each) for each in escaped]
+
+
+def _kernel_of(escaped: str) -> dict[int, Any]:
     opaque = re.sub(r"\\([0-9A-F]{2})|\\(.)", lambda m: chr(int(m[1], 16)) if m[1] else m[2], escaped)
     message = zlib.decompress(opaque.encode("latin1"))
     for _ in range(3):  # TritonAnyKernelCall, TritonKernelCall, TritonKernel

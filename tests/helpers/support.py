@@ -85,6 +85,8 @@ def product_call(
     compute_capability: int = 90,
     precision: str = "tf32",
     rhs_transposed: bool = False,
+    lhs_scales: Any = "none",
+    rhs_scales: Any = "none",
     **form: Any,
 ) -> product.Call:
     """A call of the operation of a module: `rows` of all ranks, or [rows, k], by a rank's rhs [k, n]."""
@@ -94,8 +96,8 @@ def product_call(
         k=k,
         n=n,
         world=world,
-        lhs=Operand(dtype=np.dtype(dtype)),
-        rhs=Operand(dtype=np.dtype(dtype), transposed=rhs_transposed),
+        lhs=Operand(dtype=np.dtype(dtype), scales=lhs_scales),
+        rhs=Operand(dtype=np.dtype(dtype), transposed=rhs_transposed, scales=rhs_scales),
         out_dtype=np.dtype(out_dtype or dtype),
         target=target_of(compute_capability),
         precision=precision,

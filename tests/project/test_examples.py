@@ -23,6 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import decode_loop  # noqa: E402
+import eight_bits  # noqa: E402
 import iris_kernel  # noqa: E402
 import train  # noqa: E402
 import train_step  # noqa: E402
@@ -458,3 +459,10 @@ def test_processes_of_slurm_on_a_cpu():
 @pytest.mark.gpu(2)
 def test_processes_of_a_shell_loop_on_gpus():
     run_processes(loop_of_processes(2), JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_MEM_FRACTION="0.3")
+
+
+def test_a_layer_trains_in_eight_bits():
+    mesh = Mesh(np.array(jax.devices("cpu")[:2]), ("tp",))
+    eight, exact = eight_bits.train(eight_bits.product, mesh), eight_bits.train(eight_bits.exact, mesh)
+    assert eight[0] == pytest.approx(exact[0]) and exact[-1] < 1e-3
+    assert 0.01 < eight[-1] < 1e-3 * eight[0]  # what rounding leaves

@@ -55,7 +55,7 @@ def all_gather_matmul(world: int, dtype: np.dtype, shape: tuple) -> Call:
     if rhs_transposed:
         rhs = [np.ascontiguousarray(w.T) for w in rhs]
     return Call(
-        arrays=(lhs, lhs, {"rhs": rhs}, {"rhs": rhs}, {}),
+        arrays=(lhs, lhs, {"rhs": rhs}, {"rhs": rhs}, {}, {}),
         keywords=launched(gather_ops, world * m, k, n, world, dtype, config, **others),
         expected=[(out, gathered) for out in expected] if return_gathered else expected,
     )
@@ -77,11 +77,53 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
     weights = {"rhs": rhs, "gate": gate} if epilogue.gated else {"rhs": rhs}
     config = gather_ops.hopper.Config(**tiles, block_m=8, unit=4, programs=programs)
     return Call(
-        arrays=(lhs, lhs, weights, weights, {"bias": bias}),
+        arrays=(lhs, lhs, weights, weights, {"bias": bias}, {}),
         keywords=launched(gather_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
         expected=expected,
         tolerance=TOLERANCE[dtype.name],
     )
+
+
+def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
+    m, n, k, programs, eight_bits, of_lhs, of_rhs = shape
+    eight = np.dtype(eight_bits)
+    lhs = [integers(rank, (1, m, k), eight) for rank in range(world)]
+    rhs = [integers(100 + rank, (n, k), eight) for rank in range(world)]
+    steps, rows, draw = -(-k // 128), world * m, np.random.default_rng(world)
+    # Powers of 2, of which every rank has others.
+    scales = [
+        {"none": (1, 1), "row": (1, rows), "block": (steps, rows)},
+        {"none": (1, 1), "row": (1, n), "block": (steps, -(-n // 128))},
+    ]
+    left, *right = (
+        np.exp2(draw.integers(-1, 2, shapes.get(kind, (1, 1)))).astype(np.float32)
+        if kind != "none"
+        else np.ones((1, 1))
+        for kind, shapes in ((of_lhs, scales[0]), *[(of_rhs, scales[1])] * world)
+    )
+    whole = np.concatenate(lhs).astype(np.float64) * _of_steps(left, k, rows).reshape(k, world, m).transpose(1, 2, 0)
+    expected = [whole @ (w.astype(np.float64) * _of_steps(each, k, n).T).T for w, each in zip(rhs, right)]
+    bundle = {}
+    for name, kind, arrays in (("lhs", of_lhs, [left] * world), ("rhs", of_rhs, right)):
+        if kind != "none":
+            bundle[f"{name}_blocks" if kind == "block" else name] = [x if kind == "block" else x[0] for x in arrays]
+    tiles = {"block_k": 128, "part": 128} if "block" in (of_lhs, of_rhs) else {"block_k": 16, "part": 32}
+    config = gather_ops.hopper.Config(**TILES | tiles, block_m=8, unit=4, programs=programs)
+    form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
+    return Call(
+        arrays=(lhs, lhs, {"rhs": rhs}, {"rhs": rhs}, {}, bundle),
+        keywords=launched(gather_ops, world * m, k, n, world, eight, config, **form),
+        expected=[each.astype(dtype) for each in expected],
+        tolerance=TOLERANCE[dtype.name],
+    )
+
+
+def _of_steps(scale: np.ndarray, k: int, n: int) -> np.ndarray:
+    """Scales [1 or blocks of K, 1 or N or blocks of N] of all elements [K, N]."""
+    scale = np.repeat(scale, 128, 0)[:k] if scale.shape[0] > 1 else scale
+    scale = np.repeat(scale, 128, 1)[:, :n] if 1 < scale.shape[1] < n else scale
+    return np.broadcast_to(scale, (k, n))
 
 
 TILES_OF_SUMS = {"block_m": 32, "block_n": 32, "block_k": 16, "num_stages": 2, "group_m": 2, "chunk": 128}
@@ -150,6 +192,20 @@ KERNELS = (
         call=all_gather_matmul_with_epilogue,
         # M, N, K, programs, epilogue; clipped at all ends, with half tiles and without
         shapes=lambda world: ((4, 24, 24, 3, SWIGLU), (12, 16, 40, 2, SWIGLU), (4, 24, 24, 3, BIASED)),
+    ),
+    Simulated(
+        name="all_gather_matmul with scales",
+        module=all_gather_matmul_hopper,
+        function="all_gather_matmul_hopper_kernel",
+        call=all_gather_matmul_with_scales,
+        # M, N, K, programs, dtype, and what has scales; clipped at all ends, with half tiles and without
+        shapes=lambda world: (
+            (4, 32, 32, 3, "float8_e4m3fn", "row", "row"),
+            (12, 48, 48, 2, "int8", "row", "row"),
+            (7, 48, 64, 1, "float8_e5m2", "none", "row"),
+            (12, 144, 272, 2, "float8_e4m3fn", "block", "block"),
+            (12, 32, 144, 2, "int8", "block", "none"),
+        ),
     ),
     Simulated(
         name="matmul_reduce_scatter",
@@ -599,6 +655,28 @@ def test_the_fault_is_found(mutant: Mutant, seeds: int, tmp_path: Path) -> None:
             assert mutant.says in str(error)
             assert str(error).startswith(f"{kernel.function}: ")
     assert found, f"not found in {SEEDS} seeds"
+
+
+@pytest.mark.parametrize(
+    ("seed", "old", "new"),
+    (
+        (1, "work.SCALES, NAME, first, work.M, source,", "work.SCALES, NAME, first, work.M, 0,"),
+        (1, "work.SCALES, NAME, first, work.M, source,", "work.SCALES, NAME, row, work.M, source,"),
+        (1, "source, work.M, column, work.N)", "source, work.M, 0, work.N)"),
+        (3, "rows += source * work.M + first", "rows += first"),
+        (3, "columns += column // SCALED", "columns += 0"),
+        (3, "matmul.Factors(rows, work.WORLD * work.M", "matmul.Factors(rows, 0 * work.M"),
+        (3, "columns, gl.cdiv(work.N, SCALED))", "columns, 0)"),
+    ),
+    ids=("rank", "partition", "columns", "rank of a block", "block of columns", "step of rows", "step of columns"),
+)
+def test_the_scale_of_something_else_gives_a_wrong_result(seed: int, old: str, new: str, tmp_path: Path) -> None:
+    """It is no race: whoever compares sees it."""
+    kernel = KERNEL["all_gather_matmul with scales"]
+    module = load(edit(kernel.module, ((old, new),), tmp_path), kernel.module.__name__)
+    call, settings = kernel.case(seed, 3)
+    with pytest.raises(AssertionError, match="result of rank"):
+        call.run(getattr(module, kernel.function), **settings)
 
 
 def test_the_missing_rank_is_waited_for_before_the_sums_of_others(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops import matmul, product, scaled
 from jaxtaxfree.ops.all_gather_matmul import several
 from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
+from jaxtaxfree.ops.collectives import all_gather
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.quantize import dequantize
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import settings_of
 from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
@@ -32,7 +35,10 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -52,7 +58,10 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -72,7 +81,10 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -91,6 +103,8 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: tuple[jax.Array | None, ...] | None = None,
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     activation: _Activation | tuple[_Activation, ...] = None,
     return_gathered: Literal[False] = False,
@@ -108,6 +122,8 @@ def all_gather_matmul(
     axis: int = 0,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: tuple[jax.Array | None, ...] | None = None,
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     activation: _Activation | tuple[_Activation, ...] = None,
     return_gathered: Literal[True],
@@ -125,7 +141,10 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | tuple[jax.Array | None, ...] | None = None,
     gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     activation: _Activation | tuple[_Activation, ...] = None,
     residual: jax.Array | None = None,
@@ -152,10 +171,17 @@ def all_gather_matmul(
         their channels. The result then has no more rows than `lhs`.
       precision: as in `jnp.matmul`. For f32 operands on GPUs None means TF32, unless `jax_default_matmul_precision`
         says more.
-      preferred_element_type: dtype of the result. Sums are always f32.
+      preferred_element_type: dtype of the result. Sums are always f32, those of int8 by int8 exact. With scales the
+        result has the dtype of the operand that has not 8 bits, else bfloat16.
       rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
+      lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
+        [..., M, ..., 1] or [..., M, ..., ceil(K / 128)], as `quantize` makes them. The wire carries 8 bits. A kernel
+        takes scales of tensors and rows, where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
+      rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
+        `lhs` may then have 16 bits. With several rhs a tuple with one, or None, for each.
       gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
+      gate_scale: as `rhs_scale`, of a gate of 8 bits.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it. With several rhs one for
         all, or a tuple with one, or None, for each.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
@@ -189,6 +215,12 @@ def all_gather_matmul(
     axes = check_axes(axis_name, "all_gather_matmul", alone=axis_name is not None)
     check_implementation(implementation)
     if isinstance(rhs, tuple):
+        if lhs_scale is not None or rhs_scale is not None:
+            return _several_scaled(
+                lhs, rhs, axis_name, lhs_scale, rhs_scale, axis=axis, precision=precision,
+                preferred_element_type=preferred_element_type, bias=bias, activation=activation,
+                return_gathered=return_gathered, implementation=implementation, config=config,
+            )  # fmt: skip
         return _several(
             jnp.asarray(lhs),
             tuple(map(jnp.asarray, rhs)),
@@ -210,6 +242,15 @@ def all_gather_matmul(
     shape = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
+    scaling, scales = scaled.check(
+        "all_gather_matmul",
+        lhs,
+        rhs,
+        rhs_transposed=rhs_transposed,
+        lhs_scale=lhs_scale,
+        rhs_scale=rhs_scale,
+        gate_scale=gate_scale,
+    )
     epilogue, operands = epilogues.check(
         "all_gather_matmul",
         lhs,
@@ -217,27 +258,31 @@ def all_gather_matmul(
         shape,
         activation,
         rhs_transposed=rhs_transposed,
+        of_integers=bool(scaling),
         gate=gate,
         bias=bias,
         residual=residual,
     )
     settings = settings_of("all_gather_matmul", VARIANTS, config)
-    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    if scaling.of("lhs") != "none":
+        lhs, scaling, scales = _gather_scales(lhs, scaling, scales, axes, params["axis"])
+    operands = [*scales, *operands]
+    form = {"epilogue": epilogue, "scaling": scaling}
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, **form, **params)
     if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
         return reference(
             lhs,
             rhs,
             *operands,
-            epilogue=epilogue,
+            **form,
             rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
             **params,
         )
     params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
-    if epilogue:
-        result = matmul.bind(
-            with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, return_gathered=return_gathered, **params
-        )
+    if epilogue or scaling:
+        form = {**form, "return_gathered": return_gathered}
+        result = matmul.bind(with_epilogue_p, lhs, rhs, *operands, **form, **params)
         return tuple(result) if return_gathered else result[0]
     primitive = gathered_too_p if return_gathered else all_gather_matmul_p
     result = matmul.bind(primitive, lhs, rhs, **params)
@@ -263,6 +308,36 @@ def _several(
     return ((out[0],), out[1]) if others["return_gathered"] else (out,)
 
 
+def _several_scaled(
+    lhs: jax.Array,
+    rhs: tuple[jax.Array, ...],
+    axis_name: Any,
+    lhs_scale: Any,
+    rhs_scale: Any,
+    *,
+    bias: Any,
+    activation: Any,
+    return_gathered: bool,
+    **others: Any,
+) -> Any:
+    """The operation with a tuple of rhs and scales, one product after the other; XLA gathers once."""
+    if not rhs:
+        several.check(lhs, rhs, activation, bias)
+    named = {"rhs_scale": rhs_scale, "bias": bias, "activation": activation}
+    each = [several.for_each(several.NAME, name, value, len(rhs)) for name, value in named.items()]
+    if rhs_scale is not None and not isinstance(rhs_scale, tuple):
+        raise ValueError("all_gather_matmul takes rhs_scale as a tuple where rhs is one.")
+    outs = [
+        all_gather_matmul(
+            lhs, weights, axis_name, lhs_scale=lhs_scale, rhs_scale=scale, bias=own, activation=function,
+            return_gathered=True, **others,
+        )
+        for weights, scale, own, function in zip(rhs, *each, strict=True)
+    ]  # fmt: skip
+    products = tuple(out for out, _ in outs)
+    return (products, outs[0][1]) if return_gathered else products
+
+
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -274,11 +349,17 @@ def reference(
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
     return_gathered: bool = False,
+    scaling: Scaling = UNSCALED,
     config: Any = None,
 ) -> Any:
-    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
+    """What the operation means, in plain `lax`; `operands` are the scales, and those of the epilogue."""
     del config
     rhs = rhs.T if rhs_transposed else rhs
+    scales, operands = scaling.split(operands)
+    if scaling:
+        return _scaled_reference(
+            lhs, rhs, operands, scales, axes, axis, precision, preferred_element_type, epilogue, return_gathered
+        )
     gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
     multiply = functools.partial(jnp.matmul, gathered, precision=precision)
     if epilogue:
@@ -288,6 +369,43 @@ def reference(
         out = epilogue.apply([multiply(w, preferred_element_type=wide) for w in weights.values()], others, dtype)
     else:
         out = multiply(rhs, preferred_element_type=preferred_element_type)
+    return (out, gathered) if return_gathered else out
+
+
+def _gather_scales(
+    lhs: jax.Array, scaling: Scaling, scales: list[jax.Array], axes: tuple[str, ...], axis: int
+) -> tuple[jax.Array, Scaling, list[jax.Array]]:
+    """The operands with the scales of all rows, which are few bytes, in place of those of this rank's rows.
+
+    Where ranks have columns, each with scales of its own, these are applied before the gather.
+    """
+    own, *others = scales
+    if axis == lhs.ndim - 1:
+        return dequantize(lhs, own), Scaling(scaling.kinds[1:]), others
+    kinds = (("lhs", "row" if scaling.of("lhs") == "tensor" else scaling.of("lhs")), *scaling.kinds[1:])
+    return lhs, Scaling(kinds), [all_gather(scaled.of_rows(lhs, own), axes, axis=axis, tiled=True), *others]
+
+
+def _scaled_reference(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    operands: Sequence[jax.Array],
+    scales: Mapping[str, jax.Array],
+    axes: tuple[str, ...],
+    axis: int,
+    precision: Any,
+    preferred_element_type: Any,
+    epilogue: Epilogue,
+    return_gathered: bool,
+) -> Any:
+    dtype = scaled.result_dtype(lhs, rhs, preferred_element_type)
+    gathered = lax.all_gather(lhs, axes, axis=axis, tiled=True)
+    weights, others = epilogue.split(rhs, operands)
+    products = [
+        scaled.Scaled(gathered, each, scales.get("lhs"), scales.get(name)).matmul(precision)
+        for name, each in weights.items()
+    ]
+    out = epilogue.apply(products, others, dtype)
     return (out, gathered) if return_gathered else out
 
 

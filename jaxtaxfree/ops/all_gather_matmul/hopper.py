@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
+from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, SCALED, all_gather_matmul_hopper_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
 from jaxtaxfree.ops.product import Call
@@ -39,7 +39,7 @@ class Config(hopper.Tile):
 class Hopper(Variant[Call]):
     """In each program two warps push, one loads, and two groups of four warps multiply half of a tile's rows each."""
 
-    name, Config, kernel = "hopper", Config, all_gather_matmul_hopper_kernel
+    name, Config, kernel, scales = "hopper", Config, all_gather_matmul_hopper_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         reasons = hopper.refuses(call) + refuses_several(call)
@@ -49,6 +49,11 @@ class Hopper(Variant[Call]):
             reasons.append(
                 f"each rank has {call.k} columns of lhs, and it takes multiples of block_k, {config.block_k}"
             )
+        if "block" in (call.lhs.scales, call.rhs.scales):
+            if config.block_k != SCALED.value:
+                reasons.append(f"blocks of scales take steps of block_k={SCALED.value}, not {config.block_k}")
+            if call.rhs.scales == "block" and SCALED.value % config.block_n:
+                reasons.append(f"blocks of scales take a block_n that divides {SCALED.value}, not {config.block_n}")
         return reasons
 
     def check_compiles(self, call: Call, config: Config) -> None:
@@ -59,6 +64,9 @@ class Hopper(Variant[Call]):
         del asked
         # Every tile needs columns of all ranks, so what is gathered is sent early, and by few rows at a time.
         config = Config(pace=0.7, group_m=8) if call.along_columns else Config()
+        if call.lhs.bits == 8:
+            # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
+            return dataclasses.replace(config, block_k=128, part=1024, block_n=128, num_stages=6)
         waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         wide = waves >= 3 or call.epilogue.gated
@@ -80,6 +88,7 @@ class Hopper(Variant[Call]):
         whole, half = blocks.pop("rhs_desc"), blocks.pop("half_desc")
         for name in call.weights:
             blocks |= {f"weights.{name}": whole, f"half_weights.{name}": half}
+        # In the time of a number of 16 bits two of 8 bits are multiplied.
         chunk = call.lhs.nbytes(CHUNK.value * config.part)
         for i in range(1, len(call.widths)):
             blocks[f"out{i}_desc"] = blocks["out_desc"]
@@ -95,13 +104,13 @@ class Hopper(Variant[Call]):
             "PART": config.part,
             "UNIT": config.unit,
             "COLUMNS": call.along_columns,
-            "PACE": hopper.pace(config.pace, call.columns, call.lhs.nbytes(1), chunk, config.programs),
+            "PACE": hopper.pace(config.pace, call.columns, 2, chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
         """Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them."""
-        rows, weights, epilogue = operands
-        return rows[None], rows[None], weights, weights, epilogue
+        rows, weights, epilogue, *scales = operands
+        return rows[None], rows[None], weights, weights, epilogue, *(scales or [{}])
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         other = {"kernel": "portable"}

@@ -61,7 +61,9 @@ def refuses(call: Call) -> list[str]:
         )
     elif why := gluon.unsupported("it", call.target.compute_capability):
         reasons.append(why)
-    if {call.lhs.bits, call.rhs.bits} != {16}:
+    if call.scaled:
+        reasons += _refuses_scales(call)
+    elif {call.lhs.bits, call.rhs.bits} != {16}:
         reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
     # Of the narrower operand, or of a result of 16 bits.
     elements = 128 // min(call.lhs.bits, call.rhs.bits, 16)
@@ -69,6 +71,17 @@ def refuses(call: Call) -> list[str]:
     if any(size % elements for size in sizes):
         lengths = ", ".join(map(str, sizes[:-1]))
         reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {lengths} and {sizes[-1]} elements")
+    return reasons
+
+
+def _refuses_scales(call: Call) -> list[str]:
+    reasons = []
+    if call.epilogue.gated:
+        reasons.append("it takes no gate of 8 bits")
+    if not call.rhs_transposed:
+        reasons.append("tensor cores take 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
+    if call.along_columns:
+        reasons.append("it gathers rows that have scales, not columns")
     return reasons
 
 
@@ -152,7 +165,7 @@ def pace(share: float, length: int, itemsize: int, chunk: int, programs: int) ->
     Args:
       share: of the time at the tensor cores' full speed.
       length: multiplications and additions for each element that travels.
-      itemsize: bytes of such an element.
+      itemsize: bytes of such an element, or of as many as are multiplied in the same time.
       chunk: bytes.
       programs: that send at the same time.
     """

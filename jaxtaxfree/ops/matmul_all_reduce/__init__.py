@@ -9,12 +9,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops import matmul, product, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.matmul_all_reduce.few import Few
 from jaxtaxfree.ops.matmul_all_reduce.hopper import Hopper
 from jaxtaxfree.ops.matmul_all_reduce.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_all_reduce.portable import Portable
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Variant, settings_of
 from jaxtaxfree.primitive import Lasting, check_implementation, takes_reference
 from jaxtaxfree.settings import Settings
@@ -32,6 +33,8 @@ def matmul_all_reduce(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
@@ -59,6 +62,10 @@ def matmul_all_reduce(
         if there are many rows on a GPU other than Hopper.
       rhs_transposed: `rhs` is [N, K]. Two kernels, "few" and "portable", read it as it lies. By default XLA takes
         it, because that was not measured yet.
+      lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
+        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. By XLA for now: no kernel takes scales.
+      rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
+        `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
       bias: [N], the same on every rank. It is added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: has the result's shape, is the same on every rank, and is added last.
@@ -94,6 +101,8 @@ def matmul_all_reduce(
     shape = (*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed))
     one_row = lhs.ndim == 1 and rhs.ndim == 2
     lhs = lhs[None] if one_row else lhs
+    form = {"rhs_transposed": rhs_transposed, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
+    scaling, scales = scaled.check("matmul_all_reduce", lhs, rhs, parts=lax.axis_size(axes), **form)
     epilogue, operands = epilogues.check(
         "matmul_all_reduce",
         lhs,
@@ -101,6 +110,7 @@ def matmul_all_reduce(
         shape,
         activation,
         rhs_transposed=rhs_transposed,
+        of_integers=bool(scaling),
         bias=bias,
         residual=residual,
     )
@@ -113,11 +123,13 @@ def matmul_all_reduce(
         Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")
         for name in differing
     ]
+    reasons = [scaled.NO_KERNEL] if scaling else reasons
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
+    params["rhs_transposed"] = rhs_transposed
     if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
-        out = reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
+        out = reference(lhs, rhs, *scales, *operands, epilogue=epilogue, scaling=scaling, **params)
     else:
-        params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
+        params |= {"implementation": implementation, "config": settings}
         if epilogue:
             (out,) = with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)
         else:
@@ -134,12 +146,14 @@ def reference(
     preferred_element_type: Any,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
+    scaling: Scaling = UNSCALED,
     config: Any = None,
 ) -> jax.Array:
-    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
+    """What the operation means, in plain `lax`; `operands` are the scales, and those of the epilogue."""
     del config
+    scales, operands = scaling.split(operands)
     rhs = rhs.T if rhs_transposed else rhs
-    total = lax.psum(jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type), axes)
+    total = lax.psum(scaled.matmul(lhs, rhs, scales, precision, preferred_element_type), axes)
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 
 

@@ -9,12 +9,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product
+from jaxtaxfree.ops import matmul, product, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.matmul_reduce_scatter.few import Few
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper import Hopper
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper_few import HopperFew
 from jaxtaxfree.ops.matmul_reduce_scatter.portable import Portable
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Variant, settings_of
 from jaxtaxfree.primitive import check_implementation, check_whole, takes_reference
 from jaxtaxfree.settings import Settings
@@ -33,6 +34,8 @@ def matmul_reduce_scatter(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
@@ -56,6 +59,10 @@ def matmul_reduce_scatter(
         rank's part is rounded to the operands' dtype on its way, unless the result is small or `config` asks for
         `exact_wire`.
       rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
+      lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
+        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. By XLA for now: no kernel takes scales.
+      rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
+        `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
       bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
         the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
@@ -91,6 +98,8 @@ def matmul_reduce_scatter(
         "scatter_dimension": scatter_dimension,
         **matmul.check_precision(precision, preferred_element_type),
     }
+    form = {"rhs_transposed": rhs_transposed, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
+    scaling, scales = scaled.check("matmul_reduce_scatter", lhs, rhs, parts=lax.axis_size(axes), **form)
     epilogue, operands = epilogues.check(
         "matmul_reduce_scatter",
         lhs,
@@ -98,13 +107,16 @@ def matmul_reduce_scatter(
         shape,
         activation,
         rhs_transposed=rhs_transposed,
+        of_integers=bool(scaling),
         bias=bias,
         residual=residual,
     )
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
     reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    reasons = [scaled.NO_KERNEL] if scaling else reasons
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
-        return reference(lhs, rhs, *operands, epilogue=epilogue, rhs_transposed=rhs_transposed, **params)
+        params |= {"rhs_transposed": rhs_transposed, "scaling": scaling}
+        return reference(lhs, rhs, *scales, *operands, epilogue=epilogue, **params)
     params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
     if epilogue:
         return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
@@ -121,12 +133,14 @@ def reference(
     preferred_element_type: Any,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
+    scaling: Scaling = UNSCALED,
     config: Any = None,
 ) -> jax.Array:
-    """What the operation means, in plain `lax`; `operands` are those of the epilogue."""
+    """What the operation means, in plain `lax`; `operands` are the scales, and those of the epilogue."""
     del config
+    scales, operands = scaling.split(operands)
     rhs = rhs.T if rhs_transposed else rhs
-    product = jnp.matmul(lhs, rhs, precision=precision, preferred_element_type=preferred_element_type)
+    product = scaled.matmul(lhs, rhs, scales, precision, preferred_element_type)
     total = lax.psum_scatter(product, axes, scatter_dimension=scatter_dimension, tiled=True)
     return epilogue.apply([total], epilogue.split(rhs, operands)[1], total.dtype) if epilogue else total
 

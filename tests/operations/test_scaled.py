@@ -1,0 +1,237 @@
+"""Operands of 8 bits with scales: quantisers, and the products against f64 of what the scales make of the operands."""
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jaxtaxfree as jtf
+
+DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
+# The relative step between numbers of each dtype, at most, of what scales have brought into its range.
+STEP = {"float8_e4m3fn": 2**-4, "float8_e5m2": 2**-3, "int8": 2**-7}
+LHS = {"tensor": None, "row": (1, -1), "block": (1, 128)}
+RHS = {"tensor": None, "row": (-1, 1), "block": (128, 128)}
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    spread = jnp.exp(jax.random.normal(jax.random.key(seed + 100), (*shape[:-1], 1)))
+    return spread * jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [None, (1, -1), (-1, 1), (1, 128), (128, 128)])
+def test_quantize(dtype: str, block: Any) -> None:
+    x = normal(2, 200, 300)
+    values, scale = jtf.quantize(x, dtype, block=block)
+    blocks = {None: (), (1, -1): (2, 200, 1), (-1, 1): (2, 1, 300), (1, 128): (2, 200, 3), (128, 128): (2, 2, 3)}
+    assert values.dtype == dtype and values.shape == x.shape
+    assert scale.dtype == jnp.float32 and scale.shape == blocks[block]
+    back = np.asarray(jtf.dequantize(values, scale), np.float64)
+    rounding = np.abs(back - x)
+    largest = np.asarray(jtf.dequantize(jnp.full(x.shape, 127, jnp.int8), scale), np.float64)  # of int8, of its block
+    bound = largest / 127 / 2 if dtype == "int8" else STEP[dtype] * np.abs(x) + 1e-3 * np.max(np.abs(x))
+    assert np.all(rounding <= 1.001 * bound)
+    assert np.max(np.abs(back)) == pytest.approx(float(jnp.max(jnp.abs(x))), rel=1e-6)  # the largest is met
+
+    values, power = jtf.quantize(x, dtype, block=block, power_of_2=True)
+    assert np.all(np.log2(np.asarray(power)) % 1 == 0) and np.all((power >= scale) & (power < 2 * scale))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_quantize_what_is_no_ordinary_number(dtype: str) -> None:
+    rows = jnp.array([[0.0, 0.0], [jnp.inf, 1.0], [1.0, -jnp.inf], [jnp.nan, 1.0], [1e-45, 0.0], [3e38, -3e38]])
+    values, scale = jtf.quantize(rows, dtype, block=(1, -1))
+    back = np.asarray(jtf.dequantize(values, scale))
+    np.testing.assert_array_equal(
+        np.isnan(back), [[False] * 2, [True] * 2, [True] * 2, [True] * 2, [False] * 2, [False] * 2]
+    )
+    np.testing.assert_array_equal(back[0], 0)
+    assert np.all(np.abs(back[4]) < 1e-37)
+    np.testing.assert_allclose(back[5], rows[5], rtol=1e-6)
+    values, scale = jtf.quantize(jnp.zeros((0, 4)), dtype, block=(1, -1))
+    assert values.shape == (0, 4) and scale.shape == (0, 1)
+
+
+def test_quantize_refuses() -> None:
+    x = jnp.ones((4, 4))
+    with pytest.raises(ValueError, match="quantize gives float8_e4m3fn, float8_e5m2, int8, not int4"):
+        jtf.quantize(x, jnp.int4)
+    with pytest.raises(ValueError, match=r"quantize has no block \(2, 2\): take None, \(1, -1\)"):
+        jtf.quantize(x, "int8", block=(2, 2))
+    with pytest.raises(ValueError, match=r"blocks of rows and columns, and x has shape \[4\]"):
+        jtf.quantize(x[0], "int8", block=(1, -1))
+    with pytest.raises(TypeError, match="quantize takes floating-point numbers, not int32"):
+        jtf.quantize(jnp.ones(3, int), "int8")
+    with pytest.raises(ValueError, match=r"scales \[3, 1\] are of no blocks of 1, 128 or all of \[4, 4\]"):
+        jtf.dequantize(x, jnp.ones((3, 1)))
+
+
+# The products. Each rank quantises its own part of whole arrays; NumPy adds up in f64 what comes of that.
+
+M, K, N = 24, 320, 136  # of a rank's part, where a dimension is sharded
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x * np.where(x > 0, 1, np.exp(np.minimum(x, 0))) / (1 + np.exp(-np.abs(x)))
+
+
+def parts(
+    dtype: str, kind: str, shape: tuple[int, int], world: int, seed: int
+) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """What each of so many ranks has, side by side: values, scales, and what they make, f64."""
+    x = normal(world, *shape, seed=seed)
+    if dtype not in DTYPES:
+        return x.astype(dtype), jnp.zeros(world), np.asarray(x.astype(dtype), np.float64)
+    block = (LHS if seed == 0 else RHS)[kind]
+    values, scale = jax.vmap(functools.partial(jtf.quantize, dtype=dtype, block=block))(x)
+    whole = np.asarray(jax.vmap(jtf.dequantize)(values, scale), np.float64)
+    return values, scale, whole
+
+
+def on_ranks(mesh: Any, function: Any, *stacked: jax.Array) -> np.ndarray:
+    """function of each rank's part of stacked arrays; its results stacked."""
+    run = jax.shard_map(
+        lambda *each: function(*(x[0] for x in each))[None],
+        mesh=mesh,
+        in_specs=P("tp"),
+        out_specs=P("tp"),
+    )
+    return np.asarray(jax.jit(run)(*stacked).astype(jnp.float32), np.float64)
+
+
+def scaled_by(scale: jax.Array, dtype: str) -> jax.Array | None:
+    return scale if dtype in DTYPES else None
+
+
+PAIRS = [
+    *itertools.product(("float8_e4m3fn", "int8"), ("float8_e4m3fn", "int8")),
+    ("float8_e5m2", "float8_e4m3fn"),
+    ("bfloat16", "int8"),
+    ("float16", "float8_e4m3fn"),
+]
+
+
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.soak) for world in (3, 8))])
+@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("row", "block"), ("block", "block")])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_products(cpu_mesh: Any, world: int, kinds: tuple[str, str], pair: tuple[str, str]) -> None:
+    mesh = cpu_mesh(world, "tp")
+    lhs, lhs_scale, left = parts(pair[0], kinds[0], (world * M, K), world, 0)
+    rhs, rhs_scale, right = parts(pair[1], kinds[1], (K, N), world, 1)
+    gate, gate_scale, gates = parts(pair[1], kinds[1], (K, N), world, 2)
+    bias = jax.random.normal(jax.random.key(3), (world, N))
+    # Rows or columns of 384, so that no block lies on two ranks.
+    deep, deep_scale, deeper = parts(pair[0], kinds[0], (world * M, 384), world, 0)
+    low, low_scale, lower = parts(pair[1], kinds[1], (384, N), world, 1)
+
+    def scales(lhs_scale: Any, rhs_scale: Any) -> dict[str, Any]:
+        return {"lhs_scale": scaled_by(lhs_scale, pair[0]), "rhs_scale": scaled_by(rhs_scale, pair[1])}
+
+    form = {"preferred_element_type": jnp.float32, "precision": "highest", "axis_name": "tp"}
+
+    def gather(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        return jtf.all_gather_matmul(lhs, rhs, **form, **scales(lhs_scale, rhs_scale))
+
+    def gated(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any, gate: Any, gate_scale: Any, bias: Any) -> jax.Array:
+        last = {"gate": gate, "gate_scale": gate_scale, "bias": bias, "activation": "silu"}
+        return jtf.all_gather_matmul(lhs, rhs, **form, **scales(lhs_scale, rhs_scale), **last)
+
+    def transposed(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        turned = rhs_scale.T if rhs_scale.ndim else rhs_scale
+        return jtf.all_gather_matmul(lhs, rhs.T, rhs_transposed=True, **form, **scales(lhs_scale, turned))
+
+    def scatter(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        return jtf.matmul_reduce_scatter(lhs, rhs, **form, **scales(lhs_scale, rhs_scale))
+
+    def reduce(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        found = jtf.matmul_all_reduce(lhs, rhs, bias=jnp.full(N, 0.5), **form, **scales(lhs_scale, rhs_scale))
+        return jax.lax.pcast(found, "tp", to="varying")
+
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    whole = left.reshape(-1, K)
+    products = np.einsum("mk,rkn->rmn", whole, right)
+    total = np.einsum("rmk,rkn->mn", deeper, lower)
+
+    def check(found: np.ndarray, wanted: np.ndarray) -> None:
+        np.testing.assert_allclose(found, wanted, atol=2e-6 * np.max(np.abs(wanted)), rtol=1e-4)
+
+    check(on_ranks(mesh, gather, *operands), products)
+    check(on_ranks(mesh, transposed, *operands), products)
+    inner = np.einsum("mk,rkn->rmn", whole, gates)
+    outer = products + np.asarray(bias, np.float64)[:, None]
+    check(on_ranks(mesh, gated, *operands, gate, gate_scale, bias), silu(inner) * outer)
+    check(on_ranks(mesh, scatter, deep, deep_scale, low, low_scale), total.reshape(world, M, N))
+    check(on_ranks(mesh, reduce, deep, deep_scale, low, low_scale), np.broadcast_to(total + 0.5, (world, *total.shape)))
+
+
+def test_gradients(cpu_mesh: Any) -> None:
+    """Of operands of 16 bits and of scales, as of the dequantised product; what has 8 bits gets none, or its dtype."""
+    mesh = cpu_mesh(2, "tp")
+    x = normal(2, M, K)
+    rhs, rhs_scale, right = parts("int8", "row", (K, N), 2, 1)
+    ct = np.asarray(jax.random.normal(jax.random.key(5), (2, 2 * M, N)), np.float64)
+
+    def backward(x: jax.Array, rhs: jax.Array, scale: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def product(x: jax.Array, scale: jax.Array) -> jax.Array:
+            return jtf.all_gather_matmul(x[0], rhs[0], "tp", rhs_scale=scale[0], precision="highest")
+
+        return jax.vjp(product, x, scale)[1](ct[0])
+
+    run = jax.jit(jax.shard_map(backward, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+    found, of_scale = run(x, rhs, rhs_scale, jnp.asarray(ct, jnp.float32))
+    wanted = np.einsum("rmn,rkn->mk", ct, right).reshape(2, M, K)
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)
+    raw = np.einsum("mk,rkn->rmn", np.asarray(x, np.float64).reshape(-1, K), np.asarray(rhs, np.float64))
+    wanted = np.sum(raw * ct, axis=1, keepdims=True)
+    np.testing.assert_allclose(of_scale, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)
+
+    weights, scale = jtf.quantize(normal(K, N), "float8_e4m3fn", block=(-1, 1))
+    plain = Mesh(np.array(jax.devices("cpu")[:1]), ("one",))
+
+    def of_eight_bits(w: jax.Array) -> jax.Array:
+        return jnp.sum(jtf.all_gather_matmul(x[0], w, "one", rhs_scale=scale)) * 1e6
+
+    grad = jax.shard_map(jax.grad(of_eight_bits), mesh=plain, in_specs=P(), out_specs=P(), check_vma=False)(weights)
+    assert grad.dtype == weights.dtype and np.isnan(np.asarray(grad, np.float32)).any()  # beyond 448
+
+
+def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
+    x, w = jnp.ones((8, 192), jnp.int8), jnp.ones((192, 16), jnp.int8)
+    one = jnp.float32(1)
+
+    def error(operation: Any, *operands: jax.Array, **keywords: Any) -> str:
+        run = jax.shard_map(
+            functools.partial(operation, axis_name="tp", **keywords),
+            mesh=cpu_mesh(2, "tp"),
+            in_specs=P(),
+            out_specs=P(),
+            check_vma=False,
+        )
+        with pytest.raises((ValueError, NotImplementedError)) as raised:
+            run(*operands)
+        return str(raised.value)
+
+    gather, scatter = jtf.all_gather_matmul, jtf.matmul_reduce_scatter
+    assert "takes lhs_scale of shape [] (tensor), [8, 1] (row), [8, 2] (block) here, not [8]" in error(
+        gather, x, w, lhs_scale=jnp.ones(8)
+    )
+    assert "takes rhs_scale of shape [] (tensor), [1, 16] (row), [2, 1] (block) here, not [16, 1]" in error(
+        gather, x, w, rhs_scale=jnp.ones((16, 1))
+    )
+    assert "takes rhs_scale as float32, not bfloat16" in error(gather, x, w, rhs_scale=one.astype(jnp.bfloat16))
+    assert "and this one is float32" in error(gather, x.astype(jnp.float32), w, lhs_scale=one)
+    assert "takes lhs_scale by blocks of 128 where each rank has a multiple of 128" in error(
+        scatter, x, w, lhs_scale=jnp.ones((8, 2))
+    )
+    assert "no kernel of it takes operands with scales" in error(
+        scatter, x, w, lhs_scale=one, rhs_scale=one, implementation="fused"
+    )
+    wide = error(gather, x.astype(jnp.bfloat16), w, rhs_scale=one, implementation="fused")
+    assert "it multiplies int8 by int8 and float8 by float8, not bfloat16 by int8: quantize both" in wide
