@@ -107,6 +107,10 @@ def no_code(*, memory: bool = True) -> Iterator[None]:
         yield
 
 
+each_depth = pytest.mark.parametrize("memory", (False, pytest.param(True, marks=pytest.mark.soak)))
+"""For `no_code`: tests of many forms of a call ask for its memory in `make soak`. tests/compiled always does."""
+
+
 def _describe(self: CUDABackend, module: Any, metadata: dict[str, Any], *_: Any) -> Any:
     metadata["tensordesc_meta"] = module.get_tensordesc_metadata()
     return module

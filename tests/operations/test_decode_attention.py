@@ -25,7 +25,7 @@ from jaxtaxfree.ops.decode_attention.portable import Config
 from jaxtaxfree.ops.decode_attention.shapes import SHAPES
 from jaxtaxfree.ops.shapes import AttentionShape
 from tests.conftest import MeshFactory
-from tests.helpers import attention_cases
+from tests.helpers import attention_cases, compiling
 from tests.helpers.attention_cases import (
     DTYPES,
     HEAD_SIZES,
@@ -1316,10 +1316,12 @@ def assert_fused(text: str, calls: int = 1) -> None:
 
 
 @pytest.mark.slow
+@compiling.each_depth
 @pytest.mark.parametrize("feature", FEATURES)
-def test_lowers_to_one_kernel(feature: str) -> None:
+def test_lowers_to_one_kernel(feature: str, memory: bool) -> None:
     case = features(Case(world=4, n=8))[feature]
-    assert_fused(lower_for_cuda(program(case, mesh_of(4)), make(case)[0]))
+    with compiling.no_code(memory=memory):
+        assert_fused(lower_for_cuda(program(case, mesh_of(4)), make(case)[0]))
 
 
 def listed(shape: AttentionShape, mesh: Mesh, dtype: str = "bfloat16", **keywords: Any) -> str:
