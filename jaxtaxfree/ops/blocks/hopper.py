@@ -47,10 +47,10 @@ class Tile(portable.Tile):
 
 
 def check_compiles(config: Tile, columns: int) -> None:
-    """Raises ValueError unless each partition multiplies 64 rows or more, the least that four warps take.
+    """Raises ValueError unless a tile is large enough: each partition takes 64 rows at least, which four warps share.
 
     Args:
-      columns: of a tile, the least of which the halves can be stored.
+      columns: the least that the kernel can divide among its stores.
     """
     if config.block_m < 64 * PARTITIONS:
         config.refuse("block_m", f"at least {64 * PARTITIONS} for the kernel 'hopper'")
