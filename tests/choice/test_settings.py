@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +19,7 @@ from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import choose, named, settings_of
 from jaxtaxfree.settings import setting
 from tests.compiled.test_gluon import NAME, launch_of
-from tests.helpers.support import by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
+from tests.helpers.support import TRITON_CALL, by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 
 PRODUCTS = (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)
 NAMES = tuple(name for name in register.OPERATIONS if "matmul" in name)
@@ -80,6 +81,7 @@ DO_NOT_COMPILE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"kernel": "hopper_few", "num_warps": 2}, 64, "num_warps of a config is 4, 8 or 16 for the kernel 'hopper_few'"),
     ({"kernel": "hopper_few", "block_n": 32}, 64, "block_n of a config is at least 64 for the kernel 'hopper_few'"),
     ({"kernel": "hopper", "block_m": 64}, 4096, "block_m of a config is at least 128 for the kernel 'hopper', not 64"),
+    ({"kernel": "hopper", "block_n": 8}, 4096, "block_n of a config is at least"),
 )
 
 
@@ -95,6 +97,23 @@ def test_settings_that_do_not_compile_together(operation: str, config: dict[str,
     ]
     with fails(ValueError, says):
         lower_for_cuda(program, *operands)
+
+
+@pytest.mark.parametrize("operation", (jtf.matmul_reduce_scatter, jtf.matmul_all_reduce), ids=lambda x: x.__name__)
+def test_the_least_columns_of_a_tile_that_is_added_up(operation: Callable) -> None:
+    """Whose halves travel in pieces of 16 columns."""
+    call = functools.partial(operation, axis_name="tp", implementation="fused")
+    operands = [sharded(mesh_of(2), spec, (4096, 4096), "bfloat16") for spec in (P(None, "tp"), P("tp"))]
+
+    def lower(block_n: int) -> str:
+        local = functools.partial(call, config={"kernel": "hopper", "block_n": block_n})
+        out = P() if operation is jtf.matmul_all_reduce else P("tp")
+        specs = {"in_specs": (P(None, "tp"), P("tp")), "out_specs": out}
+        return lower_for_cuda(jax.shard_map(local, mesh=mesh_of(2), **specs), *operands)
+
+    with fails(ValueError, "block_n of a config is at least 32 for the kernel 'hopper' here, not 16"):
+        lower(16)
+    assert TRITON_CALL in lower(32)
 
 
 @pytest.mark.parametrize(("operation", "kernel", "settings"), REFUSED, ids=lambda x: str(x).replace(" ", ""))

@@ -336,7 +336,12 @@ def test_f32_takes_half_the_steps_depth(kernel: Kernel) -> None:
         assert depth["float16"] == depth["bfloat16"] == 2 * depth["float32"]
 
 
-@each_kernel
+@pytest.mark.parametrize(
+    "kernel",
+    # Products of f32 on no tensor cores are much code, of one function for all kernels.
+    [kernel if kernel in KERNELS[1:3] else pytest.param(kernel, marks=pytest.mark.soak) for kernel in KERNELS],
+    ids=lambda kernel: kernel.name,
+)
 def test_precision_of_f32(kernel: Kernel) -> None:
     ptx = {p: compile_for_cuda(kernel, kernel.aligned, "float32", precision=p).ptx for p in (None, "highest")}
     assert ".tf32" in ptx[None]

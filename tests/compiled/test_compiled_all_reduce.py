@@ -23,6 +23,7 @@ from tests.compiled.test_compiled import (
 )
 from tests.compiled.test_compiled_attention import is_message, polling_loops, widths
 from tests.helpers import amd
+from tests.helpers.compiling import names
 from tests.helpers.support import Compiled, by_shape, compile_call, compile_for_amd, mesh_of, product_call, sharded
 
 K, N = 28672, 8192
@@ -106,11 +107,11 @@ def test_sm_90(name: str) -> None:
     assert spilled_bytes(ptxas_report(call)) == 0
 
 
-OTHERS = ("rows-128", *(pytest.param(name, marks=pytest.mark.soak) for name in ("rows-1", "rows-16", "rows-256")))
+others = names(("rows-1", "rows-16", "rows-128", "rows-256"), ("rows-1", "rows-16", "rows-256"))
 
 
 @pytest.mark.parametrize("world", (2, 8))
-@pytest.mark.parametrize("name", OTHERS)
+@others
 def test_other_worlds(name: str, world: int) -> None:
     call = compiled(name, world=world)
     assert narrow_words(call) == []
@@ -119,7 +120,7 @@ def test_other_worlds(name: str, world: int) -> None:
 
 
 @pytest.mark.parametrize("compute_capability", (80, 89, 100))
-@pytest.mark.parametrize("name", OTHERS)
+@others
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     call = compiled(name, compute_capability)
     assert f".target sm_{compute_capability}" in call.ptx
@@ -128,9 +129,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize(
-    "name", ("rows-128", *(pytest.param(name, marks=pytest.mark.soak) for name in ("rows-1", "rows-256")))
-)
+@names(("rows-1", "rows-128", "rows-256"), ("rows-1", "rows-256"))
 @pytest.mark.parametrize("architecture", amd.EACH)
 def test_amd(name: str, architecture: str) -> None:
     code = compile_for_amd(compiled(name, amd=True), architecture).asm["amdgcn"]

@@ -27,6 +27,7 @@ from tests.compiled.test_compiled import (
 from tests.helpers import amd
 from tests.helpers.attention_cases import Case
 from tests.helpers.attention_parity import operands
+from tests.helpers.compiling import names
 from tests.helpers.support import Compiled, compile_call, compile_for_amd, mesh_of
 
 case = functools.partial(Case, world=4, b=1, n=64, k=8, h=128, s=8192, dtype="bfloat16")
@@ -53,10 +54,8 @@ CASES = {
 }
 # Of which each is like two others.
 LIKE_OTHERS = ("batch-16", "h-96", "paged-64")
-each_case = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.soak] if name in LIKE_OTHERS else []) for name in CASES]
-)
-OTHERS = ("batch-1", *(pytest.param(name, marks=pytest.mark.soak) for name in ("int8-token", "paged-16")))
+each_case = names(CASES, LIKE_OTHERS)
+other_gpus = names(("batch-1", "int8-token", "paged-16"), ("int8-token", "paged-16"))
 
 
 @functools.cache
@@ -161,7 +160,7 @@ def test_keys_and_values_are_loaded_as_in_other_forms(name: str, plain: str) -> 
 
 
 @pytest.mark.parametrize("compute_capability", (80, 100))
-@pytest.mark.parametrize("name", OTHERS)
+@other_gpus
 def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     call = compiled(name, compute_capability)
     program = parse(call.ptx)
@@ -172,7 +171,7 @@ def test_other_nvidia_gpus(name: str, compute_capability: int) -> None:
     assert call.shared <= SHARED_MEMORY[compute_capability]
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@other_gpus
 @pytest.mark.parametrize("architecture", amd.EACH)
 def test_amd(name: str, architecture: str) -> None:
     code = compile_for_amd(compiled(name), architecture).asm["amdgcn"]

@@ -135,7 +135,7 @@ def test_the_choice_by_size(name: str, size: str) -> None:
 
 @each_name
 @pytest.mark.parametrize("protocol", ("messages", "words", "signals"))
-@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+@pytest.mark.parametrize("dtype", ("bfloat16", pytest.param("float32", marks=pytest.mark.soak)))
 def test_every_protocol(name: str, protocol: str, dtype: str) -> None:
     assert wrong(compiled(name, 16 << 10, dtype, protocol=protocol)) == []
 

@@ -37,6 +37,7 @@ from tests.compiled.test_compiled import (
 )
 from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
+from tests.helpers.compiling import names
 from tests.helpers.support import Compiled, fails, lower_for_cuda, mesh_of, sharded
 
 pytestmark = pytest.mark.usefixtures("no_cubin")
@@ -83,12 +84,13 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
     "reduce-eight-ranks": {"world": 8, "k": 57344},
     "reduce-odd": {"m": 1333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
 }
-each_case = pytest.mark.parametrize("name", CASES)
-each_scatter = pytest.mark.parametrize("name", SCATTER_CASES)
-each_reduce = pytest.mark.parametrize("name", REDUCE_CASES)
-each_sum = pytest.mark.parametrize("name", SCATTER_CASES | REDUCE_CASES)
+LIKE_OTHERS = ("transposed-odd", "gate-gathered", "scatter-eight-ranks", "scatter-gelu", "reduce-two-ranks")
+each_case = names(CASES, LIKE_OTHERS)
+each_scatter = names(SCATTER_CASES, LIKE_OTHERS)
+each_reduce = names(REDUCE_CASES, LIKE_OTHERS)
+each_sum = names(SCATTER_CASES | REDUCE_CASES, LIKE_OTHERS)
 ALL_CASES = CASES | SCATTER_CASES | EPILOGUE_CASES | REDUCE_CASES
-each_kernel = pytest.mark.parametrize("name", ALL_CASES)
+each_kernel = names(ALL_CASES, LIKE_OTHERS)
 OPERATIONS = {"scatter": matmul_reduce_scatter, "reduce": matmul_all_reduce}  # by the first part of a case's name
 
 

@@ -26,6 +26,7 @@ from tests.compiled.test_compiled import (
 from tests.compiled.test_compiled_hopper import products_that_do_not_overlap, stages_released_for_ever
 from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
+from tests.helpers.compiling import names
 from tests.helpers.support import Compiled, by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 
 pytestmark = pytest.mark.usefixtures("no_cubin")
@@ -132,7 +133,13 @@ def requests(ptx: str) -> int:
     return len(re.findall(r"cp\.async\.bulk\.tensor\.2d\.shared", ptx))
 
 
-@pytest.mark.parametrize("name", CASES)
+LIKE_OTHERS = (
+    *("pair", "128-rows-epilogue", "160-rows-2-ranks", "192-rows-epilogue", "192-rows-float32"),
+    *("256-rows", "256-rows-2-ranks", "256-rows-8-ranks", "512-rows"),
+)
+
+
+@names(CASES, LIKE_OTHERS)
 def test_code(name: str) -> None:
     case = CASES[name]
     rows = case.get("m", 16)

@@ -16,6 +16,7 @@ from tests.compiled.test_compiled import publishes_out_of_order, waits_that_do_n
 from tests.compiled.test_compiled_attention import polling_loops, widths
 from tests.compiled.test_compiled_hopper_few import before_the_partitions, check_code, requests
 from tests.compiled.test_gluon import PTX, launch_of
+from tests.helpers.compiling import names
 from tests.helpers.support import chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
 
 pytestmark = pytest.mark.usefixtures("no_cubin")
@@ -90,7 +91,14 @@ def lowered(**given: Any) -> str:
     return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, shapes)))
 
 
-@pytest.mark.parametrize("name", CASES)
+LIKE_OTHERS = (
+    *("16-rows-2-ranks", "16-rows-epilogue", "64-rows", "128-rows-2-ranks", "128-rows-8-ranks", "128-rows-exact"),
+    *("132-rows", "256-rows-2-ranks", "256-rows-more-tiles", "512-rows", "scattered-128-rows-2-ranks"),
+    *("scattered-192-rows-2-ranks", "scattered-256-rows", "scattered-256-rows-exact", "scattered-512-rows"),
+)
+
+
+@names(CASES, LIKE_OTHERS)
 def test_code(name: str) -> None:
     case = CASES[name]
     rows = case.get("m", 16)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import zlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,11 +19,13 @@ import triton
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import jaxtaxfree as jtf
 from jaxtaxfree import heap, shmem_call
+from jaxtaxfree.gluon import _not_assembled
 from jaxtaxfree.kernels import shmem
 from tests.compiled.test_compiled import (
     is_barrier,
@@ -101,6 +105,32 @@ def fields_of(message: bytes) -> dict[int, Any]:
 
 
 NAME, WARPS, SHARED_MEMORY, PTX, GLOBAL_SCRATCH_SIZE = 1, 2, 3, 4, 12
+
+
+def test_what_is_launched_is_not_assembled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """jaxlib assembles it. Who has a hook in Triton's compiler keeps it."""
+    asked = []
+
+    def theirs(*of: Any) -> tuple[str, str] | None:
+        asked.append(len(of))
+        return None if of else ("key", "digest")
+
+    monkeypatch.setitem(vars(triton.knobs.cache), "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", theirs)
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_: pytest.fail("ptxas runs"))
+    lower()
+    assert asked == [0, 5]  # what it changes, and to change it
+    assert triton.knobs.runtime.add_stages_inspection_hook is theirs
+
+
+def test_what_other_threads_compile_is_assembled() -> None:
+    with _not_assembled(), ThreadPoolExecutor(1) as pool:
+        hook, stages = triton.knobs.runtime.add_stages_inspection_hook, {"cubin": "theirs"}
+        assert pool.submit(hook).result() == ("", "")
+        pool.submit(hook, None, stages, None, None, None).result()
+        assert stages == {"cubin": "theirs"}
+        hook(None, stages, None, None, None)
+        assert stages["cubin"]("", {}) == b""
 
 
 @descriptors_of_both_kinds

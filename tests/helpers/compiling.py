@@ -9,7 +9,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,16 @@ def no_code(*, memory: bool = True) -> Iterator[None]:
         kept = property(lambda function: _compiled.setdefault((function.fn, memory), {}))
         patch.setattr(triton_lib.TritonFunction, "_kernel_cache", kept)
         yield
+
+
+def names(cases: Iterable[str], like_others: Container[str]) -> pytest.MarkDecorator:
+    """The parameter `name` of a test of compiled code: cases whose code is like that of two others are soak."""
+    marked = [pytest.param(case, marks=[pytest.mark.soak] if case in like_others else []) for case in cases]
+    return pytest.mark.parametrize("name", marked)
+
+
+each_depth = pytest.mark.parametrize("memory", (False, pytest.param(True, marks=pytest.mark.soak)))
+"""For `no_code`: tests of many forms of a call ask for its memory in `make soak`. tests/compiled always does."""
 
 
 def _describe(self: CUDABackend, module: Any, metadata: dict[str, Any], *_: Any) -> Any:

@@ -19,6 +19,7 @@ from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from jaxtaxfree.ops.variant import named
 from jaxtaxfree.simulator.scheduler import POLICIES
+from tests.helpers import compiling
 from tests.helpers.support import (
     DTYPES,
     assert_fused,
@@ -607,12 +608,14 @@ def shapes(
     return [sharded(mesh, operation.specs[name], arrays[name].shape, "bfloat16") for name in ("lhs", "rhs", *names)]
 
 
+@compiling.each_depth
 @each_epilogue
 @pytest.mark.parametrize("m", (64, 2048))
-def test_lowers_to_one_kernel(mesh: Mesh, operation: Operation, given: dict[str, Any], m: int) -> None:
+def test_lowers_to_one_kernel(mesh: Mesh, operation: Operation, given: dict[str, Any], m: int, memory: bool) -> None:
     names = names_of(given)
     program = operation.on_mesh(mesh, names, activation=given.get("activation"), implementation="fused")
-    assert_fused(lower_for_cuda(program, *shapes(operation, mesh, names, m)))
+    with compiling.no_code(memory=memory):
+        assert_fused(lower_for_cuda(program, *shapes(operation, mesh, names, m)))
 
 
 @pytest.mark.usefixtures("no_code")

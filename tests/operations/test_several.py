@@ -1,6 +1,7 @@
 """`all_gather_matmul` with a tuple of right-hand sides: one gather, a product by each."""
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -283,3 +284,19 @@ def test_more_than_kernels_take_is_refused_with_a_reason() -> None:
     rhs = [sharded(mesh, COLUMNS, (64, 32), "bfloat16")] * 5
     with fails(NotImplementedError, "it takes up to 4 rhs, not 5"):
         lower_for_cuda(program(mesh, 5, implementation="fused"), sharded(mesh, ROWS, (16, 64), "bfloat16"), *rhs)
+
+
+@pytest.mark.parametrize(("axis", "many"), ((0, True), (-1, False)))
+def test_rows_of_all_ranks_are_counted_where_rows_are_gathered(
+    axis: int, many: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """40 of each rank are 80, of which XLA's products of f32 are faster; of columns they are 40 rows of all ranks."""
+    mesh, lhs = mesh_of(2), (80, 32) if axis == 0 else (40, 32)
+    call = functools.partial(all_gather_matmul, axis_name="tp", axis=axis)
+    specs = (ROWS if axis == 0 else COLUMNS, (COLUMNS, COLUMNS))
+    rhs = [sharded(mesh, COLUMNS, (32, 64), "float32") for _ in range(2)]
+    f = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=(COLUMNS, COLUMNS))
+    with caplog.at_level(logging.DEBUG, "jaxtaxfree"):
+        lower_for_cuda(f, sharded(mesh, specs[0], lhs, "float32"), tuple(rhs))
+    assert ("many rows" in caplog.text) == many
+    assert many or "not been measured" in caplog.text

@@ -27,7 +27,7 @@ LEFT_OUT = (
     ),
     *("check_repetition", "check_repetitions", "check_many_calls", "check_growing_cache"),
 )
-QUICK = (*("check_gradients", "check_reduce_scatter_rounds_once", "check_integers_wrap"),)
+QUICK = ("check_gradients", "check_reduce_scatter_rounds_once", "check_integers_wrap")
 CHECKS = [*parity.CHECKS, *collectives_parity.CHECKS, *attention_parity.CHECKS, *ragged_parity.CHECKS]
 CHECKS += ragged_dot_parity.CHECKS
 

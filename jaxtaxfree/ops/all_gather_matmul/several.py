@@ -182,6 +182,7 @@ def _slower(
     lhs: Any,
     *operands: Any,
     axes: tuple[str, ...],
+    axis: int,
     precision: Any,
     preferred_element_type: Any,
     epilogue: tuple[Epilogue, ...],
@@ -196,11 +197,11 @@ def _slower(
     if world == 1:
         return "there is one rank, so nothing to gather"
     form = {"precision": precision, "preferred_element_type": preferred_element_type}
-    rows = world * math.prod(lhs.shape[:-1])
+    rows = math.prod(lhs.shape[:-1]) * (1 if axis == lhs.ndim - 1 else world)
     reasons = (matmul.slower(lhs, each, rows, **form) for each in operands[: len(epilogue)])
     if why := next(filter(None, reasons), None):
         return why
-    call = _call(lhs, *operands, axes=axes, epilogue=epilogue, **form, **params)
+    call = _call(lhs, *operands, axes=axes, axis=axis, epilogue=epilogue, **form, **params)
     chosen = choose(NAME, VARIANTS, call, {})
     if not chosen.variant.name.startswith("hopper"):
         return matmul.UNMEASURED

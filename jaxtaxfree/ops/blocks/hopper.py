@@ -46,10 +46,16 @@ class Tile(portable.Tile):
             self.refuse("num_warps", f"{4 * PARTITIONS} for the kernel 'hopper', which multiplies by so many warps")
 
 
-def check_compiles(config: Tile) -> None:
-    """Raises ValueError unless each partition multiplies 64 rows or more, the least that four warps take."""
+def check_compiles(config: Tile, columns: int) -> None:
+    """Raises ValueError unless a tile is large enough: each partition takes 64 rows at least, which four warps share.
+
+    Args:
+      columns: the least that the kernel can divide among its stores.
+    """
     if config.block_m < 64 * PARTITIONS:
         config.refuse("block_m", f"at least {64 * PARTITIONS} for the kernel 'hopper'")
+    if config.block_n < columns:
+        config.refuse("block_n", f"at least {columns} for the kernel 'hopper' here")
 
 
 def refuses(call: Call) -> list[str]:

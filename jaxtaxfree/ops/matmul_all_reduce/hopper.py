@@ -51,7 +51,7 @@ class Hopper(Variant[Call]):
 
     def check_compiles(self, call: Call, config: Config) -> None:
         del call
-        hopper.check_compiles(config)
+        hopper.check_compiles(config, 32)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
