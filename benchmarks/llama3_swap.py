@@ -20,6 +20,7 @@ once, at the bandwidth of its memory that `measure_memory_bandwidths` finds.
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import sys
 import time
@@ -40,6 +41,7 @@ import jax_llm_examples as swaps
 import report
 
 import jaxtaxfree as jtf
+from benchmarks.layout import Row
 from benchmarks.operation import AXIS, FLAG_SETS
 from benchmarks.rows import environment, judge, write_rows
 from benchmarks.sampling import MIN_ROUNDS, NOISY, quantiles, spread
@@ -53,7 +55,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "tiny": {"embed": 64, "ffw_size": 128, "q_heads": 8, "kv_heads": 4, "head_dim": 16, "num_layers": 2}
     | {"vocab_size": 128, "max_seq_len": 32},
 }
-WAYS = {"xla": None, "swap": None, "fused": "fused"}  # and what `jtf.einsum` is asked for
+WAYS = ("xla", "swap", "fused")
 
 
 @dataclasses.dataclass
@@ -92,23 +94,38 @@ class Step:
         return seconds
 
 
-def config_of(model: Any, size: str, mesh: Mesh) -> Any:
+def config_of(model: Any, args: argparse.Namespace, mesh: Mesh) -> Any:
     kernels = {"use_prefill_attn_kernel": False, "use_decode_attn_kernel": False}
     plain = {"quant_layer": False, "quant_cache": False, "causal": True, "dtype": jnp.bfloat16}
-    return model.Config(mesh=mesh, **SIZES[size], **kernels, **plain)
+    sizes = SIZES[args.size] | ({"num_layers": args.layers} if args.layers else {})
+    return model.Config(mesh=mesh, **sizes, **kernels, **plain)
+
+
+def random_arrays(model: Any, kind: Any, cfg: Any, *sizes: int) -> Any:
+    """Weights or a cache of normal numbers: vectors are ones. One small program for each shape, to be compiled soon."""
+
+    @functools.cache
+    def maker(shape: tuple[int, ...], sharding: Any, dtype: Any) -> Any:
+        def make(key: jax.Array) -> jax.Array:
+            if len(shape) < 2:
+                return jnp.ones(shape, dtype)
+            return (jax.random.normal(key, shape) * max(shape[:-1]) ** -0.5).astype(dtype)
+
+        return jax.jit(make, out_shardings=sharding)
+
+    keys = map(jax.random.key, itertools.count())
+    return jax.tree.map(
+        lambda info, sharding: maker(info.shape, sharding, info.dtype)(next(keys)),
+        kind.abstract(cfg, *sizes),
+        kind.shardings(cfg, *sizes),
+        is_leaf=lambda x: isinstance(x, model.ArrayInfo),
+    )
 
 
 def half_full(model: Any, cfg: Any, batch: int) -> tuple[jax.Array, Any]:
     """A token of each sequence, and a cache of random keys and values, half of which are of the past."""
-    cache = model.KVCache.init(jax.random.key(1), cfg, batch)
-    keys = iter(jax.random.split(jax.random.key(2), 2 * cfg.num_layers))
-
-    @jax.jit
-    def like(key: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.random.normal(key, x.shape, x.dtype, out_sharding=jax.typeof(x).sharding)
-
-    k, v = ([like(next(keys), x) for x in some] for some in (cache.k, cache.v))
-    cache = dataclasses.replace(cache, k=k, v=v, iter=cache.iter * 0 + cfg.max_seq_len // 2)
+    cache = random_arrays(model, model.KVCache, cfg, batch)
+    cache = dataclasses.replace(cache, iter=cache.iter * 0 + cfg.max_seq_len // 2, starts=cache.starts * 0)
     tokens = jax.random.randint(jax.random.key(3), (batch, 1), 1, cfg.vocab_size)
     return jax.device_put(tokens, jax.NamedSharding(cfg.mesh, jax.P())), cache
 
@@ -135,8 +152,8 @@ def nbytes(tree: Any) -> int:
     return sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
 
 
-def measured(args: argparse.Namespace, flags: str, batch: int) -> list[dict[str, Any]]:
-    """The rows of a batch by a set of flags."""
+def measured(args: argparse.Namespace, flags: str, batch: int, before: Sequence[Row]) -> list[Row]:
+    """The rows of a batch by a set of flags; `before` are those that were measured before."""
     mesh = Mesh(np.array(jax.devices()).reshape(1, -1, 1), ("x", "y", "z"), axis_types=(AxisType.Explicit,) * 3)
     queue = jax.default_backend() == "gpu"
     folder, module = args.checkout / "llama3", "llama3_jax.model"
@@ -145,18 +162,20 @@ def measured(args: argparse.Namespace, flags: str, batch: int) -> list[dict[str,
     print(f"llama3 {args.size}, {batch} sequences, {mesh.size} x {jax.devices()[0].device_kind}: {lines} lines changed")
     steps, own = {}, {}
     with jax.set_mesh(mesh):
-        weights = original.Weights.init(jax.random.key(0), config_of(original, args.size, mesh))
-        for way, implementation in WAYS.items():
+        weights = random_arrays(original, original.Weights, config_of(original, args, mesh))
+        for way in args.ways:
             model = original if way == "xla" else swapped
-            cfg = config_of(model, args.size, mesh)
+            cfg = config_of(model, args, mesh)
             # Each module has classes of its own.
             abstract = jax.eval_shape(lambda model=model, cfg=cfg: model.Weights.init(jax.random.key(0), cfg))
             own[way] = jax.tree.unflatten(jax.tree.structure(abstract), jax.tree.leaves(weights))
             if way == "fused":
-                asked = implementation if queue else "simulate"
+                asked = "fused" if queue else "simulate"
                 vars(swapped)["jtf"] = types.SimpleNamespace(einsum=report.lenient(jtf.einsum, asked))
-            with guard(f"{way}/{flags}", args.timeout):
-                steps[way] = prepare(f"{way}/{flags}", model, cfg, own[way], batch, FLAG_SETS[flags] if queue else {})
+            started, name = time.perf_counter(), f"{way}/{flags}"
+            with guard(name, args.timeout):
+                steps[way] = prepare(name, model, cfg, own[way], batch, FLAG_SETS[flags] if queue else {})
+            print(f"  {name}: compiled and run, {time.perf_counter() - started:.1f} s", flush=True)
         end, rounds, order = time.perf_counter() + args.seconds, 0, list(steps)
         while rounds < MIN_ROUNDS or time.perf_counter() < end:
             for way in order[rounds % len(order) :] + order[: rounds % len(order)]:
@@ -164,18 +183,25 @@ def measured(args: argparse.Namespace, flags: str, batch: int) -> list[dict[str,
                     steps[way].run(own[way], STEPS // 4, queue)
                     steps[way].samples.append(steps[way].run(own[way], STEPS, queue) / STEPS * 1e6)
             rounds += 1
+    rows = [row_of(args, batch, mesh.size, made, steps["xla"].first, None) for made in steps.values()]
+    if args.json:  # a run that is cut short has the times
+        write_rows(args.json, [*before, *rows])
     plain = Mesh(np.array(jax.devices()), (AXIS,), axis_types=(AxisType.Auto,))
     best = max(measure_memory_bandwidths(plain, 2**30 if queue else 2**16).values())
     floor = (nbytes(weights) - nbytes(weights.embedding) + nbytes(steps["xla"].state[1])) / best * 1e6
-    return [row_of(args, batch, mesh.size, made, steps["xla"].first, floor) for made in steps.values()]
+    print(f"  floor {floor:.1f} us", flush=True)
+    for row in rows:
+        row["floor_us"] = round(floor, 3)
+        row["ratio_to_floor"] = round(floor / row["median_us"], 4) if row["median_us"] else None
+    return rows
 
 
-def row_of(args: argparse.Namespace, batch: int, world: int, made: Step, wanted: Any, floor: float) -> dict[str, Any]:
+def row_of(args: argparse.Namespace, batch: int, world: int, made: Step, wanted: Any, floor: float | None) -> Row:
     error = report.distance(made.first, wanted)
     checked = judge(error, TOLERANCE)
     median, p20, p80 = (round(x, 3) for x in quantiles(made.samples))
     print(
-        f"  {made.name:16}{median:10.1f} us ({p20:.1f} to {p80:.1f}), floor {floor:.1f}, {made.kernels} kernels, "
+        f"  {made.name:16}{median:10.1f} us ({p20:.1f} to {p80:.1f}), {made.kernels} kernels, "
         f"logits differ by {error:.1e}",
         flush=True,
     )
@@ -190,13 +216,13 @@ def row_of(args: argparse.Namespace, batch: int, world: int, made: Step, wanted:
         "median_us": median if checked == "ok" else None,
         "p20_us": p20 if checked == "ok" else None,
         "p80_us": p80 if checked == "ok" else None,
-        "floor_us": round(floor, 3),
+        "floor_us": floor,
         **environment(),
         **({"commit": args.commit} if args.commit else {}),
         "l2": "usual",
         "mode": "sustained",
-        "name": f"llama3-{args.size}/decode-{batch}",
-        "ratio_to_floor": round(floor / median, 4),
+        "name": f"llama3-{args.size}{f'-{args.layers}-layers' if args.layers else ''}/decode-{batch}",
+        "ratio_to_floor": None,
         "checked": checked,
         "noisy": spread(median, p20, p80) > NOISY,
     }
@@ -209,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--size", choices=SIZES, default="1b", help="tiny: for a trial on CPU devices")
     parser.add_argument("--flags", choices=FLAG_SETS, nargs="+", default=["default", "graph"], help="of XLA")
+    parser.add_argument("--ways", choices=WAYS, nargs="+", default=list(WAYS), help="xla has to be one of them")
+    parser.add_argument("--layers", type=int, help="not as many as the model has, for a run that compiles sooner")
     parser.add_argument("--seconds", type=float, default=10, help="for each batch")
     parser.add_argument("--timeout", type=float, default=300, help="seconds after which a step is given up")
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
@@ -216,9 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     report.stand_in_for_missing()
     if args.size == "tiny":
         jax.config.update("jax_num_cpu_devices", 2)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for flags, batch in itertools.product(args.flags, args.batches):
-        rows += measured(args, flags, batch)
+        rows += measured(args, flags, batch, rows)
         if args.json:
             write_rows(args.json, rows)
     return int(any(row["checked"] != "ok" for row in rows))

@@ -100,12 +100,13 @@ def compare(kind: str, plain: Any, swap: Any, fused: Any, simulated: Any, change
 def main() -> int:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_default_matmul_precision", "highest")
-    kernels = [functools.partial(swapped, implementation=name) for name in ("fused", "simulate")]
+    fused, simulated = (functools.partial(swapped, implementation=name) for name in ("fused", "simulate"))
     bodies = [inspect.getsource(layer).partition("\n")[2] for layer in (original, swapped)]
-    worst = compare("Auto", original, swapped, *kernels, report.lines_changed(*bodies))
+    worst = compare("Auto", original, swapped, fused, simulated, report.lines_changed(*bodies))
     source = report.patched(EXPLICIT, [IMPORT])
-    layers = made(EXPLICIT), made(source), made(source, "fused"), made(source, "simulate")
-    worst = max(worst, compare("Explicit", *layers, report.lines_changed(EXPLICIT, source)))
+    changed = report.lines_changed(EXPLICIT, source)
+    fused, simulated = made(source, "fused"), made(source, "simulate")
+    worst = max(worst, compare("Explicit", made(EXPLICIT), made(source), fused, simulated, changed))
     return int(worst > 1e-5)
 
 

@@ -301,32 +301,43 @@ class Product:
         self,
         lhs: Any,
         rhs: Any,
-        *,
+        *others: Any,
         team: Team,
         precision: Any,
         preferred_element_type: Any,
+        epilogue: Epilogue = NONE,
         rhs_transposed: bool = False,
+        return_gathered: bool = False,
         **params: Any,
     ) -> Case | None:
-        """What the tables know a product [m, k] by [k, n] of a rank by; None if none of its kind is in them."""
+        """What the tables know a product [m, k] by [k, n] of a rank by; None if none of its kind is in them.
+
+        With an epilogue it is of the kind of the product alone, if the same kernel takes it.
+        """
         alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
         if not alike or rhs_transposed or matmul.triton_precision(precision) != "tf32":
             return None
-        if self._along_columns(lhs, params):
+        if self._along_columns(lhs, params) or epilogue.gated or return_gathered:
             return None
         form = {"precision": precision, "preferred_element_type": preferred_element_type}
+        form |= {"world": team.world, "compute_capability": team.compute_capability}
 
-        def chosen(m: int, settings: Mapping[str, Any]) -> Choice:
+        def chosen(m: int, settings: Mapping[str, Any], *others: Any, epilogue: Epilogue = NONE) -> Choice:
             rows = jax.ShapeDtypeStruct((m, lhs.shape[-1]), lhs.dtype)
-            call = self.call(rows, rhs, world=team.world, compute_capability=team.compute_capability, **form)
+            call = self.call(rows, rhs, *others, epilogue=epilogue, **form)
             return choose(self.name, self.variants, call, settings)
 
+        size = math.prod(lhs.shape[:-1])
+        if epilogue:
+            plain, chosen = chosen, lambda m, settings: plain(m, settings, *others, epilogue=epilogue)
+            if chosen(size, {}).variant is not plain(size, {}).variant:
+                return None
         return Case(
             operation=self.name,
             device_kind=team.device_kind,
             same={"world": team.world, "dtype": lhs.dtype.name, "k": rhs.shape[0], "n": rhs.shape[1]},
             along="m",
-            size=math.prod(lhs.shape[:-1]),
+            size=size,
             choose=chosen,
         )
 
@@ -378,6 +389,7 @@ class Product:
             fused=lambda *operands, **params: jax.tree.leaves(self.fused(*operands, **params, **fixed)),
             slower=self.slower,
             dimensions=functools.partial(self.dimensions, **fixed),
+            case=functools.partial(self.case, **fixed),
             batch=functools.partial(epilogues.batch, moved=self.moved),
         )
 

@@ -16,12 +16,14 @@ import pytest
 from jax._src.lib import gpu_triton
 from jax.sharding import Mesh
 
+import jaxtaxfree as jtf
 from benchmarks import operation, tune
 from benchmarks.operation import AXIS, DTYPE, Operation
 from benchmarks.operations import OPERATIONS, TIMED
 from jaxtaxfree import dispatch
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import register
+from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.teams import Team
 from tests.compiled.test_compiled import SHARED_MEMORY
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
@@ -84,6 +86,32 @@ def test_none_takes_what_was_faster(op: Operation, on_h200: Callable[..., None])
     assert TRITON_CALL not in lowered(op, None)
     on_h200(op.name, case.row() | {"config": fastest, "fused_us": 1.0, "xla_us": 2.0})
     assert lowered(op, None) == lowered(op, "fused", fastest)
+
+
+def test_an_epilogue_goes_by_the_product(on_h200: Callable[..., None]) -> None:
+    """Not one with a gate, which makes two products."""
+    op, mesh = OPERATIONS["matmul_reduce_scatter"], mesh_of()
+    entry, case = register.OPERATIONS[op.name], case_at(op, op.tiny_shapes[0], mesh)
+
+    def kernels(**keywords: Any) -> int:
+        def call(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            return jtf.matmul_reduce_scatter(lhs, rhs, AXIS, activation="silu", **keywords)
+
+        program = jax.shard_map(
+            call, mesh=mesh, in_specs=entry.in_specs(AXIS), out_specs=entry.out_spec(AXIS), check_vma=False
+        )
+        given = entry.operands(entry.tiny_shapes[0], mesh.shape[AXIS], jnp.dtype(DTYPE))
+        return lower_for_cuda(program, *given).count(TRITON_CALL)
+
+    on_h200(op.name, case.row() | {"config": None, "fused_us": 3.0, "xla_us": 2.0})
+    assert (kernels(), kernels(implementation="fused")) == (0, 1)
+    on_h200(op.name, case.row() | {"config": case.default.settings, "fused_us": 1.0, "xla_us": 2.0})
+    assert kernels() == 1
+    lhs, rhs = jax.ShapeDtypeStruct((8, 16), "bfloat16"), jax.ShapeDtypeStruct((16, 32), "bfloat16")
+    usual: dict[str, Any] = {"team": team_of(mesh), "axis": 0, "precision": None, "preferred_element_type": None}
+    product = register.OPERATIONS["all_gather_matmul"].case
+    assert product(lhs, rhs, rhs, epilogue=Epilogue(operands=("gate",)), **usual) is None
+    assert product(lhs, rhs, epilogue=Epilogue("silu"), **usual).row() == product(lhs, rhs, **usual).row()
 
 
 @each_operation

@@ -20,6 +20,8 @@ STEPS = (
     "dot",
     "dot-transposed",
     "dot-of-left",
+    "two-dots",
+    "gated",
     "gather",
     "gather-untiled",
     "psum",
@@ -30,6 +32,7 @@ STEPS = (
     "transpose",
     "keep",
     "add",
+    "bias",
 )
 Z = 4  # every dimension is a multiple of it, or an eighth of one
 
@@ -45,6 +48,10 @@ def program(steps: Sequence[str], x: jax.Array, w: jax.Array) -> list[jax.Array]
             x = x @ w[:Z, :columns].astype(x.dtype).T
         elif step == "dot-of-left":
             x = w[:Z, :rows].astype(x.dtype) @ x
+        elif step == "two-dots":
+            x = x @ w[:columns, :Z].astype(x.dtype) - x @ w[:columns, Z : 2 * Z].astype(x.dtype)
+        elif step == "gated":
+            x = jnp.clip((x @ w[:columns, :Z].astype(x.dtype)) * (x @ w[:columns, Z : 2 * Z].astype(x.dtype)), -8, 8)
         elif step == "gather" and rows < 16:
             x = lax.all_gather(x, "tp", tiled=True)
         elif step == "gather-untiled" and rows < 16:
@@ -66,6 +73,8 @@ def program(steps: Sequence[str], x: jax.Array, w: jax.Array) -> list[jax.Array]
             kept.append(x)
         elif step == "add" and x.shape == first.shape:
             x = x + first.astype(x.dtype)
+        elif step == "bias":
+            x = x + w[0, :columns].astype(x.dtype)
         # So that sums stay exact in f32.
         x = x if step != "keep" else jnp.clip(x, -8, 8)
     return [each.astype(jnp.float32)[None] for each in (*kept, x)]
@@ -90,12 +99,13 @@ def check(steps: Sequence[str]) -> None:
 
 
 between = st.lists(st.sampled_from(["cast", "reshape", "transpose", "keep"]), max_size=2)
-dots, gathers = st.sampled_from(STEPS[:3]), st.sampled_from(STEPS[3:5])
+dots, gathers = st.sampled_from(STEPS[:5]), st.sampled_from(STEPS[5:7])
 sums = st.sampled_from(["psum", "scatter", "scatter-columns"])
+after = st.lists(st.sampled_from(["bias", "add", "keep"]), max_size=2)
 others = st.sampled_from(STEPS).map(lambda step: [step])
 pieces = st.one_of(
-    st.tuples(gathers, between, dots).map(lambda x: [x[0], *x[1], x[2]]),
-    st.tuples(dots, between, sums).map(lambda x: [x[0], *x[1], x[2]]),
+    st.tuples(gathers, between, dots, after).map(lambda x: [x[0], *x[1], x[2], *x[3]]),
+    st.tuples(dots, between, sums, after).map(lambda x: [x[0], *x[1], x[2], *x[3]]),
     others,
 )
 programs = st.lists(pieces, min_size=1, max_size=3).map(lambda x: [step for piece in x for step in piece])
@@ -104,6 +114,7 @@ programs = st.lists(pieces, min_size=1, max_size=3).map(lambda x: [step for piec
 @hypothesis.settings(max_examples=12)
 @hypothesis.given(programs)
 @hypothesis.example(["gather", "dot", "keep", "dot", "scatter", "gather-untiled", "transpose", "dot-of-left"])
+@hypothesis.example(["gather", "gated", "two-dots", "scatter", "bias", "add", "gather", "two-dots", "scatter-columns"])
 @hypothesis.example(["gather", "reshape", "dot-transposed", "reshape", "scatter", "dot", "transpose", "scatter"])
 def test_means_the_same(steps: list[str]) -> None:
     check(steps)

@@ -53,8 +53,38 @@ def heads(x: jax.Array, q: jax.Array, k: jax.Array, o: jax.Array) -> jax.Array:
     return jnp.einsum("bshk,hkd->bsd", a, o, out_sharding=WHOLE) + g
 
 
+def gated(x: jax.Array, gate: jax.Array, up: jax.Array, bias: jax.Array, down: jax.Array) -> jax.Array:
+    g = jax.reshard(x, WHOLE)
+    return x + jnp.matmul((g @ gate) * (g @ up + bias), down, out_sharding=ROWS)
+
+
+def summed(x: jax.Array, w: jax.Array, bias: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.matmul(x, w, out_sharding=WHOLE) + bias + y
+
+
 CASES = {
-    "mlp": Case(mlp, (X, U, W), (ROWS, COLUMNS, CONTRACTED), (GATHER, SCATTER)),
+    "mlp": Case(mlp, (X, U, W), (ROWS, COLUMNS, CONTRACTED), (GATHER, SCATTER), note="(with a residual)"),
+    "gated": Case(
+        gated,
+        (X, U, U, (F,), W),
+        (ROWS, COLUMNS, COLUMNS, P("tp"), CONTRACTED),
+        (GATHER, SCATTER),
+        note="(with a gate, with a bias)",
+    ),
+    "whole-bias": Case(
+        lambda x, w, b: jax.reshard(x, WHOLE) @ w + jax.reshard(b, P("tp")),
+        (X, U, (F,)),
+        (ROWS, COLUMNS, P()),
+        (GATHER,),
+        note="(with a bias)",
+    ),
+    "summed": Case(
+        summed,
+        ((B, S, F), W, (D,), X),
+        (P("data", None, "tp"), CONTRACTED, P(), WHOLE),
+        (REDUCE,),
+        note="(with a bias, with a residual)",
+    ),
     "heads": Case(
         heads,
         (X, (D, H, 4), (D, H, 4), (H, 4, D)),
