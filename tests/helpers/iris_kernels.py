@@ -103,6 +103,22 @@ def module(name: str = "iris") -> Any:
         return importlib.import_module(name)
 
 
+def planted(name: str, text: str, instead: str, folder: pathlib.Path) -> Any:
+    """A module of the wheel with a fault: `instead` in place of `text`, which occurs once."""
+    file = _home().joinpath(*name.split(".")[1:]).with_suffix(".py")
+    source = file.read_text()
+    assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times in {file}"
+    faulty = folder / file.name
+    faulty.write_text(source.replace(text, instead))
+    module(name)
+    with _iris():
+        spec = importlib.util.spec_from_file_location(name, faulty)
+        assert spec is not None and spec.loader is not None, faulty
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+    return loaded
+
+
 @functools.cache
 def example(path: str) -> Any:
     """A file of the checkout's folder `examples`. Skips the test if there is no checkout."""
