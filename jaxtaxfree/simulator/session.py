@@ -354,13 +354,6 @@ def run_calls(
         together=together,
     )
     operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in arrays_of_calls]
-    settings = Settings(
-        seed=seed,
-        policy=policy,
-        slots=slots,
-        patience=patience,
-        tickets=tickets,
-        implicit_barriers=implicit_barriers,
-    )
-    results, trace = Session(launch).run(operands, settings)
+    how: dict[str, Any] = {"seed": seed, "policy": policy, "slots": slots, "patience": patience, "tickets": tickets}
+    results, trace = Session(launch).run(operands, Settings(**how, implicit_barriers=implicit_barriers))
     return [[outs[0] if single else outs for outs in of_call] for of_call in results], trace
