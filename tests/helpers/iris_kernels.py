@@ -7,6 +7,7 @@ loaded under a package that is empty but for them, and are taken out of `sys.mod
 import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import pathlib
@@ -42,7 +43,7 @@ class _Anything(types.ModuleType):
 
 def _home() -> pathlib.Path:
     """The folder of the installed package. Skips the test if there is none."""
-    spec = importlib.util.find_spec("iris")
+    spec = importlib.machinery.PathFinder.find_spec("iris")  # whatever was imported by that name
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs Iris's device functions: pip install --no-deps tokenspeed-iris")
     return pathlib.Path(spec.submodule_search_locations[0])
