@@ -42,15 +42,14 @@ def compute_capability(rocm: bool = False) -> int:
     Args:
       rocm: for GPUs of AMD, which is gfx942 if the variable says nothing of them.
     """
-    text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", "")
-    if text and not re.fullmatch(r"[1-9]\d\d?|gfx9[0-9a-f]{2}", text):
+    default = "gfx942" if rocm else "90"
+    text = os.environ.get("JAXTAXFREE_COMPUTE_CAPABILITY", default)
+    if not re.fullmatch(r"[1-9]\d\d?|gfx9[0-9a-f]{2}", text):
         raise ValueError(
             f"JAXTAXFREE_COMPUTE_CAPABILITY is a whole number such as 90, for 9.0, not {text!r}; for ROCm it is a name "
             "such as gfx942."
         )
-    if text.startswith("gfx") != rocm:
-        text = ""
-    return capability_of(text or ("gfx942" if rocm else "90"))
+    return capability_of(text if text.startswith("gfx") == rocm else default)
 
 
 def unmeasured() -> str:

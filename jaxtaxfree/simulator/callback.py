@@ -50,6 +50,7 @@ def simulating(
     slots: int | None = None,
     patience: int = 1_000_000,
     tickets: bool = False,
+    implicit_barriers: bool = False,
 ) -> Iterator[Recording]:
     """Sets how calls with implementation="simulate" run that are executed inside of the `with` block.
 
@@ -57,13 +58,20 @@ def simulating(
     call `jax.block_until_ready` on the results before the block ends.
 
     Args:
-      seed, policy, slots, patience, tickets: as in `Settings`.
+      seed, policy, slots, patience, tickets, implicit_barriers: as in `Settings`.
 
     Yields: a `Recording`, with the traces of the calls.
     """
     global _current
-    recording = Recording(Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets))
-    before, _current = _current, recording
+    settings = Settings(
+        seed=seed,
+        policy=policy,
+        slots=slots,
+        patience=patience,
+        tickets=tickets,
+        implicit_barriers=implicit_barriers,
+    )
+    before, _current = _current, (recording := Recording(settings))
     try:
         yield recording
     finally:

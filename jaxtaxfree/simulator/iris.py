@@ -316,9 +316,9 @@ def run_iris(
     single = isinstance(results, Buffer)
     wanted: list[Buffer] = [results] if isinstance(results, Buffer) else list(results)
     buffers = _check(launches, world, wanted, rounds, triton)
-    settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience)
+    bare = triton == "3.8"
+    settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, implicit_barriers=not bare)
     simulation = _Run(launches, world, buffers, settings)
-    simulation.machine.barriers = triton != "3.8"
     simulation.machine.assumptions = assumptions
     simulation.run(rounds, settings)
     outs = [[simulation.arrays[buffer][rank].copy() for buffer in wanted] for rank in range(world)]

@@ -189,12 +189,10 @@ class IrisMachine(Machine):
 
     Attributes:
       launches: those of a call of all ranks, which follow each other.
-      barriers: whether the compiler puts a block barrier in front of a release.
       assumptions: whether a `tl.assume` is checked.
     """
 
     launches: Sequence[Any]
-    barriers = True
     assumptions = True
 
     def __init__(self, *args: Any):
@@ -237,8 +235,6 @@ class IrisMachine(Machine):
     ) -> Any:
         clocks = self._clocks
         assert isinstance(clocks, IrisClocks)
-        if self.barriers and semantics in _RELEASES:
-            self.barrier()
         before = clocks.events[-1]
         result = super().atomic(addresses, size, semantics, scope, looks, act, conditional)
         thread, last = self._program.thread, clocks.events[-1]
@@ -282,7 +278,7 @@ class IrisMachine(Machine):
         if len(names) > 1:
             listed = ", ".join(f"{i} {name}" for i, name in enumerate(names, 1))
             message += f"\nA rank's launches are counted as calls, {len(names)} in each round: {listed}."
-        if not self.barriers and issubclass(kind, DataRaceError):
+        if not self._settings.implicit_barriers and issubclass(kind, DataRaceError):
             message += "\nThis is so as Triton before 3.9 compiles it, with no block barrier in front of a release."
         return super()._error(kind, message)
 

@@ -189,6 +189,8 @@ class Machine(Waits):
         parts = self._parts("atomic", addresses, size)
         if isinstance(parts[0][0], Messages):
             return self._message(parts, size, scope, looks, act)
+        if self._settings.implicit_barriers and semantics in ("release", "acq_rel"):
+            self.barrier()
         if looks:
             self.look(addresses)
         else:

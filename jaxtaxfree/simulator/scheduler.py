@@ -23,6 +23,8 @@ class Settings:
       patience: steps after which a wait has lasted too long.
       tickets: the kernel's programs claim their work, otherwise than by `shmem.claim`, so they may wait for programs of
         a higher id.
+      implicit_barriers: a block barrier stands in front of every atomic that releases, as Triton 3.9 compiles it.
+        Otherwise those count that are written.
     """
 
     seed: int = 0
@@ -30,6 +32,7 @@ class Settings:
     slots: int | None = None
     patience: int = 1_000_000
     tickets: bool = False
+    implicit_barriers: bool = False
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:

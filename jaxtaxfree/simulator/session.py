@@ -273,6 +273,7 @@ def run_calls(
     slots: int | None = None,
     patience: int = 1_000_000,
     tickets: bool = False,
+    implicit_barriers: bool = False,
     name: str | None = None,
     num_warps: int | None = None,
     num_stages: int | None = None,
@@ -291,7 +292,7 @@ def run_calls(
       world: number of ranks.
       grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as in `shmem_call`. `out_type`
         is one object with `shape` and `dtype`, or a sequence of them.
-      seed, policy, slots, patience, tickets: as in `Settings`.
+      seed, policy, slots, patience, tickets, implicit_barriers: as in `Settings`.
       num_warps: what `gl.num_warps` returns outside of partitions.
       num_stages, cost_estimate: accepted and ignored, because they mean nothing here.
 
@@ -356,6 +357,6 @@ def run_calls(
         together=together,
     )
     operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in arrays_of_calls]
-    settings = Settings(seed=seed, policy=policy, slots=slots, patience=patience, tickets=tickets)
-    results, trace = Session(launch).run(operands, settings)
+    how: dict[str, Any] = {"seed": seed, "policy": policy, "slots": slots, "patience": patience, "tickets": tickets}
+    results, trace = Session(launch).run(operands, Settings(**how, implicit_barriers=implicit_barriers))
     return [[outs[0] if single else outs for outs in of_call] for of_call in results], trace

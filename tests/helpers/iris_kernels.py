@@ -7,6 +7,7 @@ loaded under a package that is empty but for them, and are taken out of `sys.mod
 import contextlib
 import functools
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import pathlib
@@ -42,7 +43,7 @@ class _Anything(types.ModuleType):
 
 def _home() -> pathlib.Path:
     """The folder of the installed package. Skips the test if there is none."""
-    spec = importlib.util.find_spec("iris")
+    spec = importlib.machinery.PathFinder.find_spec("iris")  # whatever was imported by that name
     if spec is None or not spec.submodule_search_locations:
         pytest.skip("needs Iris's device functions: pip install --no-deps tokenspeed-iris")
     return pathlib.Path(spec.submodule_search_locations[0])
@@ -101,6 +102,22 @@ def module(name: str = "iris") -> Any:
     """A module of the wheel."""
     with _iris():
         return importlib.import_module(name)
+
+
+def planted(name: str, text: str, instead: str, folder: pathlib.Path) -> Any:
+    """A module of the wheel with a fault: `instead` in place of `text`, which occurs once."""
+    file = _home().joinpath(*name.split(".")[1:]).with_suffix(".py")
+    source = file.read_text()
+    assert source.count(text) == 1, f"{text!r} occurs {source.count(text)} times in {file}"
+    faulty = folder / file.name
+    faulty.write_text(source.replace(text, instead))
+    module(name)
+    with _iris():
+        spec = importlib.util.spec_from_file_location(name, faulty)
+        assert spec is not None and spec.loader is not None, faulty
+        loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+    return loaded
 
 
 @functools.cache

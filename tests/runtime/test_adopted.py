@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax._src import distributed
@@ -128,9 +129,24 @@ def gpus(monkeypatch: pytest.MonkeyPatch, model: DriverModel) -> Iterator[None]:
     heap.close()
 
 
-def test_programs_find_it_by_a_table(gpus: None, model: DriverModel) -> None:
+def a_product_too() -> None:
+    """Of Gluon, whose partitions of warps take the table, too."""
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2048, 256), (256, 512)))
+    program = jax.shard_map(
+        lambda x, w: jtf.all_gather_matmul(x, w, "tp", implementation="fused", config={"kernel": "hopper"}),
+        mesh=mesh_of(4),
+        in_specs=(P("tp"), P()),
+        out_specs=P(None, "tp"),
+        check_vma=False,
+    )
+    text = jax.jit(program).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(TRITON_CALL) == 1 and "tensor<4x8xui32>" in text
+
+
+def test_programs_find_it_by_a_table(gpus: None, no_code: None, model: DriverModel) -> None:
     bases = allocate(model, range(4), 0x1234 * GRANULE)
     heap.adopt(bases, NBYTES, devices=jax.devices()[:4])
+    a_product_too()
     x = jax.ShapeDtypeStruct((1024,), np.float32)
 
     def total(x: jax.Array) -> jax.Array:

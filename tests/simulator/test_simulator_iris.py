@@ -419,6 +419,33 @@ def assume_of_a_team(x, team, out):
     shmem.finish(me)
 
 
+@triton.jit
+def bare_release(team, data, flag, out):
+    """Rank 0 stores to rank 1 and releases, without a barrier in between."""
+    me = shmem.start(team)
+    mine = shmem.scratch(me, data, tl.int32)
+    if me.rank == 0:
+        shmem.store(me, mine, 5, 1)
+        tl.atomic_add(shmem._signal_of(me, flag, 1), 1, sem="release", scope="sys")
+    else:
+        shmem.wait(me, flag, me.epoch, 0)
+        tl.store(out, tl.load(mine))
+    shmem.signal_all(me, flag + 1 + me.rank, 2)
+    shmem.wait_all(me, flag + 1, me.epoch)
+    shmem.finish(me)
+
+
+def test_barriers_of_the_compiler_in_simulator_run() -> None:
+    word = jax.ShapeDtypeStruct((1,), np.int32)
+    call = {"world": 2, "grid": 1, "out_type": word, "scratch": {"data": word}, "signals": {"flag": 3}}
+    for seed in range(5):
+        outs, _ = simulator.run(bare_release, **call, seed=seed, implicit_barriers=True)
+        assert outs[1][0] == 5
+    with pytest.raises(simulator.DataRaceError, match=r"Data race on data\[0\]"):
+        for seed in range(5):
+            simulator.run(bare_release, **call, seed=seed)
+
+
 # Launches, grids and buffers.
 
 

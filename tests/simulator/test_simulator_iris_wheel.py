@@ -1,10 +1,12 @@
 """Iris's own device functions and kernels in the simulator: right, or a finding that names the line at fault."""
 
+import pathlib
+
 import numpy as np
 import pytest
 
 from jaxtaxfree import simulator
-from tests.helpers import iris_cases, iris_examples, iris_words
+from tests.helpers import iris_cases, iris_examples, iris_kernels, iris_words
 
 
 def assert_as_expected(case: iris_words.Case, policy: str = "random") -> None:
@@ -91,3 +93,66 @@ def test_examples_in_many_interleavings(name: str) -> None:
 def test_examples_that_older_compilers_break(name: str) -> None:
     with pytest.raises(simulator.DataRaceError, match="before 3"):
         iris_examples.EXAMPLES[name]().run(2, triton="3.8")
+
+
+ALL_REDUCE, HBM_BUFFER = "iris.ccl.triton.all_reduce", "iris.ops.all_gather_matmul_hbm_buffer"
+FAULTS = {
+    "ring: relaxed news": (
+        ALL_REDUCE,
+        "all_reduce ring",
+        '                        sem="release",\n',
+        '                        sem="relaxed",\n',
+    ),
+    "ring: narrow wait": (
+        ALL_REDUCE,
+        "all_reduce ring",
+        'tl.atomic_cas(local_flag_ptr, 0, 0, sem="acquire", scope="sys")',
+        'tl.atomic_cas(local_flag_ptr, 0, 0, sem="acquire", scope="gpu")',
+    ),
+    "ring: relaxed reset": (
+        ALL_REDUCE,
+        "all_reduce ring",
+        'tl.atomic_xchg(local_flag_ptr, 0, sem="release", scope="sys")',
+        'tl.atomic_xchg(local_flag_ptr, 0, sem="relaxed", scope="sys")',
+    ),
+    "ring: no wait for the reset": (
+        ALL_REDUCE,
+        "all_reduce ring",
+        "                        != 0\n                    ):\n",
+        "                        == 7\n                    ):\n",
+    ),
+    "spinlock: relaxed lock": (
+        ALL_REDUCE,
+        "all_reduce spinlock",
+        'iris.atomic_cas(locks_ptr + tile_id, 0, 1, iris_rank, dest_rank, heap_bases, sem="acquire", scope="sys")',
+        'iris.atomic_cas(locks_ptr + tile_id, 0, 1, iris_rank, dest_rank, heap_bases, sem="relaxed", scope="sys")',
+    ),
+    "one_shot: news for the GPU": (
+        "iris.ops.matmul_all_reduce",
+        "matmul_all_reduce one_shot",
+        'tl.atomic_xchg(lock_ptr, 1, sem="release", scope="sys")',
+        'tl.atomic_xchg(lock_ptr, 1, sem="release", scope="gpu")',
+    ),
+    "hbm_buffer: news for the block": (
+        HBM_BUFFER,
+        "all_gather_matmul_hbm_buffer",
+        'tl.atomic_xchg(flags_ptr + flag_idx, 1, sem="release", scope="gpu")',
+        'tl.atomic_xchg(flags_ptr + flag_idx, 1, sem="release", scope="cta")',
+    ),
+    "hbm_buffer: relaxed wait": (
+        HBM_BUFFER,
+        "all_gather_matmul_hbm_buffer",
+        'tl.atomic_add(flags_ptr + flag_idx, 0, sem="acquire", scope="gpu")',
+        'tl.atomic_add(flags_ptr + flag_idx, 0, sem="relaxed", scope="gpu")',
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_planted_into_iris(fault: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, call, text, instead = FAULTS[fault]
+    faulty, module = iris_kernels.planted(name, text, instead, tmp_path), iris_kernels.module
+    monkeypatch.setattr(iris_kernels, "module", lambda asked="iris": faulty if asked == name else module(asked))
+    make = iris_cases.ccl if call in iris_cases.CCL else iris_cases.ops
+    with pytest.raises(simulator.DataRaceError, match=rf"{name.split('.')[-1]}\.py:\d+ in "):
+        make(call).run(3)
