@@ -96,11 +96,10 @@ def _spec(name: str, module: types.ModuleType, path: Sequence[str] = ()) -> impo
 
 def home_of_iris() -> Path | None:
     """The folder of the installed Iris, which is not imported; None if there is none."""
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("iris")
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            if (Path(place) / "mem" / "triton" / "ops.py").is_file():
-                return Path(place)
+    for entry in sys.path:  # other packages and files have that name as well
+        place = Path(entry) / "iris"
+        if (place / "mem" / "triton" / "ops.py").is_file():
+            return place
     return None
 
 

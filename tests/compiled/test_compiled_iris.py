@@ -1,6 +1,6 @@
 """Iris's own kernels, unmodified, inside `jax.shard_map`, compiled for sm_90: those of the package, and its examples.
 
-The package is installed by scripts/setup.sh (the extra `iris`); a checkout with the examples is named by IRIS_CHECKOUT.
+The package is installed by scripts/setup.sh (the extra `iris`); a checkout with the examples is named by JAXTAXFREE_IRIS_EXAMPLES.
 """
 
 import functools
@@ -26,8 +26,10 @@ BLOCK = 16
 COLUMNS = P(None, "tp")
 ROWS = P("tp")
 own_or_iris = pytest.mark.parametrize("own", (True, False), ids=("ours", "Iris's"))
-packaged = pytest.mark.skipif(iris_kernels.home() is None, reason="Iris is not installed (scripts/setup.sh does)")
-checked_out = pytest.mark.skipif(iris_kernels.checkout() is None, reason="IRIS_CHECKOUT names no checkout of Iris")
+packaged = pytest.mark.skipif(iris.home_of_iris() is None, reason="Iris is not installed (scripts/setup.sh does)")
+checked_out = pytest.mark.skipif(
+    iris_kernels.checkout() is None, reason="JAXTAXFREE_IRIS_EXAMPLES names no checkout of Iris"
+)
 
 
 @pytest.fixture
@@ -172,7 +174,7 @@ def test_our_functions_move_16_bytes_at_a_time(mesh: Mesh, tmp_path: Path, no_cu
     (tmp_path / "scatter.py").write_text(SCATTER)
     width = {}
     for own in (True, False):
-        kernel = iris.kernels_of(tmp_path / "scatter.py", own=own, home=iris_kernels.home()).scatter
+        kernel = iris.kernels_of(tmp_path / "scatter.py", own=own).scatter
 
         def call(x: jax.Array, kernel: Any = kernel) -> jax.Array:
             numbers = {"heap_bases": iris.BASES, "rank": iris.RANK, "world": iris.WORLD, "SIZE": x.size}
