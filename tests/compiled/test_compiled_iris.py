@@ -1,6 +1,7 @@
 """Iris's own kernels, unmodified, inside `jax.shard_map`, compiled for sm_90: those of the package, and its examples.
 
-The package is installed by scripts/setup.sh (the extra `iris`); a checkout with the examples is named by JAXTAXFREE_IRIS_EXAMPLES.
+The package is installed by scripts/setup.sh (the extra `iris`). JAXTAXFREE_IRIS_EXAMPLES names a checkout with the
+examples.
 """
 
 import functools
@@ -28,7 +29,7 @@ ROWS = P("tp")
 own_or_iris = pytest.mark.parametrize("own", (True, False), ids=("ours", "Iris's"))
 packaged = pytest.mark.skipif(iris.home_of_iris() is None, reason="Iris is not installed (scripts/setup.sh does)")
 checked_out = pytest.mark.skipif(
-    iris_kernels.checkout() is None, reason="JAXTAXFREE_IRIS_EXAMPLES names no checkout of Iris"
+    iris_kernels.checkout() is None, reason="needs Iris's examples: set JAXTAXFREE_IRIS_EXAMPLES to a checkout of Iris"
 )
 
 
