@@ -1,6 +1,6 @@
 """Iris's kernels beside our operations and XLA's, each through `jaxtaxfree.iris_call` in the same run.
 
-IRIS_CHECKOUT=/path/to/iris python benchmarks/iris.py [op ...] [what benchmarks/run.py takes]
+JAXTAXFREE_IRIS_EXAMPLES=/path/to/iris python benchmarks/iris.py [op ...] [what benchmarks/run.py takes]
 
 Operations: all_gather_matmul_columns (Iris's example 14, pull and push, and `iris.ops.all_gather_matmul_hbm_buffer`),
 decode_attention (example 13) and psum (example 16). The kernels are Iris's; how they are called is in iris_kernels.py.
@@ -25,6 +25,7 @@ from benchmarks.attention import DecodeAttention
 from benchmarks.collectives import Psum
 from benchmarks.columns import GATHER_REFERENCE, AllGatherMatmulColumns
 from benchmarks.operation import AXIS, Config, Implementation
+from jaxtaxfree.iris import home_of_iris
 
 _BLOCKS = (
     {"blocks": (128, 128, 64), "num_warps": 4, "num_stages": 4},
@@ -95,8 +96,8 @@ OPERATIONS = {each.name: each for each in (Gather(), Attention(), AllReduce())}
 
 def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
-    if iris_kernels.checkout() is None or iris_kernels.home() is None:
-        raise SystemExit("IRIS_CHECKOUT names no checkout of Iris, or Iris is not installed and IRIS_HOME names none.")
+    if iris_kernels.checkout() is None or home_of_iris() is None:
+        raise SystemExit("JAXTAXFREE_IRIS_EXAMPLES names no checkout of Iris, or its package is not installed.")
     operations.OPERATIONS.update(OPERATIONS)
     named = any(each in OPERATIONS for each in argv)
     return run.main(argv if named else [*OPERATIONS, *argv])

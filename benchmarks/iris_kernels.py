@@ -1,8 +1,8 @@
 """Iris's kernels as functions for `jax.shard_map`: how each parameter of its examples is given.
 
 The kernels are Iris's (https://github.com/ROCm/iris, MIT), unmodified, and not a part of this project: those of the
-package `iris` come from where it is installed, or from IRIS_HOME, and those of its examples from a checkout in
-IRIS_CHECKOUT. They are read by `jaxtaxfree.iris.kernels_of`, with our device functions or, with own=False, with Iris's.
+package `iris` come from where it is installed, and those of its examples from a checkout that JAXTAXFREE_IRIS_EXAMPLES
+names. They are read by `jaxtaxfree.iris.kernels_of`, with our device functions or, with own=False, with Iris's.
 """
 
 import functools
@@ -24,27 +24,23 @@ FLAG = jnp.int32
 
 
 def checkout() -> Path | None:
-    """Where Iris's examples are."""
-    return Path(os.environ["IRIS_CHECKOUT"]) if "IRIS_CHECKOUT" in os.environ else None
-
-
-def home() -> Path | None:
-    """Where the package `iris` is."""
-    return Path(os.environ["IRIS_HOME"]) if "IRIS_HOME" in os.environ else iris.home_of_iris()
+    """The folder of Iris's examples: JAXTAXFREE_IRIS_EXAMPLES, or the folder `examples` in it."""
+    named = os.environ.get("JAXTAXFREE_IRIS_EXAMPLES")
+    return next((each for each in (Path(named) / "examples", Path(named)) if each.is_dir()), None) if named else None
 
 
 @functools.cache
 def example(path: str, name: str, own: bool = True) -> Any:
     """A kernel of Iris's examples."""
     folder = checkout()
-    assert folder is not None, "IRIS_CHECKOUT names no checkout of Iris"
-    return getattr(iris.kernels_of(folder / "examples" / path, own=own, home=home()), name)
+    assert folder is not None, "JAXTAXFREE_IRIS_EXAMPLES names no checkout of Iris"
+    return getattr(iris.kernels_of(folder / path, own=own), name)
 
 
 @functools.cache
 def packaged(module: str, name: str, own: bool = True) -> Any:
     """A kernel of the package."""
-    return getattr(iris.kernels_of(f"iris.{module}", own=own, home=home()), name)
+    return getattr(iris.kernels_of(f"iris.{module}", own=own), name)
 
 
 def strides(prefix: str, names: str, shape: tuple[int, ...]) -> dict[str, Any]:

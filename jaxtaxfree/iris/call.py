@@ -86,6 +86,10 @@ def iris_call(
     """
     check_kernel(kernel, "iris_call")
     name = name or kernel.fn.__name__
+    if kernel.is_gluon():
+        raise TypeError(f"iris_call takes kernels of triton.jit, and {name} is one of gluon.jit: see shmem_call.")
+    with language.as_triton_has_it():
+        hash(kernel)  # which Triton remembers, with all that the kernel calls
     given = {**(arguments or {}), **named}
     buffers = workspace.buffers if workspace is not None else None
     found = sort(kernel, name, given, buffers)
@@ -156,13 +160,15 @@ def _with_results(
     implementation: str | None,
 ) -> Any:
     """A call some of whose symmetric buffers are results: a workspace for it alone."""
-    ws = workspace(axes, name=f"of {name}", implementation=implementation, **found.symmetric)
-    within = dataclasses.replace(found, symmetric={}, buffers={key: getattr(ws, key) for key in found.symmetric})
+    held = {f"{key}_buffer": of for key, of in found.symmetric.items()}  # a workspace has attributes of its own
+    ws = workspace(axes, name=f"of {name}", implementation=implementation, **held)
+    buffers = {key: getattr(ws, f"{key}_buffer") for key in found.symmetric}
+    within = dataclasses.replace(found, symmetric={}, buffers=buffers)
     joined = _join(kernel, within, ws, grid, name, constant_rank, how)
     outs, ws = joined if found.outs else ((), joined)
     values = dict(zip(found.outs, [outs] if len(found.outs) == 1 else outs))
     wanted = [key for key, of in found.symmetric.items() if of.result]
-    read, _ = ws.read(*wanted)
+    read, _ = ws.read(*(f"{key}_buffer" for key in wanted))
     values |= dict(zip(wanted, [read] if len(wanted) == 1 else read))
     ordered = tuple(values[key] for key in kernel.arg_names if key in values)
     return ordered[0] if len(ordered) == 1 else ordered

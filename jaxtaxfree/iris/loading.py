@@ -21,6 +21,11 @@ _WORDS = (
     *(f"atomic_{name}" for name in ("add", "sub", "cas", "xchg", "xor", "or", "and", "min", "max")),
     *("Context", "DeviceContext", "Tile", "TileView", "TensorView", "AllReduceConfig", "make_tensor_view"),
 )
+# Of Iris's host half, for which placeholders stand.
+_HOST = (
+    *("Iris", "iris", "TraceEvent", "hip", "experimental", "tensor_creation", "bench", "do_bench", "logger"),
+    *("set_logger_level", "get_device_id_for_rank", "CUDAArrayInterface", "tensor_from_ptr", "is_simulation_env"),
+)
 _WITHOUT = ("torch", "tritonblas")  # what kernel files import for their host half
 
 
@@ -36,6 +41,17 @@ class _Missing(types.ModuleType):
         if len(args) == 1 and callable(args[0]) and not kwargs:  # a decorator
             return args[0]
         return self
+
+    def __or__(self, other: Any) -> Any:  # in annotations
+        return self
+
+    __ror__ = __or__
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __mro_entries__(self, bases: Any) -> tuple[type, ...]:  # of a class that inherits from it
+        return (object,)
 
 
 class _Given(importlib.abc.Loader):
@@ -80,11 +96,10 @@ def _spec(name: str, module: types.ModuleType, path: Sequence[str] = ()) -> impo
 
 def home_of_iris() -> Path | None:
     """The folder of the installed Iris, which is not imported; None if there is none."""
-    with contextlib.suppress(ImportError, ValueError):
-        spec = importlib.util.find_spec("iris")
-        for place in (spec.submodule_search_locations or ()) if spec else ():
-            if (Path(place) / "mem" / "triton" / "ops.py").is_file():
-                return Path(place)
+    for entry in sys.path:  # other packages and files have that name as well
+        place = Path(entry) / "iris"
+        if (place / "mem" / "triton" / "ops.py").is_file():
+            return place
     return None
 
 
@@ -113,6 +128,7 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
             raise ModuleNotFoundError("Iris is not installed, and home= names no folder of it.")
         missing = [name for name in _WITHOUT if name not in sys.modules and importlib.util.find_spec(name) is None]
         iris = types.ModuleType("iris")
+        vars(iris).update({name: _Missing(f"iris.{name}") for name in _HOST})
         given = {"iris.host.tracing.kernel_artifacts": _artifacts()}
         if own:
             vars(iris).update({name: getattr(device, name) for name in _WORDS})

@@ -1,6 +1,7 @@
 """Iris's own kernels, unmodified, inside `jax.shard_map`, compiled for sm_90: those of the package, and its examples.
 
-The package is installed by scripts/setup.sh (the extra `iris`); a checkout with the examples is named by IRIS_CHECKOUT.
+The package is installed by scripts/setup.sh (the extra `iris`). JAXTAXFREE_IRIS_EXAMPLES names a checkout with the
+examples.
 """
 
 import functools
@@ -11,13 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from benchmarks import iris_kernels
-from jaxtaxfree import iris
+from jaxtaxfree import iris, simulator
 from tests.compiled.test_gluon import PTX, launch_of
 from tests.helpers.support import TRITON_CALL, lower_for_cuda, mesh_of, one_program, sharded
 
@@ -26,8 +28,10 @@ BLOCK = 16
 COLUMNS = P(None, "tp")
 ROWS = P("tp")
 own_or_iris = pytest.mark.parametrize("own", (True, False), ids=("ours", "Iris's"))
-packaged = pytest.mark.skipif(iris_kernels.home() is None, reason="Iris is not installed (scripts/setup.sh does)")
-checked_out = pytest.mark.skipif(iris_kernels.checkout() is None, reason="IRIS_CHECKOUT names no checkout of Iris")
+packaged = pytest.mark.skipif(iris.home_of_iris() is None, reason="Iris is not installed (scripts/setup.sh does)")
+checked_out = pytest.mark.skipif(
+    iris_kernels.checkout() is None, reason="needs Iris's examples: set JAXTAXFREE_IRIS_EXAMPLES to a checkout of Iris"
+)
 
 
 @pytest.fixture
@@ -172,7 +176,7 @@ def test_our_functions_move_16_bytes_at_a_time(mesh: Mesh, tmp_path: Path, no_cu
     (tmp_path / "scatter.py").write_text(SCATTER)
     width = {}
     for own in (True, False):
-        kernel = iris.kernels_of(tmp_path / "scatter.py", own=own, home=iris_kernels.home()).scatter
+        kernel = iris.kernels_of(tmp_path / "scatter.py", own=own).scatter
 
         def call(x: jax.Array, kernel: Any = kernel) -> jax.Array:
             numbers = {"heap_bases": iris.BASES, "rank": iris.RANK, "world": iris.WORLD, "SIZE": x.size}
@@ -206,3 +210,25 @@ def test_a_wait_that_does_not_last_is_refused(mesh: Mesh) -> None:
     assert [re.search(r"push.py:(\d+) waits by `(.*?)`", each).groups() for each in found] == [
         (line, "tl.load(flag_ptr, cache_modifier='.ca')") for line in ("155", "181")
     ]
+
+
+@packaged
+@checked_out
+@own_or_iris
+def test_an_example_in_the_simulator(own: bool) -> None:
+    mesh = mesh_of(2)
+    rng = np.random.default_rng(0)
+    x, y = (rng.integers(-2, 3, shape).astype(np.float32) for shape in ((32, 64), (64, 64)))
+    call = functools.partial(
+        iris_kernels.gather_matmul_pull,
+        axis_name="tp",
+        blocks=(16, 16, 16),
+        programs=2,
+        own=own,
+        implementation="simulate",
+    )
+    program = one_program(call, mesh=mesh, in_specs=COLUMNS, out_specs=COLUMNS, check_vma=False)
+    for policy in ("random", "ahead"):
+        with simulator.simulating(policy=policy):
+            for _ in range(3):
+                np.testing.assert_array_equal(program(x, y), x @ y)

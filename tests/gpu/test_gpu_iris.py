@@ -1,6 +1,6 @@
 """Iris's kernels on real GPUs, a thousand calls each: every one right, and a rank that does not come is named.
 
-They are Iris's own: of the package `iris`, and of a checkout that IRIS_CHECKOUT names.
+They are Iris's own: of the package `iris`, and of a checkout that JAXTAXFREE_IRIS_EXAMPLES names.
 """
 
 import functools
@@ -18,14 +18,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from benchmarks import iris_kernels
-from jaxtaxfree import heap
+from jaxtaxfree import heap, iris
 from tests.gpu.test_gpu import give_up
 from tests.helpers import parity
 
 pytestmark = [
     pytest.mark.gpu(2),
-    pytest.mark.skipif(iris_kernels.checkout() is None, reason="IRIS_CHECKOUT names no checkout of Iris"),
-    pytest.mark.skipif(iris_kernels.home() is None, reason="Iris is not installed, and IRIS_HOME names none"),
+    pytest.mark.skipif(iris_kernels.checkout() is None, reason="JAXTAXFREE_IRIS_EXAMPLES names no checkout of Iris"),
+    pytest.mark.skipif(iris.home_of_iris() is None, reason="Iris is not installed"),
 ]
 
 CALLS = 1000

@@ -863,8 +863,8 @@ def test_kernels_of_iris_stand_beside_ours(monkeypatch: pytest.MonkeyPatch) -> N
         added = beside.keys() - ours.keys()
         assert added and all(each.startswith("iris/") and beside[each].alternatives for each in added)
         assert list(beside)[: len(ours)] == list(ours)
-    monkeypatch.delenv("IRIS_CHECKOUT", raising=False)
-    with pytest.raises(SystemExit, match="IRIS_CHECKOUT names no checkout"):
+    monkeypatch.delenv("JAXTAXFREE_IRIS_EXAMPLES", raising=False)
+    with pytest.raises(SystemExit, match="JAXTAXFREE_IRIS_EXAMPLES names no checkout"):
         iris.main([])
 
 

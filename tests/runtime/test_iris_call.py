@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import iris, simulator
 from jaxtaxfree.iris import wrapper
-from tests.helpers import iris_programs
+from tests.helpers import gluon_kernels, iris_programs
 from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 SIZE = 32
@@ -312,6 +312,8 @@ def test_all_reasons_at_once(mesh: Mesh) -> None:
 def test_a_kernel_that_is_not_decorated(mesh: Mesh) -> None:
     with fails(TypeError, "iris_call takes a kernel that is decorated"):
         jtf.iris_call(lambda x: x, axis_name="tp", grid=1)
+    with fails(TypeError, "triton.jit", "exchange_kernel is one of gluon.jit", "shmem_call"):
+        jtf.iris_call(gluon_kernels.exchange_kernel, axis_name="tp", grid=1)
 
 
 @pytest.mark.parametrize(
