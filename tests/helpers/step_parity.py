@@ -29,7 +29,7 @@ GROWN = 500  # tokens
 TOLERANCE = 0.02
 ROOM_FOR_NCCL = {"programs": 68}  # of 132, and NCCL takes 64 multiprocessors at most
 
-SIZES = {"layers": 2, "d_model": 512, "heads": 8, "kv_heads": 2, "head_dim": 128, "d_mlp": 1024, "vocab": 1024}
+SIZES = {"layers": 2, "d_model": 512, "heads": 8, "kv_heads": 4, "head_dim": 128, "d_mlp": 1024, "vocab": 1024}
 LLAMA = tiny("llama-3-8b", **SIZES)
 # The model, and the tokens of each sequence in the cache.
 CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
