@@ -120,6 +120,8 @@ def test_how_often_a_token_is_drawn():
     np.testing.assert_allclose(shares(k=3), np.array([0.4, 0, 0.3, 0.2]) / 0.9, atol=0.03)
     np.testing.assert_allclose(shares(k=4, top_p=0.65), np.array([0.4, 0, 0.3, 0]) / 0.7, atol=0.03)
     np.testing.assert_allclose(shares(k=2, temperature=0.5), np.array([16, 0, 9, 0]) / 25, atol=0.03)
+    logits = jnp.where(jnp.arange(4) == 0, -jnp.inf, logits)
+    np.testing.assert_allclose(shares(k=4), np.array([0, 0.1, 0.3, 0.2]) / 0.6, atol=0.03)
 
 
 def test_what_is_exchanged():
