@@ -110,7 +110,7 @@ def _multiply_plainly(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = No
 
 
 def _multiply_by_kernel(y: jax.Array, w: jax.Array, *, gate: jax.Array | None = None) -> jax.Array:
-    gated = {} if gate is None else {"gate": gate, "activation": jax.nn.silu}
+    gated: dict[str, Any] = {} if gate is None else {"gate": gate, "activation": jax.nn.silu}
     return jtf.all_gather_matmul(y, w, (), implementation="fused", **gated)
 
 

@@ -117,7 +117,8 @@ def sample_top_k(
     probabilities, which are those among the k, add up to `top_p` or more.
 
     Args:
-      logits: of this rank's part of the vocabulary [B, V / W], as `decode_step` returns them.
+      logits: of this rank's part of the vocabulary [B, V / W], as `decode_step` returns them. A token whose logit is
+        -inf is not drawn, unless all are.
       key: of `jax.random`, the same on every rank; another one in each step.
       k: how many tokens are candidates, from 1 to V.
       temperature: f32, one or [B]. 0 is the likeliest token.

@@ -52,7 +52,7 @@ def a_call_in_its_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return given
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_nothing_is_copied_around_the_kernel(world, a_call_in_its_place):
     """In the program that XLA compiles, of a donated cache: neither the cache nor a layer of weights is moved."""
     compiled = decode_loop(MODEL, mesh_of(world), SLOTS, STEPS).lower(*types(world)).compile()
@@ -64,7 +64,7 @@ def test_nothing_is_copied_around_the_kernel(world, a_call_in_its_place):
     assert aliased.count("may-alias") == 2
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_the_reference_copies_no_cache(world):
     compiled = decode_loop(MODEL, mesh_of(world), SLOTS, STEPS, implementation="xla").lower(*types(world)).compile()
     assert moved(compiled.as_text(), int(np.prod(SIZE)) // world) == []
@@ -92,7 +92,7 @@ def test_what_a_gpu_is_given():
             assert np.prod(sizes) < 64 * 64, line
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 4])
 def test_tokens(world):
     """Those of the decoder in float64 that knows no JAX, drawn with k = 1, in one program."""
     params = make_params(MODEL)
