@@ -29,6 +29,7 @@ from jaxtaxfree.primitive import check_implementation
 
 BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
 GROWTH = 1024  # positions that a cache gets at a time
+ROOM = 128  # what a cache by heads is a multiple of, so that not every length has programs of its own
 CACHES = ("heads", "sequence")
 
 
@@ -374,7 +375,7 @@ class Model:
     def _slots(self, positions: int) -> int:
         """Positions of the cache that a rank has, if all together have so many or more."""
         if self.by_heads:
-            return positions + -positions % 16
+            return positions + -positions % ROOM
         return BLOCK * math.ceil(positions / (BLOCK * self.world))
 
     def _bucket(self, t: int) -> int:
