@@ -68,6 +68,8 @@ def load(
     if cache not in (None, *CACHES):
         raise ValueError(f"load has no cache={cache!r} (choose one of {', '.join(map(repr, CACHES))}).")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if unknown := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(f"load has axis_name={unknown[0]!r}, and the mesh has {', '.join(map(repr, mesh.shape))}.")
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)

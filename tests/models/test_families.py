@@ -56,6 +56,16 @@ def test_a_cache_along_the_sequence(name, world):
     check_tokens(model_of(name, world, "sequence"), name)
 
 
+@pytest.mark.soak
+def test_a_mesh_of_several_axes(cpu_mesh):
+    """The model lies along two of three axes, and along the other one all have the same."""
+    mesh = cpu_mesh((2, 2, 2), ("data", "a", "b"))
+    model = models.load(FOLDER / "qwen2", mesh, ("a", "b"), dtype=np.float32)
+    assert model.world == 4
+    check_logits(model, "qwen2")
+    check_tokens(model, "qwen2")
+
+
 def test_fewer_heads_than_ranks():
     """Four ranks have two key/value heads: each has a copy of one."""
     model = model_of("llama3", 4)
