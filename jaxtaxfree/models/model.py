@@ -157,13 +157,17 @@ class Model:
           tokens: i32[B, T], each row the first tokens of a sequence.
           lengths: i32[B], how many of a row there are; None: T. The logits behind them mean nothing.
 
-        Returns: f32[B, T, V].
+        Returns: f32[B, T, V], sharded over the vocabulary if the ranks divide it.
         """
         tokens, lengths = self._checked(tokens, lengths, 0)
         t = tokens.shape[1]
         padded = self._put(_padded(tokens, self._bucket(t)))
         program = self._program("logits", self._logits_program)
-        return heap.block_until_ready(program(self.params, padded, *self._rotation(t)))[:, :t, : self.config.spec.vocab]
+        logits = heap.block_until_ready(program(self.params, padded, *self._rotation(t)))[:, :t]
+        if self.spec.vocab == self.config.spec.vocab:
+            return logits
+        # Of a sharded dimension of Explicit axes no part can be taken that the ranks do not divide.
+        return self._put(logits)[:, :, : self.config.spec.vocab]
 
     def generate(
         self,

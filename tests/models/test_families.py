@@ -76,20 +76,22 @@ def test_fewer_heads_than_ranks():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "cache", "slots"),
     [
-        pytest.param("mistral", marks=pytest.mark.soak),  # by decode_step: all layers have the same window
-        "gemma2",  # by operations: every other layer has a window
+        pytest.param("llama2", "heads", {32, 48}, marks=pytest.mark.soak),
+        pytest.param("mistral", "sequence", {8, 12}, marks=pytest.mark.soak),  # all layers have the same window
+        ("gemma2", "sequence", {8, 12}),  # by operations: every other layer has a window
     ],
 )
-def test_a_growing_cache_along_the_sequence(name, monkeypatch):
-    """Each of four ranks has every fourth block of four positions, of both heads, and gets more."""
+def test_a_growing_cache(name, cache, slots, monkeypatch):
+    """Along the sequence each of four ranks has every fourth block of four positions, of all heads."""
     monkeypatch.setattr("jaxtaxfree.models.model.BLOCK", 4)
+    monkeypatch.setattr("jaxtaxfree.models.model.ROOM", 16)
     monkeypatch.setattr("jaxtaxfree.models.model.GROWTH", 16)
-    model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache="sequence")
-    assert model.slots(12, STEPS) == 8
+    model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache=cache)
+    assert model.slots(12, STEPS) == min(slots)
     check_tokens(model, name)
-    assert {key[2] for key in model._programs if key[0] == "step"} == {8, 12}
+    assert {key[2] for key in model._programs if key[0] == "step"} == slots
 
 
 def test_blocks_of_long_prompts(monkeypatch):
