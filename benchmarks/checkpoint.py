@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from jaxtaxfree import models
 from jaxtaxfree.target import memory_bandwidth_of
 
+SCALE = 0.02  # of random weights
 LLAMA_3_8B = {
     "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
     "num_key_value_heads": 8, "num_hidden_layers": 32, "vocab_size": 128256, "max_position_embeddings": 8192,
@@ -32,13 +33,14 @@ LLAMA_3_8B = {
 
 def tensors_of(config: dict) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The names and shapes of a Llama's tensors."""
-    d, f, h = config["hidden_size"], config["intermediate_size"], config["hidden_size"] // config["num_attention_heads"]
-    kv = config["num_key_value_heads"] * h
+    d, f, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    h = config.get("head_dim") or d // heads
+    q, kv = heads * h, config["num_key_value_heads"] * h
     yield "model.embed_tokens.weight", (config["vocab_size"], d)
     for i in range(config["num_hidden_layers"]):
         for name, shape in (
-            ("input_layernorm", (d,)), ("post_attention_layernorm", (d,)), ("self_attn.q_proj", (d, d)),
-            ("self_attn.k_proj", (kv, d)), ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, d)),
+            ("input_layernorm", (d,)), ("post_attention_layernorm", (d,)), ("self_attn.q_proj", (q, d)),
+            ("self_attn.k_proj", (kv, d)), ("self_attn.v_proj", (kv, d)), ("self_attn.o_proj", (d, q)),
             ("mlp.gate_proj", (f, d)), ("mlp.up_proj", (f, d)), ("mlp.down_proj", (d, f)),
         ):  # fmt: skip
             yield f"model.layers.{i}.{name}.weight", shape
@@ -56,7 +58,7 @@ def write_random(folder: pathlib.Path, config: dict) -> None:
         header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [end, end + size]}
         end += size
     text = json.dumps(header).encode()
-    some = (0.02 * np.random.default_rng(0).standard_normal(1 << 22, np.float32)).astype(ml_dtypes.bfloat16).tobytes()
+    some = (SCALE * np.random.default_rng(0).standard_normal(1 << 22, np.float32)).astype(ml_dtypes.bfloat16).tobytes()
     one = np.ones(1, ml_dtypes.bfloat16).tobytes()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)

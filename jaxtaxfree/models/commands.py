@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -140,21 +141,28 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     stop = () if options.ignore_stop else model.config.stop
     begin = time.perf_counter()
     times, made = [], []
-    texts = _Text(tokenizer, stop) if len(prompts) == 1 else None
-    for token in model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed):
-        times.append(time.perf_counter())
-        made.append(token)
-        if texts:
-            print(texts.add(int(token[0])), end="", flush=True)  # as it is: a console would leave characters out
-    if texts:
-        print(texts.rest())
+    befores = [tokenizer.decode(prompt) if tokenizer else f"{','.join(map(str, prompt))} ->" for prompt in prompts]
+    alone = _Text(tokenizer, stop) if len(prompts) == 1 else None
+    stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
+    # Text is printed as it is: a console would leave characters out.
+    if alone:
+        print(befores[0], end="", flush=True)
+    with contextlib.nullcontext() if alone else console.status("") as status:
+        for token in stream:
+            times.append(time.perf_counter())
+            made.append(token)
+            if alone:
+                print(alone.add(int(token[0])), end="", flush=True)
+            elif status:
+                status.update(f"{len(made)} of {options.tokens} tokens")
+    if alone:
+        print(alone.rest())
     else:
-        for prompt, found in zip(prompts, np.stack(made, axis=1)):
+        for before, found in zip(befores, np.stack(made, axis=1)):
             text = _Text(tokenizer, stop)
-            shown = "".join([*(text.add(int(token)) for token in _until(found, stop)), text.rest()])
-            before = tokenizer.decode(prompt) if tokenizer else ",".join(map(str, prompt))
+            shown = [*(text.add(int(token)) for token in _until(found, stop)), text.rest()]
             console.print(Rule(style="dim"))
-            print(f"{before}{'' if tokenizer else ' ->'}{shown}")
+            print(before + "".join(shown))
     console.print(Rule(style="dim"))
     console.print(summary(model, lengths, options.tokens, sampling, begin, times), soft_wrap=True)
     return 0

@@ -98,7 +98,9 @@ def config_of(values: Mapping[str, Any], where: str = "config.json") -> ModelCon
     fields.only("is_decoder", True, False, why="decoders only")
     fields.only("add_cross_attention", False, why="decoders only")
     rotaries, sizes = made.pop("rotaries"), made
-    positions = sizes.pop("positions")
+    # Yarn is put into a config.json to have longer texts than it says.
+    longer = [int(each.factor * each.original) for each in rotaries if each.kind == "yarn"]
+    positions = max(sizes.pop("positions"), *longer, 0)
     fields.finish()
     try:
         spec = DecoderSpec(**sizes)

@@ -6,26 +6,31 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtaxfree.ops.decode_step.reference import (
-    _ACTIVATIONS as ACTIVATIONS,
-)
-from jaxtaxfree.ops.decode_step.reference import (
-    _product as product,
-)
+from jaxtaxfree.ops.collectives import all_gather, psum_scatter
+from jaxtaxfree.ops.decode_step import plain
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 
 
-def mix(w: Mapping[str, jax.Array], y: jax.Array, model: DecoderSpec) -> jax.Array:
-    """What this rank adds to the mixture: each rank has a part of every expert's columns.
+def mixture(
+    w: Mapping[str, jax.Array], y: jax.Array, axes: tuple[str, ...], *, model: DecoderSpec, implementation: str | None
+) -> jax.Array:
+    """A layer's mixture of experts, of which each rank has some columns of every one.
 
     Args:
-      w: of a layer: `router` [E, D], `gate_proj` and `up_proj` [E, F / W, D], `down_proj` [E, D, F / W].
-      y: [M, D], the rows of all ranks.
+      w: of the layer: `router` [E, D], `gate_proj` and `up_proj` [E, F / W, D], `down_proj` [E, D, F / W].
+      y: [M / W, D], this rank's rows.
 
-    Returns: f32 [M, D], to be added up over the ranks.
+    Returns: [M / W, D], of y's dtype.
     """
+    rows = all_gather(y, axes, tiled=True, implementation=implementation)
+    out = psum_scatter(_of_this_rank(w, rows, model), axes, tiled=True, implementation=implementation)
+    return out.astype(y.dtype)
+
+
+def _of_this_rank(w: Mapping[str, jax.Array], y: jax.Array, model: DecoderSpec) -> jax.Array:
+    """What this rank adds to the results of rows y [M, D]: f32 [M, D]."""
     k = model.experts_per_token
-    chances = jax.nn.softmax(product(y, w["router"]), axis=-1)  # [M, E]
+    chances = jax.nn.softmax(plain._product(y, w["router"]), axis=-1)  # [M, E]
     weights, chosen = lax.top_k(chances, k)
     if model.normalized_experts:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
@@ -34,7 +39,7 @@ def mix(w: Mapping[str, jax.Array], y: jax.Array, model: DecoderSpec) -> jax.Arr
     sizes = jnp.bincount(chosen.ravel(), length=model.experts).astype(jnp.int32)
     rows = y[order // k]
     gate, up = (_ragged(rows, w[name], sizes) for name in ("gate_proj", "up_proj"))
-    inner = (ACTIVATIONS[model.activation](gate) * up).astype(y.dtype)
+    inner = (plain._ACTIVATIONS[model.activation](gate) * up).astype(y.dtype)
     out = _ragged(inner, w["down_proj"], sizes)
     # Back to the order of the tokens, of which each adds up its own k.
     out = jnp.zeros_like(out).at[order].set(out, unique_indices=True).reshape(-1, k, y.shape[-1])

@@ -29,6 +29,7 @@ from jaxtaxfree.primitive import check_implementation
 
 BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
 GROWTH = 1024  # positions that a cache gets at a time
+ROOM = 128  # what a cache by heads is a multiple of, so that not every length has programs of its own
 CACHES = ("heads", "sequence")
 
 
@@ -67,6 +68,8 @@ def load(
     if cache not in (None, *CACHES):
         raise ValueError(f"load has no cache={cache!r} (choose one of {', '.join(map(repr, CACHES))}).")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if unknown := [axis for axis in axes if axis not in mesh.shape]:
+        raise ValueError(f"load has axis_name={unknown[0]!r}, and the mesh has {', '.join(map(repr, mesh.shape))}.")
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)
@@ -154,13 +157,17 @@ class Model:
           tokens: i32[B, T], each row the first tokens of a sequence.
           lengths: i32[B], how many of a row there are; None: T. The logits behind them mean nothing.
 
-        Returns: f32[B, T, V].
+        Returns: f32[B, T, V], sharded over the vocabulary if the ranks divide it.
         """
         tokens, lengths = self._checked(tokens, lengths, 0)
         t = tokens.shape[1]
         padded = self._put(_padded(tokens, self._bucket(t)))
         program = self._program("logits", self._logits_program)
-        return heap.block_until_ready(program(self.params, padded, *self._rotation(t)))[:, :t, : self.config.spec.vocab]
+        logits = heap.block_until_ready(program(self.params, padded, *self._rotation(t)))[:, :t]
+        if self.spec.vocab == self.config.spec.vocab:
+            return logits
+        # Of a sharded dimension of Explicit axes no part can be taken that the ranks do not divide.
+        return self._put(logits)[:, :, : self.config.spec.vocab]
 
     def generate(
         self,
@@ -374,7 +381,7 @@ class Model:
     def _slots(self, positions: int) -> int:
         """Positions of the cache that a rank has, if all together have so many or more."""
         if self.by_heads:
-            return positions + -positions % 16
+            return positions + -positions % ROOM
         return BLOCK * math.ceil(positions / (BLOCK * self.world))
 
     def _bucket(self, t: int) -> int:

@@ -7,6 +7,7 @@ import shutil
 import tracemalloc
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import safetensors.numpy
 from jaxtaxfree import models
 from jaxtaxfree.models import weights
 from jaxtaxfree.models.quantized import widen
-from tests.helpers.checkpoints import FOLDER, mesh_of, tensors_of, write
+from tests.helpers.checkpoints import FOLDER, expected_of, mesh_of, tensors_of, write
 
 Q, UP = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight"
 
@@ -66,7 +67,12 @@ def test_a_vocabulary_that_ranks_do_not_divide(tmp_path):
         tensors["model.embed_tokens.weight"] = np.ascontiguousarray(tensors["model.embed_tokens.weight"][:95])
         tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][:95])
 
-    model = load(write(tmp_path, "mistral", {"vocab_size": 95}, cut))
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices("cpu")[:2])  # of Explicit axes
+    model = models.load(write(tmp_path, "mistral", {"vocab_size": 95}, cut), mesh, dtype=np.float32)
+    expected = expected_of("mistral")
+    tokens, logits = expected["tokens"][:1], expected["logits"][:1, :, :95]
+    assert tokens.max() < 95
+    np.testing.assert_allclose(model.logits(tokens), logits, rtol=0, atol=1e-4 * np.abs(logits).max())
     unembed = np.asarray(model.params["unembed"])
     assert unembed.shape == (96, 32) and model.config.spec.vocab == 95
     np.testing.assert_array_equal(unembed[:95], tensors_of("mistral")["lm_head.weight"][:95])

@@ -133,6 +133,8 @@ def test_other_fields():
     near, far = config_of(PUBLISHED["gemma-3-4b"]).rotaries
     assert (near.theta, near.kind, far.theta, far.kind, far.factor) == (1e4, "default", 1e6, "linear", 8.0)
     assert config_of(LLAMA | {"sliding_window": None, "model_type": "mistral"}).spec.windows == (None,)
+    longer = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    assert config_of(PUBLISHED["qwen2-7b"] | {"rope_scaling": longer}).positions == 131072
     late = config_of(PUBLISHED["qwen2-7b"] | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 26})
     assert late.spec.windows == (None,) * 26 + (8, 8)
 

@@ -5,7 +5,9 @@ import collections
 import numpy as np
 import pytest
 
+from benchmarks import checkpoint
 from jaxtaxfree import models, simulator
+from jaxtaxfree.ops.decode_step.hopper import Config, Hopper
 from tests.helpers.checkpoints import FOLDER, NAMES, STEPS, expected_of, mesh_of, model_of
 
 
@@ -56,6 +58,16 @@ def test_a_cache_along_the_sequence(name, world):
     check_tokens(model_of(name, world, "sequence"), name)
 
 
+@pytest.mark.soak
+def test_a_mesh_of_several_axes(cpu_mesh):
+    """The model lies along two of three axes, and along the other one all have the same."""
+    mesh = cpu_mesh((2, 2, 2), ("data", "a", "b"))
+    model = models.load(FOLDER / "qwen2", mesh, ("a", "b"), dtype=np.float32)
+    assert model.world == 4
+    check_logits(model, "qwen2")
+    check_tokens(model, "qwen2")
+
+
 def test_fewer_heads_than_ranks():
     """Four ranks have two key/value heads: each has a copy of one."""
     model = model_of("llama3", 4)
@@ -64,20 +76,22 @@ def test_fewer_heads_than_ranks():
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "cache", "slots"),
     [
-        pytest.param("mistral", marks=pytest.mark.soak),  # by decode_step: all layers have the same window
-        "gemma2",  # by operations: every other layer has a window
+        pytest.param("llama2", "heads", {32, 48}, marks=pytest.mark.soak),
+        pytest.param("mistral", "sequence", {8, 12}, marks=pytest.mark.soak),  # all layers have the same window
+        ("gemma2", "sequence", {8, 12}),  # by operations: every other layer has a window
     ],
 )
-def test_a_growing_cache_along_the_sequence(name, monkeypatch):
-    """Each of four ranks has every fourth block of four positions, of both heads, and gets more."""
+def test_a_growing_cache(name, cache, slots, monkeypatch):
+    """Along the sequence each of four ranks has every fourth block of four positions, of all heads."""
     monkeypatch.setattr("jaxtaxfree.models.model.BLOCK", 4)
+    monkeypatch.setattr("jaxtaxfree.models.model.ROOM", 16)
     monkeypatch.setattr("jaxtaxfree.models.model.GROWTH", 16)
-    model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache="sequence")
-    assert model.slots(12, STEPS) == 8
+    model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache=cache)
+    assert model.slots(12, STEPS) == min(slots)
     check_tokens(model, name)
-    assert {key[2] for key in model._programs if key[0] == "step"} == {8, 12}
+    assert {key[2] for key in model._programs if key[0] == "step"} == slots
 
 
 def test_blocks_of_long_prompts(monkeypatch):
@@ -100,3 +114,21 @@ def test_simulated_kernels(name):
     each = 2 * 3 * (1 if model.spec.experts else 2)
     names = collections.Counter(trace.name for trace in recording.traces)
     assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
+
+
+@pytest.mark.soak
+def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch):
+    """A Llama that the kernel takes: its steps are one launch each, and its tokens those of XLA."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
+    monkeypatch.setattr(checkpoint, "SCALE", 0.3)
+    checkpoint.write_random(tmp_path, checkpoint.LLAMA_3_8B | sizes)
+    config = Config(programs=2, stage=1024, num_stages=2, merged=32, splits=1, num_warps=4)
+    monkeypatch.setattr(Hopper, "by_shape", lambda *_: config)
+    model = models.load(tmp_path, mesh_of(2))
+    tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
+    expected = model.by("xla").generate(tokens, 4)
+    with simulator.simulating() as recording:
+        found = model.by("simulate").generate(tokens, 4)
+    np.testing.assert_array_equal(found, expected)
+    assert sum(trace.name == "decode_step" for trace in recording.traces) == 3

@@ -95,6 +95,8 @@ def test_prompts_that_are_refused():
             model.generate(tokens, steps, lengths=lengths)
     with pytest.raises(ValueError, match="no cache='paged'"):
         models.load(CHECKPOINT, mesh_of(2), cache="paged")
+    with pytest.raises(ValueError, match="load has axis_name='x', and the mesh has 'tp'"):
+        models.load(CHECKPOINT, mesh_of(2), "x")
     with pytest.raises(ValueError, match="load takes dtype as one of float32, float16, bfloat16, not int8"):
         models.load(CHECKPOINT, mesh_of(2), dtype=np.int8)
 
