@@ -237,8 +237,14 @@ def test_lowered_for_cuda() -> None:
 
 
 @pytest.mark.usefixtures("no_code")
-def test_what_none_takes() -> None:
-    """XLA, until it has been measured; the kernel where a config asks for it, or the environment for the unmeasured."""
+def test_what_none_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured, operands of 16 bits on Hopper; XLA for others."""
+    assert lower_for_cuda(program(), *SHAPES).count(TRITON_CALL) == 3
+    portable = S((4096, 1020), "bfloat16"), S((8, 1020, 768), "bfloat16"), SHAPES[2]
+    assert lower_for_cuda(program(), *portable).count(TRITON_CALL) == 3
+    wide = [x if x.dtype == np.int32 else S(x.shape, "float32") for x in SHAPES]
+    assert TRITON_CALL not in lower_for_cuda(program(), *wide)
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     assert TRITON_CALL not in lower_for_cuda(program(), *SHAPES)
 
 

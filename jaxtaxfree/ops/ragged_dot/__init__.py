@@ -269,9 +269,18 @@ def _choose(call: Call, settings: Mapping[str, Any]) -> Choice:
     return choose("ragged_dot", VARIANTS_OF_WEIGHTS if call.of_weights else VARIANTS, call, settings)
 
 
-def _slower(*_: Any, **__: Any) -> str | None:
-    """Why XLA is taken."""
-    return matmul.UNMEASURED
+def _slower(
+    lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, compute_capability: int, config: Any, **params: Any
+) -> str | None:
+    """Why XLA is taken: no kernel takes the call, or the one that would has not been measured."""
+    if reasons := unsupported(lhs, rhs, sizes, **params):
+        return Lasting("; ".join(reasons))
+    call = _call_of(lhs, rhs, sizes, of_weights, compute_capability, **params)
+    try:
+        chosen = _choose(call, dict(config))
+    except Unsupported as error:
+        return "; ".join(error.reasons)
+    return chosen.variant.slower(call, chosen.config)
 
 
 def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team, **params: Any) -> Case | None:
@@ -311,7 +320,7 @@ ragged_dot_p = collective(
     "ragged_dot",
     reference=reference,
     fused=functools.partial(_fused, of_weights=False),
-    slower=_slower,
+    slower=functools.partial(_slower, of_weights=False),
     dimensions=_dimensions,
     case=functools.partial(_case, of_weights=False),
 )
@@ -319,7 +328,7 @@ weights_p = collective(
     "ragged_dot_weights",
     reference=reference_of_weights,
     fused=functools.partial(_fused, of_weights=True),
-    slower=_slower,
+    slower=functools.partial(_slower, of_weights=True),
     dimensions=_dimensions_of_weights,
     case=functools.partial(_case, of_weights=True),
 )
