@@ -101,7 +101,7 @@ def ragged_dot_hopper_kernel(
                 (load, (ring, lhs_desc, weights, sizes_ptr, work)),
             ],
             [4, 1],
-            [216, 64],
+            [208, 88],
         )
 
 
