@@ -67,7 +67,7 @@ HOPPER_CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "odd": ({"m": 333, "k": 1000, "n": 264, "groups": 3, "dtype": "float16"}, {}),
 }
 
-OFTEN = ("plain", "weights", "few")  # each takes seconds
+OFTEN = ("weights", "few")  # each takes seconds
 
 
 @functools.cache
