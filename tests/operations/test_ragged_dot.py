@@ -314,3 +314,12 @@ def test_errors() -> None:
 
 def test_no_rows() -> None:
     assert jtf.ragged_dot(jnp.ones((0, 4)), jnp.ones((2, 4, 8)), jnp.array([0, 0])).shape == (0, 8)
+
+
+def test_axes_that_are_left_over() -> None:
+    """`lax.ragged_dot` knows no Explicit axes, and so does not this one; nobody computes something else in silence."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    lhs, rhs, sizes, _ = CASE.arrays(np.float32)
+    columns = NamedSharding(mesh, P(None, None, "dp"))
+    with jax.set_mesh(mesh), fails(NotImplementedError, "Explicit sharding"):
+        jax.jit(jtf.ragged_dot)(lhs, jax.device_put(rhs, columns), sizes)

@@ -21,7 +21,6 @@ from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
-    Labels,
     Lasting,
     Unsupported,
     check_implementation,
@@ -304,24 +303,11 @@ def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team,
     )
 
 
-def _dimensions(
-    lhs: Any, rhs: Any, sizes: Any, *operands: Any, rhs_transposed: bool, **_: Any
-) -> tuple[Labels, Labels]:
-    """Columns of the weights are independent of each other."""
-    weights = (None, "n", None) if rhs_transposed else (None, None, "n")
-    return ((None, None), weights, (None,), *[weights] * len(operands)), ((None, "n"),)
-
-
-def _dimensions_of_weights(*_: Any, **__: Any) -> tuple[Labels, Labels]:
-    return ((None, "k"), (None, "n"), (None,)), ((None, "k", "n"),)
-
-
 ragged_dot_p = collective(
     "ragged_dot",
     reference=reference,
     fused=functools.partial(_fused, of_weights=False),
     slower=functools.partial(_slower, of_weights=False),
-    dimensions=_dimensions,
     case=functools.partial(_case, of_weights=False),
 )
 weights_p = collective(
@@ -329,7 +315,6 @@ weights_p = collective(
     reference=reference_of_weights,
     fused=functools.partial(_fused, of_weights=True),
     slower=functools.partial(_slower, of_weights=True),
-    dimensions=_dimensions_of_weights,
     case=functools.partial(_case, of_weights=True),
 )
 needs_devices(ragged_dot_p)
