@@ -22,7 +22,8 @@ class Groups(NamedTuple):
     sizes: Any  # of the same shape, their rows
     ends: Any  # their last row, and those of all before, counted
     blocks: Any  # the same in blocks of rows
-    scale: Any  # f32: 1, or NaN where sizes are wrong
+    wrong: Any  # whether the sizes are
+    scale: Any  # f32: 1, or NaN where they are
 
 
 class Place(NamedTuple):
@@ -57,7 +58,7 @@ def read(sizes_ptr, index, M: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.co
     sizes = tl.where(index == GROUPS, rest, sizes)
     ends = tl.cumsum(sizes, 0)
     blocks = tl.cumsum((sizes + (BLOCK_M - 1)) // BLOCK_M, 0)
-    return Groups(index, sizes, ends, blocks, tl.where(wrong, float("nan"), 1.0))
+    return Groups(index, sizes, ends, blocks, wrong, tl.where(wrong, float("nan"), 1.0))
 
 
 @triton.jit
@@ -84,11 +85,31 @@ def place(groups, tile, blocks_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, 
 
 
 @triton.jit
+def ranks_of(groups, sizes_ptr, GROUPS: tl.constexpr):
+    """Which place each group has when the largest one comes first, and of equal ones that of the lower number.
+
+    A loop, because a block of all pairs has too many elements.
+    """
+    own = tl.where(groups.index < GROUPS, groups.sizes, -1)
+    ranks = groups.index * 0
+    for i in range(GROUPS):
+        other = tl.where(groups.wrong, 0, tl.load(sizes_ptr + i))
+        ranks += ((other > own) | ((other == own) & (i < groups.index))).to(tl.int32)
+    return ranks
+
+
+@triton.jit
 def place_of_weights(
-    groups, tile, blocks_k, blocks_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
+    groups, ranks, tile, blocks_k, blocks_n, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr
 ):
-    """Where a tile of the groups' weights lies, of which all groups have as many, the empty ones, too."""
+    """Where a tile of the groups' weights lies, of which all groups have as many, the empty ones, too.
+
+    Args:
+      ranks: in which order groups come, from `ranks_of`; None: as they are numbered.
+    """
     group = tile // (blocks_k * blocks_n)
+    if ranks is not None:
+        group = tl.sum(tl.where(ranks == group, groups.index, 0), 0)
     begin = tl.sum(tl.where(groups.index < group, groups.sizes, 0), 0)
     size = tl.sum(tl.where(groups.index == group, groups.sizes, 0), 0)
     m, n = tiles.grouped(tile % (blocks_k * blocks_n), blocks_k, blocks_n, GROUP_M)

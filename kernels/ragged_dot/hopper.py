@@ -2,7 +2,7 @@
 
 Persistent programs, one for each multiprocessor. In each, one warp brings tiles into shared memory by TMA, and one or
 two groups of four warps multiply 64 rows of a tile each, as in `kernels/blocks/hopper.py`. Tiles of all groups are
-numbered one after the other and dealt out in turn. Every warp reads the sizes of all groups once, and finds by itself
+numbered one after the other and dealt out in waves. Every warp reads the sizes of all groups once, and finds by itself
 to which group a tile belongs.
 
 A tile has rows of one group alone. Where the group ends within it, TMA stores no further, and 64 rows that are all
@@ -101,7 +101,7 @@ def ragged_dot_hopper_kernel(
                 (load, (ring, lhs_desc, weights, sizes_ptr, work)),
             ],
             [4, 1],
-            [216, 64],
+            [208, 88],
         )
 
 
@@ -134,7 +134,32 @@ def groups_of(sizes_ptr, work):
     LENGTH: gl.constexpr = ragged.length_of(work.GROUPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([LENGTH // 32], [32], [gl.num_warps()], [0])
     index = gl.arange(0, LENGTH, LAYOUT)
-    return ragged.read(sizes_ptr, index, work.M, work.GROUPS, work.PARTITIONS * ROWS)
+    groups = ragged.read(sizes_ptr, index, work.M, work.GROUPS, work.PARTITIONS * ROWS)
+    ranks = groups.index
+    if work.OUTER:
+        ranks = ragged.ranks_of(groups, sizes_ptr, work.GROUPS)
+    return groups, ranks
+
+
+@gluon.jit
+def tile_of(wave, work):
+    """The number of this program's tile in a wave, in which each program has one.
+
+    Tiles of weights take as long as their group has rows, and those of the largest groups come first. So the order of
+    the programs turns round from wave to wave: who had the longest one has the shortest one next.
+    """
+    place = gl.program_id(0)
+    if work.OUTER:
+        place = gl.where(wave % 2 == 0, place, gl.num_programs(0) - 1 - place)
+    return wave * gl.num_programs(0) + place
+
+
+@gluon.jit
+def wave_count(groups, work):
+    """How many waves this program takes part in."""
+    count = tile_count(groups, work)
+    waves = count // gl.num_programs(0)
+    return waves + (tile_of(waves, work) < count).to(gl.int32)
 
 
 @gluon.jit
@@ -148,13 +173,13 @@ def tile_count(groups, work):
 
 
 @gluon.jit
-def place(groups, tile, work):
+def place(groups, ranks, tile, work):
     """Where a tile lies, and how many steps it takes."""
     BLOCK_M: gl.constexpr = work.PARTITIONS * ROWS
     columns = gl.cdiv(work.N, work.BLOCK_N)
     if work.OUTER:
         at = ragged.place_of_weights(
-            groups, tile, gl.cdiv(work.K, BLOCK_M), columns, BLOCK_M, work.BLOCK_N, work.GROUP_M
+            groups, ranks, tile, gl.cdiv(work.K, BLOCK_M), columns, BLOCK_M, work.BLOCK_N, work.GROUP_M
         )
         steps = gl.cdiv(at.size, work.BLOCK_K)
     else:
@@ -172,10 +197,10 @@ def is_there(at, row, work):
 @gluon.jit
 def load(ring, lhs_desc, weights, sizes_ptr, work):
     """Loads this program's tiles."""
-    groups = groups_of(sizes_ptr, work)
+    groups, ranks = groups_of(sizes_ptr, work)
     stage, phase = 0, 1
-    for tile in range(gl.program_id(0), tile_count(groups, work), gl.num_programs(0)):
-        at, steps = place(groups, tile, work)
+    for wave in range(wave_count(groups, work)):
+        at, steps = place(groups, ranks, tile_of(wave, work), work)
         for step in range(steps):
             mbarrier.wait(ring.empty.index(stage), phase)
             load_step(ring, stage, lhs_desc, weights, at, step * work.BLOCK_K, work)
@@ -218,10 +243,10 @@ def load_step(ring, stage, lhs_desc, weights, at, k, work):
 @gluon.jit
 def multiply(ring, out_desc, sizes_ptr, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's rows of this program's tiles."""
-    groups = groups_of(sizes_ptr, work)
+    groups, ranks = groups_of(sizes_ptr, work)
     stage, phase = 0, 0
-    for tile in range(gl.program_id(0), tile_count(groups, work), gl.num_programs(0)):
-        at, steps = place(groups, tile, work)
+    for wave in range(wave_count(groups, work)):
+        at, steps = place(groups, ranks, tile_of(wave, work), work)
         if is_there(at, at.row + PARTITION * ROWS, work):
             product, stage, phase = multiply_steps(ring, stage, phase, steps, work, PARTITION)
             gate = None

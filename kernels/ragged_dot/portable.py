@@ -69,7 +69,7 @@ def ragged_dot_weights_kernel(
 ):
     groups = ragged.read(sizes_ptr, tl.arange(0, ragged.length_of(GROUPS)), M, GROUPS, BLOCK_M)
     at = ragged.place_of_weights(
-        groups, tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), BLOCK_M, BLOCK_N, GROUP_M
+        groups, None, tl.program_id(0), tl.cdiv(K, BLOCK_M), tl.cdiv(N, BLOCK_N), BLOCK_M, BLOCK_N, GROUP_M
     )
     row = tl.arange(0, BLOCK_K)
     k = at.row + tl.arange(0, BLOCK_M)

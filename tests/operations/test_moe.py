@@ -164,23 +164,21 @@ def check(layer: Layer, seed: int, routing: str = "any", **keywords: Any) -> Non
 
 
 LAYERS = (
-    *(Layer(expert=world) for world in (1, 2, 3, 4, 8)),
+    *(Layer(expert=world) for world in (1, 2, 3, 8)),
     Layer(expert=2, t=7, k=3, capacity=9),
     Layer(expert=3, t=4, capacity=5, shared=True),
     Layer(expert=2, t=1, k=1, experts=4, gated=False),
     Layer(expert=4, tokens="replicated", shared=True),
-    Layer(expert=2, tokens="replicated", capacity=3),
     Layer(tensor=2, shared=True),
     Layer(tensor=4, tokens="replicated", experts=3, gated=False),
     Layer(tensor=2, capacity=6),
-    Layer(expert=2, tensor=2, shared=True),
     Layer(expert=2, tensor=2, tokens="replicated", capacity=4, shared=True),
     Layer(expert=2, tensor=2, capacity=7),
 )
 
 
 @given(st.sampled_from(LAYERS), st.integers(0, 2**31), st.sampled_from(("any", "one", "some")))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_layer(layer: Layer, seed: int, routing: str) -> None:
     """However it is divided, whoever is chosen: all tokens by one expert, an expert twice, numbers of no expert."""
     check(layer, seed, routing)
@@ -217,8 +215,12 @@ def test_by_kernels() -> None:
     check(Layer(expert=2, t=3), 0, implementation="simulate")
 
 
-@pytest.mark.parametrize("check_vma", (True, False))
-@pytest.mark.parametrize("layer", (Layer(expert=2), Layer(expert=2, tensor=2, shared=True)), ids=("expert", "both"))
+@pytest.mark.parametrize("check_vma", (True, pytest.param(False, marks=pytest.mark.soak)))
+@pytest.mark.parametrize(
+    "layer",
+    (pytest.param(Layer(expert=2), marks=pytest.mark.soak), Layer(expert=2, tensor=2, shared=True)),
+    ids=("expert", "both"),
+)
 def test_gradients(layer: Layer, check_vma: bool) -> None:
     """Of tokens, weights and all experts, as of a dense layer of all experts."""
     arrays = layer.arrays(1)

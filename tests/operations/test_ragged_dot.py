@@ -237,8 +237,14 @@ def test_lowered_for_cuda() -> None:
 
 
 @pytest.mark.usefixtures("no_code")
-def test_what_none_takes() -> None:
-    """XLA, until it has been measured; the kernel where a config asks for it, or the environment for the unmeasured."""
+def test_what_none_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured, operands of 16 bits on Hopper; XLA for others."""
+    assert lower_for_cuda(program(), *SHAPES).count(TRITON_CALL) == 3
+    portable = S((4096, 1020), "bfloat16"), S((8, 1020, 768), "bfloat16"), SHAPES[2]
+    assert lower_for_cuda(program(), *portable).count(TRITON_CALL) == 3
+    wide = [x if x.dtype == np.int32 else S(x.shape, "float32") for x in SHAPES]
+    assert TRITON_CALL not in lower_for_cuda(program(), *wide)
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
     assert TRITON_CALL not in lower_for_cuda(program(), *SHAPES)
 
 
@@ -308,3 +314,12 @@ def test_errors() -> None:
 
 def test_no_rows() -> None:
     assert jtf.ragged_dot(jnp.ones((0, 4)), jnp.ones((2, 4, 8)), jnp.array([0, 0])).shape == (0, 8)
+
+
+def test_axes_that_are_left_over() -> None:
+    """`lax.ragged_dot` knows no Explicit axes, and so does not this one; nobody computes something else in silence."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit, AxisType.Explicit))
+    lhs, rhs, sizes, _ = CASE.arrays(np.float32)
+    columns = NamedSharding(mesh, P(None, None, "dp"))
+    with jax.set_mesh(mesh), fails(NotImplementedError, "Explicit sharding"):
+        jax.jit(jtf.ragged_dot)(lhs, jax.device_put(rhs, columns), sizes)

@@ -149,8 +149,21 @@ MUTANTS = (
     Mutant(
         "a tile that two programs take",
         "hopper-plain",
-        (("range(gl.program_id(0), tile_count(groups, work), gl.num_programs(0))", "range(tile_count(groups, work))"),),
+        (("return wave * gl.num_programs(0) + place", "return wave * (gl.num_programs(0) - 1) + place"),),
         (DataRaceError,),
+    ),
+    Mutant(
+        "waves that turn round one place too far",
+        "hopper-of_weights",
+        (("gl.num_programs(0) - 1 - place)", "gl.num_programs(0) - place)"),),
+        WRONG,
+    ),
+    Mutant(
+        "equal groups in one place",
+        "hopper-of_weights",
+        ((" | ((other == own) & (i < groups.index))", ""),),
+        WRONG,
+        groups=True,
     ),
     Mutant(
         "the last tile of nobody",
@@ -247,8 +260,7 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
         groups = load(edit(ragged, mutant.edits, tmp_path), ragged.__name__)
         module = load(Path(kind.module.__file__ or ""), kind.module.__name__, ragged=groups)
     else:
-        edits = [(old, new, 2) if old.startswith("range(") else (old, new) for old, new in mutant.edits]
-        module = load(edit(kind.module, tuple(edits), tmp_path), kind.module.__name__)
+        module = load(edit(kind.module, mutant.edits, tmp_path), kind.module.__name__)
     for seed in range(SEEDS):
         try:
             kind.run(seed, module)

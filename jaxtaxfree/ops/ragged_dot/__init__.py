@@ -21,7 +21,6 @@ from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
-    Labels,
     Lasting,
     Unsupported,
     check_implementation,
@@ -269,9 +268,18 @@ def _choose(call: Call, settings: Mapping[str, Any]) -> Choice:
     return choose("ragged_dot", VARIANTS_OF_WEIGHTS if call.of_weights else VARIANTS, call, settings)
 
 
-def _slower(*_: Any, **__: Any) -> str | None:
-    """Why XLA is taken."""
-    return matmul.UNMEASURED
+def _slower(
+    lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, compute_capability: int, config: Any, **params: Any
+) -> str | None:
+    """Why XLA is taken: no kernel takes the call, or the one that would has not been measured."""
+    if reasons := unsupported(lhs, rhs, sizes, **params):
+        return Lasting("; ".join(reasons))
+    call = _call_of(lhs, rhs, sizes, of_weights, compute_capability, **params)
+    try:
+        chosen = _choose(call, dict(config))
+    except Unsupported as error:
+        return "; ".join(error.reasons)
+    return chosen.variant.slower(call, chosen.config)
 
 
 def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team, **params: Any) -> Case | None:
@@ -295,32 +303,18 @@ def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team,
     )
 
 
-def _dimensions(
-    lhs: Any, rhs: Any, sizes: Any, *operands: Any, rhs_transposed: bool, **_: Any
-) -> tuple[Labels, Labels]:
-    """Columns of the weights are independent of each other."""
-    weights = (None, "n", None) if rhs_transposed else (None, None, "n")
-    return ((None, None), weights, (None,), *[weights] * len(operands)), ((None, "n"),)
-
-
-def _dimensions_of_weights(*_: Any, **__: Any) -> tuple[Labels, Labels]:
-    return ((None, "k"), (None, "n"), (None,)), ((None, "k", "n"),)
-
-
 ragged_dot_p = collective(
     "ragged_dot",
     reference=reference,
     fused=functools.partial(_fused, of_weights=False),
-    slower=_slower,
-    dimensions=_dimensions,
+    slower=functools.partial(_slower, of_weights=False),
     case=functools.partial(_case, of_weights=False),
 )
 weights_p = collective(
     "ragged_dot_weights",
     reference=reference_of_weights,
     fused=functools.partial(_fused, of_weights=True),
-    slower=_slower,
-    dimensions=_dimensions_of_weights,
+    slower=functools.partial(_slower, of_weights=True),
     case=functools.partial(_case, of_weights=True),
 )
 needs_devices(ragged_dot_p)

@@ -10,6 +10,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.ragged_dot.portable import ragged_dot_kernel, ragged_dot_weights_kernel
 from jaxtaxfree.ops.blocks.portable import MANY, each
 from jaxtaxfree.ops.blocks.portable import Tile as ProductTile
+from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.ragged_dot.common import Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import setting
@@ -28,7 +29,20 @@ class Config(ProductTile):
     group_m: int = setting(8, least=1)
 
 
-class Portable(Variant[Call]):
+class _Measured(Variant[Call]):
+    """What is common to both."""
+
+    def cost(self, call: Call, config: Config) -> float:
+        del call, config
+        return MANY
+
+    def slower(self, call: Call, config: Config) -> str | None:
+        """Operands of 16 bits were measured on an H100: half as fast as the kernel for Hopper, and faster than XLA."""
+        del config
+        return UNMEASURED if call.operand.bits != 16 else None
+
+
+class Portable(_Measured):
     """Each program computes a tile of one group."""
 
     name, Config, kernel = "portable", Config, ragged_dot_kernel
@@ -36,9 +50,6 @@ class Portable(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         return tile_of(call, min(128, max(16, next_power_of_2(math.ceil(call.rows_of_a_group)))))
-
-    def cost(self, call: Call, config: Config) -> float:
-        return MANY
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         # Each group may end within a block, and so may what is behind the last one.
@@ -62,7 +73,7 @@ class Portable(Variant[Call]):
         ]
 
 
-class PortableWeights(Variant[Call]):
+class PortableWeights(_Measured):
     """Each program computes a tile of the gradient of one group's weights."""
 
     name, Config, kernel = "portable", Config, ragged_dot_weights_kernel
@@ -70,9 +81,6 @@ class PortableWeights(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
         return tile_of(call, min(128, max(16, next_power_of_2(call.k))))
-
-    def cost(self, call: Call, config: Config) -> float:
-        return MANY
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         tiles = math.ceil(call.k / config.block_m) * math.ceil(call.n / config.block_n)
