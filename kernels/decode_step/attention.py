@@ -68,8 +68,8 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
         sequence, head, _, _, _, first, last = blocks_of(given, lengths, window, item, SIZES)
         row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS
         for block in range(first, last):
-            position = rings.fetch(ring, position, given.old_keys, row + block * BLOCK, 0)
-            position = rings.fetch(ring, position, given.old_values, row + block * BLOCK, 0)
+            position = rings.fetch(ring, position, given.old_keys, row + block * BLOCK, 0, SIZES.IN_FLIGHT)
+            position = rings.fetch(ring, position, given.old_values, row + block * BLOCK, 0, SIZES.IN_FLIGHT)
     return position
 
 

@@ -48,11 +48,21 @@ def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def fetch(ring, position, desc, row, group):
-    """Begins to load the block of `desc` at this row and group of columns; returns the next position."""
+def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
+    """Begins to load the block of `desc` at this row and group of columns; returns the next position.
+
+    Args:
+      IN_FLIGHT: how many blocks may be on their way at a time. A few keep the memory busy, and a fence of the program
+        waits for all of them.
+    """
+    STAGES: gl.constexpr = ring.stages.shape[0]
     stage, phase = position
     block = view(ring, stage, desc)
     mbarrier.wait(ring.empty.index(stage), phase)
+    if IN_FLIGHT < STAGES:
+        around = stage < IN_FLIGHT
+        last = gl.where(around, stage + (STAGES - IN_FLIGHT), stage - IN_FLIGHT)
+        mbarrier.wait(ring.full.index(last), gl.where(around, phase, phase ^ 1))
     mbarrier.expect(ring.full.index(stage), block.nbytes_per_cta)
     tma.async_load(desc, [row, group, 0], ring.full.index(stage), block, cache_policy=READ_ONCE)
     return after(ring, position)
@@ -134,10 +144,10 @@ def chunks_of(columns, desc):
 
 
 @gluon.jit
-def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr):
+def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.constexpr):
     """Begins to load rows of so many columns, one block after the other."""
     for chunk in range(chunks_of(COLUMNS, desc)):
-        position = fetch(ring, position, desc, row, chunk * desc.block_shape[1])
+        position = fetch(ring, position, desc, row, chunk * desc.block_shape[1], IN_FLIGHT)
     return position
 
 

@@ -42,7 +42,8 @@ STEPS = {
     "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
     "five sequences, by tensor cores": Step(lengths=(3, 0, 17, 9, 30), layers=2, **WIDE),
     "sixteen sequences, by tensor cores": Step(world=1, lengths=(*range(15), 40), layers=2, **WIDE),
-    "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3),)),
+    "programs tell each other": Step(lengths=(11, 4), layers=3, config=(("told", True),)),
+    "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3), ("in_flight", 2))),
     "scales and caps": Step(
         world=1,
         changes=(

@@ -86,6 +86,10 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
+      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all of
+        them, so more than keep the memory busy make phases longer.
+      told: whether programs tell each other the MLP's inner part, word by word, rather than meet behind it. The words
+        take 8 * layers * programs * B * d_mlp / ranks bytes. Not with `post_norms`, or more than 4 sequences.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -96,6 +100,8 @@ class Config(Settings):
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
+    in_flight: int = setting(32, least=1, most=32)
+    told: bool = False
     times: bool = False
 
 
@@ -151,6 +157,8 @@ class Hopper(Variant[Call]):
         for name, size in (("d_model", model.d_model), ("d_mlp / ranks", call.d_mlp)):
             if size % GROUP:
                 reasons.append(f"it takes a {name} that {GROUP} divides, not {size}")
+        if config.told and (call.tensor_cores or model.post_norms):
+            reasons.append("told=True is for 1 to 4 sequences, without norms behind a block (post_norms)")
         if call.tensor_cores:
             reasons += self._refused_by_tensor_cores(call, config)
         if config.programs > call.target.multiprocessors:
@@ -223,7 +231,7 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2 if model.post_norms else 1, b, d),
+                "stream": f32(2 if model.post_norms or config.told else 1, b, d),
                 "block": f32(b, d),
                 "scaled": jax.ShapeDtypeStruct((b, d), call.dtype),
                 "squares": f32(config.programs, 16),
@@ -234,7 +242,10 @@ class Hopper(Variant[Call]):
                 "hidden": jax.ShapeDtypeStruct((b, call.d_mlp), factors),
             },
             "messages": {
-                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
+                "told": jax.ShapeDtypeStruct(
+                    (layers, config.programs, b, call.d_mlp) if config.told else (0,), jnp.int32
+                ),
             },
             "signals": {"met": 1},
             "descriptors": blocks,
@@ -247,7 +258,8 @@ class Hopper(Variant[Call]):
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
-            "TENSOR": call.tensor_cores,
+            "TENSOR": int(call.tensor_cores),
+            "TOLD": int(config.told),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -269,6 +281,7 @@ class Hopper(Variant[Call]):
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
             "WORDS": words,
+            "IN_FLIGHT": min(config.in_flight, config.num_stages),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -303,6 +316,8 @@ class Hopper(Variant[Call]):
         del call
         return [
             *({"stage": stage, "num_stages": (192 << 10) // (2 * stage)} for stage in (4096, 16384)),
+            *each("in_flight", 2, 3, 4, 6),
+            *each("told", True),
             *each("num_warps", 4, 16),
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
