@@ -242,15 +242,8 @@ def all_gather_matmul(
     shape = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
-    scaling, scales = scaled.check(
-        "all_gather_matmul",
-        lhs,
-        rhs,
-        rhs_transposed=rhs_transposed,
-        lhs_scale=lhs_scale,
-        rhs_scale=rhs_scale,
-        gate_scale=gate_scale,
-    )
+    given = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "gate_scale": gate_scale}
+    scaling, scales = scaled.check("all_gather_matmul", lhs, rhs, rhs_transposed=rhs_transposed, **given)
     epilogue, operands = epilogues.check(
         "all_gather_matmul",
         lhs,
@@ -266,26 +259,30 @@ def all_gather_matmul(
     settings = settings_of("all_gather_matmul", VARIANTS, config)
     if scaling.of("lhs") != "none":
         lhs, scaling, scales = _gather_scales(lhs, scaling, scales, axes, params["axis"])
-    operands = [*scales, *operands]
-    form = {"epilogue": epilogue, "scaling": scaling}
-    reasons = PRODUCT.unsupported(lhs, rhs, *operands, **form, **params)
+    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    how = {"implementation": implementation, "config": settings}
+    return _call(lhs, rhs, *scales, *operands, return_gathered=return_gathered, **how, **params)
+
+
+def _call(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *operands: jax.Array,
+    implementation: str | None,
+    config: Any,
+    return_gathered: bool,
+    **params: Any,
+) -> Any:
+    """The operation of checked operands, by the primitive that has what it needs, or by the reference."""
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, **params)
     if takes_reference("all_gather_matmul", [lhs, rhs], implementation, reasons):
-        return reference(
-            lhs,
-            rhs,
-            *operands,
-            **form,
-            rhs_transposed=rhs_transposed,
-            return_gathered=return_gathered,
-            **params,
-        )
-    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
-    if epilogue or scaling:
-        form = {**form, "return_gathered": return_gathered}
-        result = matmul.bind(with_epilogue_p, lhs, rhs, *operands, **form, **params)
+        return reference(lhs, rhs, *operands, return_gathered=return_gathered, **params)
+    how = {"implementation": implementation, "config": config}
+    if params["epilogue"] or params["scaling"]:
+        result = matmul.bind(with_epilogue_p, lhs, rhs, *operands, return_gathered=return_gathered, **how, **params)
         return tuple(result) if return_gathered else result[0]
-    primitive = gathered_too_p if return_gathered else all_gather_matmul_p
-    result = matmul.bind(primitive, lhs, rhs, **params)
+    del params["epilogue"], params["scaling"]
+    result = matmul.bind(gathered_too_p if return_gathered else all_gather_matmul_p, lhs, rhs, **how, **params)
     return tuple(result) if return_gathered else result
 
 
