@@ -61,18 +61,6 @@ def test_a_share_of_llama_3_8b(world):
     assert "release.sys" not in code.ptx
 
 
-def test_sixteen_sequences():
-    """Products are of tensor cores, whose operand comes from the ring as it lies there."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16))
-    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-    assert code.shared <= SHARED_MEMORY[90]
-    assert local_memory(code.ptx) == []
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in code.ptx
-    # 128 registers hold the vectors. What has no place are addresses, which are read once a layer.
-    assert spilled_bytes(ptxas_report(code)) <= 512
-
-
 def test_norms_behind_the_blocks():
     """A share of Gemma 2, of two sequences."""
     model = DecoderSpec(
