@@ -1,6 +1,7 @@
 """What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ SLOTS = 8192
 CACHE = P(None, None, "tp")
 
 
-def lowered(model: DecoderSpec, world: int, batch: int) -> str:
+def lowered(model: DecoderSpec, world: int, batch: int, **config: Any) -> str:
     """The program of a step of this model, of all ranks together."""
     mesh = mesh_of(world)
     specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in model.sharded().items()}
@@ -28,7 +29,9 @@ def lowered(model: DecoderSpec, world: int, batch: int) -> str:
     table = sharded(mesh, P(), (SLOTS, model.rotated // 2), "float32")
 
     def step(params: dict, x: jax.Array, cache: tuple, lengths: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
-        return decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="fused")
+        return decode_step(
+            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="fused", config=config
+        )
 
     program = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, P(), (CACHE, CACHE), P(), P(), P()),
@@ -59,6 +62,19 @@ def test_a_share_of_llama_3_8b(world):
     assert "ld.acquire.gpu.global.b32" in code.ptx
     assert re.search(r"(atom|red)[\w.:]*\.release\.gpu|(atom|red)[\w.:]*\.gpu[\w.:]*\.release|\.release\.gpu", code.ptx)
     assert "release.sys" not in code.ptx
+
+
+@pytest.mark.soak
+def test_programs_that_tell_each_other():
+    """A phase less ends at a fence, which waits for all loads on their way."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    meetings = []
+    for told in (False, True):
+        kernel = launch_of(lowered(model, 2, 1, told=told))
+        code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+        assert spilled_bytes(ptxas_report(code)) == 0
+        meetings.append(code.ptx.count("red.global.gpu.release"))
+    assert meetings[0] == meetings[1] + 1
 
 
 def test_norms_behind_the_blocks():

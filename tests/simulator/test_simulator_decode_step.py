@@ -46,7 +46,13 @@ STEPS = {
         ),
     ),
 }  # fmt: skip
-MANY = {"four ranks": Step(world=4, layers=2), "eight ranks": Step(world=8, lengths=(5, 12))}
+MANY = {
+    "four ranks": Step(world=4, layers=2),
+    "eight ranks": Step(world=8, lengths=(5, 12)),
+    "one rank whose programs tell each other": Step(
+        world=1, layers=2, lengths=(5, 12, 0), config=(("told", True), ("in_flight", 1))
+    ),
+}
 
 
 def settings_of(seed: int) -> dict[str, Any]:
