@@ -42,8 +42,9 @@ def times_of(problem, config=None, steps=STEPS, implementation=None):
         def step(carry, _):
             after = lax.optimization_barrier((x.astype(jnp.float32), carry))[0]
             arrays = chosen.variant.arrays(call, params, after, cache, lengths, *(table[None] for table in tables))
-            how = {"axis_name": AXIS, "implementation": implementation, **chosen.keywords}
-            logits, _, _, times = shmem_call(chosen.variant.kernel, *arrays, **how)
+            logits, _, _, times = shmem_call(
+                chosen.variant.kernel, *arrays, axis_name=AXIS, implementation=implementation, **chosen.keywords
+            )
             return logits, times
 
         zero = jnp.zeros((problem.b, model.vocab // world), jnp.float32)

@@ -83,7 +83,7 @@ def poll(scope="sys"):
     return f"""
     {{
     .reg .pred p, q;
-    .reg .b32 v;
+    .reg .b32 v, failed;
     .reg .b64 signal, now, end;
     mov.u32 v, %tid.x;
     setp.ge.u32 p, v, $2;
@@ -119,7 +119,7 @@ def poll_in_warps(scope="sys"):
     return f"""
     {{
     .reg .pred p, q;
-    .reg .b32 v;
+    .reg .b32 v, failed;
     .reg .b64 now, end;
     mov.b32 $0, 1;
     mov.u32 v, %laneid;
@@ -145,12 +145,10 @@ def _until_signal(signal, late, scope="sys"):
     """Polls `signal` until it has reached the count $3, and goes to DONE; to `late` if this rank failed, and on if the
     time is over.
 
-    Uses the registers p, which is true at DONE, q, v and now, and end, which holds how long it may last.
+    Uses the registers p, which is true at DONE, q, v, failed and now, and end, which holds how long it may last.
     """
     # Whether the rank failed is asked for along with the signal, so that a look lasts as long as one load.
     return f"""
-    {{
-    .reg .b32 failed;
     mov.u64 now, %globaltimer;
     add.u64 end, end, now;
     AGAIN:
@@ -164,7 +162,6 @@ def _until_signal(signal, late, scope="sys"):
     mov.u64 now, %globaltimer;
     setp.lt.u64 q, now, end;
     @q bra AGAIN;
-    }}
     """
 
 

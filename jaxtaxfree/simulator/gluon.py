@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -17,7 +16,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.agents import GluonMachine
 from jaxtaxfree.simulator.machine import Machine
-from jaxtaxfree.simulator.shared import Memory, TensorDescriptor, integer, tensor
+from jaxtaxfree.simulator.shared import Memory, TensorDescriptor, integer
 
 
 def _machine() -> GluonMachine:
@@ -128,8 +127,6 @@ def _key(value: Any) -> Any:
 
 for _layout in (
     gl.BlockedLayout,
-    gl.DistributedLinearLayout,
-    gl.DotOperandLayout,
     gl.NVMMADistributedLayout,
     gl.NVMMASharedLayout,
     gl.SliceLayout,
@@ -242,13 +239,6 @@ def _async_store(tensor_desc: TensorDescriptor, coord: Sequence[Any], src: Memor
 @interpreter.replace(hopper.tma.store_wait)
 def _store_wait(pendings: Any, read_only: Any = True) -> None:
     _machine().wait_stores(integer(pendings), bool(read_only))
-
-
-@interpreter.replace(ampere.mma_v2)
-def _mma_v2(a: Any, b: Any, acc: Any, input_precision: Any = None) -> Any:
-    del input_precision
-    wide = [operand.to(tl.float32).handle.data for operand in (a, b)]
-    return tensor(acc.handle.data + np.matmul(*wide), acc.dtype)
 
 
 @interpreter.replace(hopper.warpgroup_mma_init)

@@ -18,37 +18,26 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def lengths_of(given, SIZES: gl.constexpr):
-    """Tokens in the cache, of each sequence; () if there are more than registers should be spent on."""
+    """Tokens in the cache, of each sequence."""
     B: gl.constexpr = SIZES.B
     lengths = ()
-    if B <= 4:
-        for b in gl.static_range(B):
-            lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
+    for b in gl.static_range(B):
+        lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
     return lengths
-
-
-@gluon.jit
-def length_of(given, lengths, sequence, SIZES: gl.constexpr):
-    """Tokens in the cache of a sequence, from what `lengths_of` returned."""
-    B: gl.constexpr = SIZES.B
-    if B <= 4:
-        length = lengths[0]
-        for b in gl.static_range(1, B):
-            length = gl.where(sequence == b, lengths[b], length)
-    else:
-        length = gl.maximum(gl.load(given.lengths + sequence), 0)
-    return length
 
 
 @gluon.jit
 def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
     """What an item has: (sequence, key/value head, tokens in the cache, slots from `begin` to before `end`, blocks from
     `first` to before `last`)."""
+    B: gl.constexpr = SIZES.B
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
-    length = length_of(given, lengths, sequence, SIZES)
+    length = lengths[0]
+    for b in gl.static_range(1, B):
+        length = gl.where(sequence == b, lengths[b], length)
     end = gl.minimum(length, SIZES.SLOTS)
     begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
@@ -315,4 +304,4 @@ def merge(kept, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        gl.store(kept.heads + head * H + column, result.to(kept.heads.dtype.element_ty))
+        gl.store(kept.heads + head * H + column, result)

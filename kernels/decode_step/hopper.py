@@ -16,7 +16,7 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
     add         its product, summed over the ranks, added to the stream
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
-few sequences, `tensor_cores.py` those of more.
+its blocks.
 
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
@@ -31,7 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
+from jaxtaxfree.kernels.decode_step import attention, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = phases.PHASES
@@ -42,7 +42,6 @@ class Sizes(NamedTuple):
 
     LAYERS: Any
     B: Any
-    TENSOR: Any
     TOLD: Any
     D: Any
     HEADS: Any
@@ -105,8 +104,6 @@ class Kept(NamedTuple):
 
     stream: Any
     block: Any
-    scaled: Any
-    squares: Any
     qkv: Any
     accs: Any
     tops: Any
@@ -158,13 +155,11 @@ def decode_step_kernel(
     team,
     stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
     block,  # scratch f32 [B, D], a block's result before the norm behind it
-    scaled,  # scratch of the weights' dtype [B, D], the stream times the gains of the next norm, for tensor cores
-    squares,  # scratch f32 [PROGRAMS, 16], sums of squares of the stream, likewise
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # scratch f32 [B, HEADS * H], for tensor cores of the weights' dtype
-    hidden,  # scratch f32 [B, F], likewise
+    heads,  # scratch f32 [B, HEADS * H]
+    hidden,  # scratch f32 [B, F]
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     told,  # messages i32 [L, PROGRAMS, B, F], of each program the MLP's inner part, if they are TOLD
     met,  # signal: programs that have come to the end of a phase
@@ -174,7 +169,6 @@ def decode_step_kernel(
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
-    TENSOR: gl.constexpr,  # 1: products are of tensor cores; 0
     TOLD: gl.constexpr,  # 1: programs tell each other the MLP's inner part, and do not meet behind it; 0
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
@@ -205,7 +199,7 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR, TOLD, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        LAYERS, B, TOLD, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
         SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
         WORDS, MERGED, IN_FLIGHT,
     )  # fmt: skip
@@ -215,12 +209,10 @@ def decode_step_kernel(
         query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
         tables_ptr,
     )  # fmt: skip
-    FACTORS: gl.constexpr = query_desc.dtype if TENSOR else gl.float32
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
-        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
-        shmem.scratch(me, heads, FACTORS), shmem.scratch(me, hidden, FACTORS),
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
+        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
+        shmem.scratch(me, hidden, gl.float32),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
@@ -260,9 +252,6 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
     if SIZES.TOLD:
         after = kept.stream + SIZES.B * SIZES.D
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
-    if SIZES.TENSOR:
-        tensor_cores.begin(kept, x_ptr, given.attn_norm, SIZES)
-        factor = phases.meet(me, met, -1, factor, None, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * (PHASES - SIZES.TOLD)
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
@@ -283,7 +272,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, None, x, new, kept, sums, met, 2 * layer, phase + 3, mlp_norm, times,
+            me, ring, position, given.out, kept.heads, None, x, new, kept, sums, met, 2 * layer, phase + 3, times,
             factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
@@ -298,8 +287,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
         if SIZES.TOLD:
             box = phases.told_of(me, told, layer, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, box, kept.stream, after, kept, sums, met, 2 * layer + 1, phase + 5 - SIZES.TOLD, before,
-            times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, box, kept.stream, after, kept, sums, met, 2 * layer + 1,
+            phase + 5 - SIZES.TOLD, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = after
         if SIZES.POST_NORMS:

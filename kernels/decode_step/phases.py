@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import ring as rings
-from jaxtaxfree.kernels.decode_step import tensor_cores
 
 PHASES = gl.constexpr(6)  # of a layer
 STAMPS = gl.constexpr(4)  # times of a phase, if they are taken
@@ -85,9 +84,8 @@ def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    FIRST: gl.constexpr = 1 if SIZES.TENSOR else 0  # phases before the first one of a layer
-    A_CALL: gl.constexpr = (FIRST + SIZES.LAYERS * (PHASES - SIZES.TOLD)) * SIZES.PROGRAMS
-    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1 + FIRST) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = SIZES.LAYERS * (PHASES - SIZES.TOLD) * SIZES.PROGRAMS
+    count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
     return factor
@@ -125,21 +123,7 @@ class Norms(NamedTuple):
 @gluon.jit
 def norms_of(desc, before, behind, SIZES: gl.constexpr):
     """The gains at these pointers, [D] each, of which the second one may be None."""
-    if SIZES.TENSOR:  # who adds to the stream multiplies by them
-        norms = Norms((), ())
-    else:
-        norms = Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
-    return norms
-
-
-@gluon.jit
-def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
-    """`rings.multiply`, or that of tensor cores."""
-    if SIZES.TENSOR:
-        position = tensor_cores.multiply(ring, position, desc, vectors, first, COLUMNS)
-    else:
-        position = rings.multiply(ring, position, desc, vectors, sums, first, COLUMNS, SIZES.B)
-    return position
+    return Norms(rings.gains_of(desc, before, SIZES.D), rings.gains_of(desc, behind, SIZES.D))
 
 
 @gluon.jit
@@ -155,17 +139,10 @@ def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
       there: whether there is such a result, with norms behind the blocks.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
-    if SIZES.TENSOR:
-        scale = tensor_cores.scale_of(kept, factor, SIZES)
-        vectors = tensor_cores.vectors_of(desc, kept.scaled, scale, SIZES.D, SIZES.B)
-    else:
-        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
-        if len(norms.behind) > 0:
-            parts = with_result(desc, kept, parts, norms, there, after, SIZES)
-        vectors = rings.normalised(
-            desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE
-        )  # fmt: skip
-    return vectors
+    parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+    if len(norms.behind) > 0:
+        parts = with_result(desc, kept, parts, norms, there, after, SIZES)
+    return rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
 
 
 @gluon.jit
@@ -217,7 +194,7 @@ def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: 
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
         gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
     return position
 
@@ -225,7 +202,7 @@ def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: 
 @triton.constexpr_function
 def vectors_of_sums(sizes):
     """How many vectors sums are of, those of `rings.sums_of` and those that are sent: B or more."""
-    return 16 if sizes.TENSOR else triton.next_power_of_2(sizes.B)
+    return triton.next_power_of_2(sizes.B)
 
 
 @triton.constexpr_function
@@ -249,7 +226,7 @@ def rows_of_share(
     HEIGHT: gl.constexpr = desc.block_shape[0]
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     SIZE: gl.constexpr = PORTION * VECTORS * HEIGHT
-    ACROSS: gl.constexpr = rings.across_of(desc.block_shape, gl.num_warps(), VECTORS)
+    ACROSS: gl.constexpr = rings.across_of(desc.block_shape, gl.num_warps())
     LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(ACROSS, gl.num_warps()))
     at = gl.arange(0, SIZE, LAYOUT)
     block = begin + at // (VECTORS * HEIGHT)
@@ -294,16 +271,19 @@ def gate(me, ring, position, given, kept, told, layer, norms, times, factor, SIZ
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
-            position = multiply(ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES)
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
+            position = rings.multiply(
+                ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES.B
+            )
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         if SIZES.TOLD:
             tell(me, told_of(me, told, layer, SIZES), value, b * SIZES.F + row, there, SIZES)
         else:
-            gl.store(kept.hidden + b * SIZES.F + row, value.to(kept.hidden.dtype.element_ty), mask=there)
+            gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
     if SIZES.TOLD:
         stamp(times, 1)
+        stamp(times, 3)
     return position
 
 
@@ -392,7 +372,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, told, old, new, kept, sums, met, which, phase, next_norm, times, factor,
+    me, ring, position, desc, source, told, old, new, kept, sums, met, which, phase, times, factor,
     COLUMNS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
@@ -407,7 +387,6 @@ def add(
       told: what `told_of` returned, or None.
       old, new: f32 [B, D], the stream before and after, which may be the same.
       which: number of the sum in this call.
-      next_norm: pointer to the gains [D] of the next norm.
 
     Returns: (position, factor).
     """
@@ -428,38 +407,27 @@ def add(
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    if SIZES.TENSOR:
-        vectors = tensor_cores.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
-    elif told is not None:
+    if told is not None:
         vectors, heard = hear(me, desc, told, factor, SIZES)
     else:
         vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
-    FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    squares = gl.full([VECTORS], 0.0, gl.float32, FEW)
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         if WORLD == 1:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES)
+            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
         products = rings.collect(parts, own.shape[0], 0)
         if WORLD == 1:
-            value = before + products * SCALE
-            gl.store(new + b * D + own, value, mask=there)
-            if SIZES.TENSOR:
-                part = tensor_cores.publish(kept, value, b, own, there, next_norm, SIZES)
-                part = gl.sum(gl.sum(part.reshape([PORTION, VECTORS, ROWS]), 2), 0)
-                squares += gl.convert_layout(part, FEW)
+            gl.store(new + b * D + own, before + products * SCALE, mask=there)
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     if WORLD == 1:
-        if SIZES.TENSOR:
-            tensor_cores.store_squares(kept, squares)
         stamp(times, 1)
         shmem.arrive(me, met)
         if told is not None:
@@ -472,12 +440,7 @@ def add(
         total = words[0].to(gl.float32, bitcast=True)
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
-        value = before + total * SCALE
-        gl.store(new + at, value, mask=inside)
-        if SIZES.TENSOR:
-            part = tensor_cores.publish(kept, value, vector, row, inside, next_norm, SIZES)
-            part = part.reshape([word.shape[0] // (VECTORS * ROWS), VECTORS, ROWS])
-            tensor_cores.store_squares(kept, gl.sum(gl.sum(part, 2), 0))
+        gl.store(new + at, before + total * SCALE, mask=inside)
         stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
@@ -523,7 +486,7 @@ def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SI
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
-            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES)
+            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
         logit = rings.collect(sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))

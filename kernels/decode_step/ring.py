@@ -71,18 +71,11 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
 @gluon.jit
 def take(ring, position, desc):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
-    block, position = take_as(ring, position, desc, layout_of(desc.block_shape, gl.num_warps()))
-    return block.to(gl.float32), position
-
-
-@gluon.jit
-def take_as(ring, position, desc, LAYOUT: gl.constexpr):
-    """The next block, which is one of `desc`, in its dtype and in a layout; and the next position."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
-    block = view(ring, stage, desc).load(LAYOUT)
+    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
     mbarrier.arrive(ring.empty.index(stage), count=1)
-    return block, after(ring, position)
+    return block.to(gl.float32), after(ring, position)
 
 
 @gluon.jit
@@ -152,22 +145,22 @@ def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.c
 
 
 @triton.constexpr_function
-def across_of(block_shape, warps, vectors):
-    """Among how many warps a row of a block is divided: by tensor cores, that is for 16 vectors, among all."""
-    return warps if vectors == 16 else layout_of(block_shape, warps).warps_per_cta[1]
+def across_of(block_shape, warps):
+    """Among how many warps a row of a block is divided."""
+    return layout_of(block_shape, warps).warps_per_cta[1]
 
 
 @triton.constexpr_function
 def portion_of(blocks, block_shape, warps, vectors, matrices):
     """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums fit into the ring's."""
-    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps, vectors)
+    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps)
     return min(triton.next_power_of_2(blocks), SUMS.value // size)
 
 
 @gluon.jit
 def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
     """The ring's sums as f32 [BLOCKS * VECTORS, rows of a block, warps that share a row]."""
-    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps(), VECTORS)
+    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     return ring.sums.reinterpret(gl.float32, [BLOCKS * VECTORS, desc.block_shape[0], ACROSS], PLAIN)
 

@@ -1,6 +1,7 @@
 """What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ SLOTS = 8192
 CACHE = P(None, None, "tp")
 
 
-def lowered(model: DecoderSpec, world: int, batch: int) -> str:
+def lowered(model: DecoderSpec, world: int, batch: int, **config: Any) -> str:
     """The program of a step of this model, of all ranks together."""
     mesh = mesh_of(world)
     specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in model.sharded().items()}
@@ -28,7 +29,9 @@ def lowered(model: DecoderSpec, world: int, batch: int) -> str:
     table = sharded(mesh, P(), (SLOTS, model.rotated // 2), "float32")
 
     def step(params: dict, x: jax.Array, cache: tuple, lengths: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
-        return decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="fused")
+        return decode_step(
+            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation="fused", config=config
+        )
 
     program = jax.shard_map(
         step, mesh=mesh, in_specs=(specs, P(), (CACHE, CACHE), P(), P(), P()),
@@ -61,16 +64,17 @@ def test_a_share_of_llama_3_8b(world):
     assert "release.sys" not in code.ptx
 
 
-def test_sixteen_sequences():
-    """Products are of tensor cores, whose operand comes from the ring as it lies there."""
+@pytest.mark.soak
+def test_programs_that_tell_each_other():
+    """A phase less ends at a fence, which waits for all loads on their way."""
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16))
-    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-    assert code.shared <= SHARED_MEMORY[90]
-    assert local_memory(code.ptx) == []
-    assert "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32" in code.ptx
-    # 128 registers hold the vectors. What has no place are addresses, which are read once a layer.
-    assert spilled_bytes(ptxas_report(code)) <= 512
+    meetings = []
+    for told in (False, True):
+        kernel = launch_of(lowered(model, 2, 1, told=told))
+        code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+        assert spilled_bytes(ptxas_report(code)) == 0
+        meetings.append(code.ptx.count("red.global.gpu.release"))
+    assert meetings[0] == meetings[1] + 1
 
 
 def test_norms_behind_the_blocks():

@@ -10,7 +10,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring, tensor_cores
+from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -26,10 +26,6 @@ from tests.helpers.simulator_kernels import load
 
 SEEDS = 200
 PORTION = 10
-# Tensor cores have to give each warp some columns.
-WIDE = {
-    "group": 4, "changes": (("d_model", 320), ("d_mlp", 768)), "config": (("stage", 2048), ("num_warps", 4)),
-}  # fmt: skip
 STEPS = {
     "one rank, two layers": Step(world=1, layers=2),
     "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
@@ -40,8 +36,6 @@ STEPS = {
     "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
     "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
     "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
-    "five sequences, by tensor cores": Step(lengths=(3, 0, 17, 9, 30), layers=2, **WIDE),
-    "sixteen sequences, by tensor cores": Step(world=1, lengths=(*range(15), 40), layers=2, **WIDE),
     "programs tell each other": Step(lengths=(11, 4), layers=3, config=(("told", True),)),
     "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3), ("in_flight", 2))),
     "scales and caps": Step(
@@ -52,8 +46,13 @@ STEPS = {
         ),
     ),
 }  # fmt: skip
-FIVE = Step(world=1, lengths=(3, 0, 17, 9, 30), **WIDE)
-MANY = {"four ranks": Step(world=4, layers=2), "eight ranks": Step(world=8, lengths=(5, 12))}
+MANY = {
+    "four ranks": Step(world=4, layers=2),
+    "eight ranks": Step(world=8, lengths=(5, 12)),
+    "one rank whose programs tell each other": Step(
+        world=1, layers=2, lengths=(5, 12, 0), config=(("told", True), ("in_flight", 1))
+    ),
+}
 
 
 def settings_of(seed: int) -> dict[str, Any]:
@@ -107,10 +106,10 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
-TAKEN = "    block = view(ring, stage, desc).load(LAYOUT)\n"
+TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
-COUNT = "(phase + 1 + FIRST) * SIZES.PROGRAMS"
+COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
 MUTANTS = {
@@ -145,12 +144,9 @@ MUTANTS = {
     "roles disagree on the order": Mutant(
         module=phases,
         edits=(
-            (
-                "rings.fetch_rows(ring, position, given.gate, row, SIZES.D)\n        position = rings.fetch_rows("
-                "ring, position, given.up,",
-                "rings.fetch_rows(ring, position, given.up, row, SIZES.D)\n        position = rings.fetch_rows("
-                "ring, position, given.gate,",
-            ),
+            ("given.gate, row,", "given.other, row,"),
+            ("given.up, row,", "given.gate, row,"),
+            ("given.other, row,", "given.up, row,"),
         ),
         errors=(AssertionError,),
     ),
@@ -193,17 +189,17 @@ MUTANTS = {
         module=phases, edits=(("(sums, row.shape[0], 1)", "(sums, row.shape[0], 0)"),),
         errors=(AssertionError,),
     ),
-    "nobody waits for the first sums of squares": Mutant(
-        module=hopper, edits=(("factor = phases.meet(me, met, -1,", "phases.meet(me, met, -2,"),), errors=TOO_EARLY,
-        step=FIVE,
+    "a program is told nothing": Mutant(
+        module=phases, edits=(("& (program < SIZES.PROGRAMS)", "& (program < SIZES.PROGRAMS - 1)"),),
+        errors=(DeadlockError, MessageError), step=STEPS["programs tell each other"],
     ),
-    "a program's squares are left out": Mutant(
-        module=tensor_cores, edits=(("mask=program < SIZES.PROGRAMS,", "mask=program < SIZES.PROGRAMS - 1,"),),
-        errors=(AssertionError,), step=FIVE,
+    "who has heard all writes where others still read": Mutant(
+        module=hopper, edits=(("after = kept.stream + SIZES.B * SIZES.D", "after = kept.stream"),),
+        errors=(DataRaceError,), step=STEPS["programs tell each other"],
     ),
-    "the gains of the norm before": Mutant(
-        module=hopper, edits=(("phase + 3, mlp_norm,", "phase + 3, given.attn_norm,"),), errors=(AssertionError,),
-        step=FIVE,
+    "what programs have told is not forgotten": Mutant(
+        module=phases, edits=(("            forget(me, desc, told, heard, SIZES)\n", "            pass\n"),),
+        errors=(MessageError,), step=STEPS["programs tell each other"],
     ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(
@@ -249,8 +245,6 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         files["rings"] = changed
         files["phases"] = again(phases, rings=changed)
         files["attention"] = again(attention, rings=changed)
-    elif mutant.module is tensor_cores:
-        files |= {"tensor_cores": changed, "phases": again(phases, tensor_cores=changed)}
     else:
         files["phases" if mutant.module is phases else "attention"] = changed
     return again(hopper, **files).decode_step_kernel

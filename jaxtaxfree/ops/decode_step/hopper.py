@@ -50,11 +50,6 @@ class Call:
     target: Target
 
     @property
-    def tensor_cores(self) -> bool:
-        """Whether products are of tensor cores: there are too many sequences to have them all in registers in f32."""
-        return self.batch > 4
-
-    @property
     def heads(self) -> int:
         """Query heads of a rank."""
         return self.model.heads // self.world
@@ -86,10 +81,10 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
-      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all of
-        them, so more than keep the memory busy make phases longer.
+      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all
+        of them, so more than keep the memory busy make phases longer.
       told: whether programs tell each other the MLP's inner part, word by word, rather than meet behind it. The words
-        take 8 * layers * programs * B * d_mlp / ranks bytes. Not with `post_norms`, or more than 4 sequences.
+        take 8 * layers * programs * B * d_mlp / ranks bytes. Not with `post_norms`.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -120,15 +115,6 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
     return math.gcd(height, divides), width // GROUP, GROUP
 
 
-def tensor_block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
-    """The same for tensor cores, which take 8 rows at a time, and a part of the columns for each warp."""
-    width = config.stage // 8
-    while width > GROUP * config.num_warps and -(-columns // width) * width > columns * 8 / 7:
-        width //= 2
-    height = max(8, min(config.stage // width, 16, next_power_of_2(-(-rows // config.programs))))
-    return math.gcd(height, divides), width // GROUP, GROUP
-
-
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -145,8 +131,8 @@ class Hopper(Variant[Call]):
             reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
         if call.tokens != 1:
             reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
-        if call.batch > 16:
-            reasons.append(f"it takes 1 to 16 sequences, not {call.batch}")
+        if call.batch > 4:
+            reasons.append(f"it takes 1 to 4 sequences, not {call.batch}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -157,32 +143,13 @@ class Hopper(Variant[Call]):
         for name, size in (("d_model", model.d_model), ("d_mlp / ranks", call.d_mlp)):
             if size % GROUP:
                 reasons.append(f"it takes a {name} that {GROUP} divides, not {size}")
-        if config.told and (call.tensor_cores or model.post_norms):
-            reasons.append("told=True is for 1 to 4 sequences, without norms behind a block (post_norms)")
-        if call.tensor_cores:
-            reasons += self._refused_by_tensor_cores(call, config)
+        if config.told and model.post_norms:
+            reasons.append("told=True is for models without norms behind a block (post_norms)")
         if config.programs > call.target.multiprocessors:
             most = call.target.multiprocessors
             reasons.append(f"its {config.programs} programs wait for each other, and a GPU has room for {most}")
         if model.head_dim % config.merged:
             reasons.append(f"merged={config.merged} does not divide the head size, {model.head_dim}")
-        return reasons
-
-    def _refused_by_tensor_cores(self, call: Call, config: Config) -> list[str]:
-        """Why more than 4 sequences cannot be taken."""
-        model, many = call.model, f"{call.batch} sequences"
-        reasons = []
-        if model.post_norms:
-            reasons.append(f"with norms behind a block (post_norms) it takes 1 to 4 sequences, not {call.batch}")
-        least, most = GROUP * config.num_warps, 512 * config.num_warps
-        sizes = {"d_model": model.d_model, "heads * head_dim / ranks": call.heads * model.head_dim}
-        for name, size in (sizes | {"d_mlp / ranks": call.d_mlp}).items():
-            if not least <= size <= most:
-                reasons.append(f"of {many} it takes a {name} from {least} to {most}, not {size}")
-        if config.stage < 8 * least:
-            reasons.append(f"of {many} it takes stages of {8 * least} elements and more, not {config.stage}")
-        if config.num_warps > 8:
-            reasons.append(f"of {many} it takes 4 or 8 warps, not {config.num_warps}")
         return reasons
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
@@ -197,19 +164,18 @@ class Hopper(Variant[Call]):
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        of = tensor_block_of if call.tensor_cores else block_of
-        project = of(queries + 2 * keys, d, config, math.gcd(queries, keys))
-        inner = of(f, d, config)
+        project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
+        inner = block_of(f, d, config)
         old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
         return {
             "query_desc": project,
             "key_desc": project,
             "value_desc": project,
-            "out_desc": of(d, queries, config),
+            "out_desc": block_of(d, queries, config),
             "gate_desc": inner,
             "up_desc": inner,
-            "down_desc": of(d, f, config),
-            "unembed_desc": of(call.vocab, d, config),
+            "down_desc": block_of(d, f, config),
+            "unembed_desc": block_of(call.vocab, d, config),
             "old_keys_desc": old,
             "old_values_desc": old,
         }
@@ -218,10 +184,9 @@ class Hopper(Variant[Call]):
         model, b, d, h = call.model, call.batch, call.model.d_model, call.model.head_dim
         heads, kv_heads, layers = call.heads, call.kv_heads, call.model.layers
         blocks = self.blocks(call, config)
-        factors = call.dtype if call.tensor_cores else jnp.float32
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
-        vectors = 16 if call.tensor_cores else next_power_of_2(b)
+        vectors = next_power_of_2(b)
         words = max(_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
@@ -233,13 +198,11 @@ class Hopper(Variant[Call]):
             "scratch": {
                 "stream": f32(2 if model.post_norms or config.told else 1, b, d),
                 "block": f32(b, d),
-                "scaled": jax.ShapeDtypeStruct((b, d), call.dtype),
-                "squares": f32(config.programs, 16),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": jax.ShapeDtypeStruct((b, heads * h), factors),
-                "hidden": jax.ShapeDtypeStruct((b, call.d_mlp), factors),
+                "heads": f32(b, heads * h),
+                "hidden": f32(b, call.d_mlp),
             },
             "messages": {
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
@@ -258,7 +221,6 @@ class Hopper(Variant[Call]):
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
-            "TENSOR": int(call.tensor_cores),
             "TOLD": int(config.told),
             "D": d,
             "HEADS": heads,
