@@ -76,9 +76,11 @@ def _programs_that_compile_quickly() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _compiled(pytestconfig: pytest.Config) -> None:
+def _compiled(pytestconfig: pytest.Config) -> Iterator[None]:
     if cache := getattr(pytestconfig, "cache", None):  # not with -p no:cacheprovider
         compiling.keep_in(cache.mkdir("compiled"))
+    with compiling.parsed_once():
+        yield
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ import triton
 from jax_triton import triton_lib
 from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITCallable
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 FOR_SO_LONG = 24 * 3600  # seconds
@@ -60,6 +61,22 @@ def once[T](make: Callable[[], T], *keys: Any) -> T:
     part.write_bytes(pickle.dumps(result))
     part.replace(file)  # at once, because several processes write
     return result
+
+
+@contextlib.contextmanager
+def parsed_once() -> Iterator[None]:
+    """Triton parses the source of a function at each call of it in a kernel, and leaves the tree as it is."""
+    known: dict[str, Any] = {}
+    parse = JITCallable.parse
+
+    def parsed(self: JITCallable) -> Any:
+        if self._src not in known:
+            known[self._src] = parse(self)
+        return known[self._src]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITCallable, "parse", parsed)
+        yield
 
 
 @contextlib.contextmanager
