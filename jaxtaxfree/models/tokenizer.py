@@ -16,12 +16,14 @@ class Tokenizer:
     """The tokenizer of a folder.
 
     Raises:
-      ModelError: if the folder has no `tokenizer.json`, or it cannot be read.
+      ModelError: if there is no such folder, it has no `tokenizer.json`, or that cannot be read.
     """
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
+        if not self.folder.is_dir():
+            raise ModelError(f"There is no folder {self.folder}: give that of a checkpoint as Hugging Face publishes it.")
         if not path.is_file():
             raise ModelError(f"{self.folder} has no tokenizer.json: give tokens by their numbers (--ids 1,2,3).")
         try:

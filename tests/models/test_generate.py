@@ -178,6 +178,7 @@ def test_generate(monkeypatch, capsys):
         ([str(CHECKPOINT), "--ids", "1", "--world", "99"], "--world 99 needs 99 devices, and JAX finds"),
         ([str(CHECKPOINT), "--ids", "1", "--top-p", "2"], "top_p must be above 0 and at most 1"),
         ([str(FOLDER / "qwen3"), "--prompt", "x"], "has no tokenizer.json: give tokens by their numbers"),
+        ([str(FOLDER / "qwen4"), "--prompt", "x"], "qwen4: give that of a checkpoint as Hugging Face publishes it"),
     ],
 )
 def test_what_generate_refuses(monkeypatch, capsys, arguments, message):
