@@ -23,7 +23,8 @@ class Tokenizer:
         self.folder = Path(folder)
         path = self.folder / "tokenizer.json"
         if not self.folder.is_dir():
-            raise ModelError(f"There is no folder {self.folder}: give that of a checkpoint as Hugging Face publishes it.")
+            of = "that of a checkpoint as Hugging Face publishes it"
+            raise ModelError(f"There is no folder {self.folder}: give {of}.")
         if not path.is_file():
             raise ModelError(f"{self.folder} has no tokenizer.json: give tokens by their numbers (--ids 1,2,3).")
         try:
