@@ -147,17 +147,20 @@ def _until_signal(signal, late, scope="sys"):
 
     Uses the registers p, which is true at DONE, q, v, failed and now, and end, which holds how long it may last.
     """
-    # Whether the rank failed is asked for along with the signal, so that a look lasts as long as one load.
+    # At the scope of the GPU a look lasts no longer than one load. Peers' signals take longer than two, and there the
+    # register is saved.
+    early = scope == "gpu"
     return f"""
     mov.u64 now, %globaltimer;
     add.u64 end, end, now;
     AGAIN:
-    ld.volatile.global.b32 failed, [$4 + 4];
+    {"ld.volatile.global.b32 failed, [$4 + 4];" if early else ""}
     ld.acquire.{scope}.global.b32 v, [{signal}];
     sub.s32 v, v, $3;
     setp.ge.s32 p, v, 0;
     @p bra DONE;
-    setp.ne.s32 q, failed, 0;
+    {"" if early else "ld.volatile.global.b32 v, [$4 + 4];"}
+    setp.ne.s32 q, {"failed" if early else "v"}, 0;
     @q bra {late};
     mov.u64 now, %globaltimer;
     setp.lt.u64 q, now, end;
