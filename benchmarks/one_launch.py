@@ -43,6 +43,7 @@ ALL = [
     {"programs": 128},
     {"num_stages": 10},
     {"num_stages": 8},
+    {"in_flight": 32},
     {"merged": 4},
     {"merged": 16},
     {"merged": 32},

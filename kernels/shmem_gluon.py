@@ -3,9 +3,9 @@
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
 `meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with
-other arguments `receive_vectors` and `clear_vectors`. `receive_quads`, `clear_quads` and `report_quads` are theirs
-alone. Tensors of pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the others
-in any partition of `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
+other arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and
+`finish` stand in the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are
+those of the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
   `tma.store_wait(0, read_only=False)`; what other partitions have stored, only behind an mbarrier at which they arrive.
@@ -175,53 +175,6 @@ def clear_vectors(
         for chunk in gl.static_range(len(late)):
             reports = reports + ((late[chunk], gl.max(late[chunk], 0)),)
         shmem.report_vectors(me, source + place, STRIDE, reports)
-
-
-@gluon.jit
-def receive_quads(me, source, mask):
-    """Waits for words that programs of this rank send to this one alone: 4 at each pointer.
-
-    Each thread polls vectors of its own, and nobody waits for another thread. `clear_quads` has to follow, behind a
-    barrier, and `report_quads`.
-
-    Args:
-      source: pointers [N] of this rank's `messages` of dtype int32.
-      mask: which of them to look at.
-
-    Returns: (i32 words [4 * N], -1 for those that did not come within the heap's timeout, or are not looked at; what
-      `report_quads` takes as `late`).
-    """
-    BACKEND: gl.constexpr = shmem._backend()
-    SIZE: gl.constexpr = 4 * source.shape[0]
-    if BACKEND == "cuda":
-        found, _, late = shmem.poll_vectors(me, source, 0, 1, OWN=True, mask=mask)
-        words = found[0]
-    else:
-        of_4 = gl.arange(0, 4)[None, :]
-        looked_at = (mask[:, None] & (of_4 >= 0)).reshape([SIZE])
-        words, came = shmem._take_words(me, (source[:, None] + of_4).reshape([SIZE]), me.rank, looked_at)
-        words, late = gl.where(came & me.ready & looked_at, ~words, -1), ()
-    return words, late
-
-
-@gluon.jit
-def clear_quads(me, words, mask):
-    """Makes room for the words of the next call but one, once all warps have what `receive_quads` returned.
-
-    Args:
-      words: pointers to all of the words.
-      mask: which of them have been received.
-    """
-    gl.store(words, (words.to(gl.int64) * 0).to(gl.int32), mask=mask & me.ready)
-
-
-@gluon.jit
-def report_quads(me, source, late):
-    """Reports words that did not come, and this rank as the one that lacks. `receive_quads` has the arguments."""
-    for i in gl.static_range(len(late)):
-        if gl.max(late[i], 0) != 0:
-            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
-            shmem._report(me, -1 - gl.min(gl.where(late[i] > 0, place, 0x7FFFFFFF), 0), 4, 0, me.rank)
 
 
 @gluon.jit

@@ -111,7 +111,6 @@ for _api, _name, _why in (
     (DEVICE_API, "send_words", "send"),
     (DEVICE_API, "clear_vectors", "clear"),
     (GLUON_API, "clear_vectors", "clear"),
-    (GLUON_API, "clear_quads", "clear"),
 ):
     interpreter.hook(_api, _name)(functools.partial(_writes, _why))
 

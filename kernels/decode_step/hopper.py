@@ -42,7 +42,6 @@ class Sizes(NamedTuple):
 
     LAYERS: Any
     B: Any
-    TOLD: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -161,7 +160,6 @@ def decode_step_kernel(
     heads,  # scratch f32 [B, HEADS * H]
     hidden,  # scratch f32 [B, F]
     sums,  # messages i32 [2 * L, WORLD, WORDS]
-    told,  # messages i32 [L, PROGRAMS, B, F], of each program the MLP's inner part, if they are TOLD
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
     new_keys_ptr,  # [L, B, KV_HEADS, H]
@@ -169,7 +167,6 @@ def decode_step_kernel(
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
-    TOLD: gl.constexpr,  # 1: programs tell each other the MLP's inner part, and do not meet behind it; 0
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -199,9 +196,9 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TOLD, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
-        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
-        WORDS, MERGED, IN_FLIGHT,
+        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
+        SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
+        IN_FLIGHT,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -217,9 +214,7 @@ def decode_step_kernel(
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
     gl.warp_specialize(
-        [(compute, (me, ring, given, kept, results, x_ptr, sums, told, met, SIZES)), (load, (ring, given, SIZES))],
-        [1],
-        [24],
+        [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
     )
     shmem.finish(me)
 
@@ -239,21 +234,15 @@ def load(ring, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.constexpr):
+def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
     """The phases of all layers, and the logits."""
     x = x_ptr
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
-    # Where sums go. A program that has heard all may be ahead of one that still reads the stream.
-    new, after = kept.stream, kept.stream
-    if SIZES.POST_NORMS:
-        new, after = kept.block, kept.block
-    if SIZES.TOLD:
-        after = kept.stream + SIZES.B * SIZES.D
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = layer * (PHASES - SIZES.TOLD)
+        phase = layer * PHASES
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
         times = phases.times_of(results.times, layer, 0, SIZES)
         position = phases.project(ring, position, given, kept, x, layer, norms, times, factor, SIZES)
@@ -272,26 +261,22 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, None, x, new, kept, sums, met, 2 * layer, phase + 3, times,
-            factor, SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, times, factor,
+            SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
-        position = phases.gate(me, ring, position, given, kept, told, layer, norms, times, factor, SIZES)
-        if not SIZES.TOLD:
-            factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
+        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
         behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
-        box = None
-        if SIZES.TOLD:
-            box = phases.told_of(me, told, layer, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, box, kept.stream, after, kept, sums, met, 2 * layer + 1,
-            phase + 5 - SIZES.TOLD, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, times,
+            factor, SIZES.F, SIZES,
         )  # fmt: skip
-        x = after
+        x = kept.stream
         if SIZES.POST_NORMS:
-            x = kept.stream + SIZES.B * SIZES.D
+            x += SIZES.B * SIZES.D
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     phases.unembed(ring, position, given, kept, x, norms, results.logits, times, factor, SIZES)

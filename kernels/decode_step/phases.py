@@ -84,7 +84,7 @@ def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * (PHASES - SIZES.TOLD) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -254,8 +254,8 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(me, ring, position, given, kept, told, layer, norms, times, factor, SIZES: gl.constexpr):
-    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream; or told to all programs.
+def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr):
+    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
       norms: as `stream_of` takes them.
@@ -277,85 +277,8 @@ def gate(me, ring, position, given, kept, told, layer, norms, times, factor, SIZ
             )
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
-        if SIZES.TOLD:
-            tell(me, told_of(me, told, layer, SIZES), value, b * SIZES.F + row, there, SIZES)
-        else:
-            gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
-    if SIZES.TOLD:
-        stamp(times, 1)
-        stamp(times, 3)
+        gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
     return position
-
-
-@gluon.jit
-def told_of(me, told, layer, SIZES: gl.constexpr):
-    """Where the words of a layer lie: of each program of this rank [B, F], what all programs tell it."""
-    return shmem.messages(me, told) + layer * (SIZES.PROGRAMS * SIZES.B * SIZES.F)
-
-
-@gluon.jit
-def tell(me, box, value, place, there, SIZES: gl.constexpr):
-    """Sends f32 values to every program of this rank, as words: no fence, which waits for all loads on their way.
-
-    Args:
-      box: what `told_of` returned.
-      value, place, there: of what `rings.collect` reads, the values, their places in [B, F], and which there are.
-    """
-    SIZE: gl.constexpr = value.shape[0]
-    QUADS: gl.constexpr = min(32, max(1, SIZE // 4))
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [32 // QUADS, QUADS], [gl.num_warps(), 1], [1, 0])
-    ROW: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    program = gl.arange(0, triton.next_power_of_2(SIZES.PROGRAMS), gl.SliceLayout(1, LAYOUT))[:, None]
-    words = gl.convert_layout(value.to(gl.int32, bitcast=True), ROW)[None, :] + 0 * program
-    at = program * (SIZES.B * SIZES.F) + gl.convert_layout(place, ROW)[None, :]
-    to = (gl.convert_layout(there.to(gl.int32), ROW)[None, :] != 0) & (program < SIZES.PROGRAMS)
-    shmem.send_words(me, box + at, words, me.rank, to)
-
-
-@triton.constexpr_function
-def quads_layout(block_shape, warps):
-    """The layout of the first of 4 neighbours, of what `rings.columns_of` is the layout."""
-    of = rings.layout_of(block_shape, warps)
-    return gl.SliceLayout(0, gl.BlockedLayout([1, 1, 2], of.threads_per_warp, of.warps_per_cta, [2, 1, 0]))
-
-
-@gluon.jit
-def hear(me, desc, box, factor, SIZES: gl.constexpr):
-    """What all programs `tell` this one: vectors f32 [B, F] times `factor`, as `rings.vectors_of` returns them.
-
-    Returns: (the vectors, (their words' pointers and what is late, for `forget`)).
-    """
-    B: gl.constexpr = SIZES.B
-    F: gl.constexpr = SIZES.F
-    GROUPS: gl.constexpr = desc.block_shape[1]
-    QUADS: gl.constexpr = quads_layout(desc.block_shape, gl.num_warps())
-    COLUMNS: gl.constexpr = rings.columns_layout(desc.block_shape, gl.num_warps())
-    own = box + gl.program_id(0) * (B * F)
-    group = gl.arange(0, GROUPS, gl.SliceLayout(1, QUADS))[:, None]
-    quad = gl.arange(0, 16, gl.SliceLayout(0, QUADS))[None, :]
-    vectors, heard = (), ()
-    for b in gl.static_range(B):
-        for chunk in gl.static_range(rings.chunks_of(F, desc)):
-            first = (chunk * GROUPS + group) * 64 + 4 * quad
-            source = (own + b * F + first).reshape([GROUPS * 16])
-            words, late = shmem.receive_quads(me, source, (first < F).reshape([GROUPS * 16]))
-            words = gl.convert_layout(words.reshape([GROUPS, 64]), COLUMNS)
-            part = gl.where(rings.columns_of(desc, chunk) < F, words.to(gl.float32, bitcast=True), 0.0)
-            vectors = vectors + (part * factor,)
-            heard = heard + ((source, late),)
-    return vectors, heard
-
-
-@gluon.jit
-def forget(me, desc, box, heard, SIZES: gl.constexpr):
-    """Makes room for the words of the next call but one, once all warps have those that `hear` returned."""
-    CHUNKS: gl.constexpr = rings.chunks_of(SIZES.F, desc)
-    own = box + gl.program_id(0) * (SIZES.B * SIZES.F)
-    for i in gl.static_range(len(heard)):
-        column = rings.columns_of(desc, i % CHUNKS)
-        shmem.clear_quads(me, own + i // CHUNKS * SIZES.F + column, column < SIZES.F)
-    for i in gl.static_range(len(heard)):
-        shmem.report_quads(me, heard[i][0], heard[i][1])
 
 
 @gluon.jit
@@ -372,20 +295,19 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, told, old, new, kept, sums, met, which, phase, times, factor,
-    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
+    me, ring, position, desc, source, old, kept, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    SIZES: gl.constexpr,
 ):  # fmt: skip
-    """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+    """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
-    With norms behind the blocks it is the sum over the ranks alone, see `stream_of`.
+    With norms behind the blocks it is kept.block = the sum over the ranks, see `stream_of`.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
     Args:
-      source: f32 [B, COLUMNS]; not read if there is `told`.
-      told: what `told_of` returned, or None.
-      old, new: f32 [B, D], the stream before and after, which may be the same.
+      source: f32 [B, COLUMNS].
+      old: f32 [B, D], the stream before, which may be kept.stream.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -405,12 +327,10 @@ def add(
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
+    new = kept.block if SIZES.POST_NORMS else kept.stream
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    if told is not None:
-        vectors, heard = hear(me, desc, told, factor, SIZES)
-    else:
-        vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -428,11 +348,7 @@ def add(
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     if WORLD == 1:
-        stamp(times, 1)
-        shmem.arrive(me, met)
-        if told is not None:
-            forget(me, desc, told, heard, SIZES)
-        factor = await_all(me, met, phase, factor, times, SIZES)
+        factor = meet(me, met, phase, factor, times, SIZES)
     else:
         stamp(times, 1)
         begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4
@@ -444,8 +360,6 @@ def add(
         stamp(times, 2)
         shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        if told is not None:
-            forget(me, desc, told, heard, SIZES)
         factor = await_all(me, met, phase, factor, times, SIZES)
     return position, factor
 

@@ -52,8 +52,8 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
     """Begins to load the block of `desc` at this row and group of columns; returns the next position.
 
     Args:
-      IN_FLIGHT: how many blocks may be on their way at a time. A few keep the memory busy, and a fence of the program
-        waits for all of them.
+      IN_FLIGHT: how many blocks may be on their way at a time, this one included. A few keep the memory busy, and
+        phases end sooner than with more.
     """
     STAGES: gl.constexpr = ring.stages.shape[0]
     stage, phase = position

@@ -64,19 +64,6 @@ def test_a_share_of_llama_3_8b(world):
     assert "release.sys" not in code.ptx
 
 
-@pytest.mark.soak
-def test_programs_that_tell_each_other():
-    """A phase less ends at a fence, which waits for all loads on their way."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    meetings = []
-    for told in (False, True):
-        kernel = launch_of(lowered(model, 2, 1, told=told))
-        code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-        assert spilled_bytes(ptxas_report(code)) == 0
-        meetings.append(code.ptx.count("red.global.gpu.release"))
-    assert meetings[0] == meetings[1] + 1
-
-
 def test_norms_behind_the_blocks():
     """A share of Gemma 2, of two sequences."""
     model = DecoderSpec(

@@ -17,7 +17,7 @@ from jaxtaxfree.target import HOPPER
 from tests.helpers.decoders import make_params, rotary_tables, tiny
 
 SLOTS = 20  # of the cache, no multiple of a block
-CONFIG = Config(programs=3, stage=512, num_stages=3, splits=1, merged=32, num_warps=4)
+CONFIG = Config(programs=3, stage=512, num_stages=3, splits=1, merged=32, num_warps=4, in_flight=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -196,6 +196,20 @@ def test_what_the_kernel_takes(family, world):
         assert rows * groups * width <= config.stage, name
 
 
+@pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 4), (4096, 24, 8), (16384, 6, 2), (32768, 3, 2)])
+def test_how_much_is_on_its_way(stage, stages, in_flight):
+    """64 KiB of the ring's 192, in at least two blocks; and what is asked for."""
+    call = Call(
+        model=FAMILIES["llama-3-8b"], world=8, batch=1, tokens=1, slots=8192, positions=8192,
+        dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    kernel = Hopper()
+    for asked, expected in (({}, in_flight), ({"in_flight": 3}, 3), ({"in_flight": 32}, min(32, stages))):
+        config = dataclasses.replace(kernel.by_shape(call, {"stage": stage, **asked}), **asked)
+        launch = kernel.launch(call, config)
+        assert (launch["STAGES"], launch["IN_FLIGHT"]) == (stages, expected)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_kernel_in_a_program(world):
     """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them."""

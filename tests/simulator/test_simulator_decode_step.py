@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections import Counter, defaultdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from jaxtaxfree.simulator import (
     UninitializedReadError,
     WaitOrderError,
 )
+from jaxtaxfree.simulator.agents import GluonMachine
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.helpers.decode_steps import Step
 from tests.helpers.simulator_kernels import load
@@ -36,8 +38,7 @@ STEPS = {
     "four sequences": Step(world=1, lengths=(3, 0, 17, 9), group=1),
     "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
     "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
-    "programs tell each other": Step(lengths=(11, 4), layers=3, config=(("told", True),)),
-    "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3), ("in_flight", 2))),
+    "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3), ("in_flight", 1))),
     "scales and caps": Step(
         world=1,
         changes=(
@@ -49,9 +50,7 @@ STEPS = {
 MANY = {
     "four ranks": Step(world=4, layers=2),
     "eight ranks": Step(world=8, lengths=(5, 12)),
-    "one rank whose programs tell each other": Step(
-        world=1, layers=2, lengths=(5, 12, 0), config=(("told", True), ("in_flight", 1))
-    ),
+    "any number of loads": Step(layers=2, lengths=(5, 12), config=(("in_flight", 3),)),
 }
 
 
@@ -80,6 +79,24 @@ def test_all_programs_have_to_run_at_once():
     step.run(slots=1, calls=2)
     with pytest.raises((WaitOrderError, DeadlockError)):
         step.run(slots=1, calls=2, together=1)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_so_many_loads_are_on_their_way_and_no_more(in_flight, monkeypatch):
+    most = Counter()
+    expected = defaultdict(dict)
+
+    def load_block(machine: GluonMachine, descriptor: Any, coordinates: Any, view: Any, into: Any) -> None:
+        program, barrier = machine._program, machine._barrier_at(view)
+        expected[program][barrier.address] = barrier
+        on_their_way = sum(each.bytes > 0 for each in expected[program].values())
+        most[program] = max(most[program], on_their_way)
+        begin(machine, descriptor, coordinates, view, into)
+
+    begin = GluonMachine.load_block
+    monkeypatch.setattr(GluonMachine, "load_block", load_block)
+    Step(world=1, config=(("in_flight", in_flight),)).run(calls=1)
+    assert list(most.values()) == [in_flight] * 3  # of each program
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,6 +154,9 @@ MUTANTS = {
         module=phases, edits=((EPOCH, ""),), errors=(*TOO_EARLY, SignalCountError)
     ),
     "a load into a stage in use": Mutant(module=ring, edits=((EMPTY, ""),), errors=(DataRaceError, MbarrierError)),
+    "a bound on loads that waits for the wrong phase": Mutant(
+        module=ring, edits=(("gl.where(around, phase, phase ^ 1)", "phase"),), errors=(DeadlockError, MbarrierError),
+    ),
     "a stage is given back before it is read": Mutant(
         module=ring, edits=((TAKEN, ARRIVE + TAKEN), (TAKEN + ARRIVE, TAKEN)), errors=(DataRaceError,)
     ),
@@ -188,18 +208,6 @@ MUTANTS = {
     "warps' sums of the wrong matrix": Mutant(
         module=phases, edits=(("(sums, row.shape[0], 1)", "(sums, row.shape[0], 0)"),),
         errors=(AssertionError,),
-    ),
-    "a program is told nothing": Mutant(
-        module=phases, edits=(("& (program < SIZES.PROGRAMS)", "& (program < SIZES.PROGRAMS - 1)"),),
-        errors=(DeadlockError, MessageError), step=STEPS["programs tell each other"],
-    ),
-    "who has heard all writes where others still read": Mutant(
-        module=hopper, edits=(("after = kept.stream + SIZES.B * SIZES.D", "after = kept.stream"),),
-        errors=(DataRaceError,), step=STEPS["programs tell each other"],
-    ),
-    "what programs have told is not forgotten": Mutant(
-        module=phases, edits=(("            forget(me, desc, told, heard, SIZES)\n", "            pass\n"),),
-        errors=(MessageError,), step=STEPS["programs tell each other"],
     ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
     "the sums of two phases in one place": Mutant(

@@ -81,10 +81,10 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
-      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all
-        of them, so more than keep the memory busy make phases longer.
-      told: whether programs tell each other the MLP's inner part, word by word, rather than meet behind it. The words
-        take 8 * layers * programs * B * d_mlp / ranks bytes. Not with `post_norms`.
+      in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
+        Phases end sooner with fewer, as long as these keep the memory busy. By default those that 64 KiB hold, but not
+        less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
+        step where no bound took 326 (docs/experiments.md).
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -95,8 +95,7 @@ class Config(Settings):
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
-    in_flight: int = setting(32, least=1, most=32)
-    told: bool = False
+    in_flight: int = setting(4, least=1, most=32)
     times: bool = False
 
 
@@ -143,8 +142,6 @@ class Hopper(Variant[Call]):
         for name, size in (("d_model", model.d_model), ("d_mlp / ranks", call.d_mlp)):
             if size % GROUP:
                 reasons.append(f"it takes a {name} that {GROUP} divides, not {size}")
-        if config.told and model.post_norms:
-            reasons.append("told=True is for models without norms behind a block (post_norms)")
         if config.programs > call.target.multiprocessors:
             most = call.target.multiprocessors
             reasons.append(f"its {config.programs} programs wait for each other, and a GPU has room for {most}")
@@ -158,7 +155,8 @@ class Hopper(Variant[Call]):
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
-        return Config(programs=programs, stage=stage, num_stages=stages, splits=max(1, min(programs // pairs, blocks)))
+        splits = max(1, min(programs // pairs, blocks))
+        return Config(programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage))
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -196,7 +194,7 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2 if model.post_norms or config.told else 1, b, d),
+                "stream": f32(2 if model.post_norms else 1, b, d),
                 "block": f32(b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
@@ -205,10 +203,7 @@ class Hopper(Variant[Call]):
                 "hidden": f32(b, call.d_mlp),
             },
             "messages": {
-                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
-                "told": jax.ShapeDtypeStruct(
-                    (layers, config.programs, b, call.d_mlp) if config.told else (0,), jnp.int32
-                ),
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
             },
             "signals": {"met": 1},
             "descriptors": blocks,
@@ -221,7 +216,6 @@ class Hopper(Variant[Call]):
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
-            "TOLD": int(config.told),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -277,13 +271,20 @@ class Hopper(Variant[Call]):
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         del call
         return [
-            *({"stage": stage, "num_stages": (192 << 10) // (2 * stage)} for stage in (4096, 16384)),
-            *each("in_flight", 2, 3, 4, 6),
-            *each("told", True),
+            *(
+                {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
+                for stage in (4096, 16384)
+            ),
+            *each("in_flight", 2, 3, 6, 32),
             *each("num_warps", 4, 16),
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _in_flight(stage: int) -> int:
+    """Blocks of this many elements, of 2 bytes each, that 64 KiB hold."""
+    return min(32, max(2, (64 << 10) // (2 * stage)))
 
 
 def _words(rows: int, vectors: int, block: int, programs: int) -> int:
