@@ -208,6 +208,9 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
         config = dataclasses.replace(kernel.by_shape(call, {"stage": stage, **asked}), **asked)
         launch = kernel.launch(call, config)
         assert (launch["STAGES"], launch["IN_FLIGHT"]) == (stages, expected)
+    for wrong in (0, "many"):
+        with pytest.raises(ValueError, match="stage of a config is a power of 2 from 512 to 32768, not"):
+            kernel.by_shape(call, {"stage": wrong})
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -151,7 +151,7 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
-        stage = asked.get("stage", 8192)
+        stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
