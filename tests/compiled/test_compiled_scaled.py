@@ -71,6 +71,6 @@ def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     tiles = (64, 128) if len(case) == 3 else (128,)  # half ones, too, of the kernel that gathers
     assert found == {(f"m64n{n}k32", sums, names[case[0]], names[case[1]]) for n in tiles}
     report = ptxas_report(code)
-    # With scales of blocks one address is put aside, outside of the loop over K.
-    assert spilled_bytes(report) <= (32 if case[2] else 0), report
+    # In the gather with scales of blocks one address is put aside, outside of the loop over K.
+    assert spilled_bytes(report) <= (32 if case[2] and len(case) == 3 else 0), report
     assert products_that_do_not_overlap(report) == []
