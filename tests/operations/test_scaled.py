@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import simulator
+from tests.helpers.support import lower_for_cuda, mesh_of
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 # The relative step between numbers of each dtype, at most, of what scales have brought into its range.
@@ -236,6 +237,48 @@ def test_gradients(cpu_mesh: Any) -> None:
 
     grad = jax.shard_map(jax.grad(of_eight_bits), mesh=plain, in_specs=P(), out_specs=P(), check_vma=False)(weights)
     assert grad.dtype == weights.dtype and np.isnan(np.asarray(grad, np.float32)).any()  # beyond 448
+
+
+@pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+def test_gradients_of_scales_of_two_operands(cpu_mesh: Any, operation: Any) -> None:
+    """Which a kernel would take."""
+    lhs, lhs_scale, left = parts("int8", "row", (8, 128), 2, 0)
+    rhs, rhs_scale, right = parts("int8", "row", (128, 16), 2, 1)
+
+    def backward(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        def total(scale: jax.Array) -> jax.Array:
+            how = {"rhs_transposed": True, "preferred_element_type": jnp.float32, "rhs_scale": rhs_scale.T}
+            return jnp.sum(operation(lhs, rhs.T, "tp", lhs_scale=scale, **how))
+
+        return jax.grad(total)(lhs_scale)
+
+    everybodys = np.broadcast_to(np.sum(right, axis=0), right.shape)  # whose columns multiply a rank's rows
+    columns = everybodys if operation is jtf.all_gather_matmul else right
+    wanted = np.einsum("rmk,rkn->rm", np.asarray(lhs, np.float64), columns)[..., None]
+    found = on_ranks(cpu_mesh(2, "tp"), backward, lhs, lhs_scale, rhs, rhs_scale)
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
+    """XLA, unless a kernel is asked for; with an epilogue, whose operands come behind the scales."""
+    shapes = ((1024, 512), "int8"), ((512, 512), "int8"), ((1024, 1), "float32"), ((), "float32"), ((512,), "float32")
+
+    def text(**how: Any) -> str:
+        def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, bias: Any) -> jax.Array:
+            own = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias, "activation": "silu"}
+            return operation(lhs, rhs, "tp", rhs_transposed=transposed, **own, **how)
+
+        program = jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False)
+        return lower_for_cuda(program, *(jax.ShapeDtypeStruct(*each) for each in shapes))
+
+    assert "dot_general" in text()
+    if transposed:
+        assert "dot_general" not in text(implementation="fused")
+    else:
+        with pytest.raises(NotImplementedError, match=r"give rhs as \[N, K\], with rhs_transposed=True"):
+            text(implementation="fused")
 
 
 def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
