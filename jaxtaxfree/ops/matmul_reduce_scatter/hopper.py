@@ -49,10 +49,11 @@ class Hopper(Variant[Call]):
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
             # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
-            return dataclasses.replace(config, block_k=128, block_n=128, num_stages=6, chunk=2048)
-        if 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
+            config = dataclasses.replace(config, block_k=128, block_n=128, num_stages=6, chunk=2048)
+        elif 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
             return config
-        config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
+        else:
+            config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         if call.world * portable.tiles(call.m, call.n, config) <= config.programs:
             # Nothing hides what is sent, so it is sent at once.
             config = dataclasses.replace(config, pace=0.0)
