@@ -86,7 +86,14 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
     "reduce-odd": {"m": 1333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "reduce-transposed": {"rhs_transposed": True},
 }
-LIKE_OTHERS = ("transposed-odd", "gate-gathered", "scatter-eight-ranks", "scatter-gelu", "reduce-two-ranks")
+LIKE_OTHERS = (
+    "transposed-odd",
+    "gate-gathered",
+    "scatter-eight-ranks",
+    "scatter-gelu",
+    "reduce-two-ranks",
+    "reduce-transposed",
+)
 each_case = names(CASES, LIKE_OTHERS)
 each_scatter = names(SCATTER_CASES, LIKE_OTHERS)
 each_reduce = names(REDUCE_CASES, LIKE_OTHERS)

@@ -52,16 +52,20 @@ CASES = (
     ("int8", "int8", False),
     ("int8", "int8", True),
     ("float8_e5m2", "float8_e4m3fn", False),
-    ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_reduce_scatter"),
     ("float8_e4m3fn", "float8_e4m3fn", True, "matmul_reduce_scatter"),
+    ("int8", "int8", True, "matmul_all_reduce"),
+)
+LIKE_OTHERS = (
+    ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_reduce_scatter"),
     ("int8", "int8", False, "matmul_reduce_scatter"),
     ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_all_reduce"),
     ("float8_e4m3fn", "float8_e4m3fn", True, "matmul_all_reduce"),
-    ("int8", "int8", True, "matmul_all_reduce"),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in LIKE_OTHERS)], ids=str
+)
 def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     code = compiled(*case)
     ptx = code.ptx

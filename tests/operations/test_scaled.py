@@ -242,7 +242,7 @@ def test_gradients(cpu_mesh: Any) -> None:
 @pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
 def test_gradients_of_scales_of_two_operands(cpu_mesh: Any, operation: Any) -> None:
     """Which a kernel would take."""
-    lhs, lhs_scale, left = parts("int8", "row", (8, 128), 2, 0)
+    lhs, lhs_scale, _ = parts("int8", "row", (8, 128), 2, 0)
     rhs, rhs_scale, right = parts("int8", "row", (128, 16), 2, 1)
 
     def backward(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
