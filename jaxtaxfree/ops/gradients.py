@@ -32,6 +32,7 @@ from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce_p
 from jaxtaxfree.ops.matmul_all_reduce import reference as matmul_then_psum
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.primitive import composed, jvp_of
 from jaxtaxfree.teams import explicit_sharding, resharded, whole
 
@@ -337,12 +338,23 @@ def _reduce_linear(lhs: jax.Array, rhs: jax.Array, **params: Any) -> list[jax.Ar
     return [matmul_all_reduce_p.bind(lhs, rhs, **params)]
 
 
-def _define_jvp(primitive: Any, linear: Callable[..., Any]) -> None:
-    ad.primitive_jvps[primitive] = lambda primals, tangents, **params: jvp_of(
-        functools.partial(_separate, linear=linear, **params), primals, tangents
-    )
+def _define_jvp(module: Any, linear: Callable[..., Any]) -> None:
+    """Of the operation of a module: with scales it is differentiated as its reference."""
+
+    def scaled(*operands: jax.Array, implementation: str | None, **params: Any) -> list[jax.Array]:
+        del implementation
+        return jax.tree.leaves(module.reference(*operands, **params))
+
+    def jvp(primals: Any, tangents: Any, *, scaling: Scaling = UNSCALED, **params: Any) -> Any:
+        if scaling:
+            function = functools.partial(scaled, scaling=scaling, **params)
+        else:
+            function = functools.partial(_separate, linear=linear, **params)
+        return jvp_of(function, primals, tangents)
+
+    ad.primitive_jvps[module.with_epilogue_p] = jvp
 
 
-_define_jvp(all_gather_matmul.with_epilogue_p, _gather_linear)
-_define_jvp(matmul_reduce_scatter.with_epilogue_p, _scatter_linear)
-_define_jvp(matmul_all_reduce.with_epilogue_p, _reduce_linear)
+_define_jvp(all_gather_matmul, _gather_linear)
+_define_jvp(matmul_reduce_scatter, _scatter_linear)
+_define_jvp(matmul_all_reduce, _reduce_linear)

@@ -26,11 +26,11 @@ from jax import lax
 
 from jaxtaxfree import levels
 from jaxtaxfree.levels import Levels, Split
-from jaxtaxfree.ops import matmul, matmul_all_reduce
+from jaxtaxfree.ops import matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxtaxfree.ops.collectives import all_gather_p, psum_p, psum_scatter_p
 from jaxtaxfree.ops.epilogue import NONE, Epilogue, wide_type
 from jaxtaxfree.ops.matmul_all_reduce.common import EXACT_SIZE
-from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter_p
+from jaxtaxfree.ops.scaled import UNSCALED, Scaling, result_dtype
 
 
 def crossing(dtype: Any, size: int) -> np.dtype:
@@ -127,13 +127,15 @@ def _matmul_all_reduce(
     implementation: str | None,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
+    scaling: Scaling = UNSCALED,
 ) -> Levels:
-    del axes, others
+    del axes
     m, n = math.prod(lhs.shape[:-1]), rhs.shape[0 if rhs_transposed else -1]
     rows = _padded(m, split.ranks)
-    dtype = np.dtype(preferred_element_type or lhs.dtype)
+    scales, _ = scaling.split(others)
+    dtype = result_dtype(lhs, rhs, preferred_element_type) if scaling else np.dtype(preferred_element_type or lhs.dtype)
     wire = crossing(dtype, m * n)
-    product = {
+    product: dict[str, Any] = {
         "axes": split.inside,
         "scatter_dimension": 0,
         "precision": precision,
@@ -141,17 +143,24 @@ def _matmul_all_reduce(
         "rhs_transposed": rhs_transposed,
         "config": config,
     }
+    product |= {"scaling": scaling} if scaling else {}
+    scatter_p = matmul_reduce_scatter.with_epilogue_p if scaling else matmul_reduce_scatter.matmul_reduce_scatter_p
     gather = {"dimension": 0, "tiled": True, "axes": split.inside, "config": config}
 
+    def padded(x: jax.Array) -> jax.Array:
+        return jnp.pad(x.reshape(m, -1), ((0, rows - m), (0, 0)))
+
     def function(lhs: jax.Array, rhs: jax.Array, *operands: jax.Array) -> jax.Array:
-        flat = jnp.pad(lhs.reshape(m, -1), ((0, rows - m), (0, 0)))
-        part = matmul.bind(matmul_reduce_scatter_p, flat, rhs, implementation=implementation, **product)
+        scales, operands = scaling.split(operands)
+        scales = {name: padded(x) if name == "lhs" and x.ndim else x for name, x in scales.items()}
+        part = matmul.bind(scatter_p, padded(lhs), rhs, *scales.values(), implementation=implementation, **product)
+        part = part[0] if scaling else part
         # What an epilogue takes is not rounded before it, if it has not been so far.
         total = lax.psum(part, split.across).astype(wire if epilogue else dtype)
         total = all_gather_p.bind(total, implementation=implementation, **gather)[:m].reshape(*lhs.shape[:-1], n)
         return epilogue.apply([total], epilogue.split(rhs, operands)[1], dtype) if epilogue else total
 
-    first = (matmul_reduce_scatter_p, [jax.ShapeDtypeStruct((rows, lhs.shape[-1]), lhs.dtype), rhs], product)
+    first = (scatter_p, [jax.ShapeDtypeStruct((rows, lhs.shape[-1]), lhs.dtype), rhs, *scales.values()], product)
     return _sum(function, first, split, rows * n * wire.itemsize, m * n * dtype.itemsize)
 
 

@@ -17,7 +17,7 @@ class Operand:
     Attributes:
       dtype: of its elements.
       transposed: it is rhs as [N, K], not [K, N].
-      scales: by what its elements are multiplied. No kernel takes any but "none".
+      scales: by what its elements are multiplied. Kernels for many rows on Hopper take any, the others "none" alone.
     """
 
     dtype: np.dtype

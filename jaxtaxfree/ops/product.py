@@ -315,7 +315,7 @@ class Product:
         With an epilogue it is of the kind of the product alone, if the same kernel takes it.
         """
         alike = lhs.dtype == rhs.dtype and preferred_element_type in (None, lhs.dtype)
-        if not alike or rhs_transposed or matmul.triton_precision(precision) != "tf32":
+        if params.get("scaling") or not alike or rhs_transposed or matmul.triton_precision(precision) != "tf32":
             return None
         if self._along_columns(lhs, params) or epilogue.gated or return_gathered:
             return None

@@ -47,8 +47,6 @@ class Scaling:
 
 
 UNSCALED = Scaling()
-# Why XLA takes an operation none of whose kernels takes scales.
-NO_KERNEL: str = Lasting("no kernel of it takes operands with scales")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +124,14 @@ def of_kernel(call: Any, scales: Mapping[str, jax.Array], axis: int) -> dict[str
     """
     found = {}
     for name, scale in scales.items():
+        if not scale.ndim:
+            found[name] = jnp.broadcast_to(scale, call.rows if name == "lhs" else call.n)
+            continue
         rows = jnp.moveaxis(scale, axis, 0).reshape(-1, scale.shape[-1]) if name == "lhs" else scale
         if (call.lhs if name == "lhs" else call.rhs).scales == "block":
             found[f"{name}_blocks"] = rows.T if name == "lhs" else rows
         else:
-            found[name] = rows.reshape(-1) if name == "lhs" else jnp.broadcast_to(rows, (1, call.n)).reshape(-1)
+            found[name] = rows.reshape(-1)
     return found
 
 

@@ -140,7 +140,7 @@ def of_device(
     rows = first.rows or ("",)  # a vector is one row
     x = _ordered(x, first.x.labels, (*first.rows, *first.contracted))
     x = x.reshape(*(x.shape[: len(first.rows)] or (1,)), -1)
-    # The kernels of matmul_all_reduce for many rows on Hopper take [K, N] alone.
+    # The kernel of matmul_all_reduce for many rows on Hopper was measured with [K, N] alone.
     in_place = one and (first.operation != "matmul_all_reduce" or math.prod(x.shape[:-1]) < COPY_FROM)
     matrices = [_matrix(plan, w, in_place) for plan, w in zip(plans, weights, strict=True)]
     own: dict[str, Any] = {}

@@ -30,11 +30,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import bundle, several, tiles
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
+from jaxtaxfree.kernels.blocks import several, tiles
 
-SCALED = gl.constexpr(128)  # columns of rhs that have one scale, and steps of K, where scales are of blocks
 CHUNK = gl.constexpr(4)  # rows that a program has in flight: more of them, or more warps, fill the wire no better
 
 
@@ -68,7 +67,7 @@ def all_gather_matmul_hopper_kernel(
     half_weights,  # the same, in blocks of half the columns
     epilogue,  # what there is of bias [N], or of a bias for each rhs
     scales,  # of operands of 8 bits what there is of lhs [WORLD * M], rhs [N] and gate [N], f32; or of lhs_blocks
-    # [steps, WORLD * M] and rhs_blocks [steps, blocks of SCALED columns], for steps of SCALED
+    # [steps, WORLD * M] and rhs_blocks [steps, blocks of matmul.SCALED columns], for steps of as many
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
@@ -136,7 +135,9 @@ def multiply_tile(
 ):
     source, row, rhs, column = place(me, tile, half, work)
     steps = sources_of_a_tile(work) * gl.cdiv(work.K, work.BLOCK_K)
-    factors = factors_of(ring, scales, source, row, column, work, PARTITION)
+    factors = matmul.scales_of_blocks(
+        ring, scales, work.SCALES, source, work.WORLD, row, work.M, column, work.N, PARTITION
+    )
     product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION, factors)
     gate = None
     if work.GATED:
@@ -162,25 +163,8 @@ def store_tile(
 
 
 @gluon.jit
-def factors_of(ring, scales, source, row, column, work, PARTITION: gl.constexpr):
-    """The scales of blocks of this partition's rows of a tile, or None if there are none."""
-    rows = bundle.member(scales, work.SCALES, "lhs_blocks")
-    columns = bundle.member(scales, work.SCALES, "rhs_blocks")
-    found = None
-    if rows is not None or columns is not None:
-        first = row + PARTITION * ring.results.shape[2]
-        if rows is not None:
-            rows += source * work.M + first
-        if columns is not None:
-            columns += column // SCALED
-        found = matmul.Factors(rows, work.WORLD * work.M, work.M - first, columns, gl.cdiv(work.N, SCALED))
-    return found
-
-
-@gluon.jit
 def scale(ring, tile, scales, NAME: gl.constexpr, source, row, column, work, PARTITION: gl.constexpr):
-    first = row + PARTITION * ring.results.shape[2]
-    return matmul.scale(tile, scales, work.SCALES, NAME, first, work.M, source, work.M, column, work.N)
+    return matmul.scale(ring, tile, scales, work.SCALES, NAME, source, row, work.M, column, work.N, PARTITION)
 
 
 @gluon.jit

@@ -38,6 +38,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import bundle, epilogue, tiles
 
+SCALED = gl.constexpr(128)  # columns of rhs that have one scale, and steps of K, where scales are of blocks
+
 
 class Factors(NamedTuple):
     """Scales of blocks of a product's operands, BLOCK_K of K long: by what the sums of a step are multiplied."""
@@ -232,23 +234,49 @@ def promotes(ring):
 
 
 @gluon.jit
-def scale(tile, factors, NAMES: gl.constexpr, NAME: gl.constexpr, row, rows, source, M, column, N: gl.constexpr):
-    """A tile of a product, multiplied by the scales of its rows and of its columns.
+def scale(
+    ring, tile, scales, NAMES: gl.constexpr, NAME: gl.constexpr, source, row, M: gl.constexpr, column, N: gl.constexpr,
+    PARTITION: gl.constexpr,
+):  # fmt: skip
+    """A partition's rows of a tile, multiplied by the scales of its rows and of its columns.
 
     Args:
-      factors: the bundle of scales: "lhs" [sources * M], and one of [N] of this NAME, all f32.
-      row, rows: the first row of the tile in its source, and how many that one has.
-      column: the first of the tile.
+      scales: the bundle of scales: "lhs" [sources * M], and one of [N] of this NAME, all f32.
+      source, row, column: where the tile begins.
     """
-    of_rows = bundle.member(factors, NAMES, "lhs")
+    of_rows = bundle.member(scales, NAMES, "lhs")
     if of_rows is not None:
-        m = row + gl.arange(0, tile.shape[0])
-        tile *= gl.load(of_rows + source * M + m, mask=m < rows, other=1.0)[:, None]
-    of_columns = bundle.member(factors, NAMES, NAME)
+        m = row + PARTITION * ring.results.shape[2] + gl.arange(0, tile.shape[0])
+        tile *= gl.load(of_rows + source * M + m, mask=m < M, other=1.0)[:, None]
+    of_columns = bundle.member(scales, NAMES, NAME)
     if of_columns is not None:
         n = column + gl.arange(0, tile.shape[1])
         tile *= gl.load(of_columns + n, mask=n < N, other=1.0)[None, :]
     return tile
+
+
+@gluon.jit
+def scales_of_blocks(
+    ring, scales, NAMES: gl.constexpr, source, SOURCES: gl.constexpr, row, M: gl.constexpr, column, N: gl.constexpr,
+    PARTITION: gl.constexpr,
+):  # fmt: skip
+    """The scales of blocks of a partition's rows of a tile, or None if there are none.
+
+    Args:
+      scales: the bundle of scales: "lhs_blocks" [steps, SOURCES * M] and "rhs_blocks" [steps, blocks of N], all f32.
+      source, row, column: where the tile begins.
+    """
+    rows = bundle.member(scales, NAMES, "lhs_blocks")
+    columns = bundle.member(scales, NAMES, "rhs_blocks")
+    found = None
+    if rows is not None or columns is not None:
+        first = row + PARTITION * ring.results.shape[2]
+        if rows is not None:
+            rows += source * M + first
+        if columns is not None:
+            columns += column // SCALED
+        found = Factors(rows, SOURCES * M, M - first, columns, gl.cdiv(N, SCALED))
+    return found
 
 
 @gluon.jit

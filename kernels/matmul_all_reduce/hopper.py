@@ -42,6 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
+from jaxtaxfree.kernels.blocks import wire
 from jaxtaxfree.kernels.matmul_reduce_scatter import hopper as scatter
 
 PLACES = scatter.PLACES
@@ -65,15 +66,19 @@ class Work(NamedTuple):
     PACE: Any
     LAST_PACE: Any
     SUM_PACE: Any
+    SCALES: Any
     ACTIVATION: Any
+    LINES: Any
 
 
 @gluon.jit
 def matmul_all_reduce_hopper_kernel(
     lhs_desc,  # [1, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
-    half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]
+    half_desc,  # the same, in blocks of half the columns
     epilogue,  # what there is of bias [N] and residual [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes]
+    scales,  # of operands of 8 bits what there is of lhs [M] and rhs [N], f32; or of lhs_blocks [steps, M] and
+    # rhs_blocks [steps, blocks of matmul.SCALED columns], for steps of as many
     team,
     partials,  # scratch [WORLD - 1, TILES, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     sums,  # scratch [WORLD, TILES, BLOCK_M, BLOCK_N], by owner
@@ -99,17 +104,20 @@ def matmul_all_reduce_hopper_kernel(
     LAST_PACE: gl.constexpr,  # when no other product hides that any more,
     SUM_PACE: gl.constexpr,  # and to all peers
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # and of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     last = epilogues.of(epilogue, EPILOGUE)
-    inbox = shmem.scratch(me, partials, lhs_desc.dtype)
-    results = shmem.scratch(me, sums, lhs_desc.dtype)
-    places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
+    WIRE: gl.constexpr = wire.type_of(lhs_desc.dtype, False)
+    inbox = shmem.scratch(me, partials, WIRE)
+    results = shmem.scratch(me, sums, WIRE)
+    places = shmem.scratch(me, outbox, WIRE) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = scatter.allocate_relay(1, 2)
     staged = scatter.allocate_relay(2, 1)
+    LINES: gl.constexpr = scatter.lines_of(ring, BLOCK_M)
     work: gl.constexpr = Work(
         M,
         N,
@@ -126,12 +134,14 @@ def matmul_all_reduce_hopper_kernel(
         PACE,
         LAST_PACE,
         SUM_PACE,
+        SCALES,
         ACTIVATION,
+        LINES,
     )
     gl.warp_specialize(
         [
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+            (multiply, (me, ring, claimed, staged, places, last, scales, out_desc, work, 0)),
+            (multiply, (me, ring, claimed, staged, places, last, scales, out_desc, work, 1)),
             (load, (me, ring, claimed, lhs_desc, rhs_desc, last, inbox, results, arrived, added, tickets, work)),
             (push, (me, staged, inbox, results, places, arrived, added, work)),
         ],
@@ -174,10 +184,9 @@ def load(me, ring, claimed, lhs_desc, rhs_desc, last, inbox, results, arrived, a
 @gluon.jit
 def describe(region, count, work):
     """A descriptor of so many tiles as they travel, in blocks of as many lines as a stage takes."""
-    LINES: gl.constexpr = scatter.lines_of(work)
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
     shape = [count * work.BLOCK_M, work.BLOCK_N]
-    return tma.make_tensor_descriptor(region, shape, [work.BLOCK_N, 1], [LINES, work.BLOCK_N], PLAIN)
+    return tma.make_tensor_descriptor(region, shape, [work.BLOCK_N, 1], [work.LINES, work.BLOCK_N], PLAIN)
 
 
 @gluon.jit
@@ -195,13 +204,13 @@ def load_sum(me, ring, position, sums_desc, arrived, added, owner, tile, work):
     place = owner * work.TILES + tile
     shmem.wait(me, added + place, me.epoch, owner)
     shmem.fence_proxy()
-    for first in range(0, work.BLOCK_M, scatter.lines_of(work)):
+    for first in range(0, work.BLOCK_M, work.LINES):
         position = matmul.load_block(ring, position, sums_desc, [place * work.BLOCK_M + first, 0])
     return position
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION: gl.constexpr):
+def multiply(me, ring, claimed, staged, places, last, scales, out_desc, work, PARTITION: gl.constexpr):
     """Multiplies a partition's rows of the tiles.
 
     It hands over what is for others, completes what is for this rank, and stores copies.
@@ -216,8 +225,9 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
         owner = owner_of(me, turn, work)
         row, column = start_of(owner, tile, work)
         if turn < work.WORLD:
-            steps = gl.cdiv(work.K, work.BLOCK_K)
-            product, stage, phase = matmul.multiply_tile(me, ring, position, steps, False, PARTITION)
+            product, stage, phase = scatter.multiply_scaled(
+                me, ring, position, scales, 0, 1, row, column, work, PARTITION
+            )
             position = (stage, phase)
             scatter.wait_for_place(staged, to_push)
             place = places + to_push[0] * size
@@ -239,13 +249,14 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
 @gluon.jit
 def store_sum(me, ring, position, out_desc, row, column, work, PARTITION: gl.constexpr):
     """Stores a partition's rows of a tile that `load_sum` brings into the next stages: the position behind them."""
-    PART: gl.constexpr = scatter.lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
+    PART: gl.constexpr = work.LINES * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     SHAPE: gl.constexpr = [PART // 16, 2 * work.BLOCK_M, 8]
     LAYOUT: gl.constexpr = scatter.wire_layout(gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    WIRE: gl.constexpr = wire.type_of(ring.rhs.dtype, False)
     for first in gl.static_range(0, work.BLOCK_N, PART):
-        part, position = matmul.take_block(ring, position, ring.rhs.dtype, SHAPE, PLAIN, LAYOUT, 1, PARTITION)
+        part, position = matmul.take_block(ring, position, WIRE, SHAPE, PLAIN, LAYOUT, 1, PARTITION)
         if first == 0:
             failed = shmem.failed(me)  # `load` has waited for the sum before the first of these
         part = scatter.from_wire(gl.where(failed, float("nan"), part.to(gl.float32)))

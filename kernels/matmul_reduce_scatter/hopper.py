@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue as epilogues
 from jaxtaxfree.kernels.blocks import hopper as matmul
-from jaxtaxfree.kernels.blocks import tiles
+from jaxtaxfree.kernels.blocks import tiles, wire
 
 PLACES = gl.constexpr(4)  # of an outbox
 
@@ -50,8 +50,10 @@ class Work(NamedTuple):
     GROUP_M: Any
     CHUNK: Any
     PACE: Any
+    SCALES: Any
     ACTIVATION: Any
     COLUMNS: Any
+    LINES: Any
 
 
 class Relay(NamedTuple):
@@ -68,9 +70,12 @@ class Relay(NamedTuple):
 @gluon.jit
 def matmul_reduce_scatter_hopper_kernel(
     lhs_desc,  # [WORLD, M, K], in boxes [1, rows, BLOCK_K], see `tiles.box_of`; [1, M, K] if ranks own columns
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]; [K, WORLD * N] if ranks own columns
-    half_desc,  # the same, in blocks [BLOCK_K, BLOCK_N // 2]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N], or [N, K], in blocks [BLOCK_N, BLOCK_K]; N of all if ranks own
+    # columns, WORLD * N
+    half_desc,  # the same, in blocks of half the columns
     epilogue,  # what there is of bias [N] and residual [1, M, N], in blocks [1, BLOCK_M, columns that a stage takes]
+    scales,  # of operands of 8 bits what there is of lhs [WORLD * M] and rhs [N], f32; or of lhs_blocks [steps,
+    # WORLD * M] and rhs_blocks [steps, blocks of matmul.SCALED columns], for steps of as many
     team,
     partials,  # scratch [WORLD - 1, tiles, BLOCK_M, BLOCK_N]: those of rank - 1 come first
     outbox,  # scratch [programs, PLACES, BLOCK_M, BLOCK_N] for tiles of this rank
@@ -89,22 +94,27 @@ def matmul_reduce_scatter_hopper_kernel(
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # and of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
     COLUMNS: gl.constexpr,  # ranks own columns of the sum, not rows
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     last = epilogues.of(epilogue, EPILOGUE)
-    inbox = shmem.scratch(me, partials, lhs_desc.dtype)
-    places = shmem.scratch(me, outbox, lhs_desc.dtype) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
+    WIRE: gl.constexpr = wire.type_of(lhs_desc.dtype, False)
+    inbox = shmem.scratch(me, partials, WIRE)
+    places = shmem.scratch(me, outbox, WIRE) + gl.program_id(0) * (PLACES * BLOCK_M * BLOCK_N)
     ring = matmul.allocate(lhs_desc, rhs_desc, half_desc, out_desc, BLOCK_M, STAGES)
     claimed = allocate_relay(1, 2)
     staged = allocate_relay(2, 1)
-    work: gl.constexpr = Work(M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, ACTIVATION, COLUMNS)
+    LINES: gl.constexpr = lines_of(ring, BLOCK_M)
+    work: gl.constexpr = Work(
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, SCALES, ACTIVATION, COLUMNS, LINES
+    )
     gl.warp_specialize(
         [
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 0)),
-            (multiply, (me, ring, claimed, staged, places, last, out_desc, work, 1)),
+            (multiply, (me, ring, claimed, staged, places, last, scales, out_desc, work, 0)),
+            (multiply, (me, ring, claimed, staged, places, last, scales, out_desc, work, 1)),
             (load, (me, ring, claimed, lhs_desc, rhs_desc, last, inbox, arrived, tickets, work)),
             (push, (me, staged, inbox, places, arrived, work)),
         ],
@@ -117,14 +127,13 @@ def matmul_reduce_scatter_hopper_kernel(
 @gluon.jit
 def load(me, ring, claimed, lhs_desc, rhs_desc, last, inbox, arrived, tickets, work):
     """Loads as many tiles as this program can claim, and for those of this rank's own rows what is to be added."""
-    LINES: gl.constexpr = lines_of(work)
     PLAIN: gl.constexpr = gl.NVMMASharedLayout(0, 16, 2)
     count = work.WORLD * tiles_a_rank(work)
     parts_desc = tma.make_tensor_descriptor(
         inbox,
         [max(work.WORLD - 1, 1) * tiles_a_rank(work) * work.BLOCK_M, work.BLOCK_N],
         [work.BLOCK_N, 1],
-        [LINES, work.BLOCK_N],
+        [work.LINES, work.BLOCK_N],
         PLAIN,
     )
     position = (0, 1)
@@ -160,7 +169,7 @@ def load_parts(me, ring, position, parts_desc, last, arrived, tile, count, row, 
       tile, count: which of so many tiles of this rank.
       row, column: where it begins.
     """
-    for first in range(0, work.BLOCK_M, lines_of(work)):
+    for first in range(0, work.BLOCK_M, work.LINES):
         for i in range(work.WORLD - 1):
             part = i * count + tile
             if first == 0:
@@ -174,7 +183,7 @@ def load_parts(me, ring, position, parts_desc, last, arrived, tile, count, row, 
 
 
 @gluon.jit
-def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION: gl.constexpr):
+def multiply(me, ring, claimed, staged, places, last, scales, out_desc, work, PARTITION: gl.constexpr):
     """Multiplies a partition's rows of the tiles; hands over what is for others, completes what is for this rank."""
     size = work.BLOCK_M * work.BLOCK_N
     sent = (work.WORLD - 1) * tiles_a_rank(work)
@@ -183,8 +192,10 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
     to_push = (0, 1)
     ticket, from_load = take_number(claimed, from_load)
     while ticket < work.WORLD * tiles_a_rank(work):
-        product, stage, phase = matmul.multiply_tile(
-            me, ring, position, gl.cdiv(work.K, work.BLOCK_K), False, PARTITION
+        row, column = start_of(ticket % tiles_a_rank(work), work)
+        source = 0 if work.COLUMNS else owner_of(me, ticket, work)
+        product, stage, phase = multiply_scaled(
+            me, ring, position, scales, source, work.WORLD, row, column, work, PARTITION
         )
         position = (stage, phase)
         if ticket < sent:
@@ -193,13 +204,31 @@ def multiply(me, ring, claimed, staged, places, last, out_desc, work, PARTITION:
             gl.store(places + to_push[0] * size + in_order(part, work, PARTITION), part)
             to_push = give(staged, to_push, ticket, PARTITION)
         else:
-            row, column = start_of(ticket - sent, work)
+            row, column = start_of(ticket - sent, work)  # again, so that no register holds them meanwhile
             position, _ = complete(
                 me, product, ring, position, False, last, out_desc, row, column, work, PARTITION=PARTITION
             )
         ticket, from_load = take_number(claimed, from_load)
     give(staged, to_push, ticket, PARTITION)
     matmul.finish_stores()
+
+
+@gluon.jit
+def multiply_scaled(
+    me, ring, position, scales, source, SOURCES: gl.constexpr, row, column, work, PARTITION: gl.constexpr
+):
+    """A partition's rows of the tile that begins here, times its scales, f32, and the position behind it.
+
+    Args:
+      source: of the rows, of so many SOURCES.
+    """
+    factors = matmul.scales_of_blocks(
+        ring, scales, work.SCALES, source, SOURCES, row, work.M, column, work.N, PARTITION
+    )
+    steps = gl.cdiv(work.K, work.BLOCK_K)
+    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, False, PARTITION, factors)
+    product = matmul.scale(ring, product, scales, work.SCALES, "rhs", source, row, work.M, column, work.N, PARTITION)
+    return product, stage, phase
 
 
 @gluon.jit
@@ -260,13 +289,15 @@ def start_of(tile, work):
     return row_block * work.BLOCK_M, column_block * work.BLOCK_N
 
 
-@gluon.jit
-def lines_of(work):
+@gluon.constexpr_function
+def lines_of(ring, BLOCK_M):
     """How many lines of a partial tile a stage takes, where a tile as it travels has BLOCK_M lines of BLOCK_N elements.
 
-    They hold all rows of some columns, because columns travel one after the other.
+    They hold all rows of some columns, because columns travel one after the other. They lie where the columns of a step
+    lie, whose elements may be shorter.
     """
-    return min(work.BLOCK_K, work.BLOCK_M)
+    bits = ring.rhs.dtype.primitive_bitwidth
+    return min(ring.lhs.shape[3] * bits // max(bits, 16), BLOCK_M)
 
 
 @gluon.jit
@@ -297,7 +328,7 @@ def complete(
 
     Returns: the position behind the stages, and `failed`.
     """
-    PART: gl.constexpr = lines_of(work) * work.BLOCK_N // work.BLOCK_M  # columns in a stage
+    PART: gl.constexpr = work.LINES * work.BLOCK_N // work.BLOCK_M  # columns in a stage
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     LAYOUT: gl.constexpr = wire_layout(gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
@@ -313,9 +344,10 @@ def complete(
         )
     else:
         tile = to_wire(tile)
-        LINES: gl.constexpr = [tile.shape[0], 2 * work.BLOCK_M, tile.shape[2]]
+        SHAPE: gl.constexpr = [tile.shape[0], 2 * work.BLOCK_M, tile.shape[2]]
+        WIRE: gl.constexpr = wire.type_of(ring.rhs.dtype, False)
         for _ in range(work.WORLD - 1):
-            part, position = matmul.take_block(ring, position, ring.rhs.dtype, LINES, PLAIN, LAYOUT, 1, PARTITION)
+            part, position = matmul.take_block(ring, position, WIRE, SHAPE, PLAIN, LAYOUT, 1, PARTITION)
             tile += part.to(gl.float32)
         if PIECE == 0:
             failed = shmem.failed(me)  # `load` has waited for all peers before the last of these

@@ -15,7 +15,7 @@ from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.variant import named
 from jaxtaxfree.settings import Settings
 from tests.helpers.simulator_kernels import TILES, integers, launched
-from tests.helpers.support import by_shape, product_call
+from tests.helpers.support import by_shape, chosen, product_call
 
 MODULES = (gather_ops, scatter_ops, reduce_ops)
 
@@ -51,6 +51,22 @@ def test_every_kernel_has_a_configuration_for_8_bits_and_32(module: ModuleType, 
             assert call.bytes_of_a_step(config.block_m, config.block_n, config.block_k) > 0
             if variant.name in ("hopper", "hopper_few"):
                 assert any("it takes float16 and bfloat16, not " in why for why in variant.refuses(call, config))
+
+
+@pytest.mark.parametrize("module", (scatter_ops, reduce_ops), ids=lambda module: module.__name__.rpartition(".")[2])
+def test_which_kernel_sums_products_by_weights_transposed(module: ModuleType) -> None:
+    """On Hopper: of 16 bits that for many rows from as many on as no kernel for few takes; of 8 bits in any case."""
+    form = {"world": 4, "rhs_transposed": True}
+    found = {rows: chosen(module, product_call(module, rows, 4096, 8192, **form)) for rows in (16, 256, 260, 4096)}
+    assert {rows: each.variant.name for rows, each in found.items()} == {
+        16: "few", 256: "few", 260: "hopper", 4096: "hopper",
+    }  # fmt: skip
+    form |= {"dtype": "int8", "out_dtype": "bfloat16", "lhs_scales": "row", "rhs_scales": "block"}
+    for rows in (16, 4096):
+        call = product_call(module, rows, 4096, 8192, **form)
+        config = chosen(module, call).config
+        assert chosen(module, call).variant.name == "hopper"
+        assert config.block_k == 128 and config.block_n <= 128 and config.pace > 0
 
 
 def test_blocks_have_as_many_bytes_whatever_the_dtype() -> None:

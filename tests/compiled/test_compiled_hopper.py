@@ -69,6 +69,7 @@ SCATTER_CASES: dict[str, dict[str, Any]] = {
     "scatter-eight-ranks": {"world": 8, "m": 16384, "k": 57344},
     "scatter-odd": {"m": 4 * 333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
     "scatter-float32-result": {"preferred_element_type": "float32"},
+    "scatter-transposed": {"rhs_transposed": True},
 }
 EPILOGUE_CASES: dict[str, dict[str, Any]] = {
     "scatter-residual": {"residual": True},
@@ -83,8 +84,16 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
     "reduce-two-ranks": {"world": 2},
     "reduce-eight-ranks": {"world": 8, "k": 57344},
     "reduce-odd": {"m": 1333, "k": 4 * 1000, "n": 264, "dtype": "float16"},
+    "reduce-transposed": {"rhs_transposed": True},
 }
-LIKE_OTHERS = ("transposed-odd", "gate-gathered", "scatter-eight-ranks", "scatter-gelu", "reduce-two-ranks")
+LIKE_OTHERS = (
+    "transposed-odd",
+    "gate-gathered",
+    "scatter-eight-ranks",
+    "scatter-gelu",
+    "reduce-two-ranks",
+    "reduce-transposed",
+)
 each_case = names(CASES, LIKE_OTHERS)
 each_scatter = names(SCATTER_CASES, LIKE_OTHERS)
 each_reduce = names(REDUCE_CASES, LIKE_OTHERS)
@@ -120,7 +129,10 @@ def lowered(
         operands = dict(zip(others, arrays, strict=True))
         return operation(lhs, rhs, "tp", implementation="fused", **operands, **keywords)
 
-    if rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
+    if rhs_transposed and operation is not all_gather_matmul:
+        keywords["rhs_transposed"] = True
+        in_specs, shapes = (columns, columns), ((m, k), (n, k))
+    elif rhs_transposed:  # as the gradient of matmul_reduce_scatter calls it
         own = {"axes": ("tp",), "axis": 0, "rhs_transposed": True, "precision": None, "preferred_element_type": None}
         own["config"] = settings_of("all_gather_matmul", VARIANTS, keywords.pop("config"))
         call = functools.partial(matmul.bind, all_gather_matmul_p, implementation="fused", **own, **keywords)

@@ -2,12 +2,13 @@
 
 import functools
 import re
+from typing import Any
 
 import jax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtaxfree import all_gather_matmul
+from jaxtaxfree import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from tests.compiled.test_compiled import ptxas_report, spilled_bytes
 from tests.compiled.test_compiled_hopper import products_that_do_not_overlap
 from tests.compiled.test_gluon import NAME, PTX, launches_of
@@ -16,25 +17,31 @@ from tests.helpers.support import Compiled, lower_for_cuda, mesh_of, sharded
 
 pytestmark = pytest.mark.usefixtures("no_cubin")
 
+OPERATIONS = {each.__name__: each for each in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce)}
+
 
 @functools.cache
-def compiled(dtype: str, other: str, blocks: bool) -> Compiled:
+def compiled(dtype: str, other: str, blocks: bool, operation: str = "all_gather_matmul") -> Compiled:
     """The kernel for 8192 x 8192 x 8192 on four ranks, with scales of rows and columns or of blocks."""
     mesh, rows, columns = mesh_of(4), P("tp"), P(None, "tp")
+    gathers = operation == "all_gather_matmul"
+    specs = (rows,) * 4 if gathers else (columns, columns, *((columns, columns) if blocks else (P(), P())))
+    out_specs = {"all_gather_matmul": columns, "matmul_reduce_scatter": rows, "matmul_all_reduce": P()}[operation]
 
     def call(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
         scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "rhs_transposed": True}
-        return all_gather_matmul(lhs, rhs, "tp", implementation="fused", config={"kernel": "hopper"}, **scales)
+        how: Any = {"implementation": "fused", "config": {"kernel": "hopper"}}
+        return OPERATIONS[operation](lhs, rhs, "tp", **how, **scales)
 
     arrays = [
-        sharded(mesh, rows, (8192, 8192), dtype),
-        sharded(mesh, rows, (8192, 8192), other),
-        sharded(mesh, rows, (8192, 64 if blocks else 1), "float32"),
-        sharded(mesh, rows, (64, 64) if blocks else (8192, 1), "float32"),
+        sharded(mesh, specs[0], (8192, 8192), dtype),
+        sharded(mesh, specs[1], (8192, 8192), other),
+        sharded(mesh, specs[2], (8192, 64 if blocks else 1), "float32"),
+        sharded(mesh, specs[3], (64, 64) if blocks else (8192, 1), "float32"),
     ]
-    program = jax.shard_map(call, mesh=mesh, in_specs=(rows,) * 4, out_specs=columns, check_vma=False)
+    program = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
     *_, kernel = launches_of(lower_for_cuda(program, *arrays))  # behind the gather of the scales
-    assert kernel[NAME].decode() == "all_gather_matmul_hopper_kernel"
+    assert kernel[NAME].decode() == f"{operation}_hopper_kernel"
     ptx = kernel[PTX].decode()
     return Compiled(ptx, kernel[SHARED], (), {})
 
@@ -45,18 +52,29 @@ CASES = (
     ("int8", "int8", False),
     ("int8", "int8", True),
     ("float8_e5m2", "float8_e4m3fn", False),
+    ("float8_e4m3fn", "float8_e4m3fn", True, "matmul_reduce_scatter"),
+    ("int8", "int8", True, "matmul_all_reduce"),
+)
+LIKE_OTHERS = (
+    ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_reduce_scatter"),
+    ("int8", "int8", False, "matmul_reduce_scatter"),
+    ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_all_reduce"),
+    ("float8_e4m3fn", "float8_e4m3fn", True, "matmul_all_reduce"),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_tensor_cores_multiply_eight_bits(case: tuple[str, str, bool]) -> None:
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.soak) for case in LIKE_OTHERS)], ids=str
+)
+def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     code = compiled(*case)
     ptx = code.ptx
     names = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2", "int8": "s8"}
     sums = "s32" if case[0] == "int8" else "f32"
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)\.(\w+)\.(\w+)\.(\w+)", ptx))
-    assert found == {(f"m64n{n}k32", sums, names[case[0]], names[case[1]]) for n in (64, 128)}
+    tiles = (64, 128) if len(case) == 3 else (128,)  # half ones, too, of the kernel that gathers
+    assert found == {(f"m64n{n}k32", sums, names[case[0]], names[case[1]]) for n in tiles}
     report = ptxas_report(code)
-    # With scales of blocks one address is put aside, outside of the loop over K.
-    assert spilled_bytes(report) <= (32 if case[2] else 0), report
+    # In the gather with scales of blocks one address is put aside, outside of the loop over K.
+    assert spilled_bytes(report) <= (32 if case[2] and len(case) == 3 else 0), report
     assert products_that_do_not_overlap(report) == []

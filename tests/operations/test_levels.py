@@ -204,6 +204,24 @@ def test_products_cross_hosts(
     assert f"-> tensor<{rows}x256x{gathered}>" in text
 
 
+def test_products_with_scales_cross_hosts(cpu_mesh: MeshFactory, hosts: Any) -> None:
+    """Six rows, which four ranks do not divide, and the scales of each. Each rank has 128 of K."""
+    hosts("aaaabbbb")
+    axes = ORDERS[0]
+
+    def local(*operands: Any) -> Any:
+        lhs, rhs, bias, lhs_scale, rhs_scale = operands
+        scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "rhs_transposed": True}
+        return jtf.matmul_all_reduce(lhs, rhs, axes, bias=bias, implementation="simulate", **scales)
+
+    specs = (P(None, axes), P(None, axes), P(), P(None, axes), P())
+    call = jax.shard_map(local, mesh=cpu_mesh((2, 4), axes), in_specs=specs, out_specs=P(), check_vma=False)
+    shapes = ((6, 1024), "int8"), ((256, 1024), "int8"), ((256,), "float32"), ((6, 8), "float32"), ((), "float32")
+    text = lower_for_cuda(call, *(jax.ShapeDtypeStruct(*each) for each in shapes), platforms=("cpu",))
+    assert operands_of(text, "all_reduce") == ["2x256xf32"]
+    assert "-> tensor<6x256xbf16>" in text and "dot_general" not in text
+
+
 def test_no_partial_sum_of_few_is_rounded_before_the_last(cpu_mesh: MeshFactory, hosts: Any) -> None:
     """1 + 2 ** -9 has no bf16: of the sum of one such term and seven of 0, each rank of a host has a part."""
     hosts("aaaabbbb")

@@ -674,7 +674,12 @@ def test_the_kernel_by_shape(mesh: Mesh) -> None:
 
 def test_what_the_kernel_for_hopper_cannot_do(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", "80")
-    parts = ("9.0, not 8.0", "float16 and bfloat16, not float32", "125 and 512 elements", "dtype, float32, not float16")
+    parts = (
+        "9.0, not 8.0",
+        "float16 and bfloat16, not float32",
+        "125 and 512 elements",
+        "partial sums, float32, not float16",
+    )
     with fails(NotImplementedError, "matmul_all_reduce ('hopper')", *parts):
         kernel_of(mesh, "float32", 2048, 500, 512, preferred_element_type="float16", config={"kernel": "hopper"})
 

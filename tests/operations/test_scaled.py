@@ -12,6 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from jaxtaxfree import simulator
+from tests.helpers.support import lower_for_cuda, mesh_of
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 # The relative step between numbers of each dtype, at most, of what scales have brought into its range.
@@ -171,6 +173,41 @@ def test_products(cpu_mesh: Any, world: int, kinds: tuple[str, str], pair: tuple
     check(on_ranks(mesh, reduce, deep, deep_scale, low, low_scale), np.broadcast_to(total + 0.5, (world, *total.shape)))
 
 
+@pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("block", "block")])
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_sums_in_the_simulator(cpu_mesh: Any, dtype: str, kinds: tuple[str, str]) -> None:
+    """The kernels that reduce, from the public functions on: of what is scattered, the second dimension."""
+    mesh, block_k = cpu_mesh(2, "tp"), 128 if "block" in kinds else 32
+    lhs, lhs_scale, left = parts(dtype, kinds[0], (3 * 12, 256), 2, 0)
+    rhs, rhs_scale, right = parts(dtype, kinds[1], (256, 48), 2, 1)
+    residual = jax.random.normal(jax.random.key(4), (2, 3, 12, 48)).astype(jnp.bfloat16)
+    tile = {"kernel": "hopper", "block_m": 32, "block_n": 32, "block_k": block_k, "num_stages": 2, "programs": 2}
+    tile |= {"chunk": 128}
+    form = {"axis_name": "tp", "rhs_transposed": True, "implementation": "simulate", "config": tile}
+
+    def scales(lhs_scale: jax.Array, rhs_scale: jax.Array) -> dict[str, Any]:
+        lhs_scale = lhs_scale.reshape(3, 12, -1) if lhs_scale.ndim else lhs_scale
+        return {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale.T if rhs_scale.ndim else rhs_scale}
+
+    def scatter(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any, residual: Any) -> jax.Array:
+        own = {"scatter_dimension": 1, "preferred_element_type": jnp.float32, "residual": residual[:, :6]}
+        return jtf.matmul_reduce_scatter(lhs.reshape(3, 12, -1), rhs.T, **form, **own, **scales(lhs_scale, rhs_scale))
+
+    def reduce(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        found = jtf.matmul_all_reduce(lhs.reshape(3, 12, -1), rhs.T, **form, **scales(lhs_scale, rhs_scale))
+        return jax.lax.pcast(found, "tp", to="varying")
+
+    total = np.einsum("rmk,rkn->mn", left, right).reshape(3, 12, 48)
+    operands = lhs, lhs_scale, rhs, rhs_scale
+    bound = {"atol": 2**-8 * np.max(np.abs(total)), "rtol": 2**-7}
+    with simulator.simulating(seed=1):
+        found = on_ranks(mesh, reduce, *operands)
+        np.testing.assert_allclose(found, np.broadcast_to(total, (2, *total.shape)), **bound)
+        found = on_ranks(mesh, scatter, *operands, residual)
+    wanted = total.reshape(3, 2, 6, 48).swapaxes(0, 1) + np.asarray(residual[:, :, :6], np.float64)
+    np.testing.assert_allclose(found, wanted, **bound)
+
+
 def test_gradients(cpu_mesh: Any) -> None:
     """Of operands of 16 bits and of scales, as of the dequantised product; what has 8 bits gets none, or its dtype."""
     mesh = cpu_mesh(2, "tp")
@@ -202,6 +239,48 @@ def test_gradients(cpu_mesh: Any) -> None:
     assert grad.dtype == weights.dtype and np.isnan(np.asarray(grad, np.float32)).any()  # beyond 448
 
 
+@pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+def test_gradients_of_scales_of_two_operands(cpu_mesh: Any, operation: Any) -> None:
+    """Which a kernel would take."""
+    lhs, lhs_scale, _ = parts("int8", "row", (8, 128), 2, 0)
+    rhs, rhs_scale, right = parts("int8", "row", (128, 16), 2, 1)
+
+    def backward(lhs: Any, lhs_scale: Any, rhs: Any, rhs_scale: Any) -> jax.Array:
+        def total(scale: jax.Array) -> jax.Array:
+            how = {"rhs_transposed": True, "preferred_element_type": jnp.float32, "rhs_scale": rhs_scale.T}
+            return jnp.sum(operation(lhs, rhs.T, "tp", lhs_scale=scale, **how))
+
+        return jax.grad(total)(lhs_scale)
+
+    everybodys = np.broadcast_to(np.sum(right, axis=0), right.shape)  # whose columns multiply a rank's rows
+    columns = everybodys if operation is jtf.all_gather_matmul else right
+    wanted = np.einsum("rmk,rkn->rm", np.asarray(lhs, np.float64), columns)[..., None]
+    found = on_ranks(cpu_mesh(2, "tp"), backward, lhs, lhs_scale, rhs, rhs_scale)
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
+    """XLA, unless a kernel is asked for; with an epilogue, whose operands come behind the scales."""
+    shapes = ((1024, 512), "int8"), ((512, 512), "int8"), ((1024, 1), "float32"), ((), "float32"), ((512,), "float32")
+
+    def text(**how: Any) -> str:
+        def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, bias: Any) -> jax.Array:
+            own = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias, "activation": "silu"}
+            return operation(lhs, rhs, "tp", rhs_transposed=transposed, **own, **how)
+
+        program = jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False)
+        return lower_for_cuda(program, *(jax.ShapeDtypeStruct(*each) for each in shapes))
+
+    assert "dot_general" in text()
+    if transposed:
+        assert "dot_general" not in text(implementation="fused")
+    else:
+        with pytest.raises(NotImplementedError, match=r"give rhs as \[N, K\], with rhs_transposed=True"):
+            text(implementation="fused")
+
+
 def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
     x, w = jnp.ones((8, 192), jnp.int8), jnp.ones((192, 16), jnp.int8)
     one = jnp.float32(1)
@@ -230,8 +309,20 @@ def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
     assert "takes lhs_scale by blocks of 128 where each rank has a multiple of 128" in error(
         scatter, x, w, lhs_scale=jnp.ones((8, 2))
     )
-    assert "no kernel of it takes operands with scales" in error(
-        scatter, x, w, lhs_scale=one, rhs_scale=one, implementation="fused"
+    on = {"lhs_scale": one, "rhs_scale": one, "implementation": "simulate"}
+    for operation in (scatter, jtf.matmul_all_reduce):
+        assert "hopper: tensor cores take 8 bits along K: give rhs as [N, K]" in error(operation, x, w, **on)
+        assert "portable: it takes no operands with scales" in error(operation, x, w, **on)
+    assert "hopper: with scales it takes rows to gather or scatter, not columns" in error(
+        scatter, x, w.T, scatter_dimension=1, rhs_transposed=True, **on
+    )
+    narrow = {"kernel": "hopper", "block_k": 16}
+    assert (
+        "has to hold 16 columns of what arrives, and with block_m=128, block_n=128 and block_k=16 it holds 8"
+        in error(scatter, x, w.T, rhs_transposed=True, config=narrow, **on)
+    )
+    assert "results of the dtype of partial sums, bfloat16, not float32" in error(
+        jtf.matmul_all_reduce, x, w.T, preferred_element_type=jnp.float32, rhs_transposed=True, **on
     )
     wide = error(gather, x.astype(jnp.bfloat16), w, rhs_scale=one, implementation="fused")
     assert "it multiplies int8 by int8 and float8 by float8, not bfloat16 by int8: quantize both" in wide

@@ -41,7 +41,7 @@ def gather(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     results = [(each, gathered) for each in out] if return_gathered else out
     if kernel == "hopper":
         blocks = [x[None] for x in lhs]
-        arrays = (blocks, blocks, {"rhs": rhs}, {"rhs": rhs}, {})
+        arrays = (blocks, blocks, {"rhs": rhs}, {"rhs": rhs}, {}, {})
         results = [(each[None], gathered[None]) for each in out] if return_gathered else [each[None] for each in out]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 
@@ -60,7 +60,7 @@ def scatter(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     keywords = launched(scatter_ops, m, k, n, world, dtype, config, **form)
     arrays: tuple[Any, ...] = (lhs, rhs, {})
     if kernel == "hopper":
-        arrays, results = ([x[None] for x in lhs], rhs, rhs, {}), [x[None] for x in results]
+        arrays, results = ([x[None] for x in lhs], rhs, rhs, {}, {}), [x[None] for x in results]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 
 
@@ -115,6 +115,7 @@ KERNELS = (
         shapes=lambda world: (
             (33, 16, 40, False, SUMMED),
             (20, 40, 24, False, SUMMED | {"programs": 3, "num_stages": 3}),
+            (20, 24, 40, True, SUMMED | {"programs": 3}),
         ),
     ),
 )

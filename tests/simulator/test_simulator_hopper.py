@@ -132,6 +132,8 @@ TILES_OF_SUMS = {"block_m": 32, "block_n": 32, "block_k": 16, "num_stages": 2, "
 def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
     m, n, k, programs, stages, *names = shape
+    rhs_transposed = "transposed" in names
+    names = [name for name in names if name != "transposed"]
     lhs = [integers(rank, (world, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
@@ -140,10 +142,11 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
         total = total + np.stack(given[name]).reshape(world, -1, n).astype(np.float32)
     tiles = TILES_OF_SUMS | {"num_stages": stages}
     config = scatter_ops.hopper.Config(**tiles, programs=programs)
-    epilogue = Epilogue(operands=tuple(names))
+    form = {"epilogue": Epilogue(operands=tuple(names)), "rhs_transposed": rhs_transposed}
+    rhs = [np.ascontiguousarray(w.T) for w in rhs] if rhs_transposed else rhs
     return Call(
-        arrays=(lhs, rhs, rhs, {name: given[name] for name in names}),
-        keywords=launched(scatter_ops, world * m, k, n, world, dtype, config, epilogue=epilogue),
+        arrays=(lhs, rhs, rhs, {name: given[name] for name in names}, {}),
+        keywords=launched(scatter_ops, world * m, k, n, world, dtype, config, **form),
         expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
     )
 
@@ -151,17 +154,88 @@ def matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple) -> Call:
 def matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it."""
     m, n, k, programs, groups, lag, *names = shape
+    rhs_transposed = "transposed" in names
+    names = [name for name in names if name != "transposed"]
     lhs = [integers(rank, (1, m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     given = {"bias": integers(200, (n,), dtype), "residual": integers(300, (1, m, n), dtype)}
     total = (total + sum(given[name].astype(np.float32) for name in names)).astype(dtype)
     config = reduce_ops.hopper.Config(**TILES_OF_SUMS, programs=programs, groups=groups, lag=lag)
+    form = {"epilogue": Epilogue(operands=tuple(names)), "rhs_transposed": rhs_transposed}
+    rhs = [np.ascontiguousarray(w.T) for w in rhs] if rhs_transposed else rhs
     return Call(
-        arrays=(lhs, rhs, rhs, {name: [given[name]] * world for name in names}),
-        keywords=launched(reduce_ops, m, k, n, world, dtype, config, epilogue=Epilogue(operands=tuple(names))),
+        arrays=(lhs, rhs, rhs, {name: [given[name]] * world for name in names}, {}),
+        keywords=launched(reduce_ops, m, k, n, world, dtype, config, **form),
         expected=[total] * world,
     )
+
+
+def scaled_operands(
+    world: int, rows: int, k: int, n: int, eight_bits: str, of_lhs: str, of_rhs: str
+) -> tuple[dict[str, list[np.ndarray]], dict[str, list[np.ndarray]], list[np.ndarray]]:
+    """Each rank's operands of 8 bits, lhs [rows, k] and rhs [n, k], the bundle of their scales, and their products."""
+    draw, steps = np.random.default_rng(world), -(-k // 128)
+    sizes = {"lhs": (rows, rows), "rhs": (n, -(-n // 128))}
+    kinds = {"lhs": of_lhs, "rhs": of_rhs}
+    arrays: dict[str, list[np.ndarray]] = {"lhs": [], "rhs": []}
+    bundle: dict[str, list[np.ndarray]] = {}
+    products = []
+    for _ in range(world):
+        whole = []
+        for name, kind in kinds.items():
+            length, blocks = sizes[name]
+            # Mostly 0, and scales of 1 and 2: bf16, in which they travel, holds the sums.
+            x = draw.choice((-1, 0, 0, 0, 1), (length, k))
+            arrays[name].append(x.astype(eight_bits))
+            scale = np.exp2(draw.integers(0, 2, {"row": (1, length), "block": (steps, blocks)}.get(kind, (1, 1))))
+            scale = scale.astype(np.float32) if kind != "none" else np.ones((1, 1))
+            whole.append(x * _of_steps(scale, k, length).T)
+            if kind != "none":
+                member = f"{name}_blocks" if kind == "block" else name
+                bundle.setdefault(member, []).append(scale if kind == "block" else scale[0])
+        products.append(whole[0] @ whole[1].T)
+        np.testing.assert_array_equal(products[-1], products[-1].astype(jnp.bfloat16).astype(np.float64))
+    return arrays, bundle, products
+
+
+def matmul_reduce_scatter_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
+    m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
+    arrays, bundle, products = scaled_operands(world, world * m, k, n, eight_bits, of_lhs, of_rhs)
+    lhs, total = [x.reshape(world, m, k) for x in arrays["lhs"]], sum(products).reshape(world, m, n)
+    residual = integers(300, (world, 1, m, n), np.dtype(jnp.bfloat16))
+    total = total + residual[:, 0].astype(np.float64) if names else total
+    return Call(
+        arrays=(lhs, arrays["rhs"], arrays["rhs"], {name: list(residual) for name in names}, bundle),
+        keywords=_launched_with_scales(scatter_ops, world, world * m, dtype, shape),
+        expected=[total[rank : rank + 1].astype(dtype) for rank in range(world)],
+    )
+
+
+def matmul_all_reduce_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
+    """As the operation launches it for operands of 8 bits, with results of bf16."""
+    del dtype
+    m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
+    arrays, bundle, products = scaled_operands(world, m, k, n, eight_bits, of_lhs, of_rhs)
+    residual = integers(300, (1, m, n), np.dtype(jnp.bfloat16))
+    total = sum(products)[None] + (residual.astype(np.float64) if names else 0)
+    lhs, out_dtype = [x[None] for x in arrays["lhs"]], np.dtype(jnp.bfloat16)
+    return Call(
+        arrays=(lhs, arrays["rhs"], arrays["rhs"], {name: [residual] * world for name in names}, bundle),
+        keywords=_launched_with_scales(reduce_ops, world, m, out_dtype, shape, groups=2, lag=1),
+        expected=[total.astype(out_dtype)] * world,
+    )
+
+
+def _launched_with_scales(operation: Any, world: int, rows: int, dtype: np.dtype, shape: tuple, **settings: Any) -> Any:
+    _, n, k, programs, eight_bits, of_lhs, of_rhs, *names = shape
+    # Steps of 32 bytes of K, so that a part of a tile as it arrives has the 16 columns of an instruction.
+    tile = {"block_k": 128, "block_n": 64} if "block" in (of_lhs, of_rhs) else {"block_k": 32}
+    config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, **settings)
+    form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
+    form["epilogue"] = Epilogue(operands=tuple(names))
+    return launched(operation, rows, k, n, world, np.dtype(eight_bits), config, **form)
 
 
 SWIGLU = Epilogue("silu", ("gate", "bias"))
@@ -219,6 +293,21 @@ KERNELS = (
             (36, 40, 24, 2, 2, "bias", "residual"),
             (32, 32, 40, 3, 2, "residual"),
             ONE_PROGRAM,
+            (36, 40, 24, 2, 2, "residual", "transposed"),
+        ),
+    ),
+    Simulated(
+        name="matmul_reduce_scatter with scales",
+        module=matmul_reduce_scatter_hopper,
+        function="matmul_reduce_scatter_hopper_kernel",
+        call=matmul_reduce_scatter_with_scales,
+        # M, N, K, programs, dtype, what has scales, and what is added; clipped at all ends
+        shapes=lambda world: (
+            (5, 48, 64, 1, "float8_e5m2", "none", "row"),
+            (20, 48, 48, 2, "float8_e4m3fn", "row", "row", "residual"),
+            (5, 144, 272, 2, "float8_e4m3fn", "block", "block", "residual"),
+            (36, 32, 80, 3, "int8", "row", "none"),
+            (20, 32, 144, 1, "int8", "block", "row"),
         ),
     ),
     Simulated(
@@ -234,6 +323,21 @@ KERNELS = (
             (32, 32, 40, 3, 1, 1, "residual"),
             (16 * world, 96, 8, 2, 2 if world > 4 else 3, 1),
             (128, 16 * world, 8, 2, 4, 2),
+            (34, 40, 24, 1, 2, 1, "residual", "transposed"),
+        ),
+    ),
+    Simulated(
+        name="matmul_all_reduce with scales",
+        module=matmul_all_reduce_hopper,
+        function="matmul_all_reduce_hopper_kernel",
+        call=matmul_all_reduce_with_scales,
+        # M, N, K, programs, dtype, what has scales, and what is added; clipped at all ends
+        shapes=lambda world: (
+            (20, 112, 64, 1, "float8_e5m2", "none", "row"),
+            (36, 80, 48, 2, "float8_e4m3fn", "row", "row", "residual"),
+            (5, 144, 272, 2, "float8_e4m3fn", "block", "block", "residual"),
+            (70, 32, 80, 3, "int8", "row", "none"),
+            (36, 32, 144, 1, "int8", "block", "row"),
         ),
     ),
 )
@@ -306,7 +410,7 @@ RETIRE = "warpgroup_mma_wait(num_outstanding=1, deps=(product,))"
 
 SUM_WAIT = "    shmem.wait(me, added + place, me.epoch, owner)\n"
 SUM_FENCE = "    shmem.fence_proxy()\n"
-SUM_LINES = "(0, work.BLOCK_M, scatter.lines_of(work)):\n        position = matmul.load_block"
+SUM_LINES = "(0, work.BLOCK_M, work.LINES):\n        position = matmul.load_block"
 PLACE_WAIT = "            scatter.wait_for_place(staged, to_push)\n"
 SUM_CARRIED = "scatter.carry(me, source, to_all, me.rank + 1, me.world - 1, due, work.SUM_PACE, work)\n"
 PART_SIGNAL = "            shmem.signal(me, arrived + part, owner)\n"
@@ -575,7 +679,7 @@ MUTANTS = (
     Mutant(
         name="the last lines of a sum not loaded",
         kernel="matmul_all_reduce",
-        edits=((SUM_LINES, SUM_LINES.replace("(0, work.BLOCK_M,", "(0, work.BLOCK_M - 1 - scatter.lines_of(work),")),),
+        edits=((SUM_LINES, SUM_LINES.replace("(0, work.BLOCK_M,", "(0, work.BLOCK_M - 1 - work.LINES,")),),
         errors=(DeadlockError, *TOO_EARLY),
     ),
     Mutant(
@@ -657,25 +761,58 @@ def test_the_fault_is_found(mutant: Mutant, seeds: int, tmp_path: Path) -> None:
     assert found, f"not found in {SEEDS} seeds"
 
 
-@pytest.mark.parametrize(
-    ("seed", "old", "new"),
-    (
-        (1, "work.SCALES, NAME, first, work.M, source,", "work.SCALES, NAME, first, work.M, 0,"),
-        (1, "work.SCALES, NAME, first, work.M, source,", "work.SCALES, NAME, row, work.M, source,"),
-        (1, "source, work.M, column, work.N)", "source, work.M, 0, work.N)"),
-        (3, "rows += source * work.M + first", "rows += first"),
-        (3, "columns += column // SCALED", "columns += 0"),
-        (3, "matmul.Factors(rows, work.WORLD * work.M", "matmul.Factors(rows, 0 * work.M"),
-        (3, "columns, gl.cdiv(work.N, SCALED))", "columns, 0)"),
-    ),
-    ids=("rank", "partition", "columns", "rank of a block", "block of columns", "step of rows", "step of columns"),
+# With the seed of a call that has such scales.
+GATHERED_SCALES = (
+    ("rank", 1, "of_rows + source * M + m", "of_rows + m"),
+    ("partition", 1, "m = row + PARTITION * ring.results.shape[2] + gl", "m = row + gl"),
+    ("columns", 1, "of_columns + n, mask", "of_columns + n - column, mask"),
+    ("rank of a block", 3, "rows += source * M + first", "rows += first"),
+    ("block of columns", 3, "columns += column // SCALED", "columns += 0"),
+    ("step of rows", 3, "Factors(rows, SOURCES * M,", "Factors(rows, 0,"),
+    ("step of columns", 3, "columns, gl.cdiv(N, SCALED))", "columns, 0)"),
 )
-def test_the_scale_of_something_else_gives_a_wrong_result(seed: int, old: str, new: str, tmp_path: Path) -> None:
+SCATTERED_SCALES = (
+    ("rank", 1, "scales, source, work.WORLD, row, column", "scales, 0, work.WORLD, row, column"),
+    ("ranks", 2, "scales, source, work.WORLD, row, column", "scales, source, 1, row, column"),
+    ("row", 3, "scales, source, work.WORLD, row, column", "scales, source, work.WORLD, 0, column"),
+    ("column", 1, "scales, source, work.WORLD, row, column", "scales, source, work.WORLD, row, 0"),
+)
+REDUCED_SCALES = (
+    ("row", 1, "scales, 0, 1, row, column", "scales, 0, 1, 0, column"),
+    ("column", 1, "scales, 0, 1, row, column", "scales, 0, 1, row, 0"),
+)
+SCALE_FAULTS = {
+    f"{name} {fault}": (f"{name} with scales", *edited)
+    for name, faults in (
+        ("all_gather_matmul", GATHERED_SCALES),
+        ("matmul_reduce_scatter", SCATTERED_SCALES),
+        ("matmul_all_reduce", REDUCED_SCALES),
+    )
+    for fault, *edited in faults
+}
+
+
+@pytest.mark.parametrize("fault", SCALE_FAULTS)
+def test_the_scale_of_something_else_gives_a_wrong_result(fault: str, tmp_path: Path) -> None:
     """It is no race: whoever compares sees it."""
-    kernel = KERNEL["all_gather_matmul with scales"]
-    module = load(edit(kernel.module, ((old, new),), tmp_path), kernel.module.__name__)
+    name, seed, old, new = SCALE_FAULTS[fault]
+    kernel = KERNEL[name]
+    if "gather" in name:  # a fault of what all of them multiply by
+        product = load(edit(matmul_hopper, ((old, new),), tmp_path), matmul_hopper.__name__)
+        module = load(Path(kernel.module.__file__ or ""), kernel.module.__name__, matmul=product)
+    else:
+        module = load(edit(kernel.module, ((old, new),), tmp_path), kernel.module.__name__)
     call, settings = kernel.case(seed, 3)
     with pytest.raises(AssertionError, match="result of rank"):
+        call.run(getattr(module, kernel.function), **settings)
+
+
+def test_as_many_lines_as_of_16_bits_do_not_fit_into_a_step_of_8(tmp_path: Path) -> None:
+    kernel = KERNEL["matmul_reduce_scatter with scales"]
+    edits = (("ring.lhs.shape[3] * bits // max(bits, 16)", "ring.lhs.shape[3]"),)
+    module = load(edit(kernel.module, edits, tmp_path), kernel.module.__name__)
+    call, settings = kernel.case(1, 3)
+    with pytest.raises(OutOfBoundsError, match=r"bf16\[32, 32\] of rhs .* and the view is fp8e4nv\[32, 32\]"):
         call.run(getattr(module, kernel.function), **settings)
 
 

@@ -5,7 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, SCALED, all_gather_matmul_hopper_kernel
+from jaxtaxfree.kernels.all_gather_matmul.hopper import CHUNK, all_gather_matmul_hopper_kernel
 from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
 from jaxtaxfree.ops.blocks import hopper, hopper_few, portable
 from jaxtaxfree.ops.product import Call
@@ -49,12 +49,7 @@ class Hopper(Variant[Call]):
             reasons.append(
                 f"each rank has {call.k} columns of lhs, and it takes multiples of block_k, {config.block_k}"
             )
-        if "block" in (call.lhs.scales, call.rhs.scales):
-            if config.block_k != SCALED.value:
-                reasons.append(f"blocks of scales take steps of block_k={SCALED.value}, not {config.block_k}")
-            if call.rhs.scales == "block" and SCALED.value % config.block_n:
-                reasons.append(f"blocks of scales take a block_n that divides {SCALED.value}, not {config.block_n}")
-        return reasons
+        return reasons + hopper.refuses_blocks(call, config)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper.check_compiles(config, 16 * call.products)

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 from jaxtaxfree import gluon
+from jaxtaxfree.kernels.blocks.hopper import SCALED
 from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul import UNMEASURED
@@ -87,7 +88,18 @@ def _refuses_scales(call: Call) -> list[str]:
     if not call.rhs_transposed:
         reasons.append("tensor cores take 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
     if call.along_columns:
-        reasons.append("it gathers rows that have scales, not columns")
+        reasons.append("with scales it takes rows to gather or scatter, not columns")
+    return reasons
+
+
+def refuses_blocks(call: Call, config: Tile) -> list[str]:
+    """What keeps a kernel with these settings from taking scales of blocks."""
+    reasons = []
+    if "block" in (call.lhs.scales, call.rhs.scales):
+        if config.block_k != SCALED.value:
+            reasons.append(f"blocks of scales take steps of block_k={SCALED.value}, not {config.block_k}")
+        if call.rhs.scales == "block" and SCALED.value % config.block_n:
+            reasons.append(f"blocks of scales take a block_n that divides {SCALED.value}, not {config.block_n}")
     return reasons
 
 
@@ -147,19 +159,34 @@ def keywords(call: Call, m: int, config: Tile, *, stored: int | None = None) -> 
     }
 
 
+def arriving(call: Call, config: Tile) -> int:
+    """Of how many columns, all rows of them, a stage takes the parts of a tile, whose elements have 16 bits or more."""
+    lines = config.block_k * call.rhs.bits // max(call.rhs.bits, 16)
+    return min(config.block_n, config.block_n * lines // config.block_m)
+
+
+def refuses_arriving(call: Call, config: Tile) -> list[str]:
+    """What keeps the parts of a tile from the memory of a step's columns: they travel by 16 columns."""
+    if arriving(call, config) >= 16:
+        return []
+    tile = f"block_m={config.block_m}, block_n={config.block_n} and block_k={config.block_k}"
+    return [f"a step of K has to hold 16 columns of what arrives, and with {tile} it holds {arriving(call, config)}"]
+
+
 def reduce_keywords(call: Call, m: int, config: Tile) -> dict[str, Any]:
     """As `keywords`, where the peers' parts of a tile arrive in the memory of a step's columns."""
-    # This many columns, all rows of them.
-    arriving = max(1, min(config.block_n, config.block_n * config.block_k // config.block_m))
-    found = keywords(call, m, config, stored=arriving) | {"ACTIVATION": call.epilogue.activation}
+    columns = arriving(call, config)
+    found = keywords(call, m, config, stored=columns) | {"ACTIVATION": call.epilogue.activation}
     if "residual" in call.epilogue.operands:
-        found["descriptors"]["epilogue.residual"] = (1, config.block_m, arriving)
+        found["descriptors"]["epilogue.residual"] = (1, config.block_m, columns)
     return found
 
 
-def reduce_arrays(rows: jax.Array, rhs: jax.Array, epilogue: Mapping[str, jax.Array]) -> tuple[Any, ...]:
+def reduce_arrays(
+    rows: jax.Array, rhs: jax.Array, epilogue: Mapping[str, jax.Array], scales: Mapping[str, jax.Array] | None = None
+) -> tuple[Any, ...]:
     """The operands of a kernel that reduces: rhs in blocks and in halves of them, the residual as the result lies."""
-    return rows, rhs, rhs, {name: x[None] if name == "residual" else x for name, x in epilogue.items()}
+    return rows, rhs, rhs, {name: x[None] if name == "residual" else x for name, x in epilogue.items()}, scales or {}
 
 
 def pace(share: float, length: int, itemsize: int, chunk: int, programs: int) -> int:

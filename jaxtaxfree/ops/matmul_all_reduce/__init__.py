@@ -60,10 +60,12 @@ def matmul_all_reduce(
         part is rounded to the operands' dtype on its way, as XLA does. It travels as f32 if the result has more bits
         than the operands, if there are so few rows that rounding saves nothing, if `config` asks for `exact_wire`, or
         if there are many rows on a GPU other than Hopper.
-      rhs_transposed: `rhs` is [N, K]. Two kernels, "few" and "portable", read it as it lies. By default XLA takes
-        more than 16 rows, because these were not measured yet.
+      rhs_transposed: `rhs` is [N, K]. The kernels "few", "portable" and "hopper" read it as it lies. By default XLA
+        takes more than 16 rows, because these were not measured yet.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
-        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. By XLA for now: no kernel takes scales.
+        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. The kernel for many rows
+        on Hopper takes scales where `rhs` has 8 bits, too, and is [N, K], and the result is bfloat16. None takes XLA
+        for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
       bias: [N], the same on every rank. It is added once to the sum over all ranks, before the activation.
@@ -118,21 +120,22 @@ def matmul_all_reduce(
         operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
     settings = settings_of("matmul_all_reduce", VARIANTS, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
-    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
+    operands = [*scales, *operands]
+    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, **params)
     reasons += [
         Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")
         for name in differing
     ]
-    reasons = [scaled.NO_KERNEL] if scaling else reasons
     lhs, rhs = matmul.vary_alike(lhs, rhs, axes=axes)
-    params["rhs_transposed"] = rhs_transposed
     if takes_reference("matmul_all_reduce", [lhs, rhs], implementation, reasons):
-        out = reference(lhs, rhs, *scales, *operands, epilogue=epilogue, scaling=scaling, **params)
+        out = reference(lhs, rhs, *operands, **params)
     else:
         params |= {"implementation": implementation, "config": settings}
-        if epilogue:
-            (out,) = with_epilogue_p.bind(lhs, rhs, *operands, epilogue=epilogue, **params)
+        if operands or epilogue:
+            (out,) = with_epilogue_p.bind(lhs, rhs, *operands, **params)
         else:
+            del params["epilogue"], params["scaling"]
             out = matmul_all_reduce_p.bind(lhs, rhs, **params)
     return out[0] if one_row else out
 
@@ -167,5 +170,5 @@ PRODUCT = product.Product(
 )
 case = PRODUCT.case
 matmul_all_reduce_p = PRODUCT.bilinear()
-# With an epilogue.
+# With an epilogue or scales.
 with_epilogue_p = PRODUCT.collective()

@@ -10,7 +10,7 @@ import jax
 from jaxtaxfree.kernels.matmul_all_reduce.hopper import PLACES, matmul_all_reduce_hopper_kernel
 from jaxtaxfree.ops.blocks import hopper, portable
 from jaxtaxfree.ops.matmul_all_reduce.common import common, exchanged
-from jaxtaxfree.ops.matmul_reduce_scatter.hopper import refuses
+from jaxtaxfree.ops.matmul_reduce_scatter.hopper import cost, length, refuses
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import setting
@@ -41,12 +41,12 @@ class Config(hopper.Tile):
 class Hopper(Variant[Call]):
     """The roles are those of `matmul_reduce_scatter`. A rank's tiles come in groups, whose sums travel meanwhile."""
 
-    name, Config, kernel = "hopper", Config, matmul_all_reduce_hopper_kernel
+    name, Config, kernel, scales = "hopper", Config, matmul_all_reduce_hopper_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         reasons = refuses(call, config)
-        if call.out_dtype != call.dtype:
-            reasons.append(f"it gives results of the operands' dtype, {call.dtype}, not {call.out_dtype}")
+        if call.out_dtype != call.lhs.wire:
+            reasons.append(f"it gives results of the dtype of partial sums, {call.lhs.wire}, not {call.out_dtype}")
         return reasons
 
     def check_compiles(self, call: Call, config: Config) -> None:
@@ -55,7 +55,10 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
-        if portable.tiles(call.rows, call.n, config) < config.programs:
+        if call.lhs.bits == 8:
+            # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
+            config = dataclasses.replace(config, block_k=128, block_n=128, num_stages=6, chunk=2048)
+        elif portable.tiles(call.rows, call.n, config) < config.programs:
             # Nothing hides what is sent, so it is sent at once, and by more programs.
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         # The sums of 32 tiles of a rank take three ranks some 16 us: at most this much is left at the end.
@@ -67,7 +70,7 @@ class Hopper(Variant[Call]):
         return dataclasses.replace(config, groups=groups, lag=lag)
 
     def cost(self, call: Call, config: Config) -> float:
-        return hopper.cost(call, math.ceil(call.rows / config.block_m), config)
+        return cost(call, math.ceil(call.rows / config.block_m), config)
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
         tiles, peers, block = exchanged(call, config)
@@ -93,7 +96,7 @@ class Hopper(Variant[Call]):
             "GROUPS": groups,
             "LAG": min(config.lag, groups - 1),
             "CHUNK": config.chunk,
-            "PACE": cycles(call.k, 1, config.programs),
+            "PACE": cycles(length(call), 1, config.programs),
             # The wire takes no more from this many programs together.
             "LAST_PACE": cycles(0, 1, peers * a_group),
             "SUM_PACE": cycles(0, peers, a_group),
@@ -101,8 +104,8 @@ class Hopper(Variant[Call]):
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
         """With one more dimension, as the kernel that scatters has it for the ranks."""
-        rows, rhs, epilogue = operands
-        return hopper.reduce_arrays(rows[None], rhs, epilogue)
+        rows, rhs, epilogue, *scales = operands
+        return hopper.reduce_arrays(rows[None], rhs, epilogue, *scales)
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         return [

@@ -60,7 +60,9 @@ def matmul_reduce_scatter(
         `exact_wire`.
       rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
-        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. By XLA for now: no kernel takes scales.
+        [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. The kernel for many rows
+        on Hopper takes scales where `rhs` has 8 bits, too, and is [N, K], and rows are scattered. Each rank's part
+        travels in bfloat16. None takes XLA for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
       bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
@@ -112,14 +114,15 @@ def matmul_reduce_scatter(
         residual=residual,
     )
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
-    reasons = PRODUCT.unsupported(lhs, rhs, *operands, epilogue=epilogue, **params)
-    reasons = [scaled.NO_KERNEL] if scaling else reasons
+    operands = [*scales, *operands]
+    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    reasons = PRODUCT.unsupported(lhs, rhs, *operands, **params)
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
-        params |= {"rhs_transposed": rhs_transposed, "scaling": scaling}
-        return reference(lhs, rhs, *scales, *operands, epilogue=epilogue, **params)
-    params |= {"rhs_transposed": rhs_transposed, "implementation": implementation, "config": settings}
-    if epilogue:
-        return matmul.bind(with_epilogue_p, lhs, rhs, *operands, epilogue=epilogue, **params)[0]
+        return reference(lhs, rhs, *operands, **params)
+    params |= {"implementation": implementation, "config": settings}
+    if operands or epilogue:
+        return matmul.bind(with_epilogue_p, lhs, rhs, *operands, **params)[0]
+    del params["epilogue"], params["scaling"]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)
 
 
@@ -178,5 +181,5 @@ PRODUCT = product.Product(
 )
 case = PRODUCT.case
 matmul_reduce_scatter_p = PRODUCT.bilinear()
-# With an epilogue.
+# With an epilogue or scales.
 with_epilogue_p = PRODUCT.collective()

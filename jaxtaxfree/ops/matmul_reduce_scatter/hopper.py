@@ -36,7 +36,7 @@ class Config(hopper.Tile):
 class Hopper(Variant[Call]):
     """In a program one warp claims and loads tiles, two groups of four warps multiply, and two warps send tiles."""
 
-    name, Config, kernel = "hopper", Config, matmul_reduce_scatter_hopper_kernel
+    name, Config, kernel, scales = "hopper", Config, matmul_reduce_scatter_hopper_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         return refuses(call, config)
@@ -47,16 +47,20 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
-        if 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
+        if call.lhs.bits == 8:
+            # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
+            config = dataclasses.replace(config, block_k=128, block_n=128, num_stages=6, chunk=2048)
+        elif 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
             return config
-        config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
+        else:
+            config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         if call.world * portable.tiles(call.m, call.n, config) <= config.programs:
             # Nothing hides what is sent, so it is sent at once.
             config = dataclasses.replace(config, pace=0.0)
         return config
 
     def cost(self, call: Call, config: Config) -> float:
-        return hopper.cost(call, call.world * math.ceil(call.m / config.block_m), config)
+        return cost(call, call.world * math.ceil(call.m / config.block_m), config)
 
     def slower(self, call: Call, config: Config) -> str | None:
         del config
@@ -75,12 +79,12 @@ class Hopper(Variant[Call]):
             "signals": {"arrived": (peers, tiles), "tickets": 1},
             "CHUNK": config.chunk,
             "COLUMNS": call.along_columns,
-            "PACE": hopper.pace(config.pace, call.k, wire.itemsize, chunk, config.programs),
+            "PACE": hopper.pace(config.pace, length(call), wire.itemsize, chunk, config.programs),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
-        rows, rhs, epilogue = operands
-        return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, epilogue)
+        rows, rhs, epilogue, *scales = operands
+        return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, epilogue, *scales)
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         other = {"kernel": "portable"}
@@ -96,5 +100,18 @@ class Hopper(Variant[Call]):
 
 def refuses(call: Call, config: Any) -> list[str]:
     """What keeps the kernels for many rows that reduce from taking a call."""
-    reasons = hopper.refuses(call) + hopper.refuses_transposed(call) + hopper.refuses_residual(call)
+    reasons = hopper.refuses(call) + hopper.refuses_blocks(call, config) + hopper.refuses_residual(call)
+    reasons += hopper.refuses_arriving(call, config)
     return reasons + (["it rounds partial sums on their way"] if config.exact_wire else [])
+
+
+def cost(call: Call, row_blocks: int, config: Any) -> float:
+    """As `hopper.cost`; infinite for few rows by weights [N, K], which kernels for few rows take."""
+    if call.rhs_transposed and call.rows <= portable.FEW_ROWS:
+        return math.inf
+    return hopper.cost(call, row_blocks, config)
+
+
+def length(call: Call) -> int:
+    """As `hopper.pace` counts it, in multiplications of 16 bits: of 8 bits two take the time of one."""
+    return call.k * min(call.lhs.bits, 16) // 16
