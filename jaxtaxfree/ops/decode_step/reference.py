@@ -8,17 +8,12 @@ from jax import lax
 
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.epilogue import ACTIVATIONS
 from jaxtaxfree.ops.kv_cache import Placement, append_kv
 from jaxtaxfree.teams import vary
 
 Params = Mapping[str, jax.Array]
 LAYER_FREE = ("final_norm", "unembed", "embed")  # parameters that no layer has
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
 
 
 def run(
@@ -69,25 +64,25 @@ def run(
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
         if placement is None:
             cache = _appended(cache, i, k, v, at, counts)
-            y = _attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
+            y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
             past, y = _attend_along_the_sequence(q, k, v, _of_layer(cache, i), lengths, placement, axes, model)
             cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
-        y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
-        x = x + _scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
+        y = lax.psum(product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
+        x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
-        gate, up = (_product(y, w[name]) for name in ("gate_proj", "up_proj"))
-        y = (_ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
-        y = lax.psum(_product(y, w["down_proj"]), axes).astype(x.dtype)
-        x = x + _scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
+        gate, up = (product(y, w[name]) for name in ("gate_proj", "up_proj"))
+        y = gated(gate, up, model).astype(x.dtype)
+        y = lax.psum(product(y, w["down_proj"]), axes).astype(x.dtype)
+        x = x + scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
         return (x, cache), None
 
     # The cache is carried through the layers, not handed to each: then a donated one is updated where it lies.
     cache = vary(cache[0], axes), vary(cache[1], axes)
     (x, cache), _ = lax.scan(layer, (x, cache), by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
-    return _capped(logits * model.logit_scale, model.logit_soft_cap), cache
+    logits = product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
+    return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
@@ -95,6 +90,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
     x32, w32 = x.astype(jnp.float32), weight.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.norm_eps)
     return (x32 * (1 + w32 if model.norm_plus_one else w32)).astype(x.dtype)
+
+
+def gated(gate: jax.Array, up: jax.Array, model: DecoderSpec) -> jax.Array:
+    """The inner part of a gated MLP, of its two products [..., F]."""
+    return ACTIVATIONS[model.gate_activation](gate) * up
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -106,7 +106,7 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in], in f32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
@@ -118,7 +118,7 @@ def _queries_keys_values(
     """Of y [B, T, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
     found = []
     for name in ("q", "k", "v"):
-        of = _product(y, w[f"{name}_proj"])
+        of = product(y, w[f"{name}_proj"])
         if model.qkv_bias:
             of = of + w[f"{name}_bias"].astype(jnp.float32)
         of = of.astype(y.dtype).reshape(*y.shape[:2], -1, model.head_dim)
@@ -152,7 +152,7 @@ def _appended(
     return put(cache[0], k), put(cache[1], v)
 
 
-def _attend(
+def attend(
     q: jax.Array, past: tuple[jax.Array, jax.Array], at: jax.Array, ends: jax.Array, window: jax.Array,
     model: DecoderSpec,
 ) -> jax.Array:  # fmt: skip
@@ -164,7 +164,7 @@ def _attend(
     grouped = q.reshape(b, t, k, n // k, h)
     how = {"precision": precision, "preferred_element_type": jnp.float32}
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how) * model.score_factor
-    scores = _capped(scores, model.score_soft_cap)
+    scores = capped(scores, model.score_soft_cap)
     slot = jnp.arange(slots)
     there = slot < ends[:, None]
     seen = there[:, None] & (slot <= at[:, :, None]) & (slot >= at[:, :, None] - window)  # [B, T, S]
@@ -204,9 +204,11 @@ def _attend_along_the_sequence(
     return past, y[:, None]
 
 
-def _scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
+def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
+    """A block's result y, as it is added to the residual stream."""
     return y if model.residual_scale == 1 else y * jnp.asarray(model.residual_scale, y.dtype)
 
 
-def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """x between -cap and cap: cap * tanh(x / cap); without a cap x itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)
