@@ -16,19 +16,20 @@ from jax import lax
 
 from jaxtaxfree import routing
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
-from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
+    as_heads,
     attend,
+    attend_along_the_sequence,
     capped,
     gated,
+    precision_of,
     product,
     rms_norm,
-    rotate,
     scaled,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
-from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.moe import moe
 
@@ -54,17 +55,13 @@ class How:
 
     def gather(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> Any:
         """The rows of all ranks, x [M / W, in], times weight [out / W, in], transposed where it lies."""
-        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
         return all_gather_matmul(x, weight, self.axes, **how, **keywords)
 
     def scatter(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> jax.Array:
         """x [M, in / W] times weight [out, in / W], added up over the ranks: [M / W, out]."""
-        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
         return matmul_reduce_scatter(x, weight, self.axes, **how, **keywords)
-
-
-def _precision(x: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def embedded(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], scattered: bool = False) -> jax.Array:
@@ -165,10 +162,7 @@ def _heads(
         if name != "q":  # the rows are here
             of = product(y, w[f"{name}_proj"])
             of = (of + w[f"{name}_bias"].astype(jnp.float32) if model.qkv_bias else of).astype(y.dtype)
-        of = of[: b * t].reshape(b, t, -1, model.head_dim)
-        if name != "v":
-            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
-        made.append(of)
+        made.append(as_heads(name, of[: b * t].reshape(b, t, -1), w, rotation, model))
     return made
 
 
@@ -189,7 +183,7 @@ def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> ja
         chosen, shares = routing.top_k(product(y, w["router"]), model.experts_per_token, normalise=normalise)
         y = moe(
             y, chosen, shares, w["gate_proj"], w["up_proj"], w["down_proj"], how.axes, parallel="tensor",
-            activation=model.gate_activation, precision=_precision(y), implementation=how.implementation,
+            activation=model.gate_activation, precision=precision_of(y), implementation=how.implementation,
         )  # fmt: skip
         return x + scaled(y, model)
     up, y = how.gather(y, w["up_proj"], return_gathered=True, preferred_element_type=jnp.float32)
@@ -238,20 +232,9 @@ def _attend_to_cache(
             for old, new in zip(past, (k, v))
         )
         return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
-    place = {"placement": "round_robin", "block_size": how.placement.stretch, "kv_layout": "BKSH"}
-    q = lax.all_gather(q, how.axes, axis=2, tiled=True)  # of all heads
-    past = append_kv(past, k, v, lengths, how.axes, **place)
-
-    def over(size: int | None) -> jax.Array:
-        return decode_attention(
-            q, past[0], past[1], how.axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
-            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
-            implementation=how.implementation, **place,
-        )  # fmt: skip
-
-    if len(windows) == 1:
-        return past, over(windows[0])
-    return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
+    return attend_along_the_sequence(
+        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation
+    )
 
 
 def placed(fresh: Cache, slots: int, how: How) -> Cache:

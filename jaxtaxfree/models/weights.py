@@ -74,8 +74,7 @@ class Layout:
 
     def partition(self, axis: Any) -> dict[str, P]:
         """How the ranks share each parameter."""
-        sharded = {"embed": 0} | self.model.sharded(self.by_heads)
-        return {name: P() if at is None else P(*[None] * at, axis) for name, at in sharded.items()}
+        return {"embed": P(axis)} | self.model.partition_specs(axis, self.by_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
 """What `decode_step` means, in plain `lax`: a dense decoder of any family that `DecoderSpec` describes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,10 @@ def run(
             cache = _appended(cache, i, k, v, at, counts)
             y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
-            past, y = _attend_along_the_sequence(q, k, v, _of_layer(cache, i), lengths, placement, axes, model)
+            past = _of_layer(cache, i)
+            past, y = attend_along_the_sequence(
+                q, k, v, past, lengths, model.windows[:1], 0, placement, axes, model, "xla"
+            )
             cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
         y = lax.psum(product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
@@ -106,10 +109,14 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
+def precision_of(x: jax.Array) -> lax.Precision | None:
+    """Of products of x: operands of f32 are not rounded."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in], in f32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x), preferred_element_type=jnp.float32)
 
 
 def _queries_keys_values(
@@ -121,11 +128,18 @@ def _queries_keys_values(
         of = product(y, w[f"{name}_proj"])
         if model.qkv_bias:
             of = of + w[f"{name}_bias"].astype(jnp.float32)
-        of = of.astype(y.dtype).reshape(*y.shape[:2], -1, model.head_dim)
-        if name != "v":
-            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
-        found.append(of)
+        found.append(as_heads(name, of.astype(y.dtype), w, rotation, model))
     return found
+
+
+def as_heads(
+    name: str, x: jax.Array, w: Params, rotation: tuple[jax.Array, jax.Array], model: DecoderSpec
+) -> jax.Array:
+    """The heads [B, T, heads, H] of a product [B, T, heads * H]: "q" and "k" are normalised and rotated, "v" is not."""
+    x = x.reshape(*x.shape[:2], -1, model.head_dim)
+    if name == "v":
+        return x
+    return rotate(rms_norm(x, w[f"{name}_norm"], model) if model.qk_norm else x, rotation)
 
 
 def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -160,9 +174,8 @@ def attend(
     b, t, n, h = q.shape
     keys, values = past[0].astype(q.dtype), past[1].astype(q.dtype)
     k, slots = keys.shape[1:3]
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(b, t, k, n // k, h)
-    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    how = {"precision": precision_of(q), "preferred_element_type": jnp.float32}
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how) * model.score_factor
     scores = capped(scores, model.score_soft_cap)
     slot = jnp.arange(slots)
@@ -179,29 +192,34 @@ def attend(
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, h).astype(q.dtype)
 
 
-def _attend_along_the_sequence(
-    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, placement: Placement,
-    axes: tuple[str, ...], model: DecoderSpec,
+def attend_along_the_sequence(
+    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, windows: Sequence[int | None],
+    window: int | jax.Array, placement: Placement, axes: tuple[str, ...], model: DecoderSpec,
+    implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
-    """The same over a cache of which each rank has some positions of all heads, [B, K, S, H]."""
-    q = lax.all_gather(q[:, 0], axes, axis=1, tiled=True)  # [B, N, H]
-    past = append_kv(past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH")
-    y = decode_attention(
-        q,
-        past[0],
-        past[1],
-        axes,
-        scale=model.score_factor,
-        key_value_seq_lengths=lengths + 1,
-        local_window_size=model.windows[0],
-        logits_soft_cap=model.score_soft_cap,
-        output="heads",
-        implementation="xla",
-        placement="round_robin",
-        block_size=placement.stretch,
-        kv_layout="BKSH",
-    )
-    return past, y[:, None]
+    """As `attend`, of one new token, over a cache of which each rank has some positions of all heads.
+
+    Args:
+      q, k, v: of the new token, [B, 1, heads, H]: queries of this rank's heads, keys and values of all.
+      past: keys and values, [B, K, S, H].
+      windows: those that a layer may have; `window` says which of them this one has.
+
+    Returns: (keys and values with those of the new token, [B, 1, heads, H]).
+    """
+    place = {"placement": "round_robin", "block_size": placement.stretch, "kv_layout": "BKSH"}
+    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
+    past = append_kv(past, k, v, lengths, axes, **place)
+
+    def over(size: int | None) -> jax.Array:
+        return decode_attention(
+            q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
+            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
+            implementation=implementation, **place,
+        )  # fmt: skip
+
+    if len(windows) == 1:
+        return past, over(windows[0])
+    return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
 
 
 def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:

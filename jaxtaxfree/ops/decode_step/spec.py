@@ -3,6 +3,8 @@
 import dataclasses
 from collections.abc import Sequence
 
+from jax.sharding import PartitionSpec
+
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `ops.epilogue` calls them
 
 
@@ -176,6 +178,11 @@ class DecoderSpec:
         into, out = (3, 2) if self.experts else (1, 2)
         rows |= {"gate_proj": into, "up_proj": into, "down_proj": out, "o_proj": 2, "embed": 0, "unembed": 0}
         return {name: rows.get(name) for name in self.param_shapes()}
+
+    def partition_specs(self, axis_name: str | tuple[str, ...], by_heads: bool = True) -> dict[str, PartitionSpec]:
+        """The PartitionSpec of each parameter of the whole model, along the axes that `decode_step` gets."""
+        sharded = self.sharded(by_heads).items()
+        return {name: PartitionSpec() if at is None else PartitionSpec(*[None] * at, axis_name) for name, at in sharded}
 
 
 def _in_turn[T](entries: Sequence[T], count: int) -> tuple[T, ...]:
