@@ -146,10 +146,8 @@ MUTANTS = {
         module=phases,
         edits=(
             (
-                "rings.fetch_rows(ring, position, given.gate, row, SIZES.D)\n        position = rings.fetch_rows("
-                "ring, position, given.up,",
-                "rings.fetch_rows(ring, position, given.up, row, SIZES.D)\n        position = rings.fetch_rows("
-                "ring, position, given.gate,",
+                "given.gate, row, SIZES.D, SIZES.IN_FLIGHT)\n        position = rings.fetch_rows(ring, position, given.up,",
+                "given.up, row, SIZES.D, SIZES.IN_FLIGHT)\n        position = rings.fetch_rows(ring, position, given.gate,",
             ),
         ),
         errors=(AssertionError,),
