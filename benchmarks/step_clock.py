@@ -11,7 +11,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -43,7 +42,7 @@ def times_of(problem, config=None, steps=STEPS, implementation=None):
         def step(carry, _):
             after = lax.optimization_barrier((x.astype(jnp.float32), carry))[0]
             arrays = chosen.variant.arrays(call, params, after, cache, lengths, *(table[None] for table in tables))
-            how: dict[str, Any] = {"axis_name": AXIS, "implementation": implementation, **chosen.keywords}
+            how = {"axis_name": AXIS, "implementation": implementation, **chosen.keywords}
             logits, _, _, times = shmem_call(chosen.variant.kernel, *arrays, **how)
             return logits, times
 

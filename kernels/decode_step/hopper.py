@@ -283,8 +283,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, None, x, new, kept, sums, met, 2 * layer, phase + 3, mlp_norm,
-            times, factor, SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, kept.heads, None, x, new, kept, sums, met, 2 * layer, phase + 3, mlp_norm, times,
+            factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         position = phases.gate(me, ring, position, given, kept, told, layer, norms, times, factor, SIZES)
@@ -298,8 +298,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, told, met, SIZES: gl.co
         if SIZES.TOLD:
             box = phases.told_of(me, told, layer, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, box, kept.stream, after, kept, sums, met, 2 * layer + 1,
-            phase + 5 - SIZES.TOLD, before, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, kept.hidden, box, kept.stream, after, kept, sums, met, 2 * layer + 1, phase + 5 - SIZES.TOLD, before,
+            times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = after
         if SIZES.POST_NORMS:

@@ -12,9 +12,8 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree.ops.decode_step.hopper import Hopper
-from jaxtaxfree.target import target_of
-from tests.helpers.decode_steps import call_of, refusals
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.target import HOPPER, target_of
 from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
 
 PROMPTS = (5, 1, 7)  # tokens of each sequence
@@ -162,13 +161,16 @@ def test_errors():
 
 def test_what_the_kernel_does_not_take():
     """It names all that is missing, and None takes XLA for it."""
-    f32 = np.dtype(np.float32)
-    call = call_of(FAMILIES["gemma-2-9b"], 2, 17, slots=64, dtype=f32, cache_dtype=f32)
-    found = refusals(call)
+    call = Call(
+        model=FAMILIES["gemma-2-9b"], world=2, batch=17, tokens=1, slots=64, positions=64, dtype=np.dtype(np.float32),
+        cache_dtype=np.dtype(np.float32), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    kernel = Hopper()
+    found = kernel.refuses(call, kernel.by_shape(call, {}))
     for part in ("weights of bfloat16 and float16, not float32", "1 to 16 sequences, not 17", "post_norms"):
         assert any(part in reason for reason in found), found
     other = dataclasses.replace(call, target=target_of(100), tokens=3, by_heads=False)
-    found = refusals(other)
+    found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
         assert any(part in reason for reason in found), found
     with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*float32"):
@@ -182,7 +184,11 @@ def test_what_the_kernel_takes(family, world):
     model = FAMILIES[family]
     if model.kv_heads % world:
         pytest.skip("the ranks do not divide the key/value heads")
-    call, kernel = call_of(model, world, slots=4096), Hopper()
+    call = Call(
+        model=model, world=world, batch=1, tokens=1, slots=4096, positions=4096, dtype=np.dtype(jnp.bfloat16),
+        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    kernel = Hopper()
     config = kernel.by_shape(call, {})
     assert kernel.refuses(call, config) == []
     for name, (rows, groups, width) in kernel.blocks(call, config).items():

@@ -111,7 +111,6 @@ TAKEN = "    block = view(ring, stage, desc).load(LAYOUT)\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1 + FIRST) * SIZES.PROGRAMS"
-ROWS = "        position = rings.fetch_rows(ring, position, given.{}, row, SIZES.D, SIZES.IN_FLIGHT)\n"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
 MUTANTS = {
@@ -147,8 +146,10 @@ MUTANTS = {
         module=phases,
         edits=(
             (
-                ROWS.format("gate") + ROWS.format("up"),
-                ROWS.format("up") + ROWS.format("gate"),
+                "rings.fetch_rows(ring, position, given.gate, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.up,",
+                "rings.fetch_rows(ring, position, given.up, row, SIZES.D)\n        position = rings.fetch_rows("
+                "ring, position, given.gate,",
             ),
         ),
         errors=(AssertionError,),

@@ -85,8 +85,8 @@ class Config(Settings):
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
-      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all
-        of them, so more than keep the memory busy make phases longer.
+      in_flight: how many blocks are on their way into the ring at a time, at most. A fence of a program waits for all of
+        them, so more than keep the memory busy make phases longer.
       told: whether programs tell each other the MLP's inner part, word by word, rather than meet behind it. The words
         take 8 * layers * programs * B * d_mlp / ranks bytes. Not with `post_norms`, or more than 4 sequences.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
