@@ -177,7 +177,7 @@ def _replicated(
     with jax.named_scope("unembed"):
         logits = multiply(transformer.rms_norm(x, params["final_norm"]), params["unembed"])
     logits = logits.astype(jnp.float32)
-    return logits, caches, transformer.likeliest(logits, AXIS, implementation)
+    return logits, caches, _likeliest(logits, implementation)
 
 
 def _sharded(
@@ -194,7 +194,7 @@ def _sharded(
     of_rank = partial(lax.dynamic_slice_in_dim, start_index=lax.axis_index(AXIS) * own, slice_size=own)
     x, cache = transformer.next_token(params, cache, of_rank(token), lengths, cfg, AXIS, "fused")
     logits = transformer.logits_shard(params, x, AXIS, "fused")
-    return logits, cache, jax.tree.map(of_rank, transformer.likeliest(logits, AXIS, "fused"))
+    return logits, cache, jax.tree.map(of_rank, _likeliest(logits, "fused"))
 
 
 def _whole(
@@ -213,8 +213,13 @@ def _whole(
         params["stacked"], params["embed"][token], cache, lengths, AXIS, model=_spec_of(cfg, cache[0].shape[0]),
         cos=cos, sin=sin, implementation=implementation, config=config,
     )  # fmt: skip
-    logit, last = jtf.top_k(logits, 1, AXIS, implementation=implementation)
-    return logits, cache, (logit[:, 0], last[:, 0])
+    return logits, cache, _likeliest(logits, implementation)
+
+
+def _likeliest(logits: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    """Of logits [B, V / W] each sequence's largest and its token, [B] each, on every rank."""
+    logit, token = jtf.top_k(logits, 1, AXIS, implementation=implementation)
+    return logit[:, 0], token[:, 0]
 
 
 def _spec_of(cfg: transformer.Config, layers: int) -> jtf.DecoderSpec:
@@ -293,10 +298,7 @@ def _by_name(params: transformer.Params) -> Params:
 # One spec for a parameter of all layers.
 _SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
 _SPECS["layers"] = _SPECS["layers"][0]
-_STACKED = {
-    name: P() if at is None else P(*[None] * at, AXIS)
-    for name, at in _spec_of(transformer.Config(), 1).sharded().items()
-}
+_STACKED = _spec_of(transformer.Config(), 1).partition_specs(AXIS)
 _ALL_SPECS = _SPECS | {"stacked": _STACKED, "tables": (P(), P())}
 _BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
 _WHOLE, _BY_TOKENS = (P(None, AXIS), P(None, None)), (P(None, AXIS), P(None, AXIS))

@@ -76,7 +76,7 @@ class Problem:
         self.model, self.world, self.b, self.slots = model, world, b, slots
         self.mesh = Mesh(np.array(jax.devices()[:world]).reshape(world, 1), (AXIS, ONE))
         key = jax.random.key(seed)
-        self.specs = {n: P() if at is None else P(*[None] * at, AXIS) for n, at in model.sharded().items()}
+        self.specs = model.partition_specs(AXIS)
         self.params = {}
         for i, (name, shape) in enumerate(model.param_shapes().items()):
             self.params[name] = self.make(jax.random.fold_in(key, i), shape, shape[-1] ** -0.5, self.specs[name])

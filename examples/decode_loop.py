@@ -195,7 +195,7 @@ class Generator:
     ) -> None:
         """The same two programs, and operands of which the ranks share the weights and the cache by heads."""
         spec = transformer.whole_spec(cfg, mesh.size)
-        specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in spec.sharded().items()}
+        specs = spec.partition_specs("tp")
         by_heads = (P(None, None, "tp"),) * 2
         length = prompts.shape[1] + n_tokens
 

@@ -373,23 +373,8 @@ def greedy(logits: jax.Array, axis_name: str = "tp", implementation: str | None 
     """logits [B, V / W] -> the likeliest token of each of this rank's sequences, [B / W]."""
     with jax.named_scope("greedy"):
         own = logits.shape[0] // lax.axis_size(axis_name)
-        _, token = likeliest(logits, axis_name, implementation)
+        token = jtf.sample_greedy(logits, axis_name, implementation=implementation)
         return lax.dynamic_slice_in_dim(token, lax.axis_index(axis_name) * own, own)
-
-
-def likeliest(
-    logits: jax.Array, axis_name: str = "tp", implementation: str | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """logits [B, V / W] -> the likeliest token of each sequence and its logit, [B] each, on every rank.
-
-    Of equal logits the smallest token wins, within a rank and between ranks (argmax takes the first, and ranks are
-    gathered in the order of the vocabulary), so the token is the one that an argmax over V would give.
-    """
-    candidates = jnp.max(logits, axis=1), jnp.argmax(logits, axis=1) + lax.axis_index(axis_name) * logits.shape[1]
-    best, token = jtf.all_gather(candidates, axis_name, implementation=implementation)  # [W, B] each
-    owner = jnp.argmax(best, axis=0)[None]  # [1, B]
-    of_owner = lambda x: jnp.take_along_axis(x, owner, axis=0)[0]  # noqa: E731
-    return of_owner(best), of_owner(token).astype(jnp.int32)
 
 
 def prefill(

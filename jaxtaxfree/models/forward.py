@@ -14,14 +14,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtaxfree.models.experts import mixture
+from jaxtaxfree import routing
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
-from jaxtaxfree.ops.decode_attention import decode_attention
-from jaxtaxfree.ops.decode_step import plain
-from jaxtaxfree.ops.decode_step.reference import rms_norm, rotate
+from jaxtaxfree.ops.decode_step.reference import (
+    LAYER_FREE,
+    as_heads,
+    attend,
+    attend_along_the_sequence,
+    capped,
+    gated,
+    precision_of,
+    product,
+    rms_norm,
+    scaled,
+)
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
-from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
+from jaxtaxfree.ops.moe import moe
 
 Cache = tuple[jax.Array, jax.Array]
 QUERIES = 512  # of a prompt at a time, in attention: the scores of one block are in memory
@@ -45,17 +55,13 @@ class How:
 
     def gather(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> Any:
         """The rows of all ranks, x [M / W, in], times weight [out / W, in], transposed where it lies."""
-        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
         return all_gather_matmul(x, weight, self.axes, **how, **keywords)
 
     def scatter(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> jax.Array:
         """x [M, in / W] times weight [out, in / W], added up over the ranks: [M / W, out]."""
-        how = {"precision": _precision(x), "rhs_transposed": True, "implementation": self.implementation}
+        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
         return matmul_reduce_scatter(x, weight, self.axes, **how, **keywords)
-
-
-def _precision(x: jax.Array) -> lax.Precision | None:
-    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
 
 def embedded(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], scattered: bool = False) -> jax.Array:
@@ -101,7 +107,7 @@ def run(
     x = x * jnp.asarray(model.embedding_scale, x.dtype)
     windows = sorted(set(model.window_by_layer), key=lambda window: -1 if window is None else window)
     by_layer = (
-        {name: w for name, w in params.items() if name not in plain.LAYER_FREE},
+        {name: w for name, w in params.items() if name not in LAYER_FREE},
         cache,
         jnp.asarray([windows.index(window) for window in model.window_by_layer], jnp.int32),
         jnp.asarray(model.table_by_layer, jnp.int32),
@@ -127,8 +133,8 @@ def run(
         logits = how.gather(x, unembed, preferred_element_type=jnp.float32)[: b * t].reshape(b, t, -1)
     else:
         last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
-        logits = plain._product(_rows(x, last, how.axes), unembed)
-    return plain._capped(logits * model.logit_scale, model.logit_soft_cap), cache
+        logits = product(_rows(x, last, how.axes), unembed)
+    return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
 def _filled(x: jax.Array, world: int) -> jax.Array:
@@ -154,12 +160,9 @@ def _heads(
     for name in ("q", "k", "v"):
         of = q
         if name != "q":  # the rows are here
-            of = plain._product(y, w[f"{name}_proj"])
+            of = product(y, w[f"{name}_proj"])
             of = (of + w[f"{name}_bias"].astype(jnp.float32) if model.qkv_bias else of).astype(y.dtype)
-        of = of[: b * t].reshape(b, t, -1, model.head_dim)
-        if name != "v":
-            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
-        made.append(of)
+        made.append(as_heads(name, of[: b * t].reshape(b, t, -1), w, rotation, model))
     return made
 
 
@@ -168,18 +171,24 @@ def _added(x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None
     if norm is None and how.model.residual_scale == 1:
         return how.scatter(y, weight, residual=x)
     y = how.scatter(y, weight)
-    return x + plain._scaled(y if norm is None else rms_norm(y, norm, how.model), how.model)
+    return x + scaled(y if norm is None else rms_norm(y, norm, how.model), how.model)
 
 
 def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> jax.Array:
     """The residual stream x after the MLP of y, both [M / W, D]."""
     model = how.model
     if model.experts:
-        y = mixture(w, y, how.axes, model=model, implementation=how.implementation)
-        return x + plain._scaled(y, model)
+        # Mixtral's softmax over the chosen ones is the one over all, divided by their sum.
+        normalise = "sum" if model.normalized_experts else "none"
+        chosen, shares = routing.top_k(product(y, w["router"]), model.experts_per_token, normalise=normalise)
+        y = moe(
+            y, chosen, shares, w["gate_proj"], w["up_proj"], w["down_proj"], how.axes, parallel="tensor",
+            activation=model.gate_activation, precision=precision_of(y), implementation=how.implementation,
+        )  # fmt: skip
+        return x + scaled(y, model)
     up, y = how.gather(y, w["up_proj"], return_gathered=True, preferred_element_type=jnp.float32)
-    gate = plain._product(y, w["gate_proj"])
-    y = (plain._ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
+    gate = product(y, w["gate_proj"])
+    y = gated(gate, up, model).astype(x.dtype)
     return _added(x, y, w["down_proj"], w.get("post_mlp_norm"), how)
 
 
@@ -200,7 +209,7 @@ def _attend_to_prompt(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Arra
 
     def of_block(first: Any, q: jax.Array) -> jax.Array:
         at = jnp.broadcast_to(first + jnp.arange(q.shape[1], dtype=jnp.int32), q.shape[:2])
-        return plain._attend(q, past, at, ends, window, how.model)
+        return attend(q, past, at, ends, window, how.model)
 
     if t <= 2 * QUERIES or t % QUERIES:
         return of_block(0, q)
@@ -222,23 +231,10 @@ def _attend_to_cache(
             old.at[sequence, head, slot].set(new[:, 0].astype(old.dtype), mode="drop", unique_indices=True)
             for old, new in zip(past, (k, v))
         )
-        return (keys, values), plain._attend(
-            q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model
-        )
-    place = {"placement": "round_robin", "block_size": how.placement.stretch, "kv_layout": "BKSH"}
-    q = lax.all_gather(q, how.axes, axis=2, tiled=True)  # of all heads
-    past = append_kv(past, k, v, lengths, how.axes, **place)
-
-    def over(size: int | None) -> jax.Array:
-        return decode_attention(
-            q, past[0], past[1], how.axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
-            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
-            implementation=how.implementation, **place,
-        )  # fmt: skip
-
-    if len(windows) == 1:
-        return past, over(windows[0])
-    return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
+        return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
+    return attend_along_the_sequence(
+        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation
+    )
 
 
 def placed(fresh: Cache, slots: int, how: How) -> Cache:

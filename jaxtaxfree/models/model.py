@@ -289,6 +289,11 @@ class Model:
         placement = None if self.by_heads else Placement(stretch=BLOCK, slots=slots)
         return How(model=self.spec, axes=self.axes, implementation=self.implementation, placement=placement)
 
+    def _drawn(self, sampling: Sampling) -> Callable[[jax.Array, jax.Array], jax.Array]:
+        """The sampler: (logits, key) -> token."""
+        how = {"vocab": self.config.spec.vocab, "implementation": self.implementation}
+        return functools.partial(next_tokens, axes=self.axes, sampling=sampling, **how)
+
     def _logits_program(self) -> Any:
         def logits(params: Any, tokens: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             none = jnp.zeros(tokens.shape[:1], jnp.int32)
@@ -297,28 +302,26 @@ class Model:
         return self._on_mesh(logits, (self._specs, P(), P(), P()), P(None, None, self.axes))
 
     def _read_program(self, slots: int, sampling: Sampling) -> Any:
-        how = self._how(slots)
+        how, draw = self._how(slots), self._drawn(sampling)
 
         def read(
             params: Any, tokens: jax.Array, counts: jax.Array, cos: jax.Array, sin: jax.Array, key: jax.Array
         ) -> tuple[jax.Array, Cache]:
             logits, fresh = forward.run(params, tokens, None, jnp.zeros_like(counts), counts, cos, sin, how)
-            token = next_tokens(
-                logits, jax.random.fold_in(key, 0), self.axes, sampling=sampling, vocab=self.config.spec.vocab
-            )
+            token = draw(logits, jax.random.fold_in(key, 0))
             return token, forward.placed(fresh, slots, how)
 
         return self._on_mesh(read, (self._specs, *[P()] * 5), (P(), self._cache_specs))
 
     def _step_program(self, batch: int, slots: int, sampling: Sampling) -> Any:
+        draw = self._drawn(sampling)
+
         def step(
             by: Callable[..., Any], params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
             sin: jax.Array, key: jax.Array, count: jax.Array,
         ) -> tuple[jax.Array, jax.Array, Cache]:  # fmt: skip
             logits, cache = by(params, cache, token, lengths, cos, sin)
-            token = next_tokens(
-                logits, jax.random.fold_in(key, count), self.axes, sampling=sampling, vocab=self.config.spec.vocab
-            )
+            token = draw(logits, jax.random.fold_in(key, count))
             return token, lengths + 1, cache
 
         def made(by: Callable[..., Any]) -> Any:

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtaxfree.ops.sampling import sample_greedy, sample_top_k
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -34,7 +36,13 @@ class Sampling:
 
 
 def next_tokens(
-    logits: jax.Array, key: jax.Array, axes: tuple[str, ...], *, sampling: Sampling, vocab: int
+    logits: jax.Array,
+    key: jax.Array,
+    axes: tuple[str, ...],
+    *,
+    sampling: Sampling,
+    vocab: int,
+    implementation: str | None = None,
 ) -> jax.Array:
     """A token of each sequence, the same on every rank.
 
@@ -42,21 +50,17 @@ def next_tokens(
       logits: f32 [B, V / W], of this rank's part of the vocabulary.
       key: of `jax.random`, the same on every rank; another one in each step.
       vocab: tokens that there are. Those behind them only fill the ranks' parts.
+      implementation: as in `sample_top_k`.
 
     Returns: i32[B].
     """
     own = logits.shape[-1]
-    ids = own * lax.axis_index(axes) + jnp.arange(own)
-    logits = jnp.where(ids < vocab, logits, -jnp.inf)
+    if vocab < own * lax.axis_size(axes):
+        ids = own * lax.axis_index(axes) + jnp.arange(own)
+        logits = jnp.where(ids < vocab, logits, -jnp.inf)
     if not sampling.temperature:
-        at = jnp.argmax(logits, axis=-1)  # the first of equal ones, here and between ranks
-        best = jnp.take_along_axis(logits, at[:, None], axis=-1)[:, 0]
-        best, tokens = lax.all_gather((best, ids[at]), axes)  # [W, B] each
-        return jnp.take_along_axis(tokens, jnp.argmax(best, axis=0)[None], axis=0)[0].astype(jnp.int32)
-    logits = lax.all_gather(logits, axes, axis=1, tiled=True) / sampling.temperature
-    scores, tokens = lax.top_k(logits, min(sampling.top_k or vocab, vocab))
-    chances = jax.nn.softmax(scores, axis=-1)
-    before = jnp.cumsum(chances, axis=-1) - chances
-    kept = (before < sampling.top_p) | (jnp.arange(scores.shape[-1]) == 0)
-    drawn = jax.random.categorical(key, jnp.where(kept, scores, -jnp.inf), axis=-1)
-    return jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)
+        return sample_greedy(logits, axes, implementation=implementation)
+    return sample_top_k(
+        logits, key, axes, k=min(sampling.top_k or vocab, vocab), temperature=sampling.temperature,
+        top_p=sampling.top_p, implementation=implementation,
+    )  # fmt: skip

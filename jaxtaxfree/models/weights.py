@@ -74,8 +74,7 @@ class Layout:
 
     def partition(self, axis: Any) -> dict[str, P]:
         """How the ranks share each parameter."""
-        sharded = {"embed": 0} | self.model.sharded(self.by_heads)
-        return {name: P() if at is None else P(*[None] * at, axis) for name, at in sharded.items()}
+        return {"embed": P(axis)} | self.model.partition_specs(axis, self.by_heads)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +87,7 @@ class Source:
       shape: of one of them, as it is to be.
       head: rows of a head if heads are copied, else 0.
       copies: of each head.
+      transposed: whether `shape` is that of the tensor, transposed.
     """
 
     tensors: tuple[Tensor, ...]
@@ -95,6 +95,7 @@ class Source:
     shape: tuple[int, ...]
     head: int = 0
     copies: int = 1
+    transposed: bool = False
 
 
 class Weights:
@@ -143,20 +144,23 @@ class Weights:
         depth = {"embed": 0, "unembed": 0, "final_norm": 0}.get(name, 1)
         if spec.experts and name in ("gate_proj", "up_proj", "down_proj"):
             depth = 2
-        lead, found = shape[:depth], []
+        # An expert's weights are [in, out] where they are multiplied, and [out, in] in the file.
+        lead, wanted, transposed = shape[:depth], stored[depth:], depth == 2
+        wanted, found = wanted[::-1] if transposed else wanted, []
         for of in self._names(name, lead):
             self._used.add(of)
             tensor = self.checkpoint.tensors.get(of)
             if tensor is None:
                 self._wrong.append(f"{of} is missing")
-            elif tensor.shape != stored[depth:]:
-                self._wrong.append(f"{of} is {list(tensor.shape)} and should be {list(stored[depth:])}")
+            elif tensor.shape != wanted:
+                self._wrong.append(f"{of} is {list(tensor.shape)} and should be {list(wanted)}")
             else:
                 found.append(tensor)
                 self._check_dtype(tensor)
         copied = self.layout.copies > 1 and name in ("k_proj", "v_proj", "k_bias", "v_bias")
         head = spec.head_dim if copied else 0
-        return Source(tensors=tuple(found), lead=lead, shape=shape[depth:], head=head, copies=self.layout.copies)
+        of_heads = {"head": head, "copies": self.layout.copies}
+        return Source(tensors=tuple(found), lead=lead, shape=shape[depth:], transposed=transposed, **of_heads)
 
     def _check_dtype(self, tensor: Tensor) -> None:
         name = tensor.name
@@ -203,6 +207,7 @@ class Weights:
     def _read(self, source: Source, tensor: Tensor, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
         """A part of one tensor, as it is to be."""
         at = tuple(slice(*of.indices(size)) for of, size in zip(index, source.shape))
+        at = at[::-1] if source.transposed else at
         rows = np.arange(at[0].start, at[0].stop)
         if source.head:  # of neighbouring copies, those of one head
             rows = rows // (source.head * source.copies) * source.head + rows % source.head
@@ -221,7 +226,7 @@ class Weights:
             part = part[rows - first]
         if behind:
             part = np.pad(part, [(0, behind)] + [(0, 0)] * (part.ndim - 1))
-        return part.astype(dtype, copy=False)
+        return (part.T if source.transposed else part).astype(dtype, copy=False)
 
     def place(
         self, mesh: Mesh, axis: Any, dtype: np.dtype, progress: Callable[[int], None] | None = None

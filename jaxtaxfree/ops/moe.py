@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree import routing
+from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
@@ -51,6 +52,7 @@ def moe(
     capacity: int | None = None,
     shared: Sequence[jax.Array | None] | None = None,
     return_dropped: bool = False,
+    precision: Any = None,
     implementation: str | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> Any:
@@ -78,11 +80,12 @@ def moe(
       shared: (w_gate, w_up, w_down) of an expert that every token has, with weight 1: [D, F'] and [F', D], the same on
         all ranks; along a tensor axis [D, F' / W] and [F' / W, D].
       return_dropped: return also how many choices were dropped on all ranks, i32[], the same on each.
+      precision: as of `ragged_dot`, of all products.
       implementation: as of `ragged_dot`, of all kernels.
       config: of `ragged_dot`.
 
     Returns: [T, D] of the dtype of x. A token's results are added in f32 in the order of its choices, and the ranks'
-      parts along a tensor axis, or of replicated tokens, by `lax`.
+      parts along a tensor axis, or of replicated tokens, by `psum_scatter` and `psum` of this library.
 
     Raises:
       ValueError: if the arrays do not fit together, or a keyword is none of these.
@@ -100,16 +103,16 @@ def moe(
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
         return (x, jnp.int32(0)) if return_dropped else x
-    how = {"implementation": implementation, "config": config}
+    how = {"precision": precision, "implementation": implementation, "config": config}
     multiply = functools.partial(_multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, activation=activation, how=how)
-    everything = [x, experts, weights]
-    if kind.tensor and not kind.replicated:
-        everything = [lax.all_gather(each, kind.tensor, tiled=True) for each in everything]
-    all_x, experts, weights = everything
     # What is no expert is behind the last one.
     count = w_up.shape[0] * lax.axis_size(kind.expert)
     inside = (experts >= 0) & (experts < count)
     experts = jnp.where(inside, experts, count).astype(jnp.int32)
+    all_x = x
+    if kind.tensor and not kind.replicated:
+        all_x = all_gather(x, kind.tensor, tiled=True, implementation=implementation)
+        experts, weights = _gathered(experts, weights, kind.tensor, implementation)
     if kind.expert and not kind.replicated:
         rows, kept = _exchanged(all_x, experts, count, kind.expert, capacity, multiply, implementation)
     else:
@@ -119,16 +122,13 @@ def moe(
     for choice in range(experts.shape[1]):
         out = out + weights[:, choice, None].astype(jnp.float32) * rows[:, choice].astype(jnp.float32)
     if kind.replicated and kind.expert:
-        out = lax.psum(vary(out, kind.expert), kind.expert)
+        out = psum(vary(out, kind.expert), kind.expert, implementation=implementation)
     if shared is not None:
-        out = out + _shared(all_x, shared, activation)
+        out = out + _shared(all_x, shared, activation, precision)
     if kind.tensor:
         out = vary(out, kind.tensor)
-        out = (
-            lax.psum(out, kind.tensor)
-            if kind.replicated
-            else lax.psum_scatter(out, kind.tensor, scatter_dimension=0, tiled=True)
-        )
+        add = psum if kind.replicated else functools.partial(psum_scatter, tiled=True)
+        out = add(out, kind.tensor, implementation=implementation)
     out = out.astype(x.dtype)
     return (out, _dropped(experts.size, kept, kind)) if return_dropped else out
 
@@ -169,6 +169,16 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
         )
     if w_gate is not None and jnp.shape(w_gate) != w_up.shape:
         raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
+
+
+def _gathered(
+    experts: jax.Array, weights: jax.Array, axes: tuple[str, ...], implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Both [T, k], of all ranks, in one message: floats, which hold the number of every expert."""
+    wide = jnp.promote_types(weights.dtype, jnp.float32)
+    both = jnp.concatenate([weights.astype(wide), experts.astype(wide)], axis=1)
+    weights, found = jnp.split(all_gather(both, axes, tiled=True, implementation=implementation), 2, axis=1)
+    return lax.stop_gradient(found).astype(jnp.int32), weights
 
 
 def _multiply(
@@ -249,12 +259,12 @@ def _exchanged(
     return found[place], jnp.sum(sizes[:, me])
 
 
-def _shared(x: jax.Array, shared: Sequence[Any], activation: Any) -> jax.Array:
+def _shared(x: jax.Array, shared: Sequence[Any], activation: Any, precision: Any) -> jax.Array:
     """The result of the expert that every token has, f32."""
     gate, up, down = shared
     name = activation_name("moe", activation)
     activate = ACTIVATIONS[name] if name else lambda each: each
-    multiply = functools.partial(jnp.matmul, preferred_element_type=jnp.float32)
+    multiply = functools.partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
     hidden = multiply(x, up)
     hidden = activate(hidden) if gate is None else activate(multiply(x, gate)) * hidden
     return multiply(hidden.astype(x.dtype), down)

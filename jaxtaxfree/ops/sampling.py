@@ -20,7 +20,7 @@ def top_k(
     """`lax.top_k` along a last dimension that is sharded: the k largest of all ranks, and where they are.
 
     Call it inside `jax.shard_map`. Ranks exchange their own k largest and no more, in one `all_gather` of 8 k bytes for
-    each row and rank.
+    each row and rank; where a rank has no more than k, all that it has.
 
     Args:
       x: this rank's part [..., V / W] of floats of up to 32 bits; the parts lie in the order of the ranks.
@@ -45,11 +45,16 @@ def top_k(
     size, world = x.shape[-1], lax.axis_size(axes)
     if not 1 <= k <= size * world:
         raise ValueError(f"top_k must take from 1 to {size * world} of {size * world} values, not {k}.")
+    if k > 1 and k >= size:
+        # All that a rank has is asked for, so nothing is sorted before the whole is, and positions need not travel.
+        whole = all_gather(x, axes, axis=x.ndim - 1, tiled=True, implementation=implementation)
+        values, positions = lax.top_k(whole, k)
+        return values, positions.astype(jnp.int32)
     if k == 1:
         at = jnp.argmax(x, axis=-1, keepdims=True)
         own = jnp.take_along_axis(x, at, axis=-1)
     else:
-        own, at = _largest(x, min(k, size))
+        own, at = _largest(x, k)
     at = at.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
     # One message: values travel as the bits of an f32, which holds every narrower float.
     pair = jnp.stack([lax.bitcast_convert_type(own.astype(jnp.float32), jnp.int32), at], axis=-2)

@@ -14,7 +14,7 @@ from benchmarks.operations import OPERATIONS
 from jaxtaxfree import dispatch
 from jaxtaxfree.ops.decode_step import case
 from jaxtaxfree.teams import Team
-from tests.helpers.decode_loops import CACHES, specs_of
+from tests.helpers.decode_loops import CACHES
 from tests.helpers.decoders import FAMILIES, tiny
 from tests.helpers.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
 
@@ -58,7 +58,7 @@ def test_a_row_decides(monkeypatch, fused_us):
     assert dispatch.config(case_of(model, b=1, slots=64)) is None
 
     mesh, shapes = mesh_of(WORLD), model.param_shapes()
-    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in specs_of(model).items()}
+    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in model.partition_specs("tp").items()}
     cache = sharded(mesh, CACHES[0], (model.layers, 2, model.kv_heads, 64, model.head_dim), "bfloat16")
     tables = np.zeros((64, 32), np.float32)
 
@@ -68,7 +68,11 @@ def test_a_row_decides(monkeypatch, fused_us):
         )  # fmt: skip
 
     program = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs_of(model), P(), CACHES), out_specs=(P(None, "tp"), CACHES), check_vma=False
+        step,
+        mesh=mesh,
+        in_specs=(model.partition_specs("tp"), P(), CACHES),
+        out_specs=(P(None, "tp"), CACHES),
+        check_vma=False,
     )
     text = lower_for_cuda(program, params, sharded(mesh, P(), (2, 64), "bfloat16"), (cache, cache))
     assert text.count(TRITON_CALL) == (fused_us < 500)

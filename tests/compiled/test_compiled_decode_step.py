@@ -21,7 +21,7 @@ CACHE = P(None, None, "tp")
 def lowered(model: DecoderSpec, world: int, batch: int, **config: Any) -> str:
     """The program of a step of this model, of all ranks together."""
     mesh = mesh_of(world)
-    specs = {name: P() if at is None else P(*[None] * at, "tp") for name, at in model.sharded().items()}
+    specs = model.partition_specs("tp")
     shapes = model.param_shapes()
     params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in specs.items()}
     size = (model.layers, batch, model.kv_heads, SLOTS, model.head_dim)

@@ -13,7 +13,7 @@ from jaxtaxfree import heap
 from tests.gpu.test_gpu import TOGETHER, give_up, start_python
 from tests.gpu.test_gpu_hopper import occupied
 from tests.helpers import parity, step_parity
-from tests.helpers.decode_loops import OF_CACHE, decode_loop, moved, specs_of
+from tests.helpers.decode_loops import OF_CACHE, decode_loop, moved
 
 WHOLE = PartitionSpec()
 
@@ -95,7 +95,7 @@ def test_a_loop_copies_nothing() -> None:
     """Of the cache and the weights, in the program that XLA makes for the GPU; and its tokens are XLA's."""
     model, slots, steps, b = step_parity.LLAMA, step_parity.SLOTS, 16, 1
     mesh = mesh_of(2)
-    specs, size = specs_of(model), (model.layers, b, model.kv_heads, slots, model.head_dim)
+    specs, size = model.partition_specs("tp"), (model.layers, b, model.kv_heads, slots, model.head_dim)
 
     def put(x: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         return jax.device_put(x, NamedSharding(mesh, spec))

@@ -7,21 +7,16 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import ml_dtypes  # noqa: F401 (numpy's names of bfloat16 and float8)
 import numpy as np
 import safetensors.numpy
-from jax.sharding import Mesh
 
 from jaxtaxfree import models
+from tests.helpers.support import mesh_of
 
 FOLDER = pathlib.Path(__file__).parents[1] / "models" / "checkpoints"
 NAMES = ("llama2", "llama3", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "mixtral", "qwen3_moe")
 STEPS = 32
-
-
-def mesh_of(world: int) -> Mesh:
-    return Mesh(np.array(jax.devices("cpu")[:world]), ("tp",))
 
 
 @functools.cache

@@ -24,10 +24,6 @@ _MOVES = re.compile(
 _ADDS = re.compile(r"copy|transpose|convert")  # in the name of a fusion
 
 
-def specs_of(model: jtf.DecoderSpec) -> dict[str, P]:
-    return {name: P() if at is None else P(*[None] * at, "tp") for name, at in model.sharded().items()}
-
-
 def moved(text: str, least: int) -> list[str]:
     """The lines of optimised HLO that copy, transpose or convert an array of so many elements, or more."""
     found = []
@@ -67,7 +63,7 @@ def decode_loop(
         return out, cache
 
     call = jax.shard_map(
-        local, mesh=mesh, in_specs=(specs_of(model), P(), P(), CACHES, P(), P()), out_specs=(P(), CACHES),
+        local, mesh=mesh, in_specs=(model.partition_specs("tp"), P(), P(), CACHES, P(), P()), out_specs=(P(), CACHES),
         check_vma=False,
     )  # fmt: skip
     return jax.jit(call, donate_argnums=3)

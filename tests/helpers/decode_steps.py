@@ -20,6 +20,19 @@ SLOTS = 20  # of the cache, no multiple of a block
 CONFIG = Config(programs=3, stage=512, num_stages=3, splits=1, merged=32, num_warps=4, in_flight=2)
 
 
+def call_of(model: jtf.DecoderSpec, world: int, b: int = 1, slots: int = SLOTS, **changes: Any) -> Call:
+    """A step in bf16 on Hopper, with a cache by heads."""
+    bf16 = np.dtype(jnp.bfloat16)
+    usual = {"tokens": 1, "positions": slots, "dtype": bf16, "cache_dtype": bf16, "by_heads": True, "target": HOPPER}
+    return Call(model=model, world=world, batch=b, slots=slots, **{**usual, **changes})
+
+
+def refusals(call: Call) -> list[str]:
+    """Why the kernel does not take it, with the configuration of its shape."""
+    kernel = Hopper()
+    return kernel.refuses(call, kernel.by_shape(call, {}))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
     """A call of the kernel.
@@ -78,10 +91,7 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
     logits, keys, values = _expected(model, params, x, cache, lengths, cos, sin)
     for row, length in enumerate(lengths):
         cache[:, :, row, :, length:] = np.nan  # behind the last key anything
-    call = Call(
-        model=model, world=world, batch=b, tokens=1, slots=SLOTS, positions=SLOTS, dtype=np.dtype(jnp.bfloat16),
-        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
-    )  # fmt: skip
+    call = call_of(model, world, b)
     variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
     assert variant.refuses(call, config) == []
     stream = x.astype(np.float32) * model.embedding_scale

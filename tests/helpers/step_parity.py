@@ -17,8 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jaxtaxfree as jtf
-from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
-from jaxtaxfree.target import HOPPER
+from tests.helpers.decode_steps import call_of, refusals
 from tests.helpers.decoders import FAMILIES, rotary_tables, tiny
 from tests.helpers.parity import on_ranks, program, relative_error, run_all
 
@@ -53,12 +52,7 @@ def full_layers(world: int) -> dict[str, jtf.DecoderSpec]:
 
 def is_taken(model: jtf.DecoderSpec, b: int, world: int) -> bool:
     """Whether the kernel takes a step of b sequences."""
-    bf16, kernel = np.dtype(jnp.bfloat16), Hopper()
-    call = Call(
-        model=model, world=world, batch=b, tokens=1, slots=SLOTS, positions=SLOTS, dtype=bf16, cache_dtype=bf16,
-        by_heads=True, target=HOPPER,
-    )  # fmt: skip
-    return model.kv_heads % world == 0 and not kernel.refuses(call, kernel.by_shape(call, {}))
+    return model.kv_heads % world == 0 and not refusals(call_of(model, world, b, SLOTS))
 
 
 def operands(model: jtf.DecoderSpec, b: int, slots: int, steps: int) -> tuple[dict[str, jax.Array], jax.Array, Any]:

@@ -6,17 +6,14 @@ python -m tests.models.table
 import json
 import sys
 
-import jax.numpy as jnp
-import numpy as np
 import safetensors
 
 from jaxtaxfree import DecoderSpec
 from jaxtaxfree.models import read_config
 from jaxtaxfree.models.config import ModelConfig
 from jaxtaxfree.models.model import is_whole_step
-from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
-from jaxtaxfree.target import HOPPER
 from tests.helpers.checkpoints import FOLDER, NAMES
+from tests.helpers.decode_steps import call_of, refusals
 from tests.helpers.decoders import FAMILIES
 
 # The published models that a checkpoint of the tests stands for, and of one of them the sizes.
@@ -37,12 +34,8 @@ def step_of(spec: DecoderSpec, by_heads: bool, published: str | None) -> str:
     """What a step of one sequence is on Hopper."""
     if not is_whole_step(spec, by_heads):
         return "operations"
-    call = Call(
-        model=FAMILIES[published], world=2, batch=1, tokens=1, slots=4096, positions=4096,
-        dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=by_heads, target=HOPPER,
-    )  # fmt: skip
-    kernel = Hopper()
-    return "one launch" if not kernel.refuses(call, kernel.by_shape(call, {})) else "`decode_step` by XLA"
+    refused = refusals(call_of(FAMILIES[published], 2, slots=4096, by_heads=by_heads))
+    return "`decode_step` by XLA" if refused else "one launch"
 
 
 def parts(config: ModelConfig) -> str:

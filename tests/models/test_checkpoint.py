@@ -55,9 +55,9 @@ def test_weights_of_each_rank():
 
 def test_experts_of_each_rank():
     tensors, model = tensors_of("mixtral"), load(FOLDER / "mixtral")
-    for name, of, axis in (("gate_proj", "w1", 2), ("up_proj", "w3", 2), ("down_proj", "w2", 3)):
+    for name, of, axis in (("gate_proj", "w1", 3), ("up_proj", "w3", 3), ("down_proj", "w2", 2)):
         names = [[f"model.layers.{i}.block_sparse_moe.experts.{e}.{of}.weight" for e in range(4)] for i in range(2)]
-        whole = np.stack([[tensors[name] for name in layer] for layer in names])
+        whole = np.stack([[tensors[name].T for name in layer] for layer in names])
         for found, wanted in zip(model.params[name].addressable_shards, np.split(whole, 2, axis), strict=True):
             np.testing.assert_array_equal(found.data, wanted)
 

@@ -114,6 +114,9 @@ def test_simulated_kernels(name):
     each = 2 * 3 * (1 if model.spec.experts else 2)
     names = collections.Counter(trace.name for trace in recording.traces)
     assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
+    if model.spec.experts:  # and two products of each rank, to itself; two gathers, and one of the sampler
+        assert names["ragged_dot"] == 2 * 2 * each and names["psum_scatter"] == each, names
+        assert names["all_gather"] == 2 * each + 3, names
 
 
 @pytest.mark.soak

@@ -217,5 +217,6 @@ def test_compare(monkeypatch, capsys):
 
 def test_compare_without_transformers(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setitem(sys.modules, "kernels", None)  # as the command leaves it, until the test's end
     assert run(monkeypatch, "compare", str(CHECKPOINT)) == 2
     assert "compare needs torch and transformers: pip install 'jaxtaxfree[models-test]'" in capsys.readouterr().err

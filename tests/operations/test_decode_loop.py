@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.ops import decode_step as step_ops
-from tests.helpers.decode_loops import CACHES, OF_CACHE, decode_loop, moved, specs_of
+from tests.helpers.decode_loops import CACHES, OF_CACHE, decode_loop, moved
 from tests.helpers.decoders import decode, make_params, rotary_tables, tiny
 from tests.helpers.support import assert_fused, lower_for_cuda, mesh_of, sharded
 
@@ -21,7 +21,7 @@ SIZE = (MODEL.layers, B, MODEL.kv_heads, SLOTS, MODEL.head_dim)
 
 def types(world: int, model: jtf.DecoderSpec = MODEL) -> tuple[Any, ...]:
     mesh, shapes = mesh_of(world), model.param_shapes()
-    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in specs_of(model).items()}
+    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in model.partition_specs("tp").items()}
     rows, cache = sharded(mesh, P(), (B,), "int32"), sharded(mesh, OF_CACHE, SIZE, "bfloat16")
     return params, sharded(mesh, P(), (64, 64), "bfloat16"), rows, (cache, cache), rows, jax.random.key(0)
 
@@ -127,7 +127,7 @@ def test_a_prompt_in_parts():
         return whole, at_once, rest, part
 
     call = jax.shard_map(
-        run, mesh=mesh_of(2), in_specs=(specs_of(MODEL), P(), CACHES),
+        run, mesh=mesh_of(2), in_specs=(MODEL.partition_specs("tp"), P(), CACHES),
         out_specs=(P(None, "tp"), CACHES, P(None, "tp"), CACHES), check_vma=False,
     )  # fmt: skip
     whole, at_once, rest, part = jax.jit(call)(params, x, (jnp.zeros(SIZE),) * 2)

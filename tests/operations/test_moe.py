@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -210,9 +211,10 @@ def test_no_tokens() -> None:
         check(layer, 0)
 
 
-def test_by_kernels() -> None:
-    """All of them in the simulator: rows travel, are multiplied, and travel back."""
-    check(Layer(expert=2, t=3), 0, implementation="simulate")
+@pytest.mark.parametrize("along", ("expert", "tensor"))
+def test_by_kernels(along: str) -> None:
+    """All of them in the simulator: rows travel or are gathered, are multiplied, and travel back or are added up."""
+    check(Layer(**{along: 2}, t=3), 0, implementation="simulate")
 
 
 @pytest.mark.parametrize("check_vma", (True, pytest.param(False, marks=pytest.mark.soak)))
@@ -320,3 +322,23 @@ def test_lowered_for_cuda() -> None:
     assert text.count(TRITON_CALL) == 4
     gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line or "stablehlo.all_to_all" in line]
     assert len(gathered) == 1
+
+
+@pytest.mark.usefixtures("no_code")
+def test_columns_lowered_for_cuda() -> None:
+    """Two gathers, of rows and of their choices; two products; a scatter. None of XLA's collectives."""
+    mesh = mesh_of(2, "tp")
+    places = {"x": P("tp"), "experts": P("tp"), "weights": P("tp"), "w_down": P(None, "tp")}
+    places |= dict.fromkeys(("w_gate", "w_up"), P(None, None, "tp"))
+    shapes = {"x": (2 * 64, 256), "experts": (2 * 64, 2), "weights": (2 * 64, 2), "w_down": (4, 512, 256)}
+    shapes |= dict.fromkeys(("w_gate", "w_up"), (4, 256, 512))
+    arrays = {
+        name: sharded(mesh, places[name], shape, "int32" if name == "experts" else "bfloat16")
+        for name, shape in shapes.items()
+    }
+    call = functools.partial(jtf.moe, axis_name="tp", parallel="tensor", implementation="fused")
+    mapped = jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=(places,), out_specs=P("tp"))
+    text = lower_for_cuda(mapped, arrays)
+    assert text.count(TRITON_CALL) == 5
+    found = re.findall(r"stablehlo\.(?:all_\w+|reduce_scatter|collective_\w+)", text)
+    assert found == []

@@ -197,7 +197,8 @@ def all_kernels_by_xla(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_xla(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *operands, implementation, **keywords: function(*operands, implementation="xla", **keywords)
 
-    for name in ("all_gather", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "decode_attention"):
+    products = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+    for name in ("all_gather", *products, "decode_attention", "top_k"):
         monkeypatch.setattr(jtf, name, by_xla(getattr(jtf, name)))
 
 

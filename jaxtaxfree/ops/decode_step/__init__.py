@@ -50,7 +50,7 @@ def decode_step(
 
     Args:
       params: this rank's part of the weights, of x's dtype. `model.param_shapes(W)` has the shapes, and
-        `model.sharded()` says which dimension of the whole model's weights the ranks share:
+        `model.partition_specs(axis_name)` says how the ranks share the whole model's weights:
 
           q_proj          [L, N / W * H, D]      k_proj, v_proj   [L, K / W * H, D]
           o_proj          [L, D, N / W * H]      gate_proj, up_proj  [L, F / W, D]      down_proj  [L, D, F / W]

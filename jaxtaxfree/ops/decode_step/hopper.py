@@ -20,7 +20,6 @@ from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
-ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `epilogue.activate` calls them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -230,7 +229,7 @@ class Hopper(Variant[Call]):
             "POST_NORMS": model.post_norms,
             "SCORE_SCALE": model.score_factor,
             "SCORE_SOFT_CAP": model.score_soft_cap or 0.0,
-            "ACTIVATION": ACTIVATIONS[model.activation],
+            "ACTIVATION": model.gate_activation,
             "RESIDUAL_SCALE": model.residual_scale,
             "LOGIT_SCALE": model.logit_scale,
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,

@@ -1,6 +1,6 @@
 """What `decode_step` means, in plain `lax`: a dense decoder of any family that `DecoderSpec` describes."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +8,12 @@ from jax import lax
 
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.epilogue import ACTIVATIONS
 from jaxtaxfree.ops.kv_cache import Placement, append_kv
 from jaxtaxfree.teams import vary
 
 Params = Mapping[str, jax.Array]
 LAYER_FREE = ("final_norm", "unembed", "embed")  # parameters that no layer has
-
-_ACTIVATIONS = {
-    "silu": jax.nn.silu,
-    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
-    "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
-}
 
 
 def run(
@@ -69,25 +64,28 @@ def run(
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
         if placement is None:
             cache = _appended(cache, i, k, v, at, counts)
-            y = _attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
+            y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
-            past, y = _attend_along_the_sequence(q, k, v, _of_layer(cache, i), lengths, placement, axes, model)
+            past = _of_layer(cache, i)
+            past, y = attend_along_the_sequence(
+                q, k, v, past, lengths, model.windows[:1], 0, placement, axes, model, "xla"
+            )
             cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
-        y = lax.psum(_product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
-        x = x + _scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
+        y = lax.psum(product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
+        x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
-        gate, up = (_product(y, w[name]) for name in ("gate_proj", "up_proj"))
-        y = (_ACTIVATIONS[model.activation](gate) * up).astype(x.dtype)
-        y = lax.psum(_product(y, w["down_proj"]), axes).astype(x.dtype)
-        x = x + _scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
+        gate, up = (product(y, w[name]) for name in ("gate_proj", "up_proj"))
+        y = gated(gate, up, model).astype(x.dtype)
+        y = lax.psum(product(y, w["down_proj"]), axes).astype(x.dtype)
+        x = x + scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
         return (x, cache), None
 
     # The cache is carried through the layers, not handed to each: then a donated one is updated where it lies.
     cache = vary(cache[0], axes), vary(cache[1], axes)
     (x, cache), _ = lax.scan(layer, (x, cache), by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = _product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
-    return _capped(logits * model.logit_scale, model.logit_soft_cap), cache
+    logits = product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
+    return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
@@ -95,6 +93,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:
     x32, w32 = x.astype(jnp.float32), weight.astype(jnp.float32)
     x32 = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + model.norm_eps)
     return (x32 * (1 + w32 if model.norm_plus_one else w32)).astype(x.dtype)
+
+
+def gated(gate: jax.Array, up: jax.Array, model: DecoderSpec) -> jax.Array:
+    """The inner part of a gated MLP, of its two products [..., F]."""
+    return ACTIVATIONS[model.gate_activation](gate) * up
 
 
 def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -106,10 +109,14 @@ def rotate(x: jax.Array, rotation: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1).astype(x.dtype)
 
 
-def _product(x: jax.Array, weight: jax.Array) -> jax.Array:
+def precision_of(x: jax.Array) -> lax.Precision | None:
+    """Of products of x: operands of f32 are not rounded."""
+    return lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+
+
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     """x [..., in] times weight [out, in], in f32."""
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return jnp.einsum("...i,oi->...o", x, weight, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x), preferred_element_type=jnp.float32)
 
 
 def _queries_keys_values(
@@ -118,14 +125,21 @@ def _queries_keys_values(
     """Of y [B, T, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
     found = []
     for name in ("q", "k", "v"):
-        of = _product(y, w[f"{name}_proj"])
+        of = product(y, w[f"{name}_proj"])
         if model.qkv_bias:
             of = of + w[f"{name}_bias"].astype(jnp.float32)
-        of = of.astype(y.dtype).reshape(*y.shape[:2], -1, model.head_dim)
-        if name != "v":
-            of = rotate(rms_norm(of, w[f"{name}_norm"], model) if model.qk_norm else of, rotation)
-        found.append(of)
+        found.append(as_heads(name, of.astype(y.dtype), w, rotation, model))
     return found
+
+
+def as_heads(
+    name: str, x: jax.Array, w: Params, rotation: tuple[jax.Array, jax.Array], model: DecoderSpec
+) -> jax.Array:
+    """The heads [B, T, heads, H] of a product [B, T, heads * H]: "q" and "k" are normalised and rotated, "v" is not."""
+    x = x.reshape(*x.shape[:2], -1, model.head_dim)
+    if name == "v":
+        return x
+    return rotate(rms_norm(x, w[f"{name}_norm"], model) if model.qk_norm else x, rotation)
 
 
 def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -152,7 +166,7 @@ def _appended(
     return put(cache[0], k), put(cache[1], v)
 
 
-def _attend(
+def attend(
     q: jax.Array, past: tuple[jax.Array, jax.Array], at: jax.Array, ends: jax.Array, window: jax.Array,
     model: DecoderSpec,
 ) -> jax.Array:  # fmt: skip
@@ -160,11 +174,10 @@ def _attend(
     b, t, n, h = q.shape
     keys, values = past[0].astype(q.dtype), past[1].astype(q.dtype)
     k, slots = keys.shape[1:3]
-    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     grouped = q.reshape(b, t, k, n // k, h)
-    how = {"precision": precision, "preferred_element_type": jnp.float32}
+    how = {"precision": precision_of(q), "preferred_element_type": jnp.float32}
     scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how) * model.score_factor
-    scores = _capped(scores, model.score_soft_cap)
+    scores = capped(scores, model.score_soft_cap)
     slot = jnp.arange(slots)
     there = slot < ends[:, None]
     seen = there[:, None] & (slot <= at[:, :, None]) & (slot >= at[:, :, None] - window)  # [B, T, S]
@@ -179,34 +192,41 @@ def _attend(
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, h).astype(q.dtype)
 
 
-def _attend_along_the_sequence(
-    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, placement: Placement,
-    axes: tuple[str, ...], model: DecoderSpec,
+def attend_along_the_sequence(
+    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, windows: Sequence[int | None],
+    window: int | jax.Array, placement: Placement, axes: tuple[str, ...], model: DecoderSpec,
+    implementation: str | None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
-    """The same over a cache of which each rank has some positions of all heads, [B, K, S, H]."""
-    q = lax.all_gather(q[:, 0], axes, axis=1, tiled=True)  # [B, N, H]
-    past = append_kv(past, k, v, lengths, axes, placement="round_robin", block_size=placement.stretch, kv_layout="BKSH")
-    y = decode_attention(
-        q,
-        past[0],
-        past[1],
-        axes,
-        scale=model.score_factor,
-        key_value_seq_lengths=lengths + 1,
-        local_window_size=model.windows[0],
-        logits_soft_cap=model.score_soft_cap,
-        output="heads",
-        implementation="xla",
-        placement="round_robin",
-        block_size=placement.stretch,
-        kv_layout="BKSH",
-    )
-    return past, y[:, None]
+    """As `attend`, of one new token, over a cache of which each rank has some positions of all heads.
+
+    Args:
+      q, k, v: of the new token, [B, 1, heads, H]: queries of this rank's heads, keys and values of all.
+      past: keys and values, [B, K, S, H].
+      windows: those that a layer may have; `window` says which of them this one has.
+
+    Returns: (keys and values with those of the new token, [B, 1, heads, H]).
+    """
+    place = {"placement": "round_robin", "block_size": placement.stretch, "kv_layout": "BKSH"}
+    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
+    past = append_kv(past, k, v, lengths, axes, **place)
+
+    def over(size: int | None) -> jax.Array:
+        return decode_attention(
+            q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
+            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
+            implementation=implementation, **place,
+        )  # fmt: skip
+
+    if len(windows) == 1:
+        return past, over(windows[0])
+    return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
 
 
-def _scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
+def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
+    """A block's result y, as it is added to the residual stream."""
     return y if model.residual_scale == 1 else y * jnp.asarray(model.residual_scale, y.dtype)
 
 
-def _capped(x: jax.Array, cap: float | None) -> jax.Array:
+def capped(x: jax.Array, cap: float | None) -> jax.Array:
+    """x between -cap and cap: cap * tanh(x / cap); without a cap x itself."""
     return x if cap is None else cap * jnp.tanh(x / cap)

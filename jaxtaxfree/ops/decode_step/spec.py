@@ -3,7 +3,9 @@
 import dataclasses
 from collections.abc import Sequence
 
-ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+from jax.sharding import PartitionSpec
+
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `ops.epilogue` calls them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,6 +123,11 @@ class DecoderSpec:
         return self.head_dim**-0.5 if self.score_scale is None else self.score_scale
 
     @property
+    def gate_activation(self) -> str:
+        """`activation`, as `ops.epilogue.ACTIVATIONS` calls it."""
+        return ACTIVATIONS[self.activation]
+
+    @property
     def window_by_layer(self) -> tuple[int | None, ...]:
         """`windows`, one for each layer."""
         return _in_turn(self.windows, self.layers)
@@ -131,7 +138,7 @@ class DecoderSpec:
         return _in_turn(self.rotary_tables, self.layers)
 
     def param_shapes(self, world: int = 1, by_heads: bool = True) -> dict[str, tuple[int, ...]]:
-        """The shape of each parameter of a rank, as `decode_step` takes them.
+        """The shape of each parameter of a rank, as `decode_step` takes them; of experts as `moe` takes them.
 
         Args:
           world: number of ranks.
@@ -140,7 +147,6 @@ class DecoderSpec:
         layers, d, h = self.layers, self.d_model, self.head_dim
         n, f = self.heads // world, self.d_mlp // world
         k = self.kv_heads // world if by_heads else self.kv_heads
-        mlps = (layers, self.experts) if self.experts else (layers,)
         shapes: dict[str, tuple[int, ...]] = {
             "attn_norm": (layers, d),
             "q_proj": (layers, n * h, d),
@@ -148,9 +154,9 @@ class DecoderSpec:
             "v_proj": (layers, k * h, d),
             "o_proj": (layers, d, n * h),
             "mlp_norm": (layers, d),
-            "gate_proj": (*mlps, f, d),
-            "up_proj": (*mlps, f, d),
-            "down_proj": (*mlps, d, f),
+            "gate_proj": (layers, f, d),
+            "up_proj": (layers, f, d),
+            "down_proj": (layers, d, f),
             "final_norm": (d,),
             "embed" if self.tied else "unembed": (self.vocab // world, d),
         }
@@ -161,16 +167,22 @@ class DecoderSpec:
         if self.post_norms:
             shapes |= {"post_attn_norm": (layers, d), "post_mlp_norm": (layers, d)}
         if self.experts:
-            shapes["router"] = (layers, self.experts, d)
+            into, out = (layers, self.experts, d, f), (layers, self.experts, f, d)
+            shapes |= {"router": (layers, self.experts, d), "gate_proj": into, "up_proj": into, "down_proj": out}
         return shapes
 
     def sharded(self, by_heads: bool = True) -> dict[str, int | None]:
         """The dimension along which the ranks share each parameter of the whole model; None: each has all of it."""
         kv = 1 if by_heads else None
         rows = {"q_proj": 1, "k_proj": kv, "v_proj": kv, "q_bias": 1, "k_bias": kv, "v_bias": kv}
-        mlp = 2 if self.experts else 1
-        rows |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp + 1, "o_proj": 2, "embed": 0, "unembed": 0}
+        into, out = (3, 2) if self.experts else (1, 2)
+        rows |= {"gate_proj": into, "up_proj": into, "down_proj": out, "o_proj": 2, "embed": 0, "unembed": 0}
         return {name: rows.get(name) for name in self.param_shapes()}
+
+    def partition_specs(self, axis_name: str | tuple[str, ...], by_heads: bool = True) -> dict[str, PartitionSpec]:
+        """The PartitionSpec of each parameter of the whole model, along the axes that `decode_step` gets."""
+        sharded = self.sharded(by_heads).items()
+        return {name: PartitionSpec() if at is None else PartitionSpec(*[None] * at, axis_name) for name, at in sharded}
 
 
 def _in_turn[T](entries: Sequence[T], count: int) -> tuple[T, ...]:
