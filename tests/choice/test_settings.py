@@ -17,6 +17,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree.ops import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter, register
 from jaxtaxfree.ops.product import Call
 from jaxtaxfree.ops.variant import choose, named, settings_of
+from jaxtaxfree.primitive import Unsupported
 from jaxtaxfree.settings import setting
 from tests.compiled.test_gluon import NAME, launch_of
 from tests.helpers.support import TRITON_CALL, by_shape, chosen, fails, lower_for_cuda, mesh_of, product_call, sharded
@@ -81,7 +82,6 @@ DO_NOT_COMPILE: tuple[tuple[dict[str, Any], int, str], ...] = (
     ({"kernel": "hopper_few", "num_warps": 2}, 64, "num_warps of a config is 4, 8 or 16 for the kernel 'hopper_few'"),
     ({"kernel": "hopper_few", "block_n": 32}, 64, "block_n of a config is at least 64 for the kernel 'hopper_few'"),
     ({"kernel": "hopper", "block_m": 64}, 4096, "block_m of a config is at least 128 for the kernel 'hopper', not 64"),
-    ({"kernel": "hopper", "block_n": 8}, 4096, "block_n of a config is at least"),
 )
 
 
@@ -105,15 +105,26 @@ def test_the_least_columns_of_a_tile_that_is_added_up(operation: Callable) -> No
     call = functools.partial(operation, axis_name="tp", implementation="fused")
     operands = [sharded(mesh_of(2), spec, (4096, 4096), "bfloat16") for spec in (P(None, "tp"), P("tp"))]
 
-    def lower(block_n: int) -> str:
-        local = functools.partial(call, config={"kernel": "hopper", "block_n": block_n})
+    def lower(block_n: int, block_k: int = 64) -> str:
+        local = functools.partial(call, config={"kernel": "hopper", "block_n": block_n, "block_k": block_k})
         out = P() if operation is jtf.matmul_all_reduce else P("tp")
         specs = {"in_specs": (P(None, "tp"), P("tp")), "out_specs": out}
         return lower_for_cuda(jax.shard_map(local, mesh=mesh_of(2), **specs), *operands)
 
     with fails(ValueError, "block_n of a config is at least 32 for the kernel 'hopper' here, not 16"):
-        lower(16)
+        lower(16, 128)
+    with fails(Unsupported, "a step of K has to hold 16 columns of what arrives, and with", "block_k=64 it holds 4"):
+        lower(8)
     assert TRITON_CALL in lower(32)
+
+
+def test_the_least_columns_of_a_tile() -> None:
+    operands = [sharded(mesh_of(2), spec, (4096, 4096), "bfloat16") for spec in (P("tp"), P(None, "tp"))]
+    config = {"kernel": "hopper", "block_n": 8}
+    call = functools.partial(jtf.all_gather_matmul, axis_name="tp", implementation="fused", config=config)
+    specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+    with fails(ValueError, "block_n of a config is at least 16 for the kernel 'hopper'"):
+        lower_for_cuda(jax.shard_map(call, mesh=mesh_of(2), **specs), *operands)
 
 
 @pytest.mark.parametrize(("operation", "kernel", "settings"), REFUSED, ids=lambda x: str(x).replace(" ", ""))
