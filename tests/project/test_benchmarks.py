@@ -29,6 +29,7 @@ from benchmarks import (
     global_products,
     iris,
     measure,
+    moe,
     operation,
     run,
     sampling,
@@ -890,3 +891,11 @@ def test_global_products_run_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None
         patch.setattr(global_products, "CASES", {"matmul_all_reduce": wrong})
         assert global_products.main(arguments) == 1
     assert "DIFFER" in capfd.readouterr().out
+
+
+def test_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--shapes", "8,32,16,4,2", "--world", "2", "--seconds", "0.01", "--capacity", "1.5"]
+    moe.main([*small, "--implementations", "xla"])
+    machine, line = capsys.readouterr().out.splitlines()
+    assert machine.startswith("2 x cpu, JAX ")
+    assert re.fullmatch(r"8,32,16,4,2: xla \d+ us, dense \d+ us", line)
