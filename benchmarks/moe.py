@@ -11,8 +11,9 @@ compared with that of `implementation="xla"` where that one is asked for.
 
 import argparse
 import concurrent.futures
-import time
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,11 +23,13 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import jaxtaxfree as jtf
+from benchmarks import timing
 
 AXIS = "ep"
 RANKS = P(AXIS)
-ROUND = 20
 # Qwen3-30B-A3B with many tokens, and as it decodes.
 SHAPES = ("4096,2048,768,128,8", "32,2048,768,128,8")
 
@@ -56,8 +59,11 @@ def operands(mesh: Mesh, shape: Shape) -> tuple[jax.Array, ...]:
 def layer(mesh: Mesh, implementation: str, capacity: int | None) -> Any:
     """The whole layer."""
 
-    def local(*arrays: jax.Array) -> jax.Array:
-        return jtf.moe(*arrays, AXIS, capacity=capacity, implementation=implementation)
+    def local(
+        x: jax.Array, experts: jax.Array, weights: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
+    ) -> jax.Array:
+        how = {"capacity": capacity, "implementation": implementation}
+        return jtf.moe(x, experts, weights, w_gate, w_up, w_down, AXIS, **how)
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(RANKS,) * 6, out_specs=RANKS, check_vma=False))
 
@@ -73,17 +79,6 @@ def dense(mesh: Mesh, shape: Shape) -> Any:
         return jnp.einsum("emf,efd->emd", hidden, w_down)
 
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(RANKS,) * 6, out_specs=RANKS, check_vma=False))
-
-
-def microseconds(run: Callable[..., jax.Array], arrays: tuple[jax.Array, ...], seconds: float) -> float:
-    """Of a call, among others that are queued."""
-    jax.block_until_ready(run(*arrays))
-    found, end = [], time.monotonic() + seconds
-    while not found or time.monotonic() < end:
-        start = time.perf_counter()
-        jax.block_until_ready([run(*arrays) for _ in range(ROUND)])
-        found.append((time.perf_counter() - start) / ROUND)
-    return 1e6 * float(np.median(found))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -106,7 +101,7 @@ def main(arguments: list[str] | None = None) -> None:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             lowered = {name: program.lower(*arrays) for name, program in programs.items()}
             compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
-        line = [f"{name} {microseconds(run, arrays, options.seconds):.0f} us" for name, run in compiled.items()]
+        line = [f"{name} {timing.queued_us(run, arrays, options.seconds):.0f} us" for name, run in compiled.items()]
         if {"fused", "xla"} <= compiled.keys():
             ours, wanted = (compiled[name](*arrays).astype(jnp.float32) for name in ("fused", "xla"))
             apart = jnp.max(jnp.abs(jtf.block_until_ready(ours) - wanted)) / jnp.max(jnp.abs(wanted))

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -109,6 +110,19 @@ def sample_rounds(runs: Mapping[str, Run], mode: Mode, seconds: float, timeout: 
         order = [name for name in order if name not in failed]
         rounds += 1
     return failed
+
+
+def queued_us(run: Callable[..., Any], operands: Sequence[Any], seconds: float, calls: int = 20) -> float:
+    """Microseconds of a call among others that are queued: the median over rounds of so many, for so many seconds."""
+    jax.block_until_ready(run(*operands))
+    found, end = [], time.monotonic() + seconds
+    while not found or time.monotonic() < end:
+        start = time.perf_counter()
+        for _ in range(calls - 1):
+            run(*operands)
+        jax.block_until_ready(run(*operands))
+        found.append((time.perf_counter() - start) / calls)
+    return 1e6 * float(np.median(found))
 
 
 def _best_seconds(mesh: Mesh, repetitions: int, function: Callable[..., Any], *args: Any) -> float:

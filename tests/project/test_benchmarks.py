@@ -26,6 +26,7 @@ from rich.console import Console
 import jaxtaxfree as jtf
 from benchmarks import (
     decode_step,
+    eight_bits,
     global_products,
     iris,
     measure,
@@ -899,3 +900,12 @@ def test_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     machine, line = capsys.readouterr().out.splitlines()
     assert machine.startswith("2 x cpu, JAX ")
     assert re.fullmatch(r"8,32,16,4,2: xla \d+ us, dense \d+ us", line)
+
+
+def test_operands_of_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--shapes", "16,256,256", "--world", "2", "--seconds", "0.01", "--operations", "matmul_reduce_scatter"]
+    eight_bits.main([*small, "--kinds", "e4m3 blocks", "--implementations", "xla"])
+    machine, line = capsys.readouterr().out.splitlines()
+    assert machine.startswith("2 x cpu, JAX ")
+    said = r"matmul_reduce_scatter 16,256,256 e4m3 blocks: xla \d+ us \(error 0.0e\+00\)"
+    assert re.fullmatch(said, line)
