@@ -41,7 +41,7 @@ def several(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     arrays: tuple[Any, ...] = (lhs, weights, bundle)
     if kernel == "hopper":
         blocks = [x[None] for x in lhs]
-        arrays = (blocks, blocks, weights, weights, bundle)
+        arrays = (blocks, blocks, weights, weights, bundle, {})  # no scales
         results = [[out.reshape(world, m, -1) for out in outs] for outs in results]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 
