@@ -361,7 +361,7 @@ class Product:
         weights, product = [None, column], [*rows, column]
         labels = {"gate": weights, "bias": [column], "residual": product}
         ins = [[*rows, None], weights[::-1] if rhs_transposed else weights]
-        ins += scaling.labels(rows, column, rhs_transposed)
+        ins += scaling.labels(rows, column)
         ins += [labels[name] for name, _ in zip(epilogue.operands, others, strict=True)]
         return ins, [product, [*rows, None]] if return_gathered else [product]
 

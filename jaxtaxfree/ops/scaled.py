@@ -36,13 +36,12 @@ class Scaling:
         names = [name for name, _ in self.kinds]
         return dict(zip(names, operands, strict=False)), tuple(operands[len(names) :])
 
-    def labels(self, rows: list[Any], column: Any, transposed: bool) -> list[list[Any]]:
-        """Of the scales' dimensions, as `Product.dimensions` has them."""
+    def labels(self, rows: list[Any], column: Any) -> list[list[Any]]:
+        """Of the scales' dimensions, as `Product.dimensions` has them; those of weights lie as [K, N], see `check`."""
         found: list[list[Any]] = []
         for name, kind in self.kinds:
             weights = {"tensor": [], "row": [None, column], "block": [None, None]}[kind]
             found.append([] if kind == "tensor" else [*rows, None] if name == "lhs" else weights)
-        del transposed  # `check` has turned the scales over
         return found
 
 
