@@ -342,3 +342,27 @@ def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
     )
     wide = error(gather, x.astype(jnp.bfloat16), w, rhs_scale=one, implementation="fused")
     assert "it multiplies int8 by int8 and float8 by float8, not bfloat16 by int8: quantize both" in wide
+
+
+@pytest.mark.parametrize("return_gathered", [False, True])
+def test_several_weights_with_scales(cpu_mesh: Any, return_gathered: bool) -> None:
+    mesh = cpu_mesh(2, "tp")
+    lhs, lhs_scale, left = parts("int8", "row", (M, K), 2, 0)
+    rhs, rhs_scale, right = parts("int8", "row", (K, N), 2, 1)
+    wide = normal(2, K, 40, seed=2).astype(jnp.bfloat16)
+
+    def local(lhs: jax.Array, lhs_scale: jax.Array, rhs: jax.Array, rhs_scale: jax.Array, wide: jax.Array) -> Any:
+        weights, scales = (rhs[0], wide[0]), (rhs_scale[0], None)
+        form = {"lhs_scale": lhs_scale[0], "rhs_scale": scales, "preferred_element_type": jnp.float32}
+        found = jtf.all_gather_matmul(lhs[0], weights, "tp", return_gathered=return_gathered, **form)
+        return jax.tree.map(lambda x: x[None], found)
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+    outs = run(lhs, lhs_scale, rhs, rhs_scale, wide)
+    if return_gathered:
+        outs, gathered = outs
+        np.testing.assert_array_equal(gathered, np.stack([np.asarray(lhs).reshape(-1, K)] * 2))
+    whole = left.reshape(-1, K)
+    for found, weights in zip(outs, (right, np.asarray(wide, np.float64)), strict=True):
+        wanted = np.einsum("mk,rkn->rmn", whole, weights)
+        np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)

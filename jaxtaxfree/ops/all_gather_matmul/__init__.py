@@ -176,7 +176,7 @@ def all_gather_matmul(
       rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
         [..., M, ..., 1] or [..., M, ..., ceil(K / 128)], as `quantize` makes them. The wire carries 8 bits. A kernel
-        takes scales of tensors and rows, where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
+        takes them where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. With several rhs a tuple with one, or None, for each.
       gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
@@ -324,15 +324,18 @@ def _several_scaled(
     each = [several.for_each(several.NAME, name, value, len(rhs)) for name, value in named.items()]
     if rhs_scale is not None and not isinstance(rhs_scale, tuple):
         raise ValueError("all_gather_matmul takes rhs_scale as a tuple where rhs is one.")
+    # The gathered lhs is a result of the first product alone, because a kernel writes it once more.
     outs = [
         all_gather_matmul(
             lhs, weights, axis_name, lhs_scale=lhs_scale, rhs_scale=scale, bias=own, activation=function,
-            return_gathered=True, **others,
+            return_gathered=return_gathered and i == 0, **others,
         )
-        for weights, scale, own, function in zip(rhs, *each, strict=True)
+        for i, (weights, scale, own, function) in enumerate(zip(rhs, *each, strict=True))
     ]  # fmt: skip
-    products = tuple(out for out, _ in outs)
-    return (products, outs[0][1]) if return_gathered else products
+    if not return_gathered:
+        return tuple(outs)
+    first, gathered = outs[0]
+    return (first, *outs[1:]), gathered
 
 
 def reference(
