@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxtaxfree.kernels.blocks.hopper import SCALED
+
 # What a value may be quantised to.
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 # Rows (or columns) of a block, and its extent along the contracted dimension, where scales are by blocks.
-BLOCK = 128
+BLOCK: int = SCALED.value
 _WHOLE = -1
 
 

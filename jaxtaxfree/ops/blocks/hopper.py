@@ -9,11 +9,11 @@ import jax
 import numpy as np
 
 from jaxtaxfree import gluon
-from jaxtaxfree.kernels.blocks.hopper import SCALED
 from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import setting
 from jaxtaxfree.target import HOPPER
@@ -96,10 +96,10 @@ def refuses_blocks(call: Call, config: Tile) -> list[str]:
     """What keeps a kernel with these settings from taking scales of blocks."""
     reasons = []
     if "block" in (call.lhs.scales, call.rhs.scales):
-        if config.block_k != SCALED.value:
-            reasons.append(f"blocks of scales take steps of block_k={SCALED.value}, not {config.block_k}")
-        if call.rhs.scales == "block" and SCALED.value % config.block_n:
-            reasons.append(f"blocks of scales take a block_n that divides {SCALED.value}, not {config.block_n}")
+        if config.block_k != BLOCK:
+            reasons.append(f"blocks of scales take steps of block_k={BLOCK}, not {config.block_k}")
+        if call.rhs.scales == "block" and BLOCK % config.block_n:
+            reasons.append(f"blocks of scales take a block_n that divides {BLOCK}, not {config.block_n}")
     return reasons
 
 
