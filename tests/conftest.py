@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 
 import hypothesis
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers import compiling
+from tests.helpers.covering import covering
 
 CPU_DEVICES = 8
 
@@ -40,6 +43,24 @@ def pytest_configure(config: pytest.Config) -> None:
     # which want theirs as well, and with pytest-xdist there are some of these side by side.
     processes = getattr(config.option, "numprocesses", None) or 1
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.3, 0.5 / processes):.2f}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    tests = collections.defaultdict(list)
+    for item in items:
+        soak_or_gpu = (
+            item.get_closest_marker("soak") or item.get_closest_marker("gpu") or "gpu_mesh" in item.fixturenames
+        )
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not soak_or_gpu:
+            tests[item.parent, item.originalname].append(item)
+    for cases in tests.values():
+        # Values that stand in one list belong together.
+        of = [re.findall(r"\w+", str(mark.args[0])) for mark in cases[0].iter_markers("parametrize")]
+        values = [[tuple(case.callspec.params[name] for name in names) for names in of] for case in cases]
+        marker = cases[0].get_closest_marker("covers")
+        for i in set(range(len(cases))) - covering(values, *marker.args if marker else (2,)):
+            cases[i].add_marker(pytest.mark.soak)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,6 +92,7 @@ def test_a_mesh_that_is_partly_automatic(cpu_mesh: MeshFactory, name: str, log: 
     log.warned(name)
 
 
+@pytest.mark.covers(3)
 @each_operation
 @pytest.mark.parametrize("implementation", ("fused", "simulate"))
 @pytest.mark.parametrize("platform", ("cpu", "cuda"))

@@ -210,6 +210,7 @@ def test_no_settings_are_those_by_shape(name: str) -> None:
     assert lowered(mesh, name, {}) == lowered(mesh, name, None)
 
 
+@pytest.mark.covers(3)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("module", PRODUCTS)
 @pytest.mark.parametrize("rows", (16, 2048))

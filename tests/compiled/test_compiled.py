@@ -246,6 +246,7 @@ def test_sm_90(kernel: Kernel) -> None:
     assert local_memory(compiled.ptx) == []
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kernel", transposed_kernels(), ids=lambda kernel: kernel.name)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_transposed_operands(kernel: Kernel, dtype: str) -> None:
@@ -277,8 +278,9 @@ def test_other_worlds(kernel: Kernel, world: int) -> None:
     assert copies_not_in_flight(program, kernel.dot) == []
 
 
+# That of sm_80 is read with an epilogue (test_compiled_epilogue.py), and compiled for every kernel below.
 @each_kernel
-@pytest.mark.parametrize("compute_capability", (80, 100))
+@pytest.mark.parametrize("compute_capability", (pytest.param(80, marks=pytest.mark.soak), 100))
 def test_other_nvidia_gpus(kernel: Kernel, compute_capability: int) -> None:
     compiled = compile_for_cuda(kernel, kernel.aligned, compute_capability=compute_capability)
     program = parse(compiled.ptx)

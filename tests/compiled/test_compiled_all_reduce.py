@@ -45,7 +45,8 @@ CASES: dict[str, dict[str, Any]] = {
     "rows-16-two-shots-epilogue": {"m": 16, "shots": 2, "epilogue": True},
     "rows-128-epilogue": {"m": 128, "epilogue": True},
 }
-each_case = pytest.mark.parametrize("name", CASES)
+LIKE_OTHERS = ("rows-64", "rows-64-exact", "rows-16-exact", "rows-16-two-shots", "rows-16-epilogue", "rows-1")
+each_case = names(CASES, LIKE_OTHERS)
 
 
 @functools.cache

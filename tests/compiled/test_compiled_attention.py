@@ -53,7 +53,7 @@ CASES = {
     "alone": case(world=1),
 }
 # Of which each is like two others.
-LIKE_OTHERS = ("batch-16", "h-96", "paged-64")
+LIKE_OTHERS = ("batch-16", "h-96", "h-192", "paged-64")
 each_case = names(CASES, LIKE_OTHERS)
 other_gpus = names(("batch-1", "int8-token", "paged-16"), ("int8-token", "paged-16"))
 

@@ -124,6 +124,7 @@ def wrong(call: Compiled) -> list[str]:
     return lines
 
 
+@pytest.mark.covers(1)
 @each_name
 @pytest.mark.parametrize("size", SMALL | LARGE)
 def test_the_choice_by_size(name: str, size: str) -> None:
@@ -178,6 +179,7 @@ def test_no_block_of_a_rank_is_looked_for() -> None:
     assert len(re.findall(r"\bshfl\.", call.ptx)) <= 1
 
 
+@pytest.mark.covers(1)
 @each_name
 @pytest.mark.parametrize("size", ("2 KB", "128 KB", "1 MB of bf16", "16 KB of i32"))
 def test_the_result_waits_for_no_barrier(name: str, size: str) -> None:

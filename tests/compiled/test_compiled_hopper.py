@@ -87,12 +87,17 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
     "reduce-transposed": {"rhs_transposed": True},
 }
 LIKE_OTHERS = (
+    "two-ranks",
     "transposed-odd",
+    "gate-odd",
     "gate-gathered",
+    "scatter-two-ranks",
     "scatter-eight-ranks",
     "scatter-gelu",
+    "scatter-residual",
     "reduce-two-ranks",
     "reduce-transposed",
+    "reduce-narrow-tiles-epilogue",
 )
 each_case = names(CASES, LIKE_OTHERS)
 each_scatter = names(SCATTER_CASES, LIKE_OTHERS)

@@ -135,7 +135,8 @@ def requests(ptx: str) -> int:
 
 LIKE_OTHERS = (
     *("pair", "128-rows-epilogue", "160-rows-2-ranks", "192-rows-epilogue", "192-rows-float32"),
-    *("256-rows", "256-rows-2-ranks", "256-rows-8-ranks", "512-rows"),
+    *("256-rows", "256-rows-2-ranks", "256-rows-8-ranks", "512-rows", "2-ranks", "float32-result"),
+    *("128-rows-pair", "256-rows-float32", "384-rows-epilogue"),
 )
 
 
@@ -182,6 +183,7 @@ def test_the_kernel_is_chosen_by_shape(changed: dict, hopper: bool, monkeypatch:
     assert (launch_of(lowered(**call))[NAME] == KERNEL) == hopper
 
 
+@pytest.mark.covers(3)
 @pytest.mark.parametrize("rows", (2, 16, 64, 128, 256))
 @pytest.mark.parametrize("n", (8, 640, 1280, 3584, 7168, 8192, 28672))
 @pytest.mark.parametrize("gated", (False, True))
@@ -246,6 +248,7 @@ def test_all_reasons_why_it_cannot_run() -> None:
         lowered(m=64, k=1024, n=1024, dtype="float32", return_gathered=True, config=config)
 
 
+@pytest.mark.covers(3)
 @pytest.mark.parametrize("world", (2, 4, 8))
 @pytest.mark.parametrize("n", (1024, 4096))
 @pytest.mark.parametrize("k", (512, 8192))

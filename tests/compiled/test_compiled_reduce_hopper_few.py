@@ -95,6 +95,8 @@ LIKE_OTHERS = (
     *("16-rows-2-ranks", "16-rows-epilogue", "64-rows", "128-rows-2-ranks", "128-rows-8-ranks", "128-rows-exact"),
     *("132-rows", "256-rows-2-ranks", "256-rows-more-tiles", "512-rows", "scattered-128-rows-2-ranks"),
     *("scattered-192-rows-2-ranks", "scattered-256-rows", "scattered-256-rows-exact", "scattered-512-rows"),
+    *("scattered-128-rows", "scattered-384-rows-2-ranks", "16-rows-more-tiles", "128-rows-epilogue"),
+    *("160-rows-2-ranks", "256-rows", "wide"),
 )
 
 

@@ -50,12 +50,12 @@ CASES = (
     ("float8_e4m3fn", "float8_e4m3fn", False),
     ("float8_e4m3fn", "float8_e4m3fn", True),
     ("int8", "int8", False),
-    ("int8", "int8", True),
     ("float8_e5m2", "float8_e4m3fn", False),
     ("float8_e4m3fn", "float8_e4m3fn", True, "matmul_reduce_scatter"),
     ("int8", "int8", True, "matmul_all_reduce"),
 )
 LIKE_OTHERS = (
+    ("int8", "int8", True),
     ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_reduce_scatter"),
     ("int8", "int8", False, "matmul_reduce_scatter"),
     ("float8_e4m3fn", "float8_e4m3fn", False, "matmul_all_reduce"),

@@ -328,8 +328,9 @@ print(jax.jit(call).trace(x, w).lower(lowering_platforms=("cuda",)).as_text().co
 @pytest.mark.parametrize(
     ("call", "dtype"),
     (
-        ('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "float32"),
-        ('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "bfloat16"),
+        # The last one launches a kernel of each kind.
+        pytest.param('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "float32", marks=pytest.mark.soak),
+        pytest.param('jtf.all_gather_matmul(x, w, "tp", implementation="fused")', "bfloat16", marks=pytest.mark.soak),
         ('jtf.matmul_all_reduce(x[:16], w, "tp", implementation="fused")', "bfloat16"),
         ('jtf.psum(jtf.matmul_reduce_scatter(x, w, "tp", implementation="fused"), "tp")', "bfloat16"),
     ),

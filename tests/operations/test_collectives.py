@@ -110,6 +110,7 @@ def test_values(mesh: Mesh, name: str, dtype: str) -> None:
 WORDS = tuple({"protocol": "words", "shots": shots, "block": 32} for shots in (1, 2))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("size", (1, 2, 3, 7, 1000))
 def test_sizes_and_ways_of_a_sum(mesh: Mesh, config: dict[str, Any], size: int) -> None:
@@ -169,6 +170,7 @@ def test_integers_wrap_around(mesh: Mesh, config: dict[str, Any]) -> None:
             assert_same(found, np.broadcast_to(x.sum(0, dtype=dtype), x.shape))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("config", CONFIGS + WORDS, ids=str)
 @pytest.mark.parametrize("world", (2, 3, 4))
 def test_special_values(world: int, config: dict[str, Any]) -> None:
@@ -198,6 +200,7 @@ def test_sums_are_f32_in_the_order_of_the_ranks(world: int, config: dict[str, An
         assert_same(found, np.broadcast_to(wanted, x.shape))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize(
     "protocol, dtype",
     (
@@ -452,6 +455,7 @@ def operations_in(text: str) -> set[str]:
     return found - {"stablehlo.constant", "stablehlo.broadcast_in_dim"}
 
 
+@pytest.mark.covers(1)
 @each_name
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_features_of_the_kernel(feature: str, world: int) -> None:
     run(features(small(world))[feature], implementation="simulate", config=SPLIT)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("h", HEAD_SIZES)
 @pytest.mark.parametrize("hv", (None, 64, 128))
 def test_head_sizes(h: int, hv: int | None) -> None:
@@ -477,7 +478,15 @@ MAPPED = [
 ]
 
 
-@pytest.mark.parametrize(("feature", "kind"), MAPPED)
+# Of two kinds each feature has one, in turns.
+@pytest.mark.parametrize(
+    ("feature", "kind"),
+    [
+        pytest.param(*mapped, marks=pytest.mark.soak if len(kinds) == 2 and kinds[i % 2] != mapped else [])
+        for i, kinds in enumerate([[m for m in MAPPED if m[0] == feature] for feature in dict(MAPPED)])
+        for mapped in kinds
+    ],
+)
 def test_vmap_is_one_call(feature: str, kind: str) -> None:
     case = features(Case(world=2))[feature]
     operands, expected = make(case)
@@ -486,6 +495,7 @@ def test_vmap_is_one_call(feature: str, kind: str) -> None:
     assert str(jax.make_jaxpr(call)(operands)).count("decode_attention[") == 1
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kind", ("sequences", "heads"))
 @pytest.mark.parametrize("feature", ("sinks", "heads", "paged-blocks", "quantised-paged-heads"))
 def test_vmap_of_the_kernel(feature: str, kind: str) -> None:
@@ -671,6 +681,7 @@ def all_parts(cache: KVCache) -> KVCache:
     return KVCache(*(x if x is None or x.ndim < 2 else x[None] for x in cache))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("settings", CACHES, ids=lambda settings: "-".join(map(str, settings.values())) or "plain")
 @pytest.mark.parametrize("t", (None, 1, 5))
 def test_append_puts_tokens_where_they_belong(settings: dict[str, Any], t: int | None) -> None:
@@ -787,6 +798,7 @@ def test_lists_and_python_numbers() -> None:
         np.testing.assert_array_equal(mine, other)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize(
     "settings",
     (

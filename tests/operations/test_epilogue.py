@@ -249,6 +249,7 @@ def check_simulated(
 REDUCE_HOPPER = {"kernel": "hopper", **TILE, "block_m": 32, "programs": 2, "chunk": 128, "num_stages": 2, "groups": 2}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("given", ELEMENTWISE, ids=name_of)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_values_of_the_kernel_for_hopper_that_reduces(given: dict[str, Any], dtype: str) -> None:
@@ -258,6 +259,7 @@ def test_values_of_the_kernel_for_hopper_that_reduces(given: dict[str, Any], dty
 DECODE_HOPPER = {**GATHER.tiles["few"], "kernel": "hopper_few", "block_n": 16, "part": 32, "num_stages": 2}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("given", ELEMENTWISE + PAIRS, ids=name_of)
 @pytest.mark.parametrize("dtype", ("bfloat16", "float16"))
 def test_values_of_the_decode_kernel_for_hopper(given: dict[str, Any], dtype: str) -> None:
@@ -355,6 +357,7 @@ def test_another_dimension(operation: Operation, implementation: str) -> None:
     assert_close(program(lhs, rhs, residual), wanted, TOLERANCE["float32"])
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("implementation", (None, "xla", "simulate"))
 @pytest.mark.parametrize("tiles", ("portable", "few"))
 def test_return_gathered(mesh: Mesh, implementation: str | None, tiles: str) -> None:

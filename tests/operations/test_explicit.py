@@ -276,6 +276,7 @@ def mapped(name: str, case: Case) -> list[bool]:
     return [i == 0 or "matmul" not in name for i in range(len(case.shapes))]
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("sharded", ("examples", "rows"))
 def test_vmap(mesh: Mesh, name: str, sharded: str) -> None:

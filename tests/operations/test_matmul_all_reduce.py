@@ -503,6 +503,7 @@ def test_vmap_over_rows_keeps_the_kernel(mesh: Mesh) -> None:
     np.testing.assert_array_equal(jax.jit(program("simulate"))(stacked, rhs), exact_product(stacked, rhs, "float32"))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("implementation", (None, "simulate", "xla"))
 @pytest.mark.parametrize("batched", (False, True))
 def test_one_row(mesh: Mesh, implementation: str | None, batched: bool) -> None:

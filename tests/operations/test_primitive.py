@@ -215,6 +215,7 @@ def test_what_no_kernel_takes_is_left_to_xla(operation: str, rows: int, columns:
 each_product = pytest.mark.parametrize("name", [name for name in OPERATIONS if "matmul" in name])
 
 
+@pytest.mark.covers(3)
 @each_product
 @pytest.mark.parametrize("implementation", (None, "xla", "fused", "simulate"))
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ def normal(*shape: int, seed: int = 0) -> jax.Array:
     return spread * jax.random.normal(jax.random.key(seed), shape)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [None, (1, -1), (-1, 1), (1, 128), (128, 128)])
 def test_quantize(dtype: str, block: Any) -> None:
@@ -189,6 +190,7 @@ def test_products(cpu_mesh: Any, world: int, kinds: tuple[str, str], pair: tuple
     check(on_ranks(mesh, reduce, deep, deep_scale, low, low_scale), np.broadcast_to(total + 0.5, (world, *total.shape)))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("kinds", [("tensor", "tensor"), ("row", "row"), ("block", "block")])
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
 def test_sums_in_the_simulator(cpu_mesh: Any, dtype: str, kinds: tuple[str, str]) -> None:

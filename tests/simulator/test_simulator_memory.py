@@ -57,6 +57,7 @@ def message_kernel(
     shmem.finish(me)
 
 
+@pytest.mark.covers(3)
 @pytest.mark.parametrize("to", [0, 1], ids=["same-rank", "peer"])
 @pytest.mark.parametrize("from_scope", ["cta", "gpu", "sys"])
 @pytest.mark.parametrize("to_scope", ["cta", "gpu", "sys"])

@@ -1,0 +1,36 @@
+"""Of the combinations of a test's parameters those that `make test` has."""
+
+import itertools
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+
+def covering(cases: Sequence[Sequence[tuple]], together: int) -> set[int]:
+    """Indices of cases in which all values occur that occur in any case: each alone, or each pair, and so on.
+
+    Greedy: the next case is the one that has most of what is missing, and of equal ones the first.
+
+    Args:
+      cases: each the values of its parameters, of which several may belong together.
+      together: 1 for each value, 2 for each pair of values of two parameters, and so on.
+    """
+    of_case = [set(_parts(case, together)) for case in cases]
+    missing, taken = set().union(*of_case), set()
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(of_case[i] & missing), -i))
+        taken.add(best)
+        missing -= of_case[best]
+    return taken
+
+
+def _parts(case: Sequence[tuple], together: int) -> Iterable[tuple]:
+    known = enumerate(tuple(map(_key, values)) for values in case)
+    return itertools.combinations(known, min(together, len(case)))
+
+
+def _key(value: Any) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return id(value)
+    return type(value), value  # True is not 1 here
