@@ -319,6 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     rows: list[Row] = []
     faults = 0
+    gc.freeze()  # what is imported stays: collections behind each shape need not look at it
     for name in args.ops:
         of_operation, failed = measure(OPERATIONS[name], args, mesh, rows, common, console)
         rows += of_operation
