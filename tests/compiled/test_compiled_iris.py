@@ -21,6 +21,7 @@ import jaxtaxfree as jtf
 from benchmarks import iris_kernels
 from jaxtaxfree import iris, simulator
 from tests.compiled.test_gluon import PTX, launch_of
+from tests.helpers import iris_cases, iris_lowering, iris_words
 from tests.helpers.support import TRITON_CALL, lower_for_cuda, mesh_of, one_program, sharded
 
 M = N = 64
@@ -154,6 +155,36 @@ def test_gather_and_product_of_the_package(mesh: Mesh, own: bool, no_cubin: None
     one_rank = functools.partial(call, own=True)
     alone = launch_of(lower(mesh, one_rank, *MATRICES, out=COLUMNS))[PTX].decode()
     assert products == (1 if own else 2) * len(re.findall(r"^\s*(?:mma|wgmma\.mma_async)\.", alone, re.MULTILINE)) > 0
+
+
+@packaged
+@pytest.mark.parametrize("name", [name for name in iris_cases.OPS if "," not in name])
+def test_ops(name: str, no_cubin: None) -> None:
+    """The calls that the simulator runs."""
+    case = iris_cases.ops(name)
+    program = iris_lowering.lowered(case.launches, case.world)
+    assert program.count(TRITON_CALL) == iris_lowering.launched(case.launches) == 3
+
+
+def lower_words(cases: list[iris_words.Case]) -> None:
+    program = iris_lowering.lowered([case.launch for case in cases], iris_words.WORLD_SIZE)
+    assert program.count(TRITON_CALL) == 2 + len(cases)
+
+
+@packaged
+@pytest.mark.parametrize("function", iris_words.FUNCTIONS)
+def test_device_functions(function: str, no_cubin: None) -> None:
+    """Two of the calls that Iris's unit tests make, in one program."""
+    cases = [case for case in iris_words.cases() if case.function == function]
+    lower_words(cases[5 :: len(cases) // 2])
+
+
+@packaged
+@pytest.mark.soak
+@pytest.mark.parametrize("function", iris_words.FUNCTIONS)
+def test_device_functions_as_iris_tests_them(function: str) -> None:
+    """All of them, assembled."""
+    lower_words([case for case in iris_words.cases() if case.function == function])
 
 
 SCATTER = """

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtaxfree import simulator
-from jaxtaxfree.simulator.iris import BASES, CONTEXT, RANK, WORLD, Barrier, Fill, Launch, PerRank, local, symmetric
+from jaxtaxfree.simulator.iris import BASES, CONTEXT, RANK, WORLD, Barrier, Fill, Launch, local, symmetric
 from tests.helpers import iris_kernels
 
 POLICIES = ("random", "round-robin", "ahead", "straggler")
@@ -97,7 +97,7 @@ def _all_reduce(name: str, world: int = 2, **found: Any) -> Case:
         "two_shot": {"DISTRIBUTION": 1},
         "ring": {
             **{"ring_buffer": symmetric((M, N), np.float32), "flags": flags, "NUM_RINGS": 1, "SLICE_SIZE_N": BLOCK},
-            **{"next_rank": PerRank((rank + 1) % world for rank in range(world)), "FLAGS_PER_TILE": 1},
+            **{"next_rank": (RANK + 1) % WORLD, "FLAGS_PER_TILE": 1},
         },
     }
     launch = _collective("all_reduce", f"persistent_all_reduce_{name}", x, out, **extra.get(name, {}))
