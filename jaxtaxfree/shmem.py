@@ -34,6 +34,7 @@ from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import is_amd, name_of, target_of
 from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
+from jaxtaxfree.written import multiples_of_16, telling
 
 
 class CompileError(RuntimeError):
@@ -391,7 +392,7 @@ def _launch(
     if not is_alone(kernel):
         at = jnp.full((1,), position, jnp.int32)
         place["team"] = (at, origin, stride, team.world, magic, layout.signal_line)
-    return _call_of(kernel, descriptors, num_stages, team)(
+    return _call_of(kernel, descriptors, num_stages, team, multiples_of_16(kernel, dict(params)))(
         *bundled(args, bundles),
         kernel=kernel,
         out_type=out_types,
@@ -419,19 +420,26 @@ def _place(team: Team, region: heap.Region) -> jax.Array:
     return jnp.asarray(region.places, jnp.int32)[team.position()]
 
 
-def _call_of(kernel: Any, descriptors: tuple, num_stages: int, team: Team) -> Callable[..., Any]:
-    """What calls a kernel of this dialect on these GPUs."""
+def _call_of(
+    kernel: Any, descriptors: tuple, num_stages: int, team: Team, multiples: tuple[str, ...]
+) -> Callable[..., Any]:
+    """What calls a kernel of this dialect on these GPUs, with the parameters that are multiples of 16."""
     if is_amd(team.compute_capability):
-        return functools.partial(amd.amd_call, num_stages=num_stages)
+        return functools.partial(amd.amd_call, num_stages=num_stages, multiples=multiples)
     if kernel.is_gluon():
-        return functools.partial(gluon.gluon_call, descriptors=dict(descriptors))
-    return functools.partial(_triton_call, num_stages=num_stages)
+        return functools.partial(gluon.gluon_call, descriptors=dict(descriptors), multiples=multiples)
+    return functools.partial(_triton_call, num_stages=num_stages, multiples=multiples)
 
 
-def _triton_call(*args: Any, kernel: Any, **named: Any) -> Any:
+def _triton_call(*args: Any, kernel: Any, multiples: tuple[str, ...], **named: Any) -> Any:
     # By name, because parameters before these may be None.
     arguments = (tuple(arg.values()) if isinstance(arg, dict) else arg for arg in args)
-    operands = dict(zip(pointers_of(kernel, named), arguments))
+    pointers = pointers_of(kernel, named)
+    operands = dict(zip(pointers, arguments))
+    if multiples:
+        own = {key: value for key, value in named.items() if key in kernel.arg_names}
+        kernel, told = telling(kernel, own, pointers, multiples)
+        named = {key: value for key, value in named.items() if key not in own} | told
     return jax_triton.triton_call(kernel=kernel, **operands, **named)
 
 

@@ -139,7 +139,7 @@ def _alone(
         name=name,
         implementation=implementation,
         **_with_together(how, parts),
-        **wrapper.constants(kernel, found),
+        **wrapper.constants(found),
     )
     return outs[0] if len(outs) == 1 else outs
 
@@ -351,7 +351,7 @@ def _join(
         [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in found.outs.values()],
         _checked(name, grid),
         name,
-        wrapper.constants(kernel, found),
+        wrapper.constants(found),
         how,
     )
     ws = dataclasses.replace(ws, token=token)

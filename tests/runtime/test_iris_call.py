@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import iris, simulator
 from jaxtaxfree.iris import wrapper
+from jaxtaxfree.written import compiled_from
 from tests.helpers import gluon_kernels, iris_programs
 from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
@@ -131,7 +132,7 @@ def test_a_wrapper_without_one_of_its_parts_is_found(
         (at,) = (i for i, each in enumerate(lines) if line in each)
         indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
         lines[at] = indent + (instead or "pass")
-        return wrapper.compiled_from("\n".join(lines) + "\n", "<faulty>", name, {**space, "kernel_": kernel})
+        return compiled_from("\n".join(lines) + "\n", "<faulty>", name, {**space, "kernel_": kernel})
 
     space = {
         "tl": iris_programs.tl,
