@@ -35,7 +35,7 @@ def multiples_of_16(kernel: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(
         name
         for name, value in params.items()
-        if name in own and type(value) is int and value and value % 16 == 0 and abs(value) < 2**31
+        if name in own and type(value) is int and value % 16 == 0 and abs(value) < 2**31
     )
 
 
