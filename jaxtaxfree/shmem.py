@@ -114,6 +114,7 @@ def shmem_call(
       implementation: None and "fused" run the kernel on GPUs. "simulate" runs it for all ranks on the CPU, and raises
         what a GPU would hide; see `jaxtaxfree.simulator`.
       **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
+        As in Triton, the compiler is told of integers that 16 divides.
 
     Returns: the results, in the structure of `out_type`. They vary along `axis_name`.
 
