@@ -157,8 +157,19 @@ def test_gather_and_product_of_the_package(mesh: Mesh, own: bool, no_cubin: None
     assert products == (1 if own else 2) * len(re.findall(r"^\s*(?:mma|wgmma\.mma_async)\.", alone, re.MULTILINE)) > 0
 
 
+ONE_OF_A_KERNEL = "matmul_all_reduce spinlock"
+
+
 @packaged
-@pytest.mark.parametrize("name", [name for name in iris_cases.OPS if "," not in name])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name.startswith("matmul_all_reduce") else ())
+        for name in iris_cases.OPS
+        if "," not in name and name != ONE_OF_A_KERNEL
+    ]
+    + [ONE_OF_A_KERNEL],
+)
 def test_ops(name: str, no_cubin: None) -> None:
     """The calls that the simulator runs."""
     case = iris_cases.ops(name)
@@ -172,11 +183,10 @@ def lower_words(cases: list[iris_words.Case]) -> None:
 
 
 @packaged
-@pytest.mark.parametrize("function", iris_words.FUNCTIONS)
-def test_device_functions(function: str, no_cubin: None) -> None:
-    """Two of the calls that Iris's unit tests make, in one program."""
-    cases = [case for case in iris_words.cases() if case.function == function]
-    lower_words(cases[5 :: len(cases) // 2])
+def test_device_functions(no_cubin: None) -> None:
+    """One of the calls that Iris's unit tests make of each, in one program."""
+    of = {name: [case for case in iris_words.cases() if case.function == name] for name in iris_words.FUNCTIONS}
+    lower_words([cases[len(cases) // 2] for cases in of.values()])
 
 
 @packaged

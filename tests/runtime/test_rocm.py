@@ -102,7 +102,7 @@ def rotated(x: jax.Array) -> jax.Array:
     return jtf.iris_call(iris_programs.rotate, axis_name="tp", grid=1, x=x, out=out, **buffers, **numbers)
 
 
-@pytest.mark.parametrize("architecture", amd.ARCHITECTURES)
+@pytest.mark.parametrize("architecture", amd.EACH)
 def test_a_kernel_in_iris_words(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The meeting in front of it, its own release to a peer, its own wait, and 16 bytes of a row at a time."""
     monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", architecture)
