@@ -187,6 +187,8 @@ def gather_matmul_hbm(
     rows, columns, depth = m // blocks[0], triton.cdiv(n, blocks[1]), k // blocks[2]
     blocks_a_flag = math.gcd(blocks_a_flag, depth)
     tiles = triton.cdiv(rows, stages) * columns
+    # Fetchers leave out some of a group that is not whole, for which the others would wait for ever.
+    group = math.gcd(group, rows // stages)
     return jtf.iris_call(
         packaged("ops.all_gather_matmul_hbm_buffer", "_hbm_buffer_all_gather_matmul_kernel", own),
         axis_name=axis_name,

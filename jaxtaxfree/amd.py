@@ -37,6 +37,7 @@ def amd_call(
     backend_options: Mapping[str, Any],
     cost_estimate: Mapping[str, int] | None,
     has_side_effect: bool,
+    multiples: Sequence[str],
     **named: Any,
 ) -> Sequence[jax.Array]:
     """Calls a Triton kernel on a GPU of AMD, with the arguments of `jax_triton.triton_call`.
@@ -44,11 +45,12 @@ def amd_call(
     Args:
       *args: operands; arrays by their names are one parameter, a tuple.
       compute_capability: 0x942 for gfx942.
+      multiples: the parameters whose numbers 16 divides.
       **named: the kernel's other parameters; `team` is a tuple whose first element is an array.
     """
     pointers = pointers_of(kernel, named)
     buffers = dict(zip(pointers, (*args, *out_type)))
-    source, flat = _source(kernel, {**named, **buffers})
+    source, flat = _source(kernel, {**named, **buffers}, multiples)
     compiled = triton.compile(
         source,
         target=GPUTarget("hip", name_of(compute_capability), WAVE),
@@ -71,7 +73,9 @@ def amd_call(
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)
 
 
-def _source(kernel: Any, values: Mapping[str, Any]) -> tuple[ASTSource, list[tuple[Any, str]]]:
+def _source(
+    kernel: Any, values: Mapping[str, Any], multiples: Sequence[str]
+) -> tuple[ASTSource, list[tuple[Any, str]]]:
     """What to compile, and what the compiled kernel takes: values with their types."""
     signature: dict[str, Any] = {}
     constants: dict[str, Any] = {}
@@ -87,7 +91,7 @@ def _source(kernel: Any, values: Mapping[str, Any]) -> tuple[ASTSource, list[tup
         own = [(part, _type_of(part)) for part in (value if isinstance(value, tuple) else (value,))]
         signature[parameter.name] = tuple(type_ for _, type_ in own) if isinstance(value, tuple) else own[0][1]
         for place, (_, type_) in enumerate(own):
-            if type_.startswith("*"):
+            if type_.startswith("*") or parameter.name in multiples:
                 attributes[(i, place) if isinstance(value, tuple) else (i,)] = [["tt.divisibility", 16]]
         flat += own
     return ASTSource(kernel, signature, constants, attributes), flat

@@ -71,6 +71,7 @@ def gluon_call(
     descriptors: Mapping[str, Sequence[int]],
     cost_estimate: Mapping[str, int] | None,
     has_side_effect: bool,
+    multiples: Sequence[str],
     **named: Any,
 ) -> Sequence[jax.Array]:
     """Calls a Gluon kernel, as `jax_triton.triton_call` calls a Triton one.
@@ -80,8 +81,9 @@ def gluon_call(
         has_side_effect, **named: as there. The parameter `team` is a tuple whose first element is an array. Arrays by
         their names are one parameter, a tuple.
       descriptors: for each parameter that is to be a TMA descriptor the shape of a block; see `call.members`.
+      multiples: the parameters whose numbers 16 divides.
     """
-    source, arguments = _source(kernel, [*args, *out_type], named, descriptors)
+    source, arguments = _source(kernel, [*args, *out_type], named, descriptors, multiples)
     with _not_assembled():
         compiled = triton.compile(
             source,
@@ -206,7 +208,11 @@ class _Argument(NamedTuple):
 
 
 def _source(
-    kernel: Any, buffers: Sequence[Any], named: Mapping[str, Any], descriptors: Mapping[str, Sequence[int]]
+    kernel: Any,
+    buffers: Sequence[Any],
+    named: Mapping[str, Any],
+    descriptors: Mapping[str, Sequence[int]],
+    multiples: Sequence[str],
 ) -> tuple[GluonASTSource, list[_Argument]]:
     """What to compile for a kernel and these operands and results, and what the compiled kernel takes."""
     names = [parameter.name for parameter in kernel.params]
@@ -230,7 +236,7 @@ def _source(
         is_tuple = isinstance(value, tuple | dict)
         types.append(tuple(argument.type for argument in own) if is_tuple else own[0].type)
         for place, argument in enumerate(own):
-            if argument.type.startswith("*"):
+            if argument.type.startswith("*") or parameter.name in multiples:
                 attributes[(1, i, place) if is_tuple else (1, i)] = [["tt.divisibility", 16]]
         arguments += own
     signature = {"KERNEL": "constexpr", "arguments": tuple(types), "TEAM": "constexpr"}

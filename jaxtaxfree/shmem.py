@@ -34,6 +34,7 @@ from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import is_amd, name_of, target_of
 from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
+from jaxtaxfree.written import multiples_of_16, telling
 
 
 class CompileError(RuntimeError):
@@ -113,6 +114,7 @@ def shmem_call(
       implementation: None and "fused" run the kernel on GPUs. "simulate" runs it for all ranks on the CPU, and raises
         what a GPU would hide; see `jaxtaxfree.simulator`.
       **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
+        As in Triton, the compiler is told of integers that 16 divides.
 
     Returns: the results, in the structure of `out_type`. They vary along `axis_name`.
 
@@ -391,8 +393,8 @@ def _launch(
     if not is_alone(kernel):
         at = jnp.full((1,), position, jnp.int32)
         place["team"] = (at, origin, stride, team.world, magic, layout.signal_line)
-    return _call_of(kernel, descriptors, num_stages, team)(
-        *bundled(args, bundles),
+    return _call_of(kernel, descriptors, num_stages, team, multiples_of_16(kernel, dict(params)))(
+        *bundled(map(_placed, args), bundles),
         kernel=kernel,
         out_type=out_types,
         grid=grid,
@@ -409,6 +411,15 @@ def _launch(
     )
 
 
+def _placed(arg: jax.Array) -> jax.Array:
+    """The operand at an address that 16 divides, as kernels and jaxlib's launch want it.
+
+    In a loop XLA hands a slice of an array to a kernel as it lies. A barrier keeps it from that, where the slices behind
+    each other (xs of a scan) do not all begin at such addresses.
+    """
+    return lax.optimization_barrier(arg) if arg.size * arg.dtype.itemsize % 16 else arg
+
+
 def _place(team: Team, region: heap.Region) -> jax.Array:
     """Where in the region's window this device has its part, i32[]."""
     count, period = len(region.places), max(region.places) + 1
@@ -419,19 +430,26 @@ def _place(team: Team, region: heap.Region) -> jax.Array:
     return jnp.asarray(region.places, jnp.int32)[team.position()]
 
 
-def _call_of(kernel: Any, descriptors: tuple, num_stages: int, team: Team) -> Callable[..., Any]:
-    """What calls a kernel of this dialect on these GPUs."""
+def _call_of(
+    kernel: Any, descriptors: tuple, num_stages: int, team: Team, multiples: tuple[str, ...]
+) -> Callable[..., Any]:
+    """What calls a kernel of this dialect on these GPUs, with the parameters that are multiples of 16."""
     if is_amd(team.compute_capability):
-        return functools.partial(amd.amd_call, num_stages=num_stages)
+        return functools.partial(amd.amd_call, num_stages=num_stages, multiples=multiples)
     if kernel.is_gluon():
-        return functools.partial(gluon.gluon_call, descriptors=dict(descriptors))
-    return functools.partial(_triton_call, num_stages=num_stages)
+        return functools.partial(gluon.gluon_call, descriptors=dict(descriptors), multiples=multiples)
+    return functools.partial(_triton_call, num_stages=num_stages, multiples=multiples)
 
 
-def _triton_call(*args: Any, kernel: Any, **named: Any) -> Any:
+def _triton_call(*args: Any, kernel: Any, multiples: tuple[str, ...], **named: Any) -> Any:
     # By name, because parameters before these may be None.
     arguments = (tuple(arg.values()) if isinstance(arg, dict) else arg for arg in args)
-    operands = dict(zip(pointers_of(kernel, named), arguments))
+    pointers = pointers_of(kernel, named)
+    operands = dict(zip(pointers, arguments))
+    if multiples:
+        own = {key: value for key, value in named.items() if key in kernel.arg_names}
+        kernel, told = telling(kernel, own, pointers, multiples)
+        named = {key: value for key, value in named.items() if key not in own} | told
     return jax_triton.triton_call(kernel=kernel, **operands, **named)
 
 

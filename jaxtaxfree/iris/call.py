@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -139,7 +140,7 @@ def _alone(
         name=name,
         implementation=implementation,
         **_with_together(how, parts),
-        **wrapper.constants(kernel, found),
+        **wrapper.constants(found),
     )
     return outs[0] if len(outs) == 1 else outs
 
@@ -255,7 +256,7 @@ class Workspace:
             **{key: int(value) for key, value in how.items()},
         )
         lax.neg(results[0])  # of which XLA makes nothing: JAX keeps what is used for as long as it traces the program
-        _last[self._memory] = weakref.ref(results[0])
+        _last.tokens[self._memory] = weakref.ref(results[0])
         return results
 
     @property
@@ -265,14 +266,20 @@ class Workspace:
 
     def _before(self) -> jax.Array:
         """The token of the workspace that had this memory before, where one program traces both; otherwise any."""
-        last = _last[self._memory]() if self._memory in _last else None
+        last = _last.tokens[self._memory]() if self._memory in _last.tokens else None
         if last is None or getattr(last, "_trace", None) is not trace_ctx.trace:
             return jnp.zeros((1,), jnp.int32)
         return last
 
 
-# The token of the last launch, by the workspace's memory.
-_last: dict[str, Any] = {}
+class _Last(threading.local):
+    """The token of the last launch by the workspace's memory, of each thread: others trace programs of their own."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, Any] = {}
+
+
+_last = _Last()
 
 
 jax.tree_util.register_dataclass(
@@ -351,7 +358,7 @@ def _join(
         [jax.ShapeDtypeStruct(of.shape, of.dtype) for of in found.outs.values()],
         _checked(name, grid),
         name,
-        wrapper.constants(kernel, found),
+        wrapper.constants(found),
         how,
     )
     ws = dataclasses.replace(ws, token=token)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from jaxtaxfree.iris import wrapper
+from jaxtaxfree.written import compiled_from
 
 # Iris's functions have branches for copy engines, which kernels without them do not take.
 _LIBRARIES = ("triton.", "jaxtaxfree.", "iris.mem.", "iris.device.")
@@ -68,7 +68,7 @@ def acquiring(kernel: JITFunction) -> JITFunction:
     function.decorator_list = []
     source = ast.unparse(ast.fix_missing_locations(tree)) + "\n"
     space = {**_names(kernel), "tl": tl, "triton": triton}
-    return wrapper.compiled_from(source, f"<acquiring {kernel.fn.__name__}>", kernel.fn.__name__, space)
+    return compiled_from(source, f"<acquiring {kernel.fn.__name__}>", kernel.fn.__name__, space)
 
 
 def wants_constant_rank(kernel: JITFunction, special: Sequence[str]) -> bool:

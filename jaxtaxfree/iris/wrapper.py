@@ -1,8 +1,6 @@
 """Kernels around Iris kernels, written as source for Triton to read."""
 
 import functools
-import hashlib
-import linecache
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ import triton.language as tl
 
 from jaxtaxfree.iris.arguments import Arguments, Buffer, Out, Symmetric, triton_dtype
 from jaxtaxfree.kernels import iris_launch, shmem
+from jaxtaxfree.written import compiled_from
 
 BYTES_A_PROGRAM = 1 << 15  # that it is worth another program to fill
 # What a kernel around another one, or what launches it, takes by these names.
@@ -28,27 +27,9 @@ def own(name: str) -> str:
     return f"{name}_" if name in _TAKEN else name
 
 
-def constants(kernel: Any, given: Arguments) -> dict[str, Any]:
-    """The wrapper's parameters for numbers and other constants.
-
-    Triton compiles a kernel for integers that are multiples of 16, so that rows with such strides are loaded 16 bytes
-    at a time. JAX's launches do not tell it. So the wrapper itself multiplies these numbers by 16.
-    """
-    sixteens = _sixteens(kernel, given)
-    return {
-        f"{name}_by_16" if name in sixteens else own(name): value // 16 if name in sixteens else value
-        for name, value in given.constants.items()
-    }
-
-
-def _sixteens(kernel: Any, given: Arguments) -> set[str]:
-    """The numbers that are multiples of 16, but for constants of the kernel."""
-    constexpr = {each.name for each in kernel.params if each.is_constexpr}
-    return {
-        name
-        for name, value in given.constants.items()
-        if type(value) is int and name not in constexpr and value % 16 == 0 and abs(value) < 2**31
-    }
+def constants(given: Arguments) -> dict[str, Any]:
+    """The wrapper's parameters for numbers and other constants."""
+    return {own(name): value for name, value in given.constants.items()}
 
 
 def parts_of(buffers: Iterable[Symmetric], most: int) -> int:
@@ -176,7 +157,6 @@ def _running(
 ) -> list[str]:
     """Calls the kernel if the condition holds, and spoils its results otherwise."""
     values = {name: own(name) for name in (*given.operands, *given.outs, *given.symmetric, *given.constants)}
-    values |= {name: f"{name}_by_16 * 16" for name in _sixteens(kernel, given)}
     values |= {name: each.text for name, each in given.special.items()}
     values |= {name: pointers[each.name] for name, each in given.buffers.items()}
     call = f"kernel_({', '.join(f'{name}={values[name]}' for name in kernel.arg_names if name in values)})"
@@ -192,8 +172,7 @@ def _running(
 
 def _define(kernel: Any, parameters: Sequence[str], given: Arguments, body: Iterable[str]) -> Any:
     constexpr = {own(each.name) for each in kernel.params if each.is_constexpr} if kernel else set()
-    passed = constants(kernel, given) if kernel else {}
-    numbers = [f"{name}: tl.constexpr" if name in constexpr else name for name in passed]
+    numbers = [f"{name}: tl.constexpr" if name in constexpr else name for name in constants(given)]
     name = kernel.fn.__name__ if kernel else "iris_workspace"
     header = f"def {name}({', '.join([*parameters, *map(own, given.outs), *numbers, 'WORLD: tl.constexpr'])}):"
     return defined(kernel, "\n".join([header, *(f"    {line}" for line in body)]) + "\n", name)
@@ -204,12 +183,3 @@ def defined(kernel: Any, source: str, name: str) -> Any:
     """A Triton kernel from its source, in which `kernel_` is another one. The same source gives the same kernel."""
     space = {"triton": triton, "tl": tl, "shmem": shmem, "around": iris_launch, "kernel_": kernel}
     return compiled_from(source, f"<iris_call {name}>", name, {**space, "__name__": __name__})
-
-
-def compiled_from(source: str, place: str, name: str, space: dict[str, Any]) -> Any:
-    """`triton.jit` of a function that is in no file: Triton finds its source where Python's tracebacks do."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-    place = f"{place[:-1]} {digest}>"
-    linecache.cache[place] = (len(source), None, source.splitlines(True), place)
-    exec(compile(source, place, "exec"), space)
-    return triton.jit(space[name])

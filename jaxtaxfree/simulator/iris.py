@@ -6,7 +6,7 @@ memory by a table of bases, keep flags in ordinary memory, and rely on what the 
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +14,7 @@ from triton.runtime.jit import JITFunction
 
 from jaxtaxfree import language
 from jaxtaxfree.call import check_kernel, sizes_of
+from jaxtaxfree.iris.arguments import BASES, CONTEXT, RANK, WORLD, Number, Table
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.errors import SimulationError
 from jaxtaxfree.simulator.events import Stack, who
@@ -23,24 +24,21 @@ from jaxtaxfree.simulator.memory import POISON, Heap, Space
 from jaxtaxfree.simulator.scheduler import Program, Scheduler, Settings
 from jaxtaxfree.simulator.trace import Trace
 
-# What a parameter of a kernel may take besides buffers and constants.
-
-
-@dataclasses.dataclass(frozen=True)
-class Special:
-    """A value that the simulation knows: a number that it computes of a rank and the number of ranks, or a table."""
-
-    name: str
-    compute: Callable[[int, int], int] | None = None
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-RANK = Special("RANK", lambda rank, world: rank)  # the rank that runs
-WORLD = Special("WORLD", lambda rank, world: world)  # number of ranks
-BASES = Special("BASES")  # pointer to the table of bases, u64[world]
-CONTEXT = Special("CONTEXT")  # pointer to what `iris.Context.initialize` takes, i64[2 + world + 1]
+# Of which RANK, WORLD, BASES and CONTEXT are those of `iris_call`.
+__all__ = [
+    "BASES",
+    "CONTEXT",
+    "RANK",
+    "WORLD",
+    "Barrier",
+    "Buffer",
+    "Fill",
+    "Launch",
+    "PerRank",
+    "local",
+    "run_iris",
+    "symmetric",
+]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -76,8 +74,8 @@ class Launch:
     Attributes:
       kernel: what `triton.jit` made.
       grid: programs, in one to three dimensions.
-      arguments: for each of its parameters a `Buffer`, one of RANK, WORLD, BASES and CONTEXT, None, a constant, or a
-        sequence (`PerRank`) of constants.
+      arguments: for each of its parameters a `Buffer`, a constant or None, `PerRank` constants, or what `iris_call`
+        takes as well: numbers of RANK and WORLD, BASES, and CONTEXT.
       ranks: where it is launched; None for everywhere.
     """
 
@@ -209,12 +207,11 @@ class _Run:
     def _argument(self, value: Any, rank: int, constant: bool) -> Any:
         if isinstance(value, Buffer):
             return interpreter.pointer(self.arrays[value][rank].ctypes.data, np.dtype(value.dtype))
-        # By what they say: the words of another module may mean the same.
-        if (name := getattr(value, "name", None)) in ("BASES", "CONTEXT"):
-            begin, dtype = (16, np.uint64) if name == "BASES" else (0, np.int64)
+        if isinstance(value, Table):
+            begin, dtype = (0, np.int64) if value is CONTEXT else (16, np.uint64)
             return interpreter.pointer(self.tables[rank] + begin, np.dtype(dtype))
-        if callable(compute := getattr(value, "compute", None)):
-            value = compute(rank, self.world)
+        if isinstance(value, Number):
+            value = value.compute(rank, self.world)
         elif isinstance(value, PerRank):
             value = value[rank]
         return interpreter.convert(value) if constant or value is None else interpreter.argument(value)

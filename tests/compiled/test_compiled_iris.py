@@ -21,6 +21,7 @@ import jaxtaxfree as jtf
 from benchmarks import iris_kernels
 from jaxtaxfree import iris, simulator
 from tests.compiled.test_gluon import PTX, launch_of
+from tests.helpers import iris_cases, iris_lowering, iris_words
 from tests.helpers.support import TRITON_CALL, lower_for_cuda, mesh_of, one_program, sharded
 
 M = N = 64
@@ -154,6 +155,46 @@ def test_gather_and_product_of_the_package(mesh: Mesh, own: bool, no_cubin: None
     one_rank = functools.partial(call, own=True)
     alone = launch_of(lower(mesh, one_rank, *MATRICES, out=COLUMNS))[PTX].decode()
     assert products == (1 if own else 2) * len(re.findall(r"^\s*(?:mma|wgmma\.mma_async)\.", alone, re.MULTILINE)) > 0
+
+
+ONE_OF_A_KERNEL = "matmul_all_reduce spinlock"
+
+
+@packaged
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.soak if name.startswith("matmul_all_reduce") else ())
+        for name in iris_cases.OPS
+        if "," not in name and name != ONE_OF_A_KERNEL
+    ]
+    + [ONE_OF_A_KERNEL],
+)
+def test_ops(name: str, no_cubin: None) -> None:
+    """The calls that the simulator runs."""
+    case = iris_cases.ops(name)
+    program = iris_lowering.lowered(case.launches, case.world)
+    assert program.count(TRITON_CALL) == iris_lowering.launched(case.launches) == 3
+
+
+def lower_words(cases: list[iris_words.Case]) -> None:
+    program = iris_lowering.lowered([case.launch for case in cases], iris_words.WORLD_SIZE)
+    assert program.count(TRITON_CALL) == 2 + len(cases)
+
+
+@packaged
+def test_device_functions(no_cubin: None) -> None:
+    """One of the calls that Iris's unit tests make of each, in one program."""
+    of = {name: [case for case in iris_words.cases() if case.function == name] for name in iris_words.FUNCTIONS}
+    lower_words([cases[len(cases) // 2] for cases in of.values()])
+
+
+@packaged
+@pytest.mark.soak
+@pytest.mark.parametrize("function", iris_words.FUNCTIONS)
+def test_device_functions_as_iris_tests_them(function: str) -> None:
+    """All of them, assembled."""
+    lower_words([case for case in iris_words.cases() if case.function == function])
 
 
 SCATTER = """

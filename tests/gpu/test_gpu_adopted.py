@@ -1,21 +1,26 @@
 """The heap in memory that somebody else has allocated, at addresses of its own on each GPU."""
 
 import contextlib
+import functools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax import lax
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree import heap
+from jaxtaxfree import heap, iris
 from jaxtaxfree.heap.driver import Driver
+from tests.helpers import iris_programs
+from tests.helpers.many_calls import Case, checked, whole
 
 NBYTES = 64 << 20
+SIZE = 1024
 
 
 @contextlib.contextmanager
@@ -37,37 +42,58 @@ def allocated(mesh: Mesh) -> Iterator[list[int]]:
         yield bases
 
 
+def product(mesh: Mesh) -> Case:
+    def right(out: jax.Array, x: jax.Array, w: jax.Array) -> jax.Array:
+        want = jnp.matmul(lax.all_gather(x, "tp", tiled=True), w, preferred_element_type=jnp.float32)
+        return out == want.astype(out.dtype)
+
+    call = functools.partial(jtf.all_gather_matmul, axis_name="tp", implementation="fused")
+    return Case(call, right, (P("tp"), P()), (whole(mesh, P("tp"), 256, 512), whole(mesh, P(), 512, 256, seed=1)))
+
+
+def total(mesh: Mesh) -> Case:
+    """A kernel that waits for messages instead of signals."""
+    call = functools.partial(jtf.psum, axis_name="tp", implementation="fused")
+    x = whole(mesh, P("tp"), 2 * 64, 512, dtype=jnp.float32)
+    return Case(call, lambda out, x: out == lax.psum(x, "tp"), (P("tp"),), (x,))
+
+
+def rotated(mesh: Mesh) -> Case:
+    """A kernel in Iris's words, which finds its peers by the table of bases."""
+
+    def call(x: jax.Array) -> jax.Array:
+        return jtf.iris_call(
+            iris_programs.rotate,
+            axis_name="tp",
+            grid=1,
+            x=x,
+            inbox=iris.symmetric((SIZE,), x.dtype),
+            flag=iris.symmetric((1,), jnp.int32, fill=0),
+            out=iris.Out((SIZE,), x.dtype),
+            heap_bases=iris.BASES,
+            rank=iris.RANK,
+            after=(iris.RANK + 1) % iris.WORLD,
+            SIZE=SIZE,
+        )
+
+    def right(out: jax.Array, x: jax.Array) -> jax.Array:
+        return out == lax.ppermute(x, "tp", [(0, 1), (1, 0)])
+
+    return Case(call, right, (P("tp"),), (whole(mesh, P("tp"), 2 * SIZE, dtype=jnp.float32),))
+
+
 @pytest.mark.gpu(2)
-def test_operations_in_memory_of_another_library(gpu_mesh: Any) -> None:
+def test_a_thousand_calls_in_memory_of_another_library(gpu_mesh: Any) -> None:
     mesh = gpu_mesh(2, "tp")
     heap.close()
-    x = jax.device_put(jax.random.normal(jax.random.key(0), (256, 512), jnp.bfloat16), NamedSharding(mesh, P("tp")))
-    w = jax.device_put(jax.random.normal(jax.random.key(1), (512, 256), jnp.bfloat16), NamedSharding(mesh, P()))
-
-    def program(x: jax.Array, w: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array]:
-        product = jtf.all_gather_matmul(x, w, "tp", implementation=implementation)
-        return product[None], jtf.psum(x[:8].astype(jnp.float32), "tp", implementation=implementation)[None]
-
-    def run(implementation: str) -> list[np.ndarray]:
-        call = jax.jit(
-            jax.shard_map(
-                lambda x, w: program(x, w, implementation),
-                mesh=mesh,
-                in_specs=(P("tp"), P()),
-                out_specs=P("tp"),
-                check_vma=False,
-            )
-        )
-        for _ in range(20):
-            found = call(x, w)
-        return [np.asarray(each, np.float32) for each in jtf.block_until_ready(found)]
-
-    expected = run("xla")
     with allocated(mesh) as bases:
         heap.adopt(bases, NBYTES, devices=list(mesh.devices.flat))
         try:
-            found = run("fused")
+            with ThreadPoolExecutor(3) as pool:
+                programs = list(pool.map(lambda make: checked(mesh, make(mesh)), (product, total, rotated)))
+            wrong = [list(jtf.block_until_ready(program())) for program in programs]
+            found = heap._heap._regions.values()
+            assert len(found) == 3 and all(region.tables is not None for region in found)
         finally:
             heap.close()
-    np.testing.assert_allclose(found[0], expected[0], rtol=2e-2, atol=0.5)
-    np.testing.assert_allclose(found[1], expected[1], rtol=1e-6, atol=1e-6)
+    assert wrong == [[0, 0]] * 3

@@ -7,7 +7,6 @@ import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from benchmarks import iris_kernels
 from jaxtaxfree import heap, iris
 from tests.gpu.test_gpu import give_up
 from tests.helpers import parity
+from tests.helpers.many_calls import Case, checked, whole
 
 pytestmark = [
     pytest.mark.gpu(2),
@@ -28,46 +28,8 @@ pytestmark = [
     pytest.mark.skipif(iris.home_of_iris() is None, reason="Iris is not installed"),
 ]
 
-CALLS = 1000
 COLUMNS = P(None, "tp")
 M, N, K = 256, 512, 1024
-
-
-def whole(mesh: Mesh, spec: P, *shape: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> jax.Array:
-    """Whole numbers, of which every product and sum is exact."""
-    make = jax.jit(
-        lambda: jax.random.randint(jax.random.key(seed), shape, -2, 3).astype(dtype),
-        out_shardings=NamedSharding(mesh, spec),
-    )
-    return make()
-
-
-class Case(NamedTuple):
-    """A function of a rank's operands, what says where its result is right, and the operands with their specs."""
-
-    call: Callable
-    right: Callable
-    specs: tuple[P, ...]
-    operands: tuple[Any, ...]
-
-
-def checked(mesh: Mesh, case: Case) -> Callable[[], jax.Array]:
-    """How many of a thousand calls, one after the other in a loop, are not right, on each rank.
-
-    Each has another first operand: one that found the last call's data in its buffers would be wrong.
-    """
-
-    def run(x: jax.Array, *others: jax.Array) -> jax.Array:
-        def body(i: jax.Array, wrong: jax.Array) -> jax.Array:
-            turned = jnp.roll(x, i, axis=0)
-            return wrong + jnp.any(~case.right(case.call(turned, *others), turned, *others)).astype(jnp.int32)
-
-        return lax.fori_loop(0, CALLS, body, jnp.zeros((), jnp.int32))[None]
-
-    program = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=case.specs, out_specs=P("tp"), check_vma=False))
-    # XLA would time its products to choose between them.
-    compiled = program.lower(*case.operands).compile(compiler_options={"xla_gpu_autotune_level": 0})
-    return functools.partial(compiled, *case.operands)
 
 
 def gathered_product(out: jax.Array, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -130,27 +92,33 @@ def message(mesh: Mesh, own: bool) -> Case:
         first = lax.all_gather(x, "tp")[0]
         return out == jnp.where(lax.axis_index("tp") == 1, 2 * first, 0)
 
-    x = whole(mesh, P("tp"), 2 * 1000, dtype=jnp.float32)
+    x = whole(mesh, P("tp"), 2 * 1024, dtype=jnp.float32)
     return Case(functools.partial(iris_kernels.message, axis_name="tp", own=own), arrived, (P("tp"),), (x,))
 
 
 CASES: dict[str, Callable[[Mesh, bool], Case]] = {
-    **{name: lambda mesh, own, name=name: gather_and_product(mesh, name, own) for name in GATHERS},
     "13 flash decode": flash_decode,
     "16 ring": ring_all_reduce,
     "06 message": message,
+    **{name: lambda mesh, own, name=name: gather_and_product(mesh, name, own) for name in GATHERS},
 }
 
 
 @pytest.fixture(scope="module")
-def programs() -> dict[tuple[str, bool], Future]:
-    """Compiled side by side, which would take minutes one after the other, and before any of them runs."""
+def programs(request: pytest.FixtureRequest) -> dict[tuple[str, bool], Future]:
+    """Those of the tests that run. Compiled side by side, which would take minutes one after the other, and before any
+    of them runs."""
     devices = mesh_of_two()
+    chosen = [each for each in request.session.items if isinstance(each, pytest.Function)]
+    keys = [
+        (each.callspec.params["name"], each.callspec.params["own"])
+        for each in chosen
+        if each.function is test_a_thousand_calls
+    ]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {
-            (name, own): pool.submit(lambda make=make, own=own: checked(devices, make(devices, own)))
-            for own in (True, False)
-            for name, make in CASES.items()
+            (name, own): pool.submit(lambda name=name, own=own: checked(devices, CASES[name](devices, own)))
+            for name, own in keys
         }
 
 

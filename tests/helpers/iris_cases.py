@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtaxfree import simulator
-from jaxtaxfree.simulator.iris import BASES, CONTEXT, RANK, WORLD, Barrier, Fill, Launch, PerRank, local, symmetric
+from jaxtaxfree.simulator.iris import BASES, CONTEXT, RANK, WORLD, Barrier, Fill, Launch, local, symmetric
 from tests.helpers import iris_kernels
 
 POLICIES = ("random", "round-robin", "ahead", "straggler")
@@ -97,7 +97,7 @@ def _all_reduce(name: str, world: int = 2, **found: Any) -> Case:
         "two_shot": {"DISTRIBUTION": 1},
         "ring": {
             **{"ring_buffer": symmetric((M, N), np.float32), "flags": flags, "NUM_RINGS": 1, "SLICE_SIZE_N": BLOCK},
-            **{"next_rank": PerRank((rank + 1) % world for rank in range(world)), "FLAGS_PER_TILE": 1},
+            **{"next_rank": (RANK + 1) % WORLD, "FLAGS_PER_TILE": 1},
         },
     }
     launch = _collective("all_reduce", f"persistent_all_reduce_{name}", x, out, **extra.get(name, {}))
@@ -255,9 +255,9 @@ def _all_gather_matmul() -> Case:
     return Case(launches=[launch], results=out, check=equals(lambda rank: whole @ rhs[rank]))
 
 
-def _hbm_buffer(reset: str | None = None, **found: Any) -> Case:
+def _hbm_buffer(reset: str | None = None, stages: int = 2, group: int = 1, **found: Any) -> Case:
     """`reset`: how the flags get back to 0 in a second round: None for one round."""
-    world, stages, fetch = 2, 2, 1
+    world, fetch = 2, 1
     lhs, rhs = _products(world, depth=DEPTH // world)
     out = local((ROWS, COLUMNS), np.float32)
     tiles_m, tiles_n, steps = ROWS // BLOCK, COLUMNS // BLOCK, DEPTH // BLOCK
@@ -269,7 +269,7 @@ def _hbm_buffer(reset: str | None = None, **found: Any) -> Case:
         **{"staged_a": symmetric((ROWS, DEPTH), np.float16), "stride_sa_m": DEPTH, "stride_sa_k": 1},
         **{"M": ROWS, "N": COLUMNS, "K": DEPTH, "K_local": DEPTH // world},
         **_strides(amk=DEPTH // world, bkn=COLUMNS, cmn=COLUMNS),
-        **{"GROUP_SIZE_M": 1, "NUM_FETCH_SMS": fetch, "NUM_M_TILES": tiles_m, "NUM_TILES_N": tiles_n},
+        **{"GROUP_SIZE_M": group, "NUM_FETCH_SMS": fetch, "NUM_M_TILES": tiles_m, "NUM_TILES_N": tiles_n},
         **{"NUM_K_BLOCKS": steps, "NUM_K_BLOCKS_LOCAL": steps // world, "K_PER_FLAG": 1, "NUM_FLAG_GROUPS_K": steps},
         **{"TOTAL_GATHER_TILES": tiles_m * steps, "BIAS": False, "ALLOW_TF32": False, "NUM_FETCH_STAGES": stages},
         **{"GEMM_TILES_PER_STAGE": each, "FIRST_STAGE_FETCH_SMS": fetch, "TRACE": False, **_place(), **_tiles()},
@@ -313,6 +313,14 @@ def ops(name: str) -> Case:
             "nothing", error=RACE, says=("in _hbm_buffer_all_gather_matmul_kernel",)
         ),
         "all_gather_matmul_hbm_buffer, filled": lambda: _hbm_buffer("fill"),
+        # A fetcher goes through the tiles of a stage, here two, by whole groups: it stores the last one several times,
+        # and blocks of columns that it leaves out are waited for.
+        "all_gather_matmul_hbm_buffer, half a group": lambda: _hbm_buffer(
+            stages=1,
+            group=4,
+            error=(RACE, simulator.DeadlockError),
+            says=("hbm_buffer.py:3", "in _hbm_buffer_all_gather_matmul_kernel"),
+        ),
     }[name]()
 
 
@@ -320,4 +328,5 @@ OPS = (
     *(f"matmul_all_reduce {variant}" for variant in ("atomic", "spinlock", "one_shot", "two_shot")),
     *("matmul_reduce_scatter", "matmul_all_gather", "all_gather_matmul", "all_gather_matmul_hbm_buffer"),
     *("all_gather_matmul_hbm_buffer, again", "all_gather_matmul_hbm_buffer, filled"),
+    "all_gather_matmul_hbm_buffer, half a group",
 )

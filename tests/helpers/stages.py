@@ -24,7 +24,8 @@ class View:
 
 @triton.jit
 def make_tensor_view(ptr, rows, columns, stride_row, stride_column):
-    return View(ptr, rows, columns, stride_row, stride_column)
+    zero = tl.program_id(0) * 0  # Triton makes a constant of a parameter that is 1, and a view takes tensors
+    return View(ptr, rows + zero, columns + zero, stride_row + zero, stride_column + zero)
 
 
 @aggregate
@@ -81,20 +82,22 @@ class GemmContext:
 
 @aggregate
 class ScheduleContext:
-    tiles_m: tl.tensor
-    tiles_n: tl.tensor
+    m: tl.tensor
+    n: tl.tensor
     gemm: GemmContext
 
     @triton.constexpr_function
     def __init__(self, m, n, k, gemm):
-        self.tiles_m = (m + gemm.block_m - 1) // gemm.block_m
-        self.tiles_n = (n + gemm.block_n - 1) // gemm.block_n
+        self.m = m
+        self.n = n
         self.gemm = gemm
 
     @triton.jit
     def persistent_tile_range(self):
-        return tl.program_id(0), self.tiles_m * self.tiles_n, self.gemm.num_sms
+        tiles = tl.cdiv(self.m, self.gemm.block_m) * tl.cdiv(self.n, self.gemm.block_n)
+        return tl.program_id(0), tiles, self.gemm.num_sms
 
     @triton.jit
     def get_tile_from_idx(self, index):
-        return Tile(index // self.tiles_n, index % self.tiles_n, self.gemm.block_m, self.gemm.block_n)
+        tiles_n = tl.cdiv(self.n, self.gemm.block_n)
+        return Tile(index // tiles_n, index % tiles_n, self.gemm.block_m, self.gemm.block_n)

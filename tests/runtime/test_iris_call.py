@@ -5,6 +5,7 @@ import inspect
 import itertools
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import iris, simulator
 from jaxtaxfree.iris import wrapper
+from jaxtaxfree.written import compiled_from
 from tests.helpers import gluon_kernels, iris_programs
 from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
@@ -131,7 +133,7 @@ def test_a_wrapper_without_one_of_its_parts_is_found(
         (at,) = (i for i, each in enumerate(lines) if line in each)
         indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
         lines[at] = indent + (instead or "pass")
-        return wrapper.compiled_from("\n".join(lines) + "\n", "<faulty>", name, {**space, "kernel_": kernel})
+        return compiled_from("\n".join(lines) + "\n", "<faulty>", name, {**space, "kernel_": kernel})
 
     space = {
         "tl": iris_programs.tl,
@@ -213,15 +215,10 @@ def test_launches_of_a_workspace_follow_each_other(mesh: Mesh, no_code: None) ->
         assert f"{result}#0" in after or f"{result}," in after or f"{result})" in after
 
 
-@pytest.mark.parametrize("names", (("one", "one"), ("one", "two")), ids=str)
-def test_workspaces_that_share_memory_follow_each_other(mesh: Mesh, no_code: None, names: tuple[str, str]) -> None:
-    """The second is opened behind the last launch of the first, whose results it does not need."""
-
-    def run(x: jax.Array) -> jax.Array:
-        return in_two(x, names[0]) + in_two(2 * x, names[1])
+def opened_behind(mesh: Mesh, run: Callable) -> list[list[str]]:
+    """Of each launch of a program that opens a workspace, the kernels that it comes from, the last one first."""
 
     def producers(variable: Any, by: dict[Any, Any]) -> list[str]:
-        """The kernels that a value comes from, the last one first."""
         if variable not in by:
             return []
         equation = by[variable]
@@ -232,8 +229,30 @@ def test_workspaces_that_share_memory_follow_each_other(mesh: Mesh, no_code: Non
     inner = equation.params["jaxpr"].eqns[0].params["jaxpr"]
     by = {variable: each for each in inner.eqns for variable in each.outvars}
     opened = [each.outvars[0] for each in inner.eqns if each.params.get("name", "").endswith(" open")]
-    launches = ["receive", "send", f"{names[0]} open"] if names[0] == names[1] else []
-    assert [producers(each, by) for each in opened] == [["one open"], [f"{names[1]} open", *launches]]
+    return [producers(each, by)[1:] for each in opened]
+
+
+@pytest.mark.parametrize("names", (("one", "one"), ("one", "two")), ids=str)
+def test_workspaces_that_share_memory_follow_each_other(mesh: Mesh, no_code: None, names: tuple[str, str]) -> None:
+    """The second is opened behind the last launch of the first, whose results it does not need."""
+    launches = ["receive", "send", "one open"] if names[0] == names[1] else []
+    behind = opened_behind(mesh, lambda x: in_two(x, names[0]) + in_two(2 * x, names[1]))
+    assert behind == [[], launches]
+
+
+def test_workspaces_of_programs_that_threads_trace(mesh: Mesh) -> None:
+    """Another thread traces a program with the same workspace in between."""
+
+    def other() -> None:
+        assert opened_behind(mesh, in_two) == [[]]
+
+    def run(x: jax.Array) -> jax.Array:
+        first = in_two(x)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(other).result()
+        return first + in_two(2 * x)
+
+    assert opened_behind(mesh, run) == [[], ["receive", "send", "workspace open"]]
 
 
 def test_a_loop_of_workspaces(mesh: Mesh, no_code: None) -> None:

@@ -18,6 +18,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree import iris, simulator
 from jaxtaxfree.iris import wrapper
 from jaxtaxfree.iris.arguments import Arguments, Buffer
+from jaxtaxfree.written import compiled_from
 from tests.helpers import iris_programs
 
 SIZE, WORLD = 32, 3
@@ -57,7 +58,7 @@ def in_one(kernels: dict[str, Any], names: tuple[str, ...] = tuple(CALLS)) -> Ca
     for name in names:
         lines += [f"    {name}({shared}, {CALLS[name]}, WORLD=WORLD)", "    tl.debug_barrier()"]
     space = {"tl": iris_programs.tl, "triton": iris_programs.triton, **kernels}
-    kernel = wrapper.compiled_from("\n".join(lines) + "\n", "<together>", "together", space)
+    kernel = compiled_from("\n".join(lines) + "\n", "<together>", "together", space)
     token = jax.ShapeDtypeStruct((1,), jnp.int32)
     scratch = {"iris_table": jax.ShapeDtypeStruct((1, WORLD + 2), np.dtype(np.int64))}
     scratch |= {f"{name}_symmetric": jax.ShapeDtypeStruct(of.shape, of.dtype) for name, of in HELD.items()}

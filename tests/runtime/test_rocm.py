@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree import environment, gluon, target
+from jaxtaxfree import amd as launches
+from jaxtaxfree import environment, gluon, iris, target
 from jaxtaxfree.kernels import shmem
-from tests.helpers import amd
+from tests.helpers import amd, iris_programs
 from tests.helpers.support import TRITON_CALL, fails, mesh_of
 
 
@@ -94,6 +95,36 @@ def test_a_kernel_of_ones_own() -> None:
     assert b"double_kernel" in code
 
 
+def rotated(x: jax.Array) -> jax.Array:
+    numbers = {"heap_bases": iris.BASES, "rank": iris.RANK, "after": (iris.RANK + 1) % iris.WORLD, "SIZE": x.size}
+    buffers = {"inbox": iris.symmetric(x.shape, x.dtype), "flag": iris.symmetric((1,), jnp.int32, fill=0)}
+    out = iris.Out(x.shape, x.dtype)
+    return jtf.iris_call(iris_programs.rotate, axis_name="tp", grid=1, x=x, out=out, **buffers, **numbers)
+
+
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_a_kernel_in_iris_words(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meeting in front of it, its own release to a peer, its own wait, and 16 bytes of a row at a time."""
+    monkeypatch.setenv("JAXTAXFREE_COMPUTE_CAPABILITY", architecture)
+    compile_, found = triton.compile, []
+
+    def compiled(*args: Any, **keywords: Any) -> Any:
+        found.append(compile_(*args, **keywords))
+        return found[-1]
+
+    monkeypatch.setattr(launches.triton, "compile", compiled)
+    text_of(rotated, mesh_of(4), ROW)
+    (code,) = (each.asm["amdgcn"] for each in found)
+    assert amd.publishes_out_of_order(code) + amd.polls_that_do_not_acquire(code) == []
+    assert amd.polling_loops(code) >= 2
+    lines = amd.instructions(code)
+    swaps = [i for i, line in enumerate(lines) if "_atomic_swap" in line]  # the kernel's, and that of a report
+    assert len(swaps) == 2
+    for i in swaps:
+        assert lines[i - 2 : i] == ["buffer_wbl2 sc0 sc1", "s_waitcnt vmcnt(0)"] and lines[i].endswith(" sc1")
+    assert amd.store_widths(code)["dwordx4"] > 0
+
+
 def test_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     lhs, rhs = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((512, 512), (512, 512)))
     tile = {"kernel": "portable", "block_m": 64, "block_n": 64, "block_k": 128, "num_stages": 4}
@@ -122,7 +153,5 @@ def test_names_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_files_of_kernels_stay() -> None:
-    from jaxtaxfree import amd as launches
-
     path = launches._file_of(b"code")
     assert launches._file_of(b"code") == path and os.path.getsize(path) == 4
