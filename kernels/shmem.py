@@ -951,6 +951,21 @@ def _now():
 
 
 @triton.jit
+def prefetch(pointer, size):
+    """Asks the L2 cache for memory of this rank that will be read, and waits for nothing.
+
+    Args:
+      pointer: scalar, a multiple of 16 bytes.
+      size: i32, bytes, a multiple of 16; none if it is not positive.
+    """
+    BACKEND: tl.constexpr = _backend()
+    if BACKEND == "cuda":
+        tl.inline_asm_elementwise(
+            assembly.PREFETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def now():
     """Nanoseconds on a clock of the whole GPU, i64; 0 where there is none. To see where a kernel's time goes."""
     BACKEND: tl.constexpr = _backend()

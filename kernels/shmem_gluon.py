@@ -2,7 +2,7 @@
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
-`meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with
+`meet`, `claim`, `pace`, `prefetch`, `now`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with
 other arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and
 `finish` stand in the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are
 those of the partition that calls.
@@ -34,6 +34,7 @@ arrive = shmem.arrive
 claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
+prefetch = shmem.prefetch
 now = shmem.now
 fence_proxy = shmem.fence_proxy
 messages = shmem.messages

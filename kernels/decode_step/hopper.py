@@ -66,6 +66,7 @@ class Sizes(NamedTuple):
     WORDS: Any
     MERGED: Any
     IN_FLIGHT: Any
+    AHEAD: Any
 
 
 class Given(NamedTuple):
@@ -81,6 +82,9 @@ class Given(NamedTuple):
     unembed: Any
     old_keys: Any
     old_values: Any
+    of_gate: Any
+    of_up: Any
+    of_down: Any
     attn_norm: Any
     mlp_norm: Any
     final_norm: Any
@@ -136,6 +140,9 @@ def decode_step_kernel(
     unembed_desc,  # [V, D / 64, 64]
     old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]
     old_values_desc,
+    gate_ptr,  # what gate_desc is of
+    up_ptr,
+    down_ptr,
     attn_norm_ptr,  # [L, D]
     mlp_norm_ptr,  # [L, D]
     final_norm_ptr,  # [D]
@@ -191,6 +198,7 @@ def decode_step_kernel(
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
+    AHEAD: gl.constexpr,  # how many of the MLP's blocks of rows the L2 cache is asked for before they are fetched; 0: none
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
 ):
@@ -198,13 +206,13 @@ def decode_step_kernel(
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT,
+        IN_FLIGHT, AHEAD,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
-        old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
-        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
-        tables_ptr,
+        old_values_desc, gate_ptr, up_ptr, down_ptr, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
+        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
+        sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),

@@ -249,8 +249,43 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
         position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
+        ask(given, layer, 2 * i + SIZES.AHEAD, SIZES)
         position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, SIZES.IN_FLIGHT)
+        ask(given, layer, 2 * i + 1 + SIZES.AHEAD, SIZES)
     return position
+
+
+@gluon.jit
+def ask(given, layer, which, SIZES: gl.constexpr):
+    """Asks the L2 cache for rows of the MLP that the program will fetch, so that they come from there.
+
+    The ring is full while the phases of attention, which have few weights, wait for each other. Without this the memory
+    would do nothing then, and be what the MLP waits for.
+
+    Args:
+      which: of the blocks of rows, those of the gate and of what it gates in turn, and then those of the last product.
+    """
+    if SIZES.AHEAD > 0:
+        ROWS: gl.constexpr = given.gate.block_shape[0]
+        LAST_ROWS: gl.constexpr = given.down.block_shape[0]
+        first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
+        last, last_count = share_of(SIZES.D, LAST_ROWS, unit_of(given.down), SIZES.PROGRAMS)
+        if which < 2 * count:
+            ask_for_rows(
+                gl.where(which % 2 == 0, given.of_gate, given.of_up), layer, (first + which // 2) * ROWS, ROWS, SIZES.F,
+                SIZES.D,
+            )  # fmt: skip
+        elif which < 2 * count + last_count:
+            row = (last + which - 2 * count) * LAST_ROWS
+            ask_for_rows(given.of_down, layer, row, LAST_ROWS, SIZES.D, SIZES.F)
+
+
+@gluon.jit
+def ask_for_rows(ptr, layer, row, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Asks for COUNT rows, or as many as there are, from `row` on of a layer's matrix [ROWS, COLUMNS]."""
+    ITEM: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
+    size = gl.minimum(COUNT, ROWS - row) * (COLUMNS * ITEM)
+    shmem.prefetch(ptr + (layer * ROWS + row).to(gl.int64) * COLUMNS, size)
 
 
 @gluon.jit

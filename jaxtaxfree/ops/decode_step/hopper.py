@@ -84,6 +84,7 @@ class Config(Settings):
         Phases end sooner with fewer, as long as these keep the memory busy. By default those that 64 KiB hold, but not
         less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
         step where no bound took 326 (docs/experiments.md).
+      ahead: how many blocks before it fetches those of the MLP a program asks the L2 cache for them; 0: never.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -95,6 +96,7 @@ class Config(Settings):
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(4, least=1, most=32)
+    ahead: int = setting(0, least=0, most=64)
     times: bool = False
 
 
@@ -237,6 +239,7 @@ class Hopper(Variant[Call]):
             "SPLITS": config.splits,
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
+            "AHEAD": config.ahead,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -259,6 +262,7 @@ class Hopper(Variant[Call]):
             x,
             *(rows(params[name]) for name in weights),
             *map(rows, cache),
+            *(params[name] for name in ("gate_proj", "up_proj", "down_proj")),
             *(params[name] for name in vectors),
             cos,
             sin,
