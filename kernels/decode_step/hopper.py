@@ -198,7 +198,7 @@ def decode_step_kernel(
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
-    AHEAD: gl.constexpr,  # how many of the MLP's blocks of rows the L2 cache is asked for before they are fetched; 0: none
+    AHEAD: gl.constexpr,  # the L2 cache is asked for the MLP's blocks of rows so many before they are fetched; 0: never
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
 ):
