@@ -622,6 +622,7 @@ def poll_vectors(
     patient=True,
     CLEARED: tl.constexpr = True,
     mask=True,
+    first=0,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -629,6 +630,7 @@ def poll_vectors(
       patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
       mask: which pointers to look at.
+      first: i32, the rank from which on WORLD ranks send; not 0 only with OWN.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
@@ -676,12 +678,12 @@ def poll_vectors(
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
-            words, came = _take_words(me, words, rank, awaited)
+            words, came = _take_words(me, words, first + rank, awaited)
             words, came = ~words, came & me.ready
             for _ in tl.static_range(0, WORLD, RANKS_TOGETHER):
                 late = late + (tl.zeros([source.shape[0]], tl.int32),)  # that has been reported
         else:
-            values, came = receive(me, words, rank, awaited)
+            values, came = receive(me, words, first + rank, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
         all_came = all_came & came & (tl.arange(0, source.shape[0]) >= 0)
         words = tl.where(came & awaited, words, -1)

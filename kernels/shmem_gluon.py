@@ -2,8 +2,8 @@
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
-`meet`, `claim`, `pace`, `prefetch`, `now`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`,
-`elements_of`; and with other arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout
+`meet`, `claim`, `pace`, `prefetch`, `now`, `failed`, `fence_proxy`, `messages`, `send`,
+`send_words`, `words_of`, `elements_of`; and with other arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout
 with them. `start` and `finish` stand in the kernel itself, the others in any partition of `gl.warp_specialize`, too:
 barriers and waits are those of the partition that calls.
 
@@ -35,6 +35,7 @@ claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
 prefetch = shmem.prefetch
+send = shmem.send
 now = shmem.now
 fence_proxy = shmem.fence_proxy
 messages = shmem.messages
@@ -136,6 +137,45 @@ def receive_vectors(
     for rank in gl.static_range(WORLD):
         blocks = blocks + (gl.convert_layout(found[rank], vectors_of(4, WARPS)),)
     return blocks, late
+
+
+@gluon.jit
+def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
+    """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
+
+    Each thread polls messages of its own. `report_own` has to follow.
+
+    Args:
+      source: scalar pointer to the first one.
+      COUNT: how many, next to each other, a multiple of 4.
+      SIZE: of the result, a power of 2, COUNT or more.
+
+    Returns: (f32 [SIZE], NaN for what did not come within the heap's timeout, 0 behind COUNT; what did not come).
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    vector = gl.arange(0, SIZE // 4, vectors_of(1, WARPS))
+    found, _, late = shmem.poll_vectors(
+        me, source + 4 * vector, 0, 1, OWN=True, CLEARED=False, mask=4 * vector < COUNT, first=me.rank
+    )  # fmt: skip
+    words = gl.convert_layout(found[0], vectors_of(4, WARPS))
+    there = gl.arange(0, SIZE, vectors_of(4, WARPS)) < COUNT
+    return gl.where(there, gl.where(words == -1, float("nan"), shmem._value(words)), 0.0), late
+
+
+@gluon.jit
+def report_own(me, source, late):
+    """Reports what `receive_own` waited for in vain. All warps of the partition meet.
+
+    Args:
+      late: what it returned last; it took the same `source`.
+    """
+    for chunk in gl.static_range(len(late)):
+        missing = late[chunk]
+        if gl.max(missing, 0) != 0:
+            vector = gl.arange(0, missing.shape[0], vectors_of(1, gl.num_warps()))
+            first = gl.min(gl.where(missing > 0, vector, missing.shape[0]), 0)
+            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + 4 * first
+            shmem._report(me, -1 - place, 4, 0, me.rank)
 
 
 @gluon.jit

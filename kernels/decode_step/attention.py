@@ -275,8 +275,12 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def merge(kept, factor, SIZES: gl.constexpr):
-    """Adds up the parts of some columns of the heads, which all items have left."""
+def merge(me, kept, heads, factor, SIZES: gl.constexpr):
+    """heads f32 [B, HEADS * H]: adds up the parts of some columns, which all items have left.
+
+    Args:
+      heads: where it goes, scratch or messages.
+    """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     MERGED: gl.constexpr = SIZES.MERGED
@@ -304,4 +308,4 @@ def merge(kept, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        gl.store(kept.heads + head * H + column, result)
+        phases.put(me, heads + head * H + column, result, True, SIZES.HEADS_TOLD)

@@ -67,6 +67,8 @@ class Sizes(NamedTuple):
     MERGED: Any
     IN_FLIGHT: Any
     AHEAD: Any
+    HEADS_TOLD: Any
+    HIDDEN_TOLD: Any
 
 
 class Given(NamedTuple):
@@ -112,6 +114,8 @@ class Kept(NamedTuple):
     tops: Any
     heads: Any
     hidden: Any
+    told_heads: Any
+    told_hidden: Any
 
 
 class Results(NamedTuple):
@@ -159,13 +163,15 @@ def decode_step_kernel(
     windows_ptr,  # i32 [L], positions before a token that it attends to
     tables_ptr,  # i32 [L], which rotary table is a layer's
     team,
-    stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
-    block,  # scratch f32 [B, D], a block's result before the norm behind it
+    stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
+    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
     heads,  # scratch f32 [B, HEADS * H]
     hidden,  # scratch f32 [B, F]
+    told_heads,  # messages f32 [L, B, HEADS * H], in place of `heads`
+    told_hidden,  # messages f32 [L, B, F], in place of `hidden`
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -199,6 +205,8 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     AHEAD: gl.constexpr,  # the L2 cache is asked for the MLP's blocks of rows so many before they are fetched; 0: never
+    HEADS_TOLD: gl.constexpr,  # heads are messages
+    HIDDEN_TOLD: gl.constexpr,  # the MLP's inner part is messages
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
 ):
@@ -206,7 +214,7 @@ def decode_step_kernel(
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT, AHEAD,
+        IN_FLIGHT, AHEAD, HEADS_TOLD, HIDDEN_TOLD,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -217,7 +225,7 @@ def decode_step_kernel(
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
         shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
-        shmem.scratch(me, hidden, gl.float32),
+        shmem.scratch(me, hidden, gl.float32), shmem.messages(me, told_heads), shmem.messages(me, told_hidden),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES)
@@ -248,12 +256,21 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
+    stream, block = kept.stream, kept.block
+    later_stream, later_block = stream + SIZES.B * SIZES.D, block + SIZES.B * SIZES.D
+    # With norms behind the blocks a phase has to add the result of the last block to the stream that it finds.
+    if SIZES.POST_NORMS:
+        found, later_found, after_attention, after_mlp = later_stream, stream, block, later_block
+    else:
+        found, later_found, after_attention, after_mlp = stream, later_stream, later_stream, stream
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = layer * PHASES
+        phase = layer * phases.meetings_of(SIZES)
         window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        position = phases.project(ring, position, given, kept, x, layer, norms, times, factor, SIZES)
+        position = phases.project(
+            ring, position, given, kept, x, later_block, stream, layer, norms, times, factor, SIZES
+        )  # fmt: skip
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
@@ -261,30 +278,44 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(kept, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        if SIZES.HEADS_TOLD:
+            heads = kept.told_heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
+        else:
+            heads = kept.heads
+        attention.merge(me, kept, heads, factor, SIZES)
+        if SIZES.HEADS_TOLD:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
         mlp_norm = given.mlp_norm + layer * SIZES.D
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, times, factor,
-            SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, heads, x, after_attention, sums, met, 2 * layer,
+            phase + 3 - SIZES.HEADS_TOLD, times, factor, SIZES.HEADS * SIZES.H, SIZES.HEADS_TOLD, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
-        position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        if SIZES.HIDDEN_TOLD:
+            hidden = kept.told_hidden + layer * (SIZES.B * SIZES.F)
+        else:
+            hidden = kept.hidden
+        position = phases.gate(
+            me, ring, position, given, later_found, block, later_stream, hidden, norms, times, factor, SIZES
+        )  # fmt: skip
+        if SIZES.HIDDEN_TOLD:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase + 4 - SIZES.HEADS_TOLD, factor, times, SIZES)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
         behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, times,
-            factor, SIZES.F, SIZES,
+            me, ring, position, given.down, hidden, later_stream, after_mlp, sums, met, 2 * layer + 1,
+            phase + phases.meetings_of(SIZES) - 1, times, factor, SIZES.F, SIZES.HIDDEN_TOLD, SIZES,
         )  # fmt: skip
-        x = kept.stream
-        if SIZES.POST_NORMS:
-            x += SIZES.B * SIZES.D
+        x = found
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
-    phases.unembed(ring, position, given, kept, x, norms, results.logits, times, factor, SIZES)
+    phases.unembed(ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)

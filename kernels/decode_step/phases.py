@@ -30,6 +30,14 @@ def share_of(ROWS: gl.constexpr, BLOCK: gl.constexpr, UNIT: gl.constexpr, PROGRA
     return first, gl.minimum(gl.maximum((ROWS + BLOCK - 1) // BLOCK - first, 0), MOST)
 
 
+@gluon.jit
+def even_share_of(ROWS: gl.constexpr, BLOCK: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Like `share_of`, but programs have as many as others or one less, and none only if there is not one for each."""
+    BLOCKS: gl.constexpr = triton.cdiv(ROWS, BLOCK)
+    first = gl.program_id(0) * BLOCKS // PROGRAMS
+    return first, (gl.program_id(0) + 1) * BLOCKS // PROGRAMS - first
+
+
 @triton.constexpr_function
 def most_of(rows, block, unit, programs):
     """The most blocks of rows that a program has."""
@@ -70,6 +78,12 @@ def stamp(times, which: gl.constexpr):
         gl.store(times + which, shmem.now().to(gl.int32))
 
 
+@triton.constexpr_function
+def meetings_of(sizes):
+    """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
+    return PHASES.value - sizes.HEADS_TOLD - sizes.HIDDEN_TOLD
+
+
 @gluon.jit
 def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
@@ -82,9 +96,16 @@ def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def pass_by(times):
+    """Ends a phase whose results are messages, at which nobody waits."""
+    stamp(times, 1)
+    stamp(times, 3)
+
+
+@gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = SIZES.LAYERS * meetings_of(SIZES) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -127,26 +148,27 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
+def stream_of(desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
     """The normalised stream, as `multiply` takes it.
 
-    With norms behind the blocks `add` leaves a block's result in kept.block and does not add it to the stream, because
-    its norm is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
+    With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
+    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
 
     Args:
-      x: f32 [B, D], the stream before kept.block is added, if it has to be.
+      x: f32 [B, D], the stream, before a block's result is added if it has to be.
+      block: f32 [B, D], that result.
       norms: `norms_of` the phase.
       there: whether there is such a result, with norms behind the blocks.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
     parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
     if len(norms.behind) > 0:
-        parts = with_result(desc, kept, parts, norms, there, after, SIZES)
+        parts = with_result(desc, block, parts, norms, there, after, SIZES)
     return rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
 
 
 @gluon.jit
-def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
+def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
     """Parts of the stream with a block's result, and what `stream_of` has to store of it."""
     B: gl.constexpr = SIZES.B
     D: gl.constexpr = SIZES.D
@@ -156,7 +178,7 @@ def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
     for b in gl.static_range(B):
         for chunk in gl.static_range(CHUNKS):
             column = rings.columns_of(desc, chunk)
-            at = kept.block + b * D + column
+            at = block + b * D + column
             results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
     results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
     for i in gl.static_range(B * CHUNKS):
@@ -170,18 +192,18 @@ def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: gl.constexpr):
+def project(ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
     """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
 
     Args:
-      x, norms: as `stream_of` takes them.
+      x, block, after, norms: as `stream_of` takes them.
     """
     desc = given.query
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, kept, x, norms, layer > 0, kept.stream, factor, SIZES)
+    vectors = stream_of(desc, x, block, norms, layer > 0, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
@@ -245,7 +267,7 @@ def part_of(ptr, place, SIZE: gl.constexpr):
 def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     """Begins to load the program's rows of the gate and of what it gates, block by block."""
     ROWS: gl.constexpr = given.gate.block_shape[0]
-    first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
+    first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
         position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
@@ -268,7 +290,7 @@ def ask(given, layer, which, SIZES: gl.constexpr):
     if SIZES.AHEAD > 0:
         ROWS: gl.constexpr = given.gate.block_shape[0]
         LAST_ROWS: gl.constexpr = given.down.block_shape[0]
-        first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
+        first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
         last, last_count = share_of(SIZES.D, LAST_ROWS, unit_of(given.down), SIZES.PROGRAMS)
         if which < 2 * count:
             ask_for_rows(
@@ -289,16 +311,16 @@ def ask_for_rows(ptr, layer, row, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUM
 
 
 @gluon.jit
-def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr):
-    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
+def gate(me, ring, position, given, x, block, after, hidden, norms, times, factor, SIZES: gl.constexpr):
+    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
-      norms: as `stream_of` takes them.
+      hidden: where it goes, scratch or messages.
+      x, block, after, norms: as `stream_of` takes them.
     """
     desc = given.gate
-    first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    after = kept.stream + SIZES.B * SIZES.D
-    vectors = stream_of(desc, kept, kept.stream, norms, True, after, factor, SIZES)
+    first, count = even_share_of(SIZES.F, desc.block_shape[0], SIZES.PROGRAMS)
+    vectors = stream_of(desc, x, block, norms, True, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
@@ -312,8 +334,17 @@ def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr)
             )
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
-        gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
+        put(me, hidden + b * SIZES.F + row, value, there, SIZES.HIDDEN_TOLD)
     return position
+
+
+@gluon.jit
+def put(me, pointer, value, mask, TOLD: gl.constexpr):
+    """Stores f32 values in scratch, or sends them to whoever receives them."""
+    if TOLD:
+        shmem.send(me, pointer, value, me.rank, mask)
+    else:
+        gl.store(pointer, value, mask=mask)
 
 
 @gluon.jit
@@ -330,19 +361,19 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, kept, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
-    SIZES: gl.constexpr,
+    me, ring, position, desc, source, old, new, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    TOLD: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
-    """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+    """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
-    With norms behind the blocks it is kept.block = the sum over the ranks, see `stream_of`.
+    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
     Args:
-      source: f32 [B, COLUMNS].
-      old: f32 [B, D], the stream before, which may be kept.stream.
+      source: f32 [B, COLUMNS], scratch, or messages if TOLD.
+      old: f32 [B, D], the stream before.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -362,10 +393,12 @@ def add(
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-    new = kept.block if SIZES.POST_NORMS else kept.stream
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    if TOLD:
+        vectors, late = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
+    else:
+        vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -382,6 +415,8 @@ def add(
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
+    if TOLD:
+        rings.report(me, desc, source, late, COLUMNS, SIZES.B)
     if WORLD == 1:
         factor = meet(me, met, phase, factor, times, SIZES)
     else:
@@ -418,16 +453,16 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
+def unembed(ring, position, given, x, block, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
     """The program's logits f32 [B, V] of the normalised stream.
 
     Args:
-      x, norms: as `stream_of` takes them.
+      x, block, norms: as `stream_of` takes them.
     """
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, kept, x, norms, True, None, factor, SIZES)
+    vectors = stream_of(desc, x, block, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)

@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
+
 # What is read once is not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
@@ -241,6 +243,38 @@ def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
     for i in gl.static_range(len(parts)):
         vectors = vectors + (parts[i] * factor,)
     return vectors
+
+
+@gluon.jit
+def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Like `vectors_of`, of messages that programs of this rank send.
+
+    Returns: (the vectors, for `report` what did not come).
+    """
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    GROUPS: gl.constexpr = desc.block_shape[1]
+    vectors, reports = (), ()
+    for i in gl.static_range(B * CHUNKS):
+        COUNT: gl.constexpr = min(64 * GROUPS, COLUMNS - i % CHUNKS * 64 * GROUPS)
+        part, late = shmem.receive_own(me, source + message_of(i, COLUMNS, desc), COUNT, 64 * GROUPS)
+        part = gl.convert_layout(part.reshape([GROUPS, 64]), columns_layout(desc.block_shape, gl.num_warps()))
+        vectors = vectors + (part * factor,)
+        reports = reports + (late,)
+    return vectors, reports
+
+
+@gluon.jit
+def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Reports what `received` waited for in vain."""
+    for i in gl.static_range(len(reports)):
+        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i])
+
+
+@triton.constexpr_function
+def message_of(part, columns, desc):
+    """Where a part of vectors [B, columns] begins, counted as `load_vectors` returns them."""
+    chunks = chunks_of(columns, desc)
+    return part // chunks * columns + part % chunks * 64 * desc.block_shape[1]
 
 
 @gluon.jit

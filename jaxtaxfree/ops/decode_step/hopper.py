@@ -85,6 +85,8 @@ class Config(Settings):
         less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
         step where no bound took 326 (docs/experiments.md).
       ahead: how many blocks before it fetches those of the MLP a program asks the L2 cache for them; 0: never.
+      told: whether the heads, and the MLP's inner part where every program has some of it, are messages, for which
+        programs wait one by one; otherwise all meet.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -97,6 +99,7 @@ class Config(Settings):
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(4, least=1, most=32)
     ahead: int = setting(0, least=0, most=64)
+    told: bool = False
     times: bool = False
 
 
@@ -190,21 +193,25 @@ class Hopper(Variant[Call]):
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
+        # Who has none of it tells nobody that it has read the stream, which changes then.
+        hidden_told = config.told and -(-call.d_mlp // blocks["gate_desc"][0]) >= config.programs
         return {
             "out_type": (f32(b, call.vocab), new, new, *times),
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2 if model.post_norms else 1, b, d),
-                "block": f32(b, d),
+                "stream": f32(2, b, d),
+                "block": f32(2 if model.post_norms else 0, b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": f32(b, heads * h),
-                "hidden": f32(b, call.d_mlp),
+                "heads": f32(b, heads * h if not config.told else 0),
+                "hidden": f32(b, call.d_mlp if not hidden_told else 0),
             },
             "messages": {
-                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
+                "told_heads": (layers if config.told else 0, b, heads * h),
+                "told_hidden": (layers if hidden_told else 0, b, call.d_mlp),
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
             "signals": {"met": 1},
             "descriptors": blocks,
@@ -240,6 +247,8 @@ class Hopper(Variant[Call]):
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
             "AHEAD": config.ahead,
+            "HEADS_TOLD": int(config.told),
+            "HIDDEN_TOLD": int(hidden_told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
