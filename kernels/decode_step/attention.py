@@ -210,7 +210,7 @@ def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     LANES: gl.constexpr = min(SLOTS, rings.layout_of(desc.block_shape, WARPS).threads_per_warp[0])
     PARTS: gl.constexpr = SLOTS // LANES  # warps that have different slots
     HEADS: gl.constexpr = triton.next_power_of_2(G)
-    AT_ONCE: gl.constexpr = min(HEADS, rings.SUMS // (PARTS * H))
+    AT_ONCE: gl.constexpr = min(HEADS, SIZES.SUMS // (PARTS * H))
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([PARTS], [32], [WARPS], [0])  # each thread has all

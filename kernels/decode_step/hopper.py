@@ -69,6 +69,7 @@ class Sizes(NamedTuple):
     AHEAD: Any
     HEADS_TOLD: Any
     HIDDEN_TOLD: Any
+    SUMS: Any
 
 
 class Given(NamedTuple):
@@ -209,12 +210,13 @@ def decode_step_kernel(
     HIDDEN_TOLD: gl.constexpr,  # the MLP's inner part is messages
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
+    SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT, AHEAD, HEADS_TOLD, HIDDEN_TOLD,
+        IN_FLIGHT, AHEAD, HEADS_TOLD, HIDDEN_TOLD, SUMS,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -228,7 +230,7 @@ def decode_step_kernel(
         shmem.scratch(me, hidden, gl.float32), shmem.messages(me, told_heads), shmem.messages(me, told_hidden),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
-    ring = rings.allocate(query_desc, STAGE, STAGES)
+    ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
     gl.warp_specialize(
         [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
     )

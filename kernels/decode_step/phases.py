@@ -231,7 +231,7 @@ def vectors_of_sums(sizes):
 def portion_of(rows, desc, warps, matrices, sizes, unit=1):
     """Of how many blocks the products are collected at a time."""
     most = most_of(rows, desc.block_shape[0], unit, sizes.PROGRAMS)
-    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices)
+    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices, sizes.SUMS)
 
 
 @gluon.jit

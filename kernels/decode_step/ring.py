@@ -29,12 +29,11 @@ class Ring(NamedTuple):
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
-SUMS = gl.constexpr(4096)  # as many as a block can need, for four vectors and two matrices
 FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
+def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], desc.dtype)
     stages = gl.allocate_shared_memory(desc.dtype, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -153,10 +152,10 @@ def across_of(block_shape, warps):
 
 
 @triton.constexpr_function
-def portion_of(blocks, block_shape, warps, vectors, matrices):
-    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums fit into the ring's."""
+def portion_of(blocks, block_shape, warps, vectors, matrices, sums):
+    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums are no more than `sums`."""
     size = matrices * vectors * block_shape[0] * across_of(block_shape, warps)
-    return min(triton.next_power_of_2(blocks), SUMS.value // size)
+    return min(triton.next_power_of_2(blocks), sums // size)
 
 
 @gluon.jit

@@ -252,6 +252,7 @@ class Hopper(Variant[Call]):
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
+            "SUMS": max(1024 * vectors, 2 * config.num_warps * h),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
