@@ -37,20 +37,6 @@ v_mov_b32 $0, $1
 """)
 
 
-# One thread of each warp asks for memory. Result: 0. Operands: an address, how many bytes.
-PREFETCH = tl.constexpr("""
-{
-.reg .pred p;
-.reg .b32 lane;
-mov.u32 lane, %laneid;
-setp.eq.u32 p, lane, 0;
-setp.gt.and.s32 p, $2, 0, p;
-@p cp.async.bulk.prefetch.L2.global [$1], $2;
-mov.u32 $0, 0;
-}
-""")
-
-
 @triton.constexpr_function
 def constraints(results, *operands):
     """The constraints of assembly that writes results before it has read all operands."""

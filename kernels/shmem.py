@@ -622,7 +622,8 @@ def poll_vectors(
     patient=True,
     CLEARED: tl.constexpr = True,
     mask=True,
-    first=0,
+    without=None,
+    sender=None,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -630,12 +631,15 @@ def poll_vectors(
       patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
       mask: which pointers to look at.
-      first: i32, the rank from which on WORLD ranks send; not 0 only with OWN.
+      without: i32, the rank to leave out, for each pointer, -1: none; None: what OWN says.
+      sender: i32, the rank that sends what lies in the places of all ranks; None: each its own.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
     """
     left_out = _left_out(me, OWN)
+    if without is not None:
+        left_out = without
     over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
     WORDS: tl.constexpr = 4 * source.shape[0]
@@ -675,15 +679,20 @@ def poll_vectors(
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
         of_4 = tl.arange(0, 4)[None, :]
         looked_at = (mask & (tl.arange(0, source.shape[0]) >= 0))[:, None] & (of_4 >= 0)
+        if without is not None:
+            left_out = (without[:, None] + 0 * of_4).reshape(WORDS)[None, :]
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
+        peers = rank
+        if sender is not None:
+            peers = rank * 0 + sender
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
-            words, came = _take_words(me, words, first + rank, awaited)
+            words, came = _take_words(me, words, peers, awaited)
             words, came = ~words, came & me.ready
             for _ in tl.static_range(0, WORLD, RANKS_TOGETHER):
                 late = late + (tl.zeros([source.shape[0]], tl.int32),)  # that has been reported
         else:
-            values, came = receive(me, words, first + rank, awaited)
+            values, came = receive(me, words, peers, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
         all_came = all_came & came & (tl.arange(0, source.shape[0]) >= 0)
         words = tl.where(came & awaited, words, -1)
@@ -950,21 +959,6 @@ def _count(late):
 def _now():
     """Nanoseconds, on a clock of the whole GPU."""
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-
-
-@triton.jit
-def prefetch(pointer, size):
-    """Asks the L2 cache for memory of this rank that will be read, and waits for nothing.
-
-    Args:
-      pointer: scalar, a multiple of 16 bytes.
-      size: i32, bytes, a multiple of 16; none if it is not positive.
-    """
-    BACKEND: tl.constexpr = _backend()
-    if BACKEND == "cuda":
-        tl.inline_asm_elementwise(
-            assembly.PREFETCH, "=r,l,r", [pointer.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1
-        )
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
-`meet`, `claim`, `pace`, `prefetch`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
+`meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
 `elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`. Tensors of pointers bring
 their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
 `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
@@ -34,7 +34,6 @@ arrive = shmem.arrive
 claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
-prefetch = shmem.prefetch
 send = shmem.send
 now = shmem.now
 fence_proxy = shmem.fence_proxy
@@ -143,38 +142,60 @@ def receive_vectors(
 def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
     """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
 
-    Each thread polls messages of its own. `report_own` has to follow.
+    Each thread polls some of its own, all at the same time. `report_own` has to follow.
 
     Args:
       source: scalar pointer to the first one.
       COUNT: how many, next to each other, a multiple of 4.
       SIZE: of the result, a power of 2, COUNT or more.
 
-    Returns: (f32 [SIZE], NaN for what did not come within the heap's timeout, 0 behind COUNT; what did not come).
+    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come within the heap's timeout and behind COUNT; what
+      did not come).
     """
-    WARPS: gl.constexpr = gl.num_warps()
-    vector = gl.arange(0, SIZE // 4, vectors_of(1, WARPS))
+    PIECES: gl.constexpr = pieces_of(SIZE, gl.num_warps())
+    EACH: gl.constexpr = SIZE // PIECES
+    USED: gl.constexpr = triton.cdiv(COUNT, EACH)
+    vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
+    without = gl.where(4 * vector + (USED - 1) * EACH < COUNT, -1, USED - 1)
     found, _, late = shmem.poll_vectors(
-        me, source + 4 * vector, 0, 1, OWN=True, CLEARED=False, mask=4 * vector < COUNT, first=me.rank
+        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank
     )  # fmt: skip
-    words = gl.convert_layout(found[0], vectors_of(4, WARPS))
-    there = gl.arange(0, SIZE, vectors_of(4, WARPS)) < COUNT
-    return gl.where(there, gl.where(words == -1, float("nan"), shmem._value(words)), 0.0), late
+    words = found[0]
+    if PIECES > 1:
+        words = _together(found, 0, PIECES)
+    return gl.where(words == -1, float("nan"), shmem._value(words)), late
 
 
 @gluon.jit
-def report_own(me, source, late):
+def _together(blocks, FIRST: gl.constexpr, COUNT: gl.constexpr):
+    """Blocks one behind the other; in place of those that are not there others."""
+    if COUNT == 1:
+        return blocks[min(FIRST, len(blocks) - 1)]
+    left = _together(blocks, FIRST, COUNT // 2)
+    right = _together(blocks, FIRST + COUNT // 2, COUNT // 2)
+    return gl.join(left, right).permute([1, 0]).reshape([2 * left.shape[0]])
+
+
+@triton.constexpr_function
+def pieces_of(size, warps):
+    """How many vectors of 4 words each thread has of so many words."""
+    return max(1, size // (4 * 32 * warps))
+
+
+@gluon.jit
+def report_own(me, source, late, SIZE: gl.constexpr):
     """Reports what `receive_own` waited for in vain. All warps of the partition meet.
 
     Args:
-      late: what it returned last; it took the same `source`.
+      late: what it returned last; it took the other arguments.
     """
+    EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
     for chunk in gl.static_range(len(late)):
         missing = late[chunk]
         if gl.max(missing, 0) != 0:
-            vector = gl.arange(0, missing.shape[0], vectors_of(1, gl.num_warps()))
-            first = gl.min(gl.where(missing > 0, vector, missing.shape[0]), 0)
-            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + 4 * first
+            vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
+            first = gl.min(gl.where(missing > 0, 4 * vector + (missing - 1) * EACH, SIZE), 0)
+            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first
             shmem._report(me, -1 - place, 4, 0, me.rank)
 
 

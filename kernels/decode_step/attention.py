@@ -50,7 +50,7 @@ def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
 @gluon.jit
 def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
-    window = gl.load(given.windows + layer)
+    window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):

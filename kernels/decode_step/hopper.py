@@ -66,10 +66,12 @@ class Sizes(NamedTuple):
     WORDS: Any
     MERGED: Any
     IN_FLIGHT: Any
-    AHEAD: Any
     HEADS_TOLD: Any
     HIDDEN_TOLD: Any
+    STREAM_TOLD: Any
     SUMS: Any
+    WINDOW: Any
+    TABLE: Any
 
 
 class Given(NamedTuple):
@@ -85,9 +87,6 @@ class Given(NamedTuple):
     unembed: Any
     old_keys: Any
     old_values: Any
-    of_gate: Any
-    of_up: Any
-    of_down: Any
     attn_norm: Any
     mlp_norm: Any
     final_norm: Any
@@ -117,6 +116,7 @@ class Kept(NamedTuple):
     hidden: Any
     told_heads: Any
     told_hidden: Any
+    told_stream: Any
 
 
 class Results(NamedTuple):
@@ -145,9 +145,6 @@ def decode_step_kernel(
     unembed_desc,  # [V, D / 64, 64]
     old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]
     old_values_desc,
-    gate_ptr,  # what gate_desc is of
-    up_ptr,
-    down_ptr,
     attn_norm_ptr,  # [L, D]
     mlp_norm_ptr,  # [L, D]
     final_norm_ptr,  # [D]
@@ -161,8 +158,8 @@ def decode_step_kernel(
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
-    windows_ptr,  # i32 [L], positions before a token that it attends to
-    tables_ptr,  # i32 [L], which rotary table is a layer's
+    windows_ptr,  # i32 [L], positions before a token that it attends to; None if they are WINDOW in all layers
+    tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
     block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
@@ -173,6 +170,7 @@ def decode_step_kernel(
     hidden,  # scratch f32 [B, F]
     told_heads,  # messages f32 [L, B, HEADS * H], in place of `heads`
     told_hidden,  # messages f32 [L, B, F], in place of `hidden`
+    told_stream,  # messages f32 [2 * L + 1, B, D], in place of `stream`: x, and behind each block
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -190,6 +188,8 @@ def decode_step_kernel(
     SLOTS: gl.constexpr,
     POSITIONS: gl.constexpr,
     ROTATED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
     EPS: gl.constexpr,
     PLUS_ONE: gl.constexpr,  # gains of norms are 1 + weight
     POST_NORMS: gl.constexpr,  # there are norms behind the blocks
@@ -205,9 +205,9 @@ def decode_step_kernel(
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
-    AHEAD: gl.constexpr,  # the L2 cache is asked for the MLP's blocks of rows so many before they are fetched; 0: never
     HEADS_TOLD: gl.constexpr,  # heads are messages
     HIDDEN_TOLD: gl.constexpr,  # the MLP's inner part is messages
+    STREAM_TOLD: gl.constexpr,  # the stream is messages
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
@@ -216,11 +216,11 @@ def decode_step_kernel(
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT, AHEAD, HEADS_TOLD, HIDDEN_TOLD, SUMS,
+        IN_FLIGHT, HEADS_TOLD, HIDDEN_TOLD, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
-        old_values_desc, gate_ptr, up_ptr, down_ptr, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
+        old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
         key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
         sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
@@ -228,6 +228,7 @@ def decode_step_kernel(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
         shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
         shmem.scratch(me, hidden, gl.float32), shmem.messages(me, told_heads), shmem.messages(me, told_hidden),
+        shmem.messages(me, told_stream),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
@@ -258,20 +259,29 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
+    SIZE: gl.constexpr = SIZES.B * SIZES.D
     stream, block = kept.stream, kept.block
-    later_stream, later_block = stream + SIZES.B * SIZES.D, block + SIZES.B * SIZES.D
+    later_stream, later_block = stream + SIZE, block + SIZE
     # With norms behind the blocks a phase has to add the result of the last block to the stream that it finds.
     if SIZES.POST_NORMS:
-        found, later_found, after_attention, after_mlp = later_stream, stream, block, later_block
+        last, between, after_attention, after_mlp = later_stream, stream, block, later_block
     else:
-        found, later_found, after_attention, after_mlp = stream, later_stream, later_stream, stream
+        last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
+    if SIZES.STREAM_TOLD:
+        phases.tell(me, kept.told_stream, x, SIZES)
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * phases.meetings_of(SIZES)
-        window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
+        window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
+        table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
+        told = kept.told_stream + 2 * layer * SIZE
+        if SIZES.STREAM_TOLD:
+            found, later_found = told, told + SIZE
+        else:
+            found, later_found = x, between
         position = phases.project(
-            ring, position, given, kept, x, later_block, stream, layer, norms, times, factor, SIZES
+            me, ring, position, given, kept, found, later_block, stream, layer, norms, times, factor, SIZES
         )  # fmt: skip
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
@@ -295,7 +305,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, heads, x, after_attention, sums, met, 2 * layer,
+            me, ring, position, given.out, heads, x, after_attention, told + SIZE, sums, met, 2 * layer,
             phase + 3 - SIZES.HEADS_TOLD, times, factor, SIZES.HEADS * SIZES.H, SIZES.HEADS_TOLD, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
@@ -309,15 +319,17 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         if SIZES.HIDDEN_TOLD:
             phases.pass_by(times)
         else:
-            factor = phases.meet(me, met, phase + 4 - SIZES.HEADS_TOLD, factor, times, SIZES)
+            factor = phases.meet(me, met, phase + 4 - SIZES.HEADS_TOLD - SIZES.STREAM_TOLD, factor, times, SIZES)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
         behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, hidden, later_stream, after_mlp, sums, met, 2 * layer + 1,
-            phase + phases.meetings_of(SIZES) - 1, times, factor, SIZES.F, SIZES.HIDDEN_TOLD, SIZES,
+            me, ring, position, given.down, hidden, later_stream, after_mlp, told + 2 * SIZE, sums, met,
+            2 * layer + 1, phase + phases.meetings_of(SIZES) - 1, times, factor, SIZES.F, SIZES.HIDDEN_TOLD, SIZES,
         )  # fmt: skip
-        x = found
+        x = last
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
-    phases.unembed(ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)
+    if SIZES.STREAM_TOLD:
+        x = kept.told_stream + 2 * SIZES.LAYERS * SIZE
+    phases.unembed(me, ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)

@@ -60,6 +60,16 @@ def of_layer(ptr, layer, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def of_each_layer(ptr, layer, SAME: gl.constexpr):
+    """A layer's number of i32 [L]; SAME if all layers have the same one, and `ptr` is None."""
+    if ptr is not None:
+        number = gl.load(ptr + layer)
+    else:
+        number = layer * 0 + SAME
+    return number
+
+
+@gluon.jit
 def times_of(times, layer, phase: gl.constexpr, SIZES: gl.constexpr):
     """Where the program's times of a phase go; None of None. The logits are the first phase of one layer more."""
     if times is not None:
@@ -81,7 +91,7 @@ def stamp(times, which: gl.constexpr):
 @triton.constexpr_function
 def meetings_of(sizes):
     """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
-    return PHASES.value - sizes.HEADS_TOLD - sizes.HIDDEN_TOLD
+    return PHASES.value - sizes.HEADS_TOLD - sizes.HIDDEN_TOLD - 2 * sizes.STREAM_TOLD
 
 
 @gluon.jit
@@ -148,23 +158,40 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def stream_of(desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
+def tell(me, told, x, SIZES: gl.constexpr):
+    """Sends some of x f32 [B, D] as messages to all programs of this rank, which need it in the first phase."""
+    SIZE: gl.constexpr = SIZES.B * SIZES.D
+    OWN: gl.constexpr = 4 * triton.cdiv(SIZE, 4 * SIZES.PROGRAMS)
+    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
+    own = gl.arange(0, max(triton.next_power_of_2(OWN), 4 * 32 * gl.num_warps()), LANES)
+    at = gl.program_id(0) * OWN + own
+    there = (own < OWN) & (at < SIZE)
+    shmem.send(me, told + at, gl.load(x + at, mask=there, other=0.0), me.rank, there)
+
+
+@gluon.jit
+def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
     """The normalised stream, as `multiply` takes it.
 
     With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
     is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
 
     Args:
-      x: f32 [B, D], the stream, before a block's result is added if it has to be.
+      x: f32 [B, D], the stream, before a block's result is added if it has to be; messages if it is told.
       block: f32 [B, D], that result.
       norms: `norms_of` the phase.
       there: whether there is such a result, with norms behind the blocks.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
-    parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+    late = ()
+    if SIZES.STREAM_TOLD:
+        parts, late = rings.received(me, desc, x, 1.0, SIZES.D, SIZES.B)
+    else:
+        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
     if len(norms.behind) > 0:
         parts = with_result(desc, block, parts, norms, there, after, SIZES)
-    return rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
+    vectors = rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
+    return vectors, late
 
 
 @gluon.jit
@@ -192,7 +219,7 @@ def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def project(ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
+def project(me, ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
     """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
 
     Args:
@@ -203,7 +230,7 @@ def project(ring, position, given, kept, x, block, after, layer, norms, times, f
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, x, block, norms, layer > 0, after, factor, SIZES)
+    vectors, late = stream_of(me, desc, x, block, norms, layer > 0, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
@@ -218,6 +245,7 @@ def project(ring, position, given, kept, x, block, after, layer, norms, times, f
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
         gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -271,43 +299,8 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
         position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
-        ask(given, layer, 2 * i + SIZES.AHEAD, SIZES)
         position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, SIZES.IN_FLIGHT)
-        ask(given, layer, 2 * i + 1 + SIZES.AHEAD, SIZES)
     return position
-
-
-@gluon.jit
-def ask(given, layer, which, SIZES: gl.constexpr):
-    """Asks the L2 cache for rows of the MLP that the program will fetch, so that they come from there.
-
-    The ring is full while the phases of attention, which have few weights, wait for each other. Without this the memory
-    would do nothing then, and be what the MLP waits for.
-
-    Args:
-      which: of the blocks of rows, those of the gate and of what it gates in turn, and then those of the last product.
-    """
-    if SIZES.AHEAD > 0:
-        ROWS: gl.constexpr = given.gate.block_shape[0]
-        LAST_ROWS: gl.constexpr = given.down.block_shape[0]
-        first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
-        last, last_count = share_of(SIZES.D, LAST_ROWS, unit_of(given.down), SIZES.PROGRAMS)
-        if which < 2 * count:
-            ask_for_rows(
-                gl.where(which % 2 == 0, given.of_gate, given.of_up), layer, (first + which // 2) * ROWS, ROWS, SIZES.F,
-                SIZES.D,
-            )  # fmt: skip
-        elif which < 2 * count + last_count:
-            row = (last + which - 2 * count) * LAST_ROWS
-            ask_for_rows(given.of_down, layer, row, LAST_ROWS, SIZES.D, SIZES.F)
-
-
-@gluon.jit
-def ask_for_rows(ptr, layer, row, COUNT: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """Asks for COUNT rows, or as many as there are, from `row` on of a layer's matrix [ROWS, COLUMNS]."""
-    ITEM: gl.constexpr = ptr.dtype.element_ty.primitive_bitwidth // 8
-    size = gl.minimum(COUNT, ROWS - row) * (COLUMNS * ITEM)
-    shmem.prefetch(ptr + (layer * ROWS + row).to(gl.int64) * COLUMNS, size)
 
 
 @gluon.jit
@@ -320,7 +313,7 @@ def gate(me, ring, position, given, x, block, after, hidden, norms, times, facto
     """
     desc = given.gate
     first, count = even_share_of(SIZES.F, desc.block_shape[0], SIZES.PROGRAMS)
-    vectors = stream_of(desc, x, block, norms, True, after, factor, SIZES)
+    vectors, late = stream_of(me, desc, x, block, norms, True, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
@@ -335,6 +328,7 @@ def gate(me, ring, position, given, x, block, after, hidden, norms, times, facto
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         put(me, hidden + b * SIZES.F + row, value, there, SIZES.HIDDEN_TOLD)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -361,7 +355,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, new, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, new, told, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
     TOLD: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
@@ -374,6 +368,7 @@ def add(
     Args:
       source: f32 [B, COLUMNS], scratch, or messages if TOLD.
       old: f32 [B, D], the stream before.
+      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -396,7 +391,7 @@ def add(
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
     if TOLD:
-        vectors, late = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
+        vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
     else:
         vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
@@ -412,13 +407,18 @@ def add(
         products = rings.collect(parts, own.shape[0], 0)
         if WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
+            if SIZES.STREAM_TOLD:
+                shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     if TOLD:
-        rings.report(me, desc, source, late, COLUMNS, SIZES.B)
+        rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if WORLD == 1:
-        factor = meet(me, met, phase, factor, times, SIZES)
+        if SIZES.STREAM_TOLD:
+            pass_by(times)
+        else:
+            factor = meet(me, met, phase, factor, times, SIZES)
     else:
         stamp(times, 1)
         begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4
@@ -427,10 +427,16 @@ def add(
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
         gl.store(new + at, before + total * SCALE, mask=inside)
+        if SIZES.STREAM_TOLD:
+            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)
         stamp(times, 2)
-        shmem.arrive(me, met)
+        if not SIZES.STREAM_TOLD:
+            shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        factor = await_all(me, met, phase, factor, times, SIZES)
+        if SIZES.STREAM_TOLD:
+            stamp(times, 3)
+        else:
+            factor = await_all(me, met, phase, factor, times, SIZES)
     return position, factor
 
 
@@ -453,7 +459,7 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, x, block, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
+def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
     """The program's logits f32 [B, V] of the normalised stream.
 
     Args:
@@ -462,7 +468,7 @@ def unembed(ring, position, given, x, block, norms, logits_ptr, times, factor, S
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, x, block, norms, True, None, factor, SIZES)
+    vectors, late = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
@@ -475,4 +481,5 @@ def unembed(ring, position, given, x, block, norms, logits_ptr, times, factor, S
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     stamp(times, 1)

@@ -246,10 +246,7 @@ def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
 
 @gluon.jit
 def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """Like `vectors_of`, of messages that programs of this rank send.
-
-    Returns: (the vectors, for `report` what did not come).
-    """
+    """Like `vectors_of`, of messages that programs of this rank send; and for `report` what did not come."""
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
     GROUPS: gl.constexpr = desc.block_shape[1]
     vectors, reports = (), ()
@@ -257,6 +254,8 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
         COUNT: gl.constexpr = min(64 * GROUPS, COLUMNS - i % CHUNKS * 64 * GROUPS)
         part, late = shmem.receive_own(me, source + message_of(i, COLUMNS, desc), COUNT, 64 * GROUPS)
         part = gl.convert_layout(part.reshape([GROUPS, 64]), columns_layout(desc.block_shape, gl.num_warps()))
+        if COUNT < 64 * GROUPS:
+            part = gl.where(columns_of(desc, 0) < COUNT, part, 0.0)
         vectors = vectors + (part * factor,)
         reports = reports + (late,)
     return vectors, reports
@@ -266,7 +265,7 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
 def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
     """Reports what `received` waited for in vain."""
     for i in gl.static_range(len(reports)):
-        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i])
+        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], 64 * desc.block_shape[1])
 
 
 @triton.constexpr_function

@@ -84,9 +84,9 @@ class Config(Settings):
         Phases end sooner with fewer, as long as these keep the memory busy. By default those that 64 KiB hold, but not
         less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
         step where no bound took 326 (docs/experiments.md).
-      ahead: how many blocks before it fetches those of the MLP a program asks the L2 cache for them; 0: never.
-      told: whether the heads, and the MLP's inner part where every program has some of it, are messages, for which
-        programs wait one by one; otherwise all meet.
+      told: what is messages, for which programs wait one by one, while otherwise all meet: 0: nothing; 1: the heads,
+        and the MLP's inner part where every program has some of it; 2: the stream as well, without norms behind blocks
+        and where the same program has a row of both products.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -98,8 +98,7 @@ class Config(Settings):
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(4, least=1, most=32)
-    ahead: int = setting(0, least=0, most=64)
-    told: bool = False
+    told: int = setting(0, least=0, most=2)
     times: bool = False
 
 
@@ -189,12 +188,14 @@ class Hopper(Variant[Call]):
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
         vectors = next_power_of_2(b)
-        words = max(_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
+        words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
+        words = max(words_of)
+        stream_told = config.told > 1 and not model.post_norms and len(words_of) == 1
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         # Who has none of it tells nobody that it has read the stream, which changes then.
-        hidden_told = config.told and -(-call.d_mlp // blocks["gate_desc"][0]) >= config.programs
+        hidden_told = config.told > 0 and -(-call.d_mlp // blocks["gate_desc"][0]) >= config.programs
         return {
             "out_type": (f32(b, call.vocab), new, new, *times),
             "grid": config.programs,
@@ -211,6 +212,7 @@ class Hopper(Variant[Call]):
             "messages": {
                 "told_heads": (layers if config.told else 0, b, heads * h),
                 "told_hidden": (layers if hidden_told else 0, b, call.d_mlp),
+                "told_stream": (2 * layers + 1 if stream_told else 0, b, d),
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
             "signals": {"met": 1},
@@ -219,6 +221,8 @@ class Hopper(Variant[Call]):
             "num_warps": config.num_warps,
             "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
             **({} if config.times else {"times_ptr": None}),
+            **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
+            **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
@@ -246,12 +250,14 @@ class Hopper(Variant[Call]):
             "SPLITS": config.splits,
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
-            "AHEAD": config.ahead,
-            "HEADS_TOLD": int(config.told),
+            "HEADS_TOLD": int(config.told > 0),
             "HIDDEN_TOLD": int(hidden_told),
+            "STREAM_TOLD": int(stream_told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
+            "WINDOW": _windows(model)[0],
+            "TABLE": model.table_by_layer[0],
             "SUMS": max(1024 * vectors, 2 * config.num_warps * h),
         }
 
@@ -266,19 +272,17 @@ class Hopper(Variant[Call]):
         vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
         vectors += ["q_norm", "k_norm"] if model.qk_norm else []
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
-        farthest = 1 << 30
-        windows = [farthest if window is None else window for window in model.window_by_layer]
+        # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
+        numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         return (
             x,
             *(rows(params[name]) for name in weights),
             *map(rows, cache),
-            *(params[name] for name in ("gate_proj", "up_proj", "down_proj")),
             *(params[name] for name in vectors),
             cos,
             sin,
             lengths,
-            jnp.asarray(windows, jnp.int32),
-            jnp.asarray(model.table_by_layer, jnp.int32),
+            *(jnp.asarray(each, jnp.int32) for each in numbers),
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
@@ -293,6 +297,11 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _windows(model: DecoderSpec) -> tuple[int, ...]:
+    """Of each layer the positions before a token that it attends to."""
+    return tuple(1 << 30 if window is None else window for window in model.window_by_layer)
 
 
 def _in_flight(stage: int) -> int:
