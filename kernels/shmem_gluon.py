@@ -160,20 +160,16 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
     found, _, late = shmem.poll_vectors(
         me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank
     )  # fmt: skip
-    words = found[0]
-    if PIECES > 1:
-        words = _together(found, 0, PIECES)
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces = pieces + (found[min(i, USED - 1)],)
+    for doubled in gl.static_range(PIECES.bit_length() - 1):
+        longer = ()
+        for i in gl.static_range(0, PIECES >> doubled, 2):
+            longer = longer + (gl.join(pieces[i], pieces[i + 1]).permute([1, 0]).reshape([EACH << (doubled + 1)]),)
+        pieces = longer
+    words = pieces[0]
     return gl.where(words == -1, float("nan"), shmem._value(words)), late
-
-
-@gluon.jit
-def _together(blocks, FIRST: gl.constexpr, COUNT: gl.constexpr):
-    """Blocks one behind the other; in place of those that are not there others."""
-    if COUNT == 1:
-        return blocks[min(FIRST, len(blocks) - 1)]
-    left = _together(blocks, FIRST, COUNT // 2)
-    right = _together(blocks, FIRST + COUNT // 2, COUNT // 2)
-    return gl.join(left, right).permute([1, 0]).reshape([2 * left.shape[0]])
 
 
 @triton.constexpr_function
