@@ -85,8 +85,8 @@ class Config(Settings):
         less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
         step where no bound took 326 (docs/experiments.md).
       told: what is messages, for which programs wait one by one, while otherwise all meet: 0: nothing; 1: the heads,
-        and the MLP's inner part where every program has some of it; 2: the stream as well, without norms behind blocks
-        and where the same program has a row of both products.
+        and the MLP's inner part; 2: the stream as well, where there are no norms behind blocks, and the same program
+        has a row of both products.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -194,8 +194,6 @@ class Hopper(Variant[Call]):
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
-        # Who has none of it tells nobody that it has read the stream, which changes then.
-        hidden_told = config.told > 0 and -(-call.d_mlp // blocks["gate_desc"][0]) >= config.programs
         return {
             "out_type": (f32(b, call.vocab), new, new, *times),
             "grid": config.programs,
@@ -206,12 +204,12 @@ class Hopper(Variant[Call]):
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": f32(b, heads * h if not config.told else 0),
-                "hidden": f32(b, call.d_mlp if not hidden_told else 0),
+                "heads": f32(b, 0 if config.told else heads * h),
+                "hidden": f32(b, 0 if config.told else call.d_mlp),
             },
             "messages": {
                 "told_heads": (layers if config.told else 0, b, heads * h),
-                "told_hidden": (layers if hidden_told else 0, b, call.d_mlp),
+                "told_hidden": (layers if config.told else 0, b, call.d_mlp),
                 "told_stream": (2 * layers + 1 if stream_told else 0, b, d),
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
@@ -251,7 +249,7 @@ class Hopper(Variant[Call]):
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
             "HEADS_TOLD": int(config.told > 0),
-            "HIDDEN_TOLD": int(hidden_told),
+            "HIDDEN_TOLD": int(config.told > 0),
             "STREAM_TOLD": int(stream_told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
