@@ -10,6 +10,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
@@ -276,11 +277,7 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def merge(me, kept, heads, factor, SIZES: gl.constexpr):
-    """heads f32 [B, HEADS * H]: adds up the parts of some columns, which all items have left.
-
-    Args:
-      heads: where it goes, scratch or messages.
-    """
+    """Sends heads, messages f32 [B, HEADS * H]: adds up the parts of some columns, which all items have left."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     MERGED: gl.constexpr = SIZES.MERGED
@@ -308,4 +305,4 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        phases.put(me, heads + head * H + column, result, True, SIZES.HEADS_TOLD)
+        shmem.send(me, heads + head * H + column, result, me.rank)

@@ -5,15 +5,18 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
 * *load* streams all that is read once through a ring in shared memory: the program's rows of each layer's weights, and
   its part of the old keys and values. It waits for nothing but room in the ring, so it runs ahead of what depends on
   this token, into the next phases and layers.
-* *compute* takes the blocks in the same order, and does depend: a layer has six phases, and at the end of each one all
-  programs of the rank meet.
+* *compute* takes the blocks in the same order, and does depend: a layer has six phases. All programs of the rank meet
+  at the end of a phase, or its results are messages, which say themselves whether they have come.
 
-    project     queries, keys and values of the normalised stream
-    attend      each program to its part of the keys
-    merge       the parts of each head
-    add         the product of the heads, summed over the ranks, added to the stream
-    gate        the gated MLP's inner part
-    add         its product, summed over the ranks, added to the stream
+    project     queries, keys and values of the normalised stream; all meet
+    attend      each program to its part of the keys; all meet
+    merge       the parts of each head, sent to all programs
+    add         the product of the heads, summed over the ranks, added to the stream, which is sent to all
+    gate        the gated MLP's inner part, sent to all
+    add         its product, summed over the ranks, added to the stream, which is sent to all
+
+With norms behind the blocks a program needs all rows of a result before it adds its own to the stream: there all meet
+at the end of `add`.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
 its blocks.
@@ -21,7 +24,8 @@ its blocks.
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
 
-Scratch has one copy of each array for all layers: who writes it again has met everybody who read it.
+Scratch has one copy of each array for all layers: who writes it again has met everybody who read it. Messages have
+places of their own in each layer.
 """
 
 from typing import Any, NamedTuple
@@ -66,8 +70,6 @@ class Sizes(NamedTuple):
     WORDS: Any
     MERGED: Any
     IN_FLIGHT: Any
-    HEADS_TOLD: Any
-    HIDDEN_TOLD: Any
     STREAM_TOLD: Any
     SUMS: Any
     WINDOW: Any
@@ -114,9 +116,7 @@ class Kept(NamedTuple):
     tops: Any
     heads: Any
     hidden: Any
-    told_heads: Any
-    told_hidden: Any
-    told_stream: Any
+    told: Any
 
 
 class Results(NamedTuple):
@@ -166,11 +166,9 @@ def decode_step_kernel(
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # scratch f32 [B, HEADS * H]
-    hidden,  # scratch f32 [B, F]
-    told_heads,  # messages f32 [L, B, HEADS * H], in place of `heads`
-    told_hidden,  # messages f32 [L, B, F], in place of `hidden`
-    told_stream,  # messages f32 [2 * L + 1, B, D], in place of `stream`: x, and behind each block
+    heads,  # messages f32 [L, B, HEADS * H]
+    hidden,  # messages f32 [L, B, F]
+    told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -205,9 +203,7 @@ def decode_step_kernel(
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
-    HEADS_TOLD: gl.constexpr,  # heads are messages
-    HIDDEN_TOLD: gl.constexpr,  # the MLP's inner part is messages
-    STREAM_TOLD: gl.constexpr,  # the stream is messages
+    STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
@@ -216,7 +212,7 @@ def decode_step_kernel(
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT, HEADS_TOLD, HIDDEN_TOLD, STREAM_TOLD, SUMS, WINDOW, TABLE,
+        IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -226,9 +222,8 @@ def decode_step_kernel(
     )  # fmt: skip
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
-        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
-        shmem.scratch(me, hidden, gl.float32), shmem.messages(me, told_heads), shmem.messages(me, told_hidden),
-        shmem.messages(me, told_stream),
+        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.messages(me, heads),
+        shmem.messages(me, hidden), shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
@@ -268,14 +263,14 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     else:
         last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
     if SIZES.STREAM_TOLD:
-        phases.tell(me, kept.told_stream, x, SIZES)
+        phases.tell(me, kept.told, x, SIZES)
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * phases.meetings_of(SIZES)
         window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
         table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        told = kept.told_stream + 2 * layer * SIZE
+        told = kept.told + 2 * layer * SIZE
         if SIZES.STREAM_TOLD:
             found, later_found = told, told + SIZE
         else:
@@ -290,15 +285,9 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        if SIZES.HEADS_TOLD:
-            heads = kept.told_heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
-        else:
-            heads = kept.heads
+        heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
         attention.merge(me, kept, heads, factor, SIZES)
-        if SIZES.HEADS_TOLD:
-            phases.pass_by(times)
-        else:
-            factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        phases.pass_by(times)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
         mlp_norm = given.mlp_norm + layer * SIZES.D
@@ -306,30 +295,24 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, heads, x, after_attention, told + SIZE, sums, met, 2 * layer,
-            phase + 3 - SIZES.HEADS_TOLD, times, factor, SIZES.HEADS * SIZES.H, SIZES.HEADS_TOLD, SIZES,
+            phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
-        if SIZES.HIDDEN_TOLD:
-            hidden = kept.told_hidden + layer * (SIZES.B * SIZES.F)
-        else:
-            hidden = kept.hidden
+        hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
         position = phases.gate(
             me, ring, position, given, later_found, block, later_stream, hidden, norms, times, factor, SIZES
         )  # fmt: skip
-        if SIZES.HIDDEN_TOLD:
-            phases.pass_by(times)
-        else:
-            factor = phases.meet(me, met, phase + 4 - SIZES.HEADS_TOLD - SIZES.STREAM_TOLD, factor, times, SIZES)
+        phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
         behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
             me, ring, position, given.down, hidden, later_stream, after_mlp, told + 2 * SIZE, sums, met,
-            2 * layer + 1, phase + phases.meetings_of(SIZES) - 1, times, factor, SIZES.F, SIZES.HIDDEN_TOLD, SIZES,
+            2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     if SIZES.STREAM_TOLD:
-        x = kept.told_stream + 2 * SIZES.LAYERS * SIZE
+        x = kept.told + 2 * SIZES.LAYERS * SIZE
     phases.unembed(me, ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)

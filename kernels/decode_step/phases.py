@@ -91,7 +91,7 @@ def stamp(times, which: gl.constexpr):
 @triton.constexpr_function
 def meetings_of(sizes):
     """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
-    return PHASES.value - sizes.HEADS_TOLD - sizes.HIDDEN_TOLD - 2 * sizes.STREAM_TOLD
+    return 2 if sizes.STREAM_TOLD else 4
 
 
 @gluon.jit
@@ -305,10 +305,9 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 @gluon.jit
 def gate(me, ring, position, given, x, block, after, hidden, norms, times, factor, SIZES: gl.constexpr):
-    """hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
+    """Sends hidden, messages f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
-      hidden: where it goes, scratch or messages.
       x, block, after, norms: as `stream_of` takes them.
     """
     desc = given.gate
@@ -327,18 +326,9 @@ def gate(me, ring, position, given, x, block, after, hidden, norms, times, facto
             )
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
-        put(me, hidden + b * SIZES.F + row, value, there, SIZES.HIDDEN_TOLD)
+        shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
     rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
-
-
-@gluon.jit
-def put(me, pointer, value, mask, TOLD: gl.constexpr):
-    """Stores f32 values in scratch, or sends them to whoever receives them."""
-    if TOLD:
-        shmem.send(me, pointer, value, me.rank, mask)
-    else:
-        gl.store(pointer, value, mask=mask)
 
 
 @gluon.jit
@@ -356,7 +346,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 @gluon.jit
 def add(
     me, ring, position, desc, source, old, new, told, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
-    TOLD: gl.constexpr, SIZES: gl.constexpr,
+    SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
@@ -366,7 +356,7 @@ def add(
     in the order of the ranks: all have the same bits.
 
     Args:
-      source: f32 [B, COLUMNS], scratch, or messages if TOLD.
+      source: messages f32 [B, COLUMNS].
       old: f32 [B, D], the stream before.
       told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
       which: number of the sum in this call.
@@ -390,10 +380,7 @@ def add(
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    if TOLD:
-        vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
-    else:
-        vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -412,8 +399,7 @@ def add(
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
-    if TOLD:
-        rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
+    rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if WORLD == 1:
         if SIZES.STREAM_TOLD:
             pass_by(times)

@@ -171,7 +171,7 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
     """The rows that come next times each of B vectors, without a meeting of the warps.
 
     Args:
-      vectors: what `vectors_of` returned.
+      vectors: what `received` or `normalised` returned.
       sums, first: from which on, of `sums_of`, each warp puts its part of the products.
 
     Returns: the next position.
@@ -235,27 +235,21 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them: of each vector one part after the other."""
-    parts = load_vectors(desc, source, COLUMNS, B)
-    vectors = ()
-    for i in gl.static_range(len(parts)):
-        vectors = vectors + (parts[i] * factor,)
-    return vectors
-
-
-@gluon.jit
 def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """Like `vectors_of`, of messages that programs of this rank send; and for `report` what did not come."""
+    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
+
+    Returns: (of each vector one part after the other, for `report` what did not come).
+    """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
     GROUPS: gl.constexpr = desc.block_shape[1]
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
-        COUNT: gl.constexpr = min(64 * GROUPS, COLUMNS - i % CHUNKS * 64 * GROUPS)
-        part, late = shmem.receive_own(me, source + message_of(i, COLUMNS, desc), COUNT, 64 * GROUPS)
+        part, late = shmem.receive_own(
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), 64 * GROUPS
+        )  # fmt: skip
         part = gl.convert_layout(part.reshape([GROUPS, 64]), columns_layout(desc.block_shape, gl.num_warps()))
-        if COUNT < 64 * GROUPS:
-            part = gl.where(columns_of(desc, 0) < COUNT, part, 0.0)
+        if messages_of(i, COLUMNS, desc) < 64 * GROUPS:
+            part = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), part, 0.0)
         vectors = vectors + (part * factor,)
         reports = reports + (late,)
     return vectors, reports
@@ -273,6 +267,13 @@ def message_of(part, columns, desc):
     """Where a part of vectors [B, columns] begins, counted as `load_vectors` returns them."""
     chunks = chunks_of(columns, desc)
     return part // chunks * columns + part % chunks * 64 * desc.block_shape[1]
+
+
+@triton.constexpr_function
+def messages_of(part, columns, desc):
+    """How many columns of vectors [B, columns] are in a part."""
+    width = 64 * desc.block_shape[1]
+    return min(width, columns - part % chunks_of(columns, desc) * width)
 
 
 @gluon.jit

@@ -20,6 +20,9 @@ from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
+FEW = 4  # sequences, whose vectors 8 warps have registers for
+MOST = 8  # 16 warps, up to vectors of so many numbers:
+LONGEST = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -84,9 +87,6 @@ class Config(Settings):
         Phases end sooner with fewer, as long as these keep the memory busy. By default those that 64 KiB hold, but not
         less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
         step where no bound took 326 (docs/experiments.md).
-      told: what is messages, for which programs wait one by one, while otherwise all meet: 0: nothing; 1: the heads,
-        and the MLP's inner part; 2: the stream as well, where there are no norms behind blocks, and the same program
-        has a row of both products.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -98,7 +98,6 @@ class Config(Settings):
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(4, least=1, most=32)
-    told: int = setting(0, least=0, most=2)
     times: bool = False
 
 
@@ -133,8 +132,16 @@ class Hopper(Variant[Call]):
             reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
         if call.tokens != 1:
             reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
-        if call.batch > 4:
-            reasons.append(f"it takes 1 to 4 sequences, not {call.batch}")
+        if call.batch > MOST:
+            reasons.append(
+                f"it takes 1 to {MOST} sequences, not {call.batch}: more are for tensor cores, which it has not"
+            )
+        longest = max(model.d_model, call.d_mlp, call.heads * model.head_dim)
+        if FEW < call.batch <= MOST and longest > LONGEST:
+            reasons.append(
+                f"it takes {FEW + 1} to {MOST} sequences, for lack of registers, only with rows of at most {LONGEST} "
+                f"(d_model, d_mlp / ranks, heads * head_dim / ranks), not {longest}"
+            )
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -157,9 +164,14 @@ class Hopper(Variant[Call]):
         stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
-        stages = min(32, (192 << 10) // (2 * stage))
+        room = 192 << 10 if call.batch <= FEW else 176 << 10
+        stages = min(32, room // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        return Config(programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage))
+        warps = 8 if call.batch <= FEW else 16
+        return Config(
+            programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage),
+            num_warps=warps,
+        )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -190,7 +202,8 @@ class Hopper(Variant[Call]):
         vectors = next_power_of_2(b)
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
-        stream_told = config.told > 1 and not model.post_norms and len(words_of) == 1
+        # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
+        told = not model.post_norms and len(words_of) == 1
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
@@ -204,13 +217,11 @@ class Hopper(Variant[Call]):
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": f32(b, 0 if config.told else heads * h),
-                "hidden": f32(b, 0 if config.told else call.d_mlp),
             },
             "messages": {
-                "told_heads": (layers if config.told else 0, b, heads * h),
-                "told_hidden": (layers if config.told else 0, b, call.d_mlp),
-                "told_stream": (2 * layers + 1 if stream_told else 0, b, d),
+                "heads": (layers, b, heads * h),
+                "hidden": (layers, b, call.d_mlp),
+                "told": (2 * layers + 1 if told else 0, b, d),
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
             "signals": {"met": 1},
@@ -248,15 +259,13 @@ class Hopper(Variant[Call]):
             "SPLITS": config.splits,
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
-            "HEADS_TOLD": int(config.told > 0),
-            "HIDDEN_TOLD": int(config.told > 0),
-            "STREAM_TOLD": int(stream_told),
+            "STREAM_TOLD": int(told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
             "WINDOW": _windows(model)[0],
             "TABLE": model.table_by_layer[0],
-            "SUMS": max(1024 * vectors, 2 * config.num_warps * h),
+            "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * h),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
