@@ -38,7 +38,7 @@ or copy of device memory reached in the same run.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -77,8 +77,10 @@ STEPS = 32
 SPARE = CHECKED_RUNS - 1  # states beside that of the call
 
 # As `transformer` has them, but for the layers, of which each parameter is a list; and "stacked", the same parameters
-# as `jtf.decode_step` takes them, and "tables", cos and sin of all positions.
+# as `jtf.decode_step` takes them, and "tables", cos and sin of all positions. A program takes either the ones or the
+# others: the host has to look at each array of a call.
 Params = dict[str, Any]
+STACKED = ("embed", "stacked", "tables")
 # Tokens that are read [STEPS, B], lengths [B] before that, and the cache.
 State = tuple[jax.Array, jax.Array, Any]
 # Logits [B, V / W], cache, and of the next token of each sequence the logit and which it is.
@@ -231,7 +233,18 @@ def _spec_of(cfg: transformer.Config, layers: int) -> jtf.DecoderSpec:
 
 def _config(params: transformer.Params, cache: Any) -> transformer.Config:
     """The model's sizes, of all ranks together."""
-    layer, h, world = params["layers"][0], jax.tree.leaves(cache)[0].shape[-1], lax.axis_size(AXIS)
+    h, world = jax.tree.leaves(cache)[0].shape[-1], lax.axis_size(AXIS)
+    if "stacked" in params:
+        of = {name: w.shape for name, w in params["stacked"].items()}
+        return transformer.Config(
+            n_heads=world * of["q_proj"][1] // h,
+            n_kv_heads=world * of["k_proj"][1] // h,
+            head_dim=h,
+            d_model=of["q_proj"][2],
+            d_mlp=world * of["gate_proj"][1],
+            vocab=params["embed"].shape[0],
+        )
+    layer = params["layers"][0]
     n = world * layer["w_o"].shape[0] // h
     return transformer.Config(
         n_heads=n,
@@ -244,6 +257,8 @@ def _config(params: transformer.Params, cache: Any) -> transformer.Config:
 
 
 def _by_layer(params: Params) -> transformer.Params:
+    if "layers" not in params:
+        return params
     names = params["layers"]
     return params | {"layers": [dict(zip(names, layer)) for layer in zip(*names.values(), strict=True)]}
 
@@ -277,6 +292,10 @@ def _decode(step: Step, state: State, params: Params) -> tuple[jax.Array, jax.Ar
     return lax.fori_loop(0, len(state[0]), lambda i, carry: one_token(step, i, carry, state, params), carry)[:2]
 
 
+def _only(names: Iterable[str], params: Params) -> Params:
+    return {name: params[name] for name in names}
+
+
 def _model(shape: DecoderShape) -> transformer.Config:
     return transformer.Config(
         d_model=shape.d_model,
@@ -299,14 +318,18 @@ def _by_name(params: transformer.Params) -> Params:
 _SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
 _SPECS["layers"] = _SPECS["layers"][0]
 _STACKED = _spec_of(transformer.Config(), 1).partition_specs(AXIS)
-_ALL_SPECS = _SPECS | {"stacked": _STACKED, "tables": (P(), P())}
+_STACKED_SPECS = {"embed": _SPECS["embed"], "stacked": _STACKED, "tables": (P(), P())}
 _BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
 _WHOLE, _BY_TOKENS = (P(None, AXIS), P(None, None)), (P(None, AXIS), P(None, AXIS))
 # Rounded to bf16 some thirty times, in another order by each implementation.
 _program = partial(Implementation, steps=STEPS, tolerance=0.05, out_spec=_WHOLE)
-_by_sequence = partial(_program, in_specs=((P(), P(), _BY_SEQUENCE), _ALL_SPECS), takes="sequence")
-_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), takes="heads")
-_by_stack = partial(_program, in_specs=((P(), P(), _BY_HEADS), _ALL_SPECS), takes="stacked")
+_by_sequence = partial(
+    _program, in_specs=((P(), P(), _BY_SEQUENCE), _SPECS), takes="sequence", reads=lambda y: _only(_SPECS, y)
+)
+_by_heads = partial(_program, in_specs=((P(), P(), _BY_HEADS), _SPECS), takes="heads", reads=lambda y: _only(_SPECS, y))
+_by_stack = partial(
+    _program, in_specs=((P(), P(), _BY_HEADS), _STACKED_SPECS), takes="stacked", reads=lambda y: _only(STACKED, y)
+)
 
 
 def _replicated_call(

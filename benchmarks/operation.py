@@ -90,6 +90,7 @@ class Implementation:
       config: of a fused kernel, what was asked for, None if it chooses by shape; of a tuned peer, what was chosen.
       compile: (implementation, mesh, xs, ys, rounds) -> what is launched, instead of the usual program: a function of
         every x and every y to what that program returns. It may take `waits` as well, see `sampling.Mode`.
+      reads: y -> what of it the program takes; None: all.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Implementation:
     tolerance: float = 1e-2
     config: Config | None = None
     compile: Callable[..., Callable[..., Any]] | None = None
+    reads: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,9 +126,10 @@ class Operands:
     spare: int = 0
 
     def of(self, implementation: Implementation, rotation: int = 0) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """What a program takes: the x from this one on, round in a circle, and every y."""
+        """What a program takes: the x from this one on, round in a circle, and of every y what it reads."""
         xs = self.xs[implementation.takes]
-        return (xs[rotation:] + xs[:rotation])[: len(xs) - self.spare], self.ys
+        ys = self.ys if implementation.reads is None else tuple(map(implementation.reads, self.ys))
+        return (xs[rotation:] + xs[:rotation])[: len(xs) - self.spare], ys
 
 
 class Operation(abc.ABC):

@@ -622,6 +622,8 @@ def poll_vectors(
     patient=True,
     CLEARED: tl.constexpr = True,
     mask=True,
+    without=None,
+    sender=None,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -629,11 +631,15 @@ def poll_vectors(
       patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
       mask: which pointers to look at.
+      without: i32, the rank to leave out, for each pointer, -1: none; None: what OWN says.
+      sender: i32, the rank that sends what lies in the places of all ranks; None: each its own.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
     """
     left_out = _left_out(me, OWN)
+    if without is not None:
+        left_out = without
     over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
     WORDS: tl.constexpr = 4 * source.shape[0]
@@ -673,15 +679,20 @@ def poll_vectors(
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
         of_4 = tl.arange(0, 4)[None, :]
         looked_at = (mask & (tl.arange(0, source.shape[0]) >= 0))[:, None] & (of_4 >= 0)
+        if without is not None:
+            left_out = (without[:, None] + 0 * of_4).reshape(WORDS)[None, :]
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
+        peers = rank
+        if sender is not None:
+            peers = rank * 0 + sender
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
         if CLEARED:
-            words, came = _take_words(me, words, rank, awaited)
+            words, came = _take_words(me, words, peers, awaited)
             words, came = ~words, came & me.ready
             for _ in tl.static_range(0, WORLD, RANKS_TOGETHER):
                 late = late + (tl.zeros([source.shape[0]], tl.int32),)  # that has been reported
         else:
-            values, came = receive(me, words, rank, awaited)
+            values, came = receive(me, words, peers, awaited)
             words = values.to(tl.int32, bitcast=True) | _call_bit(me)
         all_came = all_came & came & (tl.arange(0, source.shape[0]) >= 0)
         words = tl.where(came & awaited, words, -1)

@@ -2,10 +2,10 @@
 
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
-`meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send_words`, `words_of`, `elements_of`; and with
-other arguments `receive_vectors` and `clear_vectors`. Tensors of pointers bring their layout with them. `start` and
-`finish` stand in the kernel itself, the others in any partition of `gl.warp_specialize`, too: barriers and waits are
-those of the partition that calls.
+`meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
+`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`. Tensors of pointers bring
+their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
+`gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
   `tma.store_wait(0, read_only=False)`; what other partitions have stored, only behind an mbarrier at which they arrive.
@@ -34,6 +34,7 @@ arrive = shmem.arrive
 claim = shmem.claim
 pace = shmem.pace
 failed = shmem.failed
+send = shmem.send
 now = shmem.now
 fence_proxy = shmem.fence_proxy
 messages = shmem.messages
@@ -135,6 +136,63 @@ def receive_vectors(
     for rank in gl.static_range(WORLD):
         blocks = blocks + (gl.convert_layout(found[rank], vectors_of(4, WARPS)),)
     return blocks, late
+
+
+@gluon.jit
+def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
+    """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
+
+    Each thread polls some of its own, all at the same time. `report_own` has to follow.
+
+    Args:
+      source: scalar pointer to the first one.
+      COUNT: how many, next to each other, a multiple of 4.
+      SIZE: of the result, a power of 2, COUNT or more.
+
+    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come within the heap's timeout and behind COUNT; what
+      did not come).
+    """
+    PIECES: gl.constexpr = pieces_of(SIZE, gl.num_warps())
+    EACH: gl.constexpr = SIZE // PIECES
+    USED: gl.constexpr = triton.cdiv(COUNT, EACH)
+    vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
+    without = gl.where(4 * vector + (USED - 1) * EACH < COUNT, -1, USED - 1)
+    found, _, late = shmem.poll_vectors(
+        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank
+    )  # fmt: skip
+    pieces = ()
+    for i in gl.static_range(PIECES):
+        pieces = pieces + (found[min(i, USED - 1)],)
+    for doubled in gl.static_range(PIECES.bit_length() - 1):
+        longer = ()
+        for i in gl.static_range(0, PIECES >> doubled, 2):
+            longer = longer + (gl.join(pieces[i], pieces[i + 1]).permute([1, 0]).reshape([EACH << (doubled + 1)]),)
+        pieces = longer
+    words = pieces[0]
+    return gl.where(words == -1, float("nan"), shmem._value(words)), late
+
+
+@triton.constexpr_function
+def pieces_of(size, warps):
+    """How many vectors of 4 words each thread has of so many words."""
+    return max(1, size // (4 * 32 * warps))
+
+
+@gluon.jit
+def report_own(me, source, late, SIZE: gl.constexpr):
+    """Reports what `receive_own` waited for in vain. All warps of the partition meet.
+
+    Args:
+      late: what it returned last; it took the other arguments.
+    """
+    EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
+    for chunk in gl.static_range(len(late)):
+        missing = late[chunk]
+        if gl.max(missing, 0) != 0:
+            vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
+            first = gl.min(gl.where(missing > 0, 4 * vector + (missing - 1) * EACH, SIZE), 0)
+            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first
+            shmem._report(me, -1 - place, 4, 0, me.rank)
 
 
 @gluon.jit

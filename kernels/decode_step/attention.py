@@ -10,6 +10,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
@@ -50,7 +51,7 @@ def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
 @gluon.jit
 def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
-    window = gl.load(given.windows + layer)
+    window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
@@ -210,7 +211,7 @@ def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     LANES: gl.constexpr = min(SLOTS, rings.layout_of(desc.block_shape, WARPS).threads_per_warp[0])
     PARTS: gl.constexpr = SLOTS // LANES  # warps that have different slots
     HEADS: gl.constexpr = triton.next_power_of_2(G)
-    AT_ONCE: gl.constexpr = min(HEADS, rings.SUMS // (PARTS * H))
+    AT_ONCE: gl.constexpr = min(HEADS, SIZES.SUMS // (PARTS * H))
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     EACH: gl.constexpr = gl.BlockedLayout([PARTS], [32], [WARPS], [0])  # each thread has all
@@ -275,8 +276,8 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def merge(kept, factor, SIZES: gl.constexpr):
-    """Adds up the parts of some columns of the heads, which all items have left."""
+def merge(me, kept, heads, factor, SIZES: gl.constexpr):
+    """Sends heads, messages f32 [B, HEADS * H]: adds up the parts of some columns, which all items have left."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     MERGED: gl.constexpr = SIZES.MERGED
@@ -304,4 +305,4 @@ def merge(kept, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        gl.store(kept.heads + head * H + column, result)
+        shmem.send(me, heads + head * H + column, result, me.rank)

@@ -5,15 +5,18 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
 * *load* streams all that is read once through a ring in shared memory: the program's rows of each layer's weights, and
   its part of the old keys and values. It waits for nothing but room in the ring, so it runs ahead of what depends on
   this token, into the next phases and layers.
-* *compute* takes the blocks in the same order, and does depend: a layer has six phases, and at the end of each one all
-  programs of the rank meet.
+* *compute* takes the blocks in the same order, and does depend: a layer has six phases. All programs of the rank meet
+  at the end of a phase, or its results are messages, which say themselves whether they have come.
 
-    project     queries, keys and values of the normalised stream
-    attend      each program to its part of the keys
-    merge       the parts of each head
-    add         the product of the heads, summed over the ranks, added to the stream
-    gate        the gated MLP's inner part
-    add         its product, summed over the ranks, added to the stream
+    project     queries, keys and values of the normalised stream; all meet
+    attend      each program to its part of the keys; all meet
+    merge       the parts of each head, sent to all programs
+    add         the product of the heads, summed over the ranks, added to the stream, which is sent to all
+    gate        the gated MLP's inner part, sent to all
+    add         its product, summed over the ranks, added to the stream, which is sent to all
+
+With norms behind the blocks a program needs all rows of a result before it adds its own to the stream: there all meet
+at the end of `add`.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
 its blocks.
@@ -21,7 +24,8 @@ its blocks.
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
 
-Scratch has one copy of each array for all layers: who writes it again has met everybody who read it.
+Scratch has one copy of each array for all layers: who writes it again has met everybody who read it. Messages have
+places of their own in each layer.
 """
 
 from typing import Any, NamedTuple
@@ -66,6 +70,10 @@ class Sizes(NamedTuple):
     WORDS: Any
     MERGED: Any
     IN_FLIGHT: Any
+    STREAM_TOLD: Any
+    SUMS: Any
+    WINDOW: Any
+    TABLE: Any
 
 
 class Given(NamedTuple):
@@ -108,6 +116,7 @@ class Kept(NamedTuple):
     tops: Any
     heads: Any
     hidden: Any
+    told: Any
 
 
 class Results(NamedTuple):
@@ -149,16 +158,17 @@ def decode_step_kernel(
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
-    windows_ptr,  # i32 [L], positions before a token that it attends to
-    tables_ptr,  # i32 [L], which rotary table is a layer's
+    windows_ptr,  # i32 [L], positions before a token that it attends to; None if they are WINDOW in all layers
+    tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
-    stream,  # scratch f32 [B, D], the residual stream; [2, B, D] with norms behind the blocks
-    block,  # scratch f32 [B, D], a block's result before the norm behind it
+    stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
+    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # scratch f32 [B, HEADS * H]
-    hidden,  # scratch f32 [B, F]
+    heads,  # messages f32 [L, B, HEADS * H]
+    hidden,  # messages f32 [L, B, F]
+    told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -176,6 +186,8 @@ def decode_step_kernel(
     SLOTS: gl.constexpr,
     POSITIONS: gl.constexpr,
     ROTATED: gl.constexpr,
+    WINDOW: gl.constexpr,
+    TABLE: gl.constexpr,
     EPS: gl.constexpr,
     PLUS_ONE: gl.constexpr,  # gains of norms are 1 + weight
     POST_NORMS: gl.constexpr,  # there are norms behind the blocks
@@ -191,28 +203,30 @@ def decode_step_kernel(
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
+    STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
     STAGE: gl.constexpr,  # elements of a stage of the ring
     STAGES: gl.constexpr,
+    SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT,
+        IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
-        old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr, key_bias_ptr, value_bias_ptr,
-        query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
-        tables_ptr,
+        old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
+        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
+        sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
-        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.scratch(me, heads, gl.float32),
-        shmem.scratch(me, hidden, gl.float32),
+        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.messages(me, heads),
+        shmem.messages(me, hidden), shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
-    ring = rings.allocate(query_desc, STAGE, STAGES)
+    ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
     gl.warp_specialize(
         [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
     )
@@ -240,12 +254,30 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
+    SIZE: gl.constexpr = SIZES.B * SIZES.D
+    stream, block = kept.stream, kept.block
+    later_stream, later_block = stream + SIZE, block + SIZE
+    # With norms behind the blocks a phase has to add the result of the last block to the stream that it finds.
+    if SIZES.POST_NORMS:
+        last, between, after_attention, after_mlp = later_stream, stream, block, later_block
+    else:
+        last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
+    if SIZES.STREAM_TOLD:
+        phases.tell(me, kept.told, x, SIZES)
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = layer * PHASES
-        window, table = gl.load(given.windows + layer), gl.load(given.tables + layer)
+        phase = layer * phases.meetings_of(SIZES)
+        window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
+        table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        position = phases.project(ring, position, given, kept, x, layer, norms, times, factor, SIZES)
+        told = kept.told + 2 * layer * SIZE
+        if SIZES.STREAM_TOLD:
+            found, later_found = told, told + SIZE
+        else:
+            found, later_found = x, between
+        position = phases.project(
+            me, ring, position, given, kept, found, later_block, stream, layer, norms, times, factor, SIZES
+        )  # fmt: skip
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
@@ -253,30 +285,34 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(kept, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
+        attention.merge(me, kept, heads, factor, SIZES)
+        phases.pass_by(times)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
         mlp_norm = given.mlp_norm + layer * SIZES.D
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, kept.heads, x, kept, sums, met, 2 * layer, phase + 3, times, factor,
-            SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, heads, x, after_attention, told + SIZE, sums, met, 2 * layer,
+            phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
-        position = phases.gate(ring, position, given, kept, norms, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
+        position = phases.gate(
+            me, ring, position, given, later_found, block, later_stream, hidden, norms, times, factor, SIZES
+        )  # fmt: skip
+        phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
         behind = phases.of_layer(given.post_mlp_norm, layer, SIZES.D)
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, kept.hidden, kept.stream, kept, sums, met, 2 * layer + 1, phase + 5, times,
-            factor, SIZES.F, SIZES,
+            me, ring, position, given.down, hidden, later_stream, after_mlp, told + 2 * SIZE, sums, met,
+            2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
-        x = kept.stream
-        if SIZES.POST_NORMS:
-            x += SIZES.B * SIZES.D
+        x = last
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
-    phases.unembed(ring, position, given, kept, x, norms, results.logits, times, factor, SIZES)
+    if SIZES.STREAM_TOLD:
+        x = kept.told + 2 * SIZES.LAYERS * SIZE
+    phases.unembed(me, ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)

@@ -30,6 +30,14 @@ def share_of(ROWS: gl.constexpr, BLOCK: gl.constexpr, UNIT: gl.constexpr, PROGRA
     return first, gl.minimum(gl.maximum((ROWS + BLOCK - 1) // BLOCK - first, 0), MOST)
 
 
+@gluon.jit
+def even_share_of(ROWS: gl.constexpr, BLOCK: gl.constexpr, PROGRAMS: gl.constexpr):
+    """Like `share_of`, but programs have as many as others or one less, and none only if there is not one for each."""
+    BLOCKS: gl.constexpr = triton.cdiv(ROWS, BLOCK)
+    first = gl.program_id(0) * BLOCKS // PROGRAMS
+    return first, (gl.program_id(0) + 1) * BLOCKS // PROGRAMS - first
+
+
 @triton.constexpr_function
 def most_of(rows, block, unit, programs):
     """The most blocks of rows that a program has."""
@@ -52,6 +60,16 @@ def of_layer(ptr, layer, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def of_each_layer(ptr, layer, SAME: gl.constexpr):
+    """A layer's number of i32 [L]; SAME if all layers have the same one, and `ptr` is None."""
+    if ptr is not None:
+        number = gl.load(ptr + layer)
+    else:
+        number = layer * 0 + SAME
+    return number
+
+
+@gluon.jit
 def times_of(times, layer, phase: gl.constexpr, SIZES: gl.constexpr):
     """Where the program's times of a phase go; None of None. The logits are the first phase of one layer more."""
     if times is not None:
@@ -70,6 +88,12 @@ def stamp(times, which: gl.constexpr):
         gl.store(times + which, shmem.now().to(gl.int32))
 
 
+@triton.constexpr_function
+def meetings_of(sizes):
+    """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
+    return 2 if sizes.STREAM_TOLD else 4
+
+
 @gluon.jit
 def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
@@ -82,9 +106,16 @@ def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def pass_by(times):
+    """Ends a phase whose results are messages, at which nobody waits."""
+    stamp(times, 1)
+    stamp(times, 3)
+
+
+@gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * PHASES * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = SIZES.LAYERS * meetings_of(SIZES) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -127,26 +158,44 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def stream_of(desc, kept, x, norms, there, after, factor, SIZES: gl.constexpr):
+def tell(me, told, x, SIZES: gl.constexpr):
+    """Sends some of x f32 [B, D] as messages to all programs of this rank, which need it in the first phase."""
+    SIZE: gl.constexpr = SIZES.B * SIZES.D
+    OWN: gl.constexpr = 4 * triton.cdiv(SIZE, 4 * SIZES.PROGRAMS)
+    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
+    own = gl.arange(0, max(triton.next_power_of_2(OWN), 4 * 32 * gl.num_warps()), LANES)
+    at = gl.program_id(0) * OWN + own
+    there = (own < OWN) & (at < SIZE)
+    shmem.send(me, told + at, gl.load(x + at, mask=there, other=0.0), me.rank, there)
+
+
+@gluon.jit
+def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
     """The normalised stream, as `multiply` takes it.
 
-    With norms behind the blocks `add` leaves a block's result in kept.block and does not add it to the stream, because
-    its norm is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
+    With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
+    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
 
     Args:
-      x: f32 [B, D], the stream before kept.block is added, if it has to be.
+      x: f32 [B, D], the stream, before a block's result is added if it has to be; messages if it is told.
+      block: f32 [B, D], that result.
       norms: `norms_of` the phase.
       there: whether there is such a result, with norms behind the blocks.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
-    parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+    late = ()
+    if SIZES.STREAM_TOLD:
+        parts, late = rings.received(me, desc, x, 1.0, SIZES.D, SIZES.B)
+    else:
+        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
     if len(norms.behind) > 0:
-        parts = with_result(desc, kept, parts, norms, there, after, SIZES)
-    return rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
+        parts = with_result(desc, block, parts, norms, there, after, SIZES)
+    vectors = rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
+    return vectors, late
 
 
 @gluon.jit
-def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
+def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
     """Parts of the stream with a block's result, and what `stream_of` has to store of it."""
     B: gl.constexpr = SIZES.B
     D: gl.constexpr = SIZES.D
@@ -156,7 +205,7 @@ def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
     for b in gl.static_range(B):
         for chunk in gl.static_range(CHUNKS):
             column = rings.columns_of(desc, chunk)
-            at = kept.block + b * D + column
+            at = block + b * D + column
             results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
     results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
     for i in gl.static_range(B * CHUNKS):
@@ -170,18 +219,18 @@ def with_result(desc, kept, parts, norms, there, after, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: gl.constexpr):
+def project(me, ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
     """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
 
     Args:
-      x, norms: as `stream_of` takes them.
+      x, block, after, norms: as `stream_of` takes them.
     """
     desc = given.query
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, kept, x, norms, layer > 0, kept.stream, factor, SIZES)
+    vectors, late = stream_of(me, desc, x, block, norms, layer > 0, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
@@ -196,6 +245,7 @@ def project(ring, position, given, kept, x, layer, norms, times, factor, SIZES: 
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
         gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -209,7 +259,7 @@ def vectors_of_sums(sizes):
 def portion_of(rows, desc, warps, matrices, sizes, unit=1):
     """Of how many blocks the products are collected at a time."""
     most = most_of(rows, desc.block_shape[0], unit, sizes.PROGRAMS)
-    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices)
+    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices, sizes.SUMS)
 
 
 @gluon.jit
@@ -245,7 +295,7 @@ def part_of(ptr, place, SIZE: gl.constexpr):
 def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     """Begins to load the program's rows of the gate and of what it gates, block by block."""
     ROWS: gl.constexpr = given.gate.block_shape[0]
-    first, count = share_of(SIZES.F, ROWS, 1, SIZES.PROGRAMS)
+    first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
         position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
@@ -254,16 +304,15 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr):
-    """kept.hidden f32 [B, F] = activation(gate) * up, of the normalised stream.
+def gate(me, ring, position, given, x, block, after, hidden, norms, times, factor, SIZES: gl.constexpr):
+    """Sends hidden, messages f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
-      norms: as `stream_of` takes them.
+      x, block, after, norms: as `stream_of` takes them.
     """
     desc = given.gate
-    first, count = share_of(SIZES.F, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    after = kept.stream + SIZES.B * SIZES.D
-    vectors = stream_of(desc, kept, kept.stream, norms, True, after, factor, SIZES)
+    first, count = even_share_of(SIZES.F, desc.block_shape[0], SIZES.PROGRAMS)
+    vectors, late = stream_of(me, desc, x, block, norms, True, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
@@ -277,7 +326,8 @@ def gate(ring, position, given, kept, norms, times, factor, SIZES: gl.constexpr)
             )
         gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
-        gl.store(kept.hidden + b * SIZES.F + row, value, mask=there)
+        shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -295,19 +345,20 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, kept, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
+    me, ring, position, desc, source, old, new, told, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """kept.stream = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
+    """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
-    With norms behind the blocks it is kept.block = the sum over the ranks, see `stream_of`.
+    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
     Args:
-      source: f32 [B, COLUMNS].
-      old: f32 [B, D], the stream before, which may be kept.stream.
+      source: messages f32 [B, COLUMNS].
+      old: f32 [B, D], the stream before.
+      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -327,10 +378,9 @@ def add(
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-    new = kept.block if SIZES.POST_NORMS else kept.stream
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    vectors = rings.vectors_of(desc, source, factor, COLUMNS, SIZES.B)
+    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -344,11 +394,17 @@ def add(
         products = rings.collect(parts, own.shape[0], 0)
         if WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
+            if SIZES.STREAM_TOLD:
+                shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)
         else:
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
+    rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if WORLD == 1:
-        factor = meet(me, met, phase, factor, times, SIZES)
+        if SIZES.STREAM_TOLD:
+            pass_by(times)
+        else:
+            factor = meet(me, met, phase, factor, times, SIZES)
     else:
         stamp(times, 1)
         begin, end = first * (VECTORS * ROWS) // 4, (first + count) * (VECTORS * ROWS) // 4
@@ -357,10 +413,16 @@ def add(
         for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
         gl.store(new + at, before + total * SCALE, mask=inside)
+        if SIZES.STREAM_TOLD:
+            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)
         stamp(times, 2)
-        shmem.arrive(me, met)
+        if not SIZES.STREAM_TOLD:
+            shmem.arrive(me, met)
         shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)
-        factor = await_all(me, met, phase, factor, times, SIZES)
+        if SIZES.STREAM_TOLD:
+            stamp(times, 3)
+        else:
+            factor = await_all(me, met, phase, factor, times, SIZES)
     return position, factor
 
 
@@ -383,16 +445,16 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
+def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, factor, SIZES: gl.constexpr):
     """The program's logits f32 [B, V] of the normalised stream.
 
     Args:
-      x, norms: as `stream_of` takes them.
+      x, block, norms: as `stream_of` takes them.
     """
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors = stream_of(desc, kept, x, norms, True, None, factor, SIZES)
+    vectors, late = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
@@ -405,4 +467,5 @@ def unembed(ring, position, given, kept, x, norms, logits_ptr, times, factor, SI
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
+    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     stamp(times, 1)

@@ -13,6 +13,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
+
 # What is read once is not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 
@@ -27,12 +29,11 @@ class Ring(NamedTuple):
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
-SUMS = gl.constexpr(4096)  # as many as a block can need, for four vectors and two matrices
 FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr):
+def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], desc.dtype)
     stages = gl.allocate_shared_memory(desc.dtype, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -151,10 +152,10 @@ def across_of(block_shape, warps):
 
 
 @triton.constexpr_function
-def portion_of(blocks, block_shape, warps, vectors, matrices):
-    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums fit into the ring's."""
+def portion_of(blocks, block_shape, warps, vectors, matrices, sums):
+    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums are no more than `sums`."""
     size = matrices * vectors * block_shape[0] * across_of(block_shape, warps)
-    return min(triton.next_power_of_2(blocks), SUMS.value // size)
+    return min(triton.next_power_of_2(blocks), sums // size)
 
 
 @gluon.jit
@@ -170,7 +171,7 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
     """The rows that come next times each of B vectors, without a meeting of the warps.
 
     Args:
-      vectors: what `vectors_of` returned.
+      vectors: what `received` or `normalised` returned.
       sums, first: from which on, of `sums_of`, each warp puts its part of the products.
 
     Returns: the next position.
@@ -234,13 +235,45 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def vectors_of(desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them: of each vector one part after the other."""
-    parts = load_vectors(desc, source, COLUMNS, B)
-    vectors = ()
-    for i in gl.static_range(len(parts)):
-        vectors = vectors + (parts[i] * factor,)
-    return vectors
+def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
+
+    Returns: (of each vector one part after the other, for `report` what did not come).
+    """
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    GROUPS: gl.constexpr = desc.block_shape[1]
+    vectors, reports = (), ()
+    for i in gl.static_range(B * CHUNKS):
+        part, late = shmem.receive_own(
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), 64 * GROUPS
+        )  # fmt: skip
+        part = gl.convert_layout(part.reshape([GROUPS, 64]), columns_layout(desc.block_shape, gl.num_warps()))
+        if messages_of(i, COLUMNS, desc) < 64 * GROUPS:
+            part = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), part, 0.0)
+        vectors = vectors + (part * factor,)
+        reports = reports + (late,)
+    return vectors, reports
+
+
+@gluon.jit
+def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Reports what `received` waited for in vain."""
+    for i in gl.static_range(len(reports)):
+        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], 64 * desc.block_shape[1])
+
+
+@triton.constexpr_function
+def message_of(part, columns, desc):
+    """Where a part of vectors [B, columns] begins, counted as `load_vectors` returns them."""
+    chunks = chunks_of(columns, desc)
+    return part // chunks * columns + part % chunks * 64 * desc.block_shape[1]
+
+
+@triton.constexpr_function
+def messages_of(part, columns, desc):
+    """How many columns of vectors [B, columns] are in a part."""
+    width = 64 * desc.block_shape[1]
+    return min(width, columns - part % chunks_of(columns, desc) * width)
 
 
 @gluon.jit

@@ -162,13 +162,16 @@ def test_errors():
 def test_what_the_kernel_does_not_take():
     """It names all that is missing, and None takes XLA for it."""
     call = Call(
-        model=FAMILIES["gemma-2-9b"], world=2, batch=5, tokens=1, slots=64, positions=64, dtype=np.dtype(np.float32),
+        model=FAMILIES["gemma-2-9b"], world=2, batch=9, tokens=1, slots=64, positions=64, dtype=np.dtype(np.float32),
         cache_dtype=np.dtype(np.float32), by_heads=True, target=HOPPER,
     )  # fmt: skip
     kernel = Hopper()
     found = kernel.refuses(call, kernel.by_shape(call, {}))
-    for part in ("weights of bfloat16 and float16, not float32", "1 to 4 sequences, not 5"):
+    for part in ("weights of bfloat16 and float16, not float32", "1 to 8 sequences, not 9"):
         assert any(part in reason for reason in found), found
+    several = dataclasses.replace(call, batch=5, dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16))
+    found = kernel.refuses(several, kernel.by_shape(several, {}))
+    assert len(found) == 1 and "rows of at most 4096" in found[0] and "not 7168" in found[0], found
     other = dataclasses.replace(call, target=target_of(100), tokens=3, by_heads=False)
     found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):

@@ -115,7 +115,10 @@ class Mutant:
 TOO_EARLY = (DataRaceError, UninitializedReadError)
 MEET = "factor = phases.meet(me, met, phase{}, factor, times, SIZES)\n"
 ALONE = "shmem.arrive(me, met)\n"
-AWAIT = "        factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
+AWAIT = "factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
+TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)\n"
+POST_NORMS = STEPS["gemma 2, three layers"]
+TWO_LAYERS = Step(layers=2)
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
@@ -136,17 +139,33 @@ MUTANTS = {
     "the merge does not wait for all parts": Mutant(
         module=hopper, edits=((MEET.format(" + 1"), ALONE),), errors=TOO_EARLY, step=Step(config=(("splits", 3),))
     ),
-    "a product does not wait for the merge": Mutant(
-        module=hopper, edits=((MEET.format(" + 2"), ALONE),), errors=TOO_EARLY
+    "heads are sent in the place of another layer's": Mutant(
+        module=hopper, edits=(("kept.heads + layer * (SIZES", "kept.heads + 0 * (SIZES"),), errors=(MessageError,),
+        step=TWO_LAYERS,
     ),
-    "a product does not wait for the gate": Mutant(
-        module=hopper, edits=((MEET.format(" + 4"), ALONE),), errors=TOO_EARLY
+    "the MLP's inner part, likewise": Mutant(
+        module=hopper, edits=(("kept.hidden + layer * (SIZES", "kept.hidden + 0 * (SIZES"),), errors=(MessageError,),
+        step=TWO_LAYERS,
+    ),
+    "the stream, likewise": Mutant(
+        module=hopper, edits=(("told + 2 * SIZE, sums", "told + SIZE, sums"),), errors=(MessageError, DeadlockError),
+    ),
+    "nobody hears of the stream": Mutant(
+        module=phases, edits=((TELLS, "            pass\n"),), errors=(MessageError, DeadlockError)
+    ),
+    "a program adds to what was the stream before attention": Mutant(
+        module=hopper, edits=(("hidden, later_stream, after_mlp", "hidden, stream, after_mlp"),),
+        errors=(AssertionError, UninitializedReadError), step=TWO_LAYERS,
+    ),
+    "some columns of messages are those of others": Mutant(
+        module=ring, edits=(("return part // chunks * columns + part", "return part"),),
+        errors=(AssertionError, MessageError, DeadlockError), step=STEPS["two ranks, an empty cache and a full one"],
     ),
     "nobody waits for the sums": Mutant(
-        module=phases, edits=((AWAIT, "    return position, factor\n"),), errors=TOO_EARLY
+        module=phases, edits=((AWAIT, "pass\n    return position, factor\n"),), errors=TOO_EARLY, step=POST_NORMS
     ),
     "a phase is not counted": Mutant(
-        module=hopper, edits=((MEET.format(" + 4"), "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
+        module=hopper, edits=((MEET.format(" + 1"), "pass\n"),), errors=(*TOO_EARLY, DeadlockError, SignalCountError)
     ),
     "a counter is one too low": Mutant(module=phases, edits=((COUNT, COUNT + " - 1"),), errors=TOO_EARLY),
     "a counter is one too high": Mutant(module=phases, edits=((COUNT, COUNT + " + 1"),), errors=(DeadlockError,)),
@@ -191,10 +210,10 @@ MUTANTS = {
         step=Step(world=3),
     ),
     "the stream goes where others still read it": Mutant(
-        module=phases,
-        edits=(("norms, layer > 0, kept.stream,", "norms, layer > 0, kept.stream + SIZES.B * SIZES.D,"),),
+        module=hopper,
+        edits=(("found, later_block, stream, layer,", "found, later_block, later_stream, layer,"),),
         errors=(DataRaceError, UninitializedReadError),
-        step=STEPS["gemma 2, three layers"],
+        step=POST_NORMS,
     ),
     "all programs store the same rows of the stream": Mutant(
         module=phases, edits=(("column // OWN == gl.program_id(0)", "column // OWN == 0"),),
@@ -245,7 +264,7 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         return changed.decode_step_kernel
     if mutant.module is shmem:
         gluon = again(shmem_gluon, shmem=changed)
-        for name in ("start", "finish", "scratch", "messages", "arrive", "send_words"):
+        for name in ("start", "finish", "scratch", "messages", "arrive", "send", "send_words"):
             setattr(gluon, name, getattr(changed, name))
         return again(hopper, shmem=gluon, phases=again(phases, shmem=gluon)).decode_step_kernel
     files = {"rings": ring, "phases": phases, "attention": attention}

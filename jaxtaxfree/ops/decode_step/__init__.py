@@ -72,9 +72,9 @@ def decode_step(
       counts: i32[B], with T tokens: how many of them each sequence has; None: T. Those behind them leave no trace.
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
-      implementation: as in `all_gather_matmul`. "fused" is all layers in one launch, on Hopper: of one token of 1 to 4
-        sequences in bf16 or f16, with a cache by heads. None takes it for one sequence on several ranks, where it has
-        been measured.
+      implementation: as in `all_gather_matmul`. "fused" is all layers in one launch, on Hopper: of one token of 1 to 8
+        sequences in bf16 or f16, with a cache by heads; of more than 4 where no row of a weight has more than 4096
+        numbers. None takes it for one sequence on several ranks, where it has been measured.
       config: how the kernel splits its work. The shape decides whatever it leaves out.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the

@@ -20,6 +20,9 @@ from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
+FEW = 4  # sequences, whose vectors 8 warps have registers for
+MOST = 8  # 16 warps, up to vectors of so many numbers:
+LONGEST = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -129,8 +132,16 @@ class Hopper(Variant[Call]):
             reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
         if call.tokens != 1:
             reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
-        if call.batch > 4:
-            reasons.append(f"it takes 1 to 4 sequences, not {call.batch}")
+        if call.batch > MOST:
+            reasons.append(
+                f"it takes 1 to {MOST} sequences, not {call.batch}: more are for tensor cores, which it has not"
+            )
+        longest = max(model.d_model, call.d_mlp, call.heads * model.head_dim)
+        if FEW < call.batch <= MOST and longest > LONGEST:
+            reasons.append(
+                f"it takes {FEW + 1} to {MOST} sequences, for lack of registers, only with rows of at most {LONGEST} "
+                f"(d_model, d_mlp / ranks, heads * head_dim / ranks), not {longest}"
+            )
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -153,9 +164,14 @@ class Hopper(Variant[Call]):
         stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
-        stages = min(32, (192 << 10) // (2 * stage))
+        room = 192 << 10 if call.batch <= FEW else 176 << 10
+        stages = min(32, room // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        return Config(programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage))
+        warps = 8 if call.batch <= FEW else 16
+        return Config(
+            programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage),
+            num_warps=warps,
+        )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -184,7 +200,10 @@ class Hopper(Variant[Call]):
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
         vectors = next_power_of_2(b)
-        words = max(_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc"))
+        words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
+        words = max(words_of)
+        # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
+        told = not model.post_norms and len(words_of) == 1
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
@@ -193,16 +212,17 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2 if model.post_norms else 1, b, d),
-                "block": f32(b, d),
+                "stream": f32(2, b, d),
+                "block": f32(2 if model.post_norms else 0, b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
-                "heads": f32(b, heads * h),
-                "hidden": f32(b, call.d_mlp),
             },
             "messages": {
-                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32)
+                "heads": (layers, b, heads * h),
+                "hidden": (layers, b, call.d_mlp),
+                "told": (2 * layers + 1 if told else 0, b, d),
+                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
             "signals": {"met": 1},
             "descriptors": blocks,
@@ -210,6 +230,8 @@ class Hopper(Variant[Call]):
             "num_warps": config.num_warps,
             "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
             **({} if config.times else {"times_ptr": None}),
+            **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
+            **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
@@ -237,9 +259,13 @@ class Hopper(Variant[Call]):
             "SPLITS": config.splits,
             "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
+            "STREAM_TOLD": int(told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
+            "WINDOW": _windows(model)[0],
+            "TABLE": model.table_by_layer[0],
+            "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * h),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
@@ -253,8 +279,8 @@ class Hopper(Variant[Call]):
         vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
         vectors += ["q_norm", "k_norm"] if model.qk_norm else []
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
-        farthest = 1 << 30
-        windows = [farthest if window is None else window for window in model.window_by_layer]
+        # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
+        numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         return (
             x,
             *(rows(params[name]) for name in weights),
@@ -263,8 +289,7 @@ class Hopper(Variant[Call]):
             cos,
             sin,
             lengths,
-            jnp.asarray(windows, jnp.int32),
-            jnp.asarray(model.table_by_layer, jnp.int32),
+            *(jnp.asarray(each, jnp.int32) for each in numbers),
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
@@ -279,6 +304,11 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _windows(model: DecoderSpec) -> tuple[int, ...]:
+    """Of each layer the positions before a token that it attends to."""
+    return tuple(1 << 30 if window is None else window for window in model.window_by_layer)
 
 
 def _in_flight(stage: int) -> int:
