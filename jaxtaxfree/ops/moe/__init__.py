@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name
+from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
@@ -115,25 +116,26 @@ def moe(
     how = {"precision": precision, "implementation": implementation, "config": config}
     multiply = functools.partial(_multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, activation=activation, how=how)
     layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
-    gathers = kind.gathers(experts.shape[1])
-    along = (*(kind.expert if gathers else ()), *kind.tensor)  # the axes along which all ranks have all rows
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
     experts = jnp.where(inside, experts, -1).astype(jnp.int32)
-    tokens_of = functools.partial(_gathered, axes=() if kind.replicated else along, implementation=implementation)
-    all_x, all_experts, all_weights = tokens_of(x, experts, weights)
-    there = shared is not None and not kind.expert  # whose sum crosses the wire with that of the others
-    wide = jnp.promote_types(x.dtype, jnp.float32) if there else x.dtype
+    gathers = kind.gathers(experts.shape[1])
+    along = (*(kind.expert if gathers else ()), *kind.tensor)  # the axes along which all ranks have all tokens
+    axes = () if kind.replicated else along  # and of these, those along which they get them
+    all_experts, all_weights = _gathered(experts, weights, axes, implementation)
     if gathers or not kind.expert:
-        out, kept = layer.own(all_x, all_experts, all_weights, wide)
+        out, kept = layer.own(x, all_experts, all_weights, axes)
     else:
-        out, kept = layer.exchanged(all_x, all_experts, all_weights, wide)
-    if there:
-        out = (out + _shared(all_x, shared, activation, precision)).astype(x.dtype)
-    out = _summed(out, along, kind.replicated, implementation)
-    if shared is not None and not there:
+        all_x = all_gather(x, axes, tiled=True, implementation=implementation) if axes else x
+        out, kept = layer.exchanged(all_x, all_experts, all_weights)
+        out = _summed(out, kind.tensor, kind.replicated, implementation)
+    if kind.replicated:
+        out = _summed(out, along, True, implementation)
+    if shared is not None:
         # Ranks along an expert axis have the same shared experts, each for its own tokens.
-        own_x = _gathered(x, axes=() if kind.replicated else kind.tensor, implementation=implementation)[0]
-        both = _shared(own_x, shared, activation, precision)
+        all_x = x
+        if kind.tensor and not kind.replicated:
+            all_x = all_gather(x, kind.tensor, tiled=True, implementation=implementation)
+        both = _shared(all_x, shared, activation, precision)
         out = (out + _summed(both, kind.tensor, kind.replicated, implementation)).astype(x.dtype)
     return (out, _dropped(all_experts.size, kept, kind, gathers)) if return_dropped else out
 
@@ -176,21 +178,16 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
         raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
 
 
-def _gathered(x: jax.Array, *choices: jax.Array, axes: tuple[str, ...], implementation: str | None) -> list[jax.Array]:
-    """Tokens of all ranks along these axes, and if they are given their experts and weights, both [T, k].
-
-    Experts and weights come in one message: as floats, which hold the number of every expert.
-    """
-    if not axes:
-        return [x, *choices]
-    gather = functools.partial(all_gather, axis_name=axes, tiled=True, implementation=implementation)
-    if not choices:
-        return [gather(x)]
-    experts, weights = choices
+def _gathered(
+    experts: jax.Array, weights: jax.Array, axes: tuple[str, ...], implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """Both [T, k], of all ranks, in one message: floats, which hold the number of every expert. Weights are f32."""
     wide = jnp.promote_types(weights.dtype, jnp.float32)
-    both = gather(jnp.concatenate([weights.astype(wide), experts.astype(wide)], axis=1))
-    weights, found = jnp.split(both, 2, axis=1)
-    return [gather(x), lax.stop_gradient(found).astype(jnp.int32), weights]
+    if not axes:
+        return experts, weights.astype(wide)
+    both = jnp.concatenate([weights.astype(wide), experts.astype(wide)], axis=1)
+    weights, found = jnp.split(all_gather(both, axes, tiled=True, implementation=implementation), 2, axis=1)
+    return lax.stop_gradient(found).astype(jnp.int32), weights
 
 
 def _summed(out: jax.Array, axes: tuple[str, ...], replicated: bool, implementation: str | None) -> jax.Array:
@@ -236,25 +233,28 @@ class _Layer(NamedTuple):
     def most(self, rows: int) -> int:
         return rows if self.capacity is None else min(self.capacity, rows)
 
-    def own(self, x: jax.Array, experts: jax.Array, weights: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
-        """What this rank's experts add to tokens that it has, [T, D]; and how many choices that are."""
-        axes = self.kind.expert
-        if axes:
-            experts = experts - lax.axis_index(axes) * self.here
-        sources = lax.axis_size(axes) if axes and not self.kind.replicated else 1
-        return self._results(x, experts, weights, sources, dtype)
-
-    def _results(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, sources: int, dtype: Any
+    def own(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...]
     ) -> tuple[jax.Array, jax.Array]:
+        """What this rank's experts, or those of all ranks, add to tokens; and how many choices that are.
+
+        Args:
+          x: [T, D]; of each rank along `axes`, which all get all tokens and add up the results.
+          experts, weights: [T, k] of all these tokens.
+
+        Returns: ([T, D], i32[]).
+        """
+        expert = self.kind.expert
+        if expert and weights is not None:  # else they are numbered by rank already
+            experts = experts - lax.axis_index(expert) * self.here
+        sources = lax.axis_size(tuple(axis for axis in axes if axis in expert))
         most = self.most(experts.size)
         place, sizes = places(experts, self.here, sources, most, implementation=self.implementation)
-        out = self.multiply(spread(x, place, most, implementation=self.implementation), sizes)
-        return collect(out, place, weights, dtype, implementation=self.implementation), jnp.sum(sizes)
+        rows = dispatch(x, place, most, axes, implementation=self.implementation)
+        out = self.multiply(rows, sizes)
+        return combine(out, place, axes, weights, x.dtype, implementation=self.implementation), jnp.sum(sizes)
 
-    def exchanged(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array, dtype: Any
-    ) -> tuple[jax.Array, jax.Array]:
+    def exchanged(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the results of all ranks' experts for this rank's tokens, [T, D]; and how many choices came."""
         axes, here = self.kind.expert, self.here
         world, me = lax.axis_size(axes), lax.axis_index(axes)
@@ -278,9 +278,9 @@ class _Layer(NamedTuple):
         end = jnp.cumsum(taken[me].reshape(-1))
         part = jnp.sum(jnp.arange(most, dtype=jnp.int32)[:, None] >= end, axis=1, dtype=jnp.int32)
         expert = jnp.where(part < world * here, part % here, here)
-        out, kept = self._results(came, expert[:, None], None, 1, x.dtype)
+        out, kept = self.own(came, expert[:, None], None, ())
         found = exchange(out, empty(rows.shape), there[me], sizes[me], first[:, me], sizes[:, me])
-        return collect(found, place, weights, dtype, implementation=self.implementation), kept
+        return collect(found, place, weights, implementation=self.implementation), kept
 
 
 def _shared(x: jax.Array, shared: Sequence[Any], activation: Any, precision: Any) -> jax.Array:

@@ -75,13 +75,13 @@ def collect(
 
 
 def _apply(primitive: Any, *operands: jax.Array, implementation: str | None, **params: Any) -> jax.Array:
-    if takes_reference(primitive.name, operands, implementation, _unsupported(*operands)):
+    if takes_reference(primitive.name, operands, implementation, unsupported(*operands)):
         return _REFERENCES[primitive](*operands, **params)[0]
-    return _bind(primitive, *operands, implementation=implementation, axes=(), config=(), **params)
+    return bind(primitive, *operands, implementation=implementation, axes=(), config=(), **params)
 
 
-def _bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
-    return primitive.bind(*matmul.vary_alike(*operands, axes=()), **params)[0]
+def bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
+    return primitive.bind(*matmul.vary_alike(*operands, axes=params["axes"]), **params)[0]
 
 
 def _spread(
@@ -94,9 +94,7 @@ def _spread(
     return [jnp.zeros((most, y.shape[1]), dtype).at[at].set(each.reshape(at.size, -1).astype(dtype), mode="drop")]
 
 
-def _collect(
-    rows: jax.Array, places: jax.Array, *weights: jax.Array, dtype: np.dtype, **_: Any
-) -> list[jax.Array]:
+def _collect(rows: jax.Array, places: jax.Array, *weights: jax.Array, dtype: np.dtype, **_: Any) -> list[jax.Array]:
     wide = wide_type(rows.dtype)
     total = jnp.zeros((places.shape[0], rows.shape[1]), wide)
     for choice in range(places.shape[1]):
@@ -119,7 +117,7 @@ def _dots(rows: jax.Array, y: jax.Array, places: jax.Array, **_: Any) -> list[ja
     return [jnp.stack(found, axis=1)]
 
 
-def _unsupported(*operands: Any) -> list[str]:
+def unsupported(*operands: Any) -> list[str]:
     """All that keeps the kernels from taking these operands."""
     if reasons := symbolic(*operands):
         return reasons
@@ -136,20 +134,29 @@ def _unsupported(*operands: Any) -> list[str]:
     return reasons
 
 
+def block_of(d: int) -> int:
+    """Elements of a row that a program moves at a time."""
+    whole = min(2048, d & -d)  # which divides d
+    return whole if whole >= 512 else min(2048, max(16, next_power_of_2(d)))
+
+
 def keywords(name: str, tokens: int, choices: int, d: int, itemsize: int) -> dict[str, Any]:
     """Of `shmem_call`, for each of the kernels."""
-    # Two accesses of 16 bytes for each thread, so that a token's rows are on their way together.
-    block = min(max(64, next_power_of_2(d)), 4096 // itemsize)
-    parts = 1 if name == "moe_dots" else math.ceil(d / block)
-    nbytes = (choices + 1) * tokens * d * itemsize
+    block = block_of(d)
+    tile = min(next_power_of_2(tokens), 2048 // block)
     return {
         "axis_name": (),
         "name": name,
-        "grid": (tokens, parts),
+        "grid": (math.ceil(tokens / tile), 1 if name == "moe_dots" else math.ceil(d / block)),
         "num_warps": 4,
-        "cost_estimate": {"flops": 2 * choices * tokens * d, "bytes_accessed": nbytes},
+        "cost_estimate": {
+            "flops": 2 * choices * tokens * d,
+            "bytes_accessed": (choices + 1) * tokens * d * itemsize,
+        },
+        "TOKENS": tokens,
         "D": d,
         "CHOICES": choices,
+        "TILE": tile,
         "BLOCK": block,
     }
 
@@ -158,11 +165,11 @@ def _fused_spread(
     y: jax.Array, places: jax.Array, *weights: jax.Array, most: int, dtype: np.dtype,
     implementation: str | None = None, **_: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    _check("moe_spread", y, places, *weights)
+    check("moe_spread", y, places, *weights)
     how = keywords("moe_spread", *places.shape, y.shape[1], y.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct((most, y.shape[1]), dtype)
     return [shmem_call(
-        spread_kernel, y, places, _bundle(weights), out_type=out_type, implementation=implementation, **how
+        spread_kernel, y, places, bundle_of(weights), out_type=out_type, implementation=implementation, **how
     )]  # fmt: skip
 
 
@@ -170,35 +177,35 @@ def _fused_collect(
     rows: jax.Array, places: jax.Array, *weights: jax.Array, dtype: np.dtype,
     implementation: str | None = None, **_: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    _check("moe_collect", rows, places, *weights)
+    check("moe_collect", rows, places, *weights)
     how = keywords("moe_collect", *places.shape, rows.shape[1], rows.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct((places.shape[0], rows.shape[1]), dtype)
     return [shmem_call(
-        collect_kernel, rows, places, _bundle(weights), out_type=out_type, implementation=implementation, **how
+        collect_kernel, rows, places, bundle_of(weights), out_type=out_type, implementation=implementation, **how
     )]  # fmt: skip
 
 
 def _fused_dots(
     rows: jax.Array, y: jax.Array, places: jax.Array, *, implementation: str | None = None, **_: Any
 ) -> list[jax.Array]:
-    _check("moe_dots", rows, y, places)
+    check("moe_dots", rows, y, places)
     how = keywords("moe_dots", *places.shape, rows.shape[1], rows.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct(places.shape, jnp.float32)
     return [shmem_call(dots_kernel, rows, y, places, out_type=out_type, implementation=implementation, **how)]
 
 
-def _bundle(weights: Sequence[jax.Array]) -> dict[str, jax.Array]:
+def bundle_of(weights: Sequence[jax.Array]) -> dict[str, jax.Array]:
     return dict(zip(("weights",), weights))
 
 
-def _check(operation: str, *operands: jax.Array) -> None:
-    if reasons := _unsupported(*operands):
+def check(operation: str, *operands: jax.Array) -> None:
+    if reasons := unsupported(*operands):
         raise Unsupported(operation, reasons)
 
 
 def _slower(*operands: Any, **_: Any) -> str | None:
     """Why XLA is taken, whose gathers and scatters are slower where both run."""
-    return "; ".join(_unsupported(*operands)) or None
+    return "; ".join(unsupported(*operands)) or None
 
 
 _define = functools.partial(collective, slower=_slower)
@@ -208,7 +215,7 @@ dots_p = _define("moe_dots", reference=_dots, fused=_fused_dots)
 _REFERENCES: dict[Any, Callable[..., list[jax.Array]]] = {spread_p: _spread, collect_p: _collect, dots_p: _dots}
 
 
-def _jvp(primitive: Any, linear: Sequence[int]) -> Callable[..., Any]:
+def bilinear(primitive: Any, linear: Sequence[int]) -> Callable[..., Any]:
     """The rule of a function that is linear in each of these operands."""
 
     def rule(primals: Any, tangents: Any, **params: Any) -> tuple[list[jax.Array], list[Any]]:
@@ -216,15 +223,16 @@ def _jvp(primitive: Any, linear: Sequence[int]) -> Callable[..., Any]:
         dots: list[jax.Array] = []
         for i in linear:
             if i < len(primals) and type(tangents[i]) is not ad.Zero:
-                dots.append(_bind(primitive, *primals[:i], tangents[i], *primals[i + 1 :], **params))
+                dots.append(bind(primitive, *primals[:i], tangents[i], *primals[i + 1 :], **params))
         zero = ad.Zero(jax.typeof(out).to_tangent_aval())
         return [out], [functools.reduce(ad.add_tangents, dots) if dots else zero]
 
     return rule
 
 
-def _shared(params: dict[str, Any]) -> dict[str, Any]:
-    return {name: params[name] for name in ("axes", "config", "implementation")}
+def local(params: dict[str, Any]) -> dict[str, Any]:
+    """Of one of the three functions here, in a derivative."""
+    return {"axes": (), "config": (), "implementation": params["implementation"]}
 
 
 def _transpose_spread(cts: Any, y: Any, places: Any, *weights: Any, **params: Any) -> list[Any]:
@@ -233,8 +241,8 @@ def _transpose_spread(cts: Any, y: Any, places: Any, *weights: Any, **params: An
     if type(ct) is ad.Zero:
         return nothing
     if ad.is_undefined_primal(y):
-        return [_bind(collect_p, ct, places, *weights, dtype=y.aval.dtype, **_shared(params)), *nothing[1:]]
-    return [*nothing[:2], _bind(dots_p, ct, y, places, **_shared(params))]
+        return [bind(collect_p, ct, places, *weights, dtype=y.aval.dtype, **local(params)), *nothing[1:]]
+    return [*nothing[:2], bind(dots_p, ct, y, places, **local(params))]
 
 
 def _transpose_collect(cts: Any, rows: Any, places: Any, *weights: Any, **params: Any) -> list[Any]:
@@ -244,8 +252,8 @@ def _transpose_collect(cts: Any, rows: Any, places: Any, *weights: Any, **params
         return nothing
     if ad.is_undefined_primal(rows):
         like = {"most": rows.aval.shape[0], "dtype": rows.aval.dtype}
-        return [_bind(spread_p, ct, places, *weights, **like, **_shared(params)), *nothing[1:]]
-    return [*nothing[:2], _bind(dots_p, rows, ct, places, **_shared(params))]
+        return [bind(spread_p, ct, places, *weights, **like, **local(params)), *nothing[1:]]
+    return [*nothing[:2], bind(dots_p, rows, ct, places, **local(params))]
 
 
 def _transpose_dots(cts: Any, rows: Any, y: Any, places: Any, **params: Any) -> list[Any]:
@@ -254,8 +262,8 @@ def _transpose_dots(cts: Any, rows: Any, y: Any, places: Any, **params: Any) -> 
         return [None] * 3
     if ad.is_undefined_primal(rows):
         like = {"most": rows.aval.shape[0], "dtype": rows.aval.dtype}
-        return [_bind(spread_p, y, places, ct, **like, **_shared(params)), None, None]
-    return [None, _bind(collect_p, rows, places, ct, dtype=y.aval.dtype, **_shared(params)), None]
+        return [bind(spread_p, y, places, ct, **like, **local(params)), None, None]
+    return [None, bind(collect_p, rows, places, ct, dtype=y.aval.dtype, **local(params)), None]
 
 
 for _primitive, _linear, _transpose in (
@@ -264,5 +272,5 @@ for _primitive, _linear, _transpose in (
     (dots_p, (0, 1), _transpose_dots),
 ):
     needs_devices(_primitive)
-    ad.primitive_jvps[_primitive] = _jvp(_primitive, _linear)
+    ad.primitive_jvps[_primitive] = bilinear(_primitive, _linear)
     ad.primitive_transposes[_primitive] = _transpose
