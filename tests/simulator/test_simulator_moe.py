@@ -173,9 +173,156 @@ class Moved:
             how["out_type"] = jax.ShapeDtypeStruct((self.tokens, self.d), dtype)
         return Call(arrays=arrays, keywords=how, expected=expected)
 
-    def run(self, kernel: str, seed: int, module: ModuleType, **settings: Any) -> None:
-        call = self.call(kernel, seed)
+    def run(self, kernel: str, seed: int, module: ModuleType | None = None) -> None:
+        module = module or (exchange if self.world > 1 else rows)
+        calls = {} if self.world > 1 else {"calls": 1}
+        how = {"seed": seed, "policy": POLICIES[seed % len(POLICIES)], "slots": (1, 2, None)[seed % 3]}
+        self.call(kernel, seed).run(getattr(module, f"{kernel}_kernel"), **how, **calls)
+
+
+SPLIT = (("PROGRAMS", 2), ("STAGES", 2), ("TILE", 2), ("BLOCK", 16))
+# Tokens that fill no tile, rows that fill no block, more rows than choices, and more programs than tiles.
+ALONE = (Moved(5, 40, 3, 12), Moved(4, 16, 1, 9, weighted=False))
+TOGETHER: dict[int, tuple[Moved, ...]] = {
+    world: (
+        Moved(9, 24, 2, 20, world, settings=SPLIT),
+        Moved(3, 16, 3, 12, world, weighted=False, settings=(*SPLIT[:1], ("STAGES", 3), ("TILE", 1), ("BLOCK", 16))),
+        Moved(2, 40, 1, 4, world, settings=(("PROGRAMS", 3), ("STAGES", 1), ("TILE", 1), ("BLOCK", 32))),
+    )
+    for world in (2, 3, 4, 8)
+}
+
+
+@pytest.mark.parametrize("kernel", ("spread", "collect", "dots"))
+def test_rows_of_a_rank(kernel: str) -> None:
+    for seed, moved in itertools.product(range(2), ALONE):
+        moved.run(kernel, seed)
+
+
+@pytest.mark.parametrize("kernel", ("dispatch", "combine"))
+@pytest.mark.parametrize("world", (2, 3))
+def test_rows_of_all_ranks(kernel: str, world: int) -> None:
+    for seed in range(4):
+        moved = TOGETHER[world]
+        moved[seed % len(moved)].run(kernel, seed)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kernel", ("dispatch", "combine"))
+@pytest.mark.parametrize("world", TOGETHER)
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_every_interleaving_is_right(kernel: str, world: int, first: int) -> None:
+    for seed in range(first, first + 50):
+        moved = TOGETHER[world]
+        moved[seed % len(moved)].run(kernel, seed)
+
+
+def in_order(world: int, module: ModuleType = exchange) -> None:
+    """Compares sums of any numbers bit for bit: by choices, and then by ranks."""
+    call = TOGETHER[world][0].call("combine", 1)
+    draw = np.random.default_rng(0)
+    values, places_of, bundle = call.arrays
+    of_ranks = []
+    for x, place, weight in zip(values, places_of, bundle["weights"]):
+        x[:] = draw.normal(size=x.shape) * 10.0 ** draw.integers(-3, 4, (len(x), 1))
+        total = np.zeros((len(place), x.shape[1]), np.float32)
+        for j in range(place.shape[1]):
+            there = place[:, j, None] >= 0
+            total += np.where(there, x[np.maximum(place[:, j], 0)] * weight[:, j, None], np.float32(0))
+        of_ranks.append(total)
+    total = np.zeros_like(of_ranks[0])
+    for part in of_ranks:
+        total += part
+    expected = np.split(total, world)
+    dataclasses.replace(call, expected=expected).run(module.combine_kernel, seed=0)
+
+
+def test_sums_have_an_order() -> None:
+    in_order(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A fault.
+
+    Attributes:
+      name: in the names of tests.
+      module: which file has it.
+      edits: (text, what to put in its place).
+      run: runs the kernel of a module with a seed.
+      errors: of which kind the finding must be; an AssertionError is a wrong result.
+    """
+
+    name: str
+    module: ModuleType
+    edits: tuple[tuple, ...]
+    run: Callable[[int, ModuleType], None]
+    errors: tuple[type[Exception], ...]
+
+
+def _placed(seed: int, module: ModuleType) -> None:
+    placing(CHOICES[1:][seed % 3], seed, module)
+
+
+def _dispatched(seed: int, module: ModuleType) -> None:
+    TOGETHER[2 + seed % 2][seed // 2 % 2].run("dispatch", seed, module)
+
+
+def _combined(seed: int, module: ModuleType) -> None:
+    TOGETHER[2 + seed % 2][seed // 2 % 2].run("combine", seed, module)
+
+
+WRONG = (AssertionError, OutOfBoundsError, DataRaceError, UninitializedReadError)
+EARLY = (DataRaceError, UninitializedReadError)
+COUNTED = (*EARLY, SignalCountError)
+WAIT = "(me.epoch - 1) * STAGES + stage + 1"
+SIGNAL = "            shmem.signal_all(me, meeting + me.rank, WORLD)\n"
+BEGIN = "        for stage in range(STAGES):\n            begin, end"
+MUTANTS = (
+    Mutant("a row more than there is room for", places, (("MOST - (end", "MOST + 1 - (end"),), _placed, WRONG),
+    Mutant("a choice counts itself", places, ((":, None] > choice", ":, None] >= choice"),), _placed, WRONG),
+    Mutant("a block counts itself", places, (("other < block", "other <= block"),), _placed, WRONG),
+    Mutant("a source's rows begin where the first one's do", places,
+           (("sizes + before, begin)", "before, begin)"),), _placed, WRONG),
+    Mutant("sources have no order", places, (("        ahead += tl.sum(count, 0)\n", ""),), _placed, WRONG),
+    Mutant("nobody waits for tokens", exchange, ((f"shmem.wait_all(me, meeting, {WAIT})", "me.ready", 2),), _dispatched,
+           (*EARLY, SimulationError)),
+    Mutant("a stage is taken one too early", exchange, ((WAIT, "(me.epoch - 1) * STAGES + stage", 2),), _dispatched, EARLY),
+    Mutant("sums are taken one stage too early", exchange, ((WAIT, "(me.epoch - 1) * STAGES + stage", 2),), _combined,
+           EARLY),
+    Mutant("signals of the call before", exchange, ((WAIT, "stage + 1", 2),), _dispatched, COUNTED),
+    Mutant("sums of the call before", exchange, ((WAIT, "stage + 1", 2),), _combined, COUNTED),
+    Mutant("the signal comes before its tokens", exchange, ((SIGNAL, "", 2), (BEGIN, BEGIN.replace(":\n", ":\n" + SIGNAL), 2)), _dispatched, COUNTED),
+    Mutant("one stage has no signal", exchange, ((SIGNAL, SIGNAL.replace("WORLD)", "WORLD, stage > 0)"), 2),),
+           _dispatched, (DeadlockError, SignalCountError)),
+    Mutant("the inbox of another rank", exchange,
+           (("box + me.rank.to(tl.int64)", "box + ((me.rank + 1) % WORLD).to(tl.int64)", 2),), _dispatched, WRONG),
+    Mutant("the sum of another rank", exchange,
+           (("box + source * TOKENS * D", "box + (source + 1) % WORLD * TOKENS * D"),), _combined, WRONG),
+    Mutant("places of another rank's tokens", exchange,
+           (("weights, source * TOKENS + token", "weights, token"),), _dispatched, WRONG),
+    Mutant("sums for another rank", exchange,
+           (("number = owner * TOKENS + token", "number = me.rank * TOKENS + token"),), _combined, WRONG),
+    Mutant("a tile that two programs take", exchange,
+           (("(tile * PROGRAMS + part) * TILE +", "(tile * PROGRAMS + part // 2) * TILE +"),), _dispatched, WRONG),
+    Mutant("sums begin with one's own", exchange,
+           (("for source in tl.static_range(WORLD):",
+             "for i in tl.static_range(WORLD):\n                        source = (me.rank + i) % WORLD"),),
+           lambda seed, module: in_order(3, module), (AssertionError,)),
+    Mutant("what was dropped adds its neighbour", rows, (("value = load_tile(rows_ptr, place, place >= 0", "value = load_tile(rows_ptr, place, there"),),
+           lambda seed, module: ALONE[0].run("collect", seed, module), WRONG),
+    Mutant("rows of what was dropped", rows, (("value, place, place >= 0", "value, place, there"),),
+           lambda seed, module: ALONE[0].run("spread", seed, module), WRONG),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
+    module = load(edit(mutant.module, mutant.edits, tmp_path), mutant.module.__name__)
+    for seed in range(SEEDS):
         try:
-            call.run(getattr(module, f"{kernel}_kernel"), seed=seed, **settings)
-        except UninitializedReadError:
-            raise
+            mutant.run(seed, module)
+        except (SimulationError, AssertionError) as error:
+            assert isinstance(error, mutant.errors), error
+            return
+    pytest.fail(f"not found in {SEEDS} seeds")
