@@ -206,11 +206,9 @@ def _multiply(
     along = set().union(*map(varying, (rows, sizes, w_up, w_down)))
     rows, sizes, w_up, w_down = (vary(each, along) for each in (rows, sizes, w_up, w_down))
     gate = None if w_gate is None else vary(jnp.asarray(w_gate), along)
-    if w_gate is None:
-        hidden = ragged_dot(rows, w_up, sizes, activation=activation, **how)
-    else:
-        hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, **how)
-    return ragged_dot(hidden, w_down, sizes, **how)
+    # Nobody reads rows that no choice has.
+    hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, fill=False, **how)
+    return ragged_dot(hidden, w_down, sizes, fill=False, **how)
 
 
 class _Layer(NamedTuple):
