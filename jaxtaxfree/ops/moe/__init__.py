@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
-from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name
+from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
@@ -123,13 +123,15 @@ def moe(
     axes = () if kind.replicated else along  # and of these, those along which they get them
     all_experts, all_weights = _gathered(experts, weights, axes, implementation)
     if gathers or not kind.expert:
-        out, kept = layer.own(x, all_experts, all_weights, axes)
+        # What is still to be added up is not rounded before.
+        dtype = wide_type(x.dtype) if kind.replicated else x.dtype
+        out, kept = layer.own(x, all_experts, all_weights, axes, dtype)
     else:
         all_x = all_gather(x, axes, tiled=True, implementation=implementation) if axes else x
         out, kept = layer.exchanged(all_x, all_experts, all_weights)
         out = _summed(out, kind.tensor, kind.replicated, implementation)
     if kind.replicated:
-        out = _summed(out, along, True, implementation)
+        out = _summed(out, along, True, implementation).astype(x.dtype)
     if shared is not None:
         # Ranks along an expert axis have the same shared experts, each for its own tokens.
         all_x = x
@@ -232,13 +234,14 @@ class _Layer(NamedTuple):
         return rows if self.capacity is None else min(self.capacity, rows)
 
     def own(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...]
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...], dtype: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         """What this rank's experts, or those of all ranks, add to tokens; and how many choices that are.
 
         Args:
           x: [T, D]; of each rank along `axes`, which all get all tokens and add up the results.
           experts, weights: [T, k] of all these tokens.
+          dtype: of the result, by default that of x.
 
         Returns: ([T, D], i32[]).
         """
@@ -250,7 +253,7 @@ class _Layer(NamedTuple):
         place, sizes = places(experts, self.here, sources, most, implementation=self.implementation)
         rows = dispatch(x, place, most, axes, implementation=self.implementation)
         out = self.multiply(rows, sizes)
-        return combine(out, place, axes, weights, x.dtype, implementation=self.implementation), jnp.sum(sizes)
+        return combine(out, place, axes, weights, dtype or x.dtype, implementation=self.implementation), jnp.sum(sizes)
 
     def exchanged(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the results of all ranks' experts for this rank's tokens, [T, D]; and how many choices came."""

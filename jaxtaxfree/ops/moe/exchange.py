@@ -14,6 +14,7 @@ from triton import next_power_of_2
 
 from jaxtaxfree.kernels.moe.exchange import combine_kernel, dispatch_kernel
 from jaxtaxfree.ops.collectives import all_gather, psum_scatter
+from jaxtaxfree.ops.epilogue import wide_type
 from jaxtaxfree.ops.moe import rows as local
 from jaxtaxfree.ops.moe.rows import bilinear, bind, block_of, bundle_of, collect, dots_p, spread
 from jaxtaxfree.primitive import Unsupported, collective, symbolic
@@ -60,8 +61,8 @@ def combine(
 ) -> jax.Array:
     """The sum over all ranks of `collect`, for this rank's tokens.
 
-    Each rank adds up its rows in f32. The sums of other ranks cross in `dtype`, and are added in f32 in the order of
-    the ranks.
+    Each rank adds up its rows in f32, and the ranks' sums are added in f32 and in the order of the ranks. The kernel
+    rounds those of other ranks to `dtype`, in which they cross.
 
     Args:
       rows: [M, D].
@@ -74,8 +75,10 @@ def combine(
     world = lax.axis_size(axes)
     part = jax.ShapeDtypeStruct((places.shape[0] // world, rows.shape[1]), dtype)
     if _is_apart(part, axes, implementation):
-        out = collect(rows, places, weights, dtype, implementation=implementation)
-        return psum_scatter(out, axes, tiled=True, implementation=implementation) if axes else out
+        if not axes:
+            return collect(rows, places, weights, dtype, implementation=implementation)
+        out = collect(rows, places, weights, wide_type(dtype), implementation=implementation)
+        return psum_scatter(out, axes, tiled=True, implementation=implementation).astype(dtype)
     operands = [rows, places] if weights is None else [rows, places, weights]
     return bind(combine_p, *operands, **_how(axes, implementation), dtype=dtype)
 
@@ -103,8 +106,8 @@ def _dispatch(
 def _combine(
     rows: jax.Array, places: jax.Array, *weights: jax.Array, axes: tuple[str, ...], dtype: Any, **_: Any
 ) -> list[jax.Array]:
-    out = bind(local.collect_p, rows, places, *weights, dtype=dtype, **_how((), None))
-    return [psum_scatter(out, axes, tiled=True)]
+    out = bind(local.collect_p, rows, places, *weights, dtype=np.dtype(wide_type(dtype)), **_how((), None))
+    return [psum_scatter(out, axes, tiled=True).astype(dtype)]
 
 
 def keywords(name: str, tokens: int, choices: int, d: int, dtype: Any, world: int) -> dict[str, Any]:
