@@ -1,8 +1,8 @@
 """`moe`: a layer of experts whose weights are divided among ranks, for tokens that come with their choice of experts.
 
-It is composed: tokens are sorted by expert, travel by `ragged_all_to_all`, are multiplied by `ragged_dot`, and travel
-back. So every step is a kernel where its kernel is taken, and plain `lax` elsewhere, and its derivatives are theirs.
-Sizes are read on the devices alone.
+It is composed: choices find their places, rows are dispatched, multiplied by `ragged_dot`, and combined. So every step
+is a kernel where its kernel is taken, and plain `lax` elsewhere, and its derivatives are theirs. Sizes are read on the
+devices alone.
 """
 
 import functools
@@ -94,8 +94,10 @@ def moe(
       implementation: as of `ragged_dot`, of all kernels.
       config: of `ragged_dot`.
 
-    Returns: [T, D] of the dtype of x. A token's results are added in f32 in the order of its choices, and the ranks'
-      parts along a tensor axis, or of replicated tokens, by `psum_scatter` and `psum` of this library.
+    Returns: [T, D] of the dtype of x. A token's results on a rank are added in f32 in the order of its choices, and the
+      sums of the ranks in f32 in their order. Of more than 512 KB of tokens a rank each of these sums is rounded to the
+      dtype of x on its way. With fewer choices than ranks all results of a token are added by its owner, in the order
+      of its choices.
 
     Raises:
       ValueError: if the arrays do not fit together, or a keyword is none of these.
