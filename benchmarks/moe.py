@@ -1,19 +1,12 @@
-"""Times of a whole layer of experts on several GPUs, beside its products alone.
+"""A whole layer of experts, expert parallel, forward, and with all its gradients; and its products alone.
 
-    python benchmarks/moe.py                                  # expert parallel over all GPUs, at the shapes of SHAPES
-    python benchmarks/moe.py --shapes 4096,2048,768,128,8 --capacity 1.25 --implementations fused xla
-
-A shape is the tokens of a rank, D, F, the experts of all ranks and the choices of a token, in bf16. Routing is random.
-"dense" is the three products as XLA's batched ones, in groups of equal size. Calls are queued one behind the other; a
-time is the median over rounds of 20 calls. Every program is compiled before the first one is timed, and each result is
-compared with that of `implementation="xla"` where that one is asked for.
+Routing is drawn, and read on the device. The floor of a shape is `dense`, measured in the same run: the three products
+of a rank as XLA's batched ones, of as many rows in groups of equal size. For few tokens that is the reading of the
+weights. Nothing travels in it, and no row is sorted.
 """
 
-import argparse
-import concurrent.futures
-import sys
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,91 +16,163 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
 import jaxtaxfree as jtf
-from benchmarks import timing
+from benchmarks.operation import AXIS, DTYPE, Config, Implementation, Operands, Operation, fused, normal
+from benchmarks.timing import measure_bandwidths
+from jaxtaxfree.ops.moe.shapes import SHAPES, TINY_SHAPES
+from jaxtaxfree.ops.shapes import MoeShape
 
-AXIS = "ep"
-RANKS = P(AXIS)
-# Qwen3-30B-A3B with many tokens, and as it decodes.
-SHAPES = ("4096,2048,768,128,8", "32,2048,768,128,8")
-
-type Shape = tuple[int, int, int, int, int]
-
-
-def operands(mesh: Mesh, shape: Shape) -> tuple[jax.Array, ...]:
-    """x, experts, weights, w_gate, w_up and w_down of all ranks."""
-    tokens, d, f, experts, choices = shape
-    keys = jax.random.split(jax.random.key(0), 6)
-    rows = tokens * mesh.size
-
-    def put(make: Callable[[], jax.Array]) -> jax.Array:
-        return jax.jit(make, out_shardings=NamedSharding(mesh, RANKS))()
-
-    def normal(key: int, *sizes: int) -> jax.Array:
-        return put(lambda: jax.random.normal(keys[key], sizes, jnp.bfloat16) * sizes[-2] ** -0.5)
-
-    def chosen() -> jax.Array:
-        return lax.top_k(jax.random.normal(keys[1], (rows, experts)), choices)[1].astype(jnp.int32)
-
-    weights = put(lambda: jax.nn.softmax(jax.random.normal(keys[2], (rows, choices))))
-    w_gate, w_up, w_down = (normal(3, experts, d, f), normal(4, experts, d, f), normal(5, experts, f, d))
-    return normal(0, rows, d) * rows**0.5, put(chosen), weights, w_gate, w_up, w_down
+# x: tokens [world * tokens, d]. y: their experts and weights [world * tokens, top_k]; w_gate, w_up [experts, d, f] and
+# w_down [experts, f, d]; a cotangent like x.
+# The results of experts are rounded, and their sum may be less than each of them; so may gradients of products.
+_make = partial(Implementation, in_specs=(P(AXIS), (P(AXIS),) * 6), out_spec=P(AXIS), tolerance=2e-2)
 
 
-def layer(mesh: Mesh, implementation: str, capacity: int | None) -> Any:
-    """The whole layer."""
-
-    def local(
-        x: jax.Array, experts: jax.Array, weights: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array
-    ) -> jax.Array:
-        how = {"capacity": capacity, "implementation": implementation}
-        return jtf.moe(x, experts, weights, w_gate, w_up, w_down, AXIS, **how)
-
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(RANKS,) * 6, out_specs=RANKS, check_vma=False))
+def _moe(x: jax.Array, y: Any, *, implementation: str, config: Config | None = None) -> jax.Array:
+    return jtf.moe(x, *y[:5], AXIS, implementation=implementation, config=config)
 
 
-def dense(mesh: Mesh, shape: Shape) -> Any:
-    """The products of a rank, of as many rows in groups of equal size."""
-    tokens, d, _, experts, choices = shape
-    rows = max(1, tokens * choices * mesh.size // experts)
-
-    def local(x: jax.Array, _: jax.Array, __: jax.Array, w_gate: jax.Array, w_up: jax.Array, w_down: jax.Array) -> Any:
-        x = jnp.broadcast_to(x[:1], (w_gate.shape[0], rows, d))
-        hidden = jax.nn.silu(jnp.einsum("emd,edf->emf", x, w_gate)) * jnp.einsum("emd,edf->emf", x, w_up)
-        return jnp.einsum("emf,efd->emd", hidden, w_down)
-
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(RANKS,) * 6, out_specs=RANKS, check_vma=False))
-
-
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="T,D,F,E,K")
-    parser.add_argument("--world", type=int, help="number of devices (default: all)")
-    parser.add_argument("--capacity", type=float, help="rows that a rank takes, of those of even routing; else all")
-    parser.add_argument("--implementations", nargs="+", default=["fused"], choices=["fused", "xla"])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each time (default: %(default)s)")
-    options = parser.parse_args(arguments)
-    mesh = Mesh(np.array(jax.devices()[: options.world]), (AXIS,))
-    print(f"{mesh.size} x {jax.devices()[0].device_kind}, JAX {jax.__version__}", flush=True)
-    for text in options.shapes:
-        tokens, d, f, experts, choices = map(int, text.split(","))
-        shape = (tokens, d, f, experts, choices)
-        arrays = operands(mesh, shape)
-        capacity = int(options.capacity * tokens * choices) if options.capacity else None
-        programs = {name: layer(mesh, name, capacity) for name in options.implementations}
-        programs["dense"] = dense(mesh, shape)
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            lowered = {name: program.lower(*arrays) for name, program in programs.items()}
-            compiled = dict(zip(lowered, pool.map(lambda each: each.compile(), lowered.values()), strict=True))
-        line = [f"{name} {timing.queued_us(run, arrays, options.seconds):.0f} us" for name, run in compiled.items()]
-        if {"fused", "xla"} <= compiled.keys():
-            ours, wanted = (compiled[name](*arrays).astype(jnp.float32) for name in ("fused", "xla"))
-            apart = jnp.max(jnp.abs(jtf.block_until_ready(ours) - wanted)) / jnp.max(jnp.abs(wanted))
-            line.append(f"results apart by {float(apart):.1e}")
-        print(f"{text}: {', '.join(line)}", flush=True)
+def _dense(x: jax.Array, y: Any) -> jax.Array:
+    """As many rows as a rank's experts have on average, in groups of equal size."""
+    w_gate, w_up, w_down = y[2:5]
+    groups, choices = w_up.shape[0], y[0].shape[1]
+    rows = max(1, x.shape[0] * choices // groups)
+    each = jnp.broadcast_to(x[: min(rows, x.shape[0])], (groups, min(rows, x.shape[0]), x.shape[1]))
+    each = jnp.tile(each, (1, -(-rows // each.shape[1]), 1))[:, :rows]
+    hidden = jax.nn.silu(jnp.einsum("gmd,gdf->gmf", each, w_gate)) * jnp.einsum("gmd,gdf->gmf", each, w_up)
+    out = jnp.einsum("gmf,gfd->gmd", hidden, w_down).reshape(-1, x.shape[1])
+    return out[: x.shape[0]] if out.shape[0] >= x.shape[0] else jnp.pad(out, ((0, x.shape[0] - out.shape[0]), (0, 0)))
 
 
-if __name__ == "__main__":
-    main()
+def _by_experts(x: jax.Array, y: Any) -> jax.Array:
+    """What is expected: each expert multiplies all tokens, and its results are weighted."""
+    experts, weights, w_gate, w_up, w_down = (lax.all_gather(each, AXIS, tiled=True) for each in y[:5])
+
+    multiply = partial(jnp.matmul, preferred_element_type=jnp.float32)
+
+    def with_expert(i: Any, out: jax.Array) -> jax.Array:
+        hidden = (jax.nn.silu(multiply(x, w_gate[i])) * multiply(x, w_up[i])).astype(x.dtype)
+        mine = lax.dynamic_slice_in_dim(experts, lax.axis_index(AXIS) * x.shape[0], x.shape[0]) == i
+        weight = lax.dynamic_slice_in_dim(weights, lax.axis_index(AXIS) * x.shape[0], x.shape[0])
+        factor = jnp.sum(jnp.where(mine, weight, 0), axis=1, keepdims=True)
+        return out + factor * multiply(hidden, w_down[i])
+
+    zeros = lax.pcast(jnp.zeros(x.shape, jnp.float32), AXIS, to="varying")
+    return lax.fori_loop(0, w_up.shape[0], with_expert, zeros).astype(x.dtype)
+
+
+def _gradients(x: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
+    """The gradient of x, with a trace of those of weights and experts, which are computed as well."""
+    experts, *weights, ct = y
+
+    def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        given = (experts, *weights)
+        return call(x, given) if config is None else call(x, given, config=config)
+
+    out, backward = jax.vjp(layer, x, *weights)
+    # As in `mlp.py`: the cotangent comes after the forward pass, and all gradients are computed whole.
+    out, ct = lax.optimization_barrier((out, ct))
+    out, (x_bar, *bars) = lax.optimization_barrier((out, backward(ct)))
+    return x_bar + sum(bar.reshape(-1)[0] for bar in (out, *bars)).astype(x_bar.dtype)
+
+
+class Moe(Operation):
+    name = "moe"
+    shapes = SHAPES
+    tiny_shapes = TINY_SHAPES
+    sizes = MoeShape.sizes
+    parts = ("dense",)
+    ceiling = "GB/s received by a rank"
+    heading = "tokens of a rank, D, F, experts, choices of a token, routing"
+
+    def call(self, function: Any) -> Any:
+        """Of a layer that is a function (x, y), what is timed."""
+        return function
+
+    def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
+        """A configuration is that of `ragged_dot`."""
+        implementations = (
+            _make(name="xla/default", call=self.call(partial(_moe, implementation="xla"))),
+            _make(name="dense", call=self.call(_dense)),
+            *fused(_make, self.call(partial(_moe, implementation="fused")), configs),
+        )
+        return {implementation.name: implementation for implementation in implementations}
+
+    def expected_from(self, implementation: Implementation) -> Implementation:
+        # Nothing else gives what these products alone give.
+        return implementation if implementation.name == "dense" else _make(name="all", call=self.call(_by_experts))
+
+    def operands(self, shape: MoeShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        world, sharding = mesh.shape[AXIS], NamedSharding(mesh, P(AXIS))
+        rows = world * shape.tokens
+        share = np.full(shape.experts, 1 / shape.experts)
+        if shape.routing == "dirichlet":
+            share = np.random.default_rng(0).dirichlet(np.ones(shape.experts))
+        keys = jax.random.split(jax.random.key(0), calls + 6 * turns)
+        make_x = normal((rows, shape.d), sharding)
+
+        def experts(key: jax.Array) -> jax.Array:  # each token draws without putting back
+            drawn = jax.random.gumbel(key, (rows, shape.experts)) + jnp.log(share)
+            return lax.top_k(drawn, shape.top_k)[1].astype(jnp.int32)
+
+        def weights(key: jax.Array) -> jax.Array:
+            return jax.nn.softmax(jax.random.normal(key, (rows, shape.top_k)))
+
+        def matrices(k: int, n: int) -> Any:
+            make = normal((shape.experts * k, n), sharding)
+            scale = jax.jit(lambda x: (x * k**-0.5).astype(DTYPE).reshape(shape.experts, k, n), out_shardings=sharding)
+            return lambda key: scale(make(key))
+
+        put = partial(jax.jit, out_shardings=sharding)
+        makers = (put(experts), put(weights), *(matrices(shape.d, shape.f),) * 2, matrices(shape.f, shape.d), make_x)
+        ys = tuple(
+            tuple(make(key) for make, key in zip(makers, some)) for some in keys[calls:].reshape(turns, len(makers))
+        )
+        return Operands(xs={"sharded": tuple(make_x(key) for key in keys[:calls])}, ys=ys)
+
+    def y_bytes(self, shape: MoeShape, world: int) -> int:
+        return shape.weight_bytes(world, jnp.dtype(DTYPE).itemsize)
+
+    def needed_for_floor(self) -> tuple[str, ...]:
+        return ("dense",)
+
+    def fastest_seconds(self, shape: MoeShape, world: int) -> float:
+        return max(shape.flops() / 800e12, self.y_bytes(shape, world) / 4.8e12)
+
+    def ceilings(self, mesh: Mesh, on_gpu: bool) -> dict[str, float]:
+        return measure_bandwidths(mesh, (256 if on_gpu else 1) * 2**20)
+
+    def floor_us(self, shape: MoeShape, world: int, medians: Mapping[str, float], bandwidth: float) -> float | None:
+        """The products alone."""
+        del shape, world, bandwidth
+        return medians.get("dense")
+
+    def check_shape(self, shape: MoeShape, world: int) -> None:
+        if shape.experts % world:
+            raise ValueError(f"{shape.experts} experts are not shared out among {world} ranks")
+
+    def parse_shape(self, text: str) -> MoeShape:
+        """TOKENS,D,F,EXPERTS,TOP_K or the same and ROUTING."""
+        *numbers, routing = text.split(",") if text.count(",") == 5 else [*text.split(","), "even"]
+        if (
+            len(numbers) != 5
+            or not all(x.isdecimal() and int(x) for x in numbers)
+            or routing not in ("even", "dirichlet")
+        ):
+            raise ValueError(f"{text!r} is not TOKENS,D,F,EXPERTS,TOP_K or with ROUTING, which is even or dirichlet")
+        tokens, d, f, experts, top_k = map(int, numbers)
+        listed = (shape for shape in self.shapes if self.sizes_of(shape) == (tokens, d, f, experts, top_k, routing))
+        return next(listed, MoeShape.of(tokens, d, f, experts, top_k, routing))
+
+
+class MoeGradients(Moe):
+    """Forward and backward."""
+
+    name = "moe_gradients"
+    shapes = tuple(shape for shape in SHAPES if shape.tokens >= 4096)
+
+    def call(self, function: Any) -> Any:
+        return partial(_gradients, call=function)
+
+    def fastest_seconds(self, shape: MoeShape, world: int) -> float:
+        return 3 * super().fastest_seconds(shape, world)

@@ -6,6 +6,7 @@ from benchmarks.columns import AllGatherMatmulColumns, MatmulReduceScatterColumn
 from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
+from benchmarks.moe import Moe, MoeGradients
 from benchmarks.operation import Operation
 from benchmarks.qkv import AllGatherMatmulQkv
 from benchmarks.ragged import RaggedAllToAll
@@ -33,6 +34,8 @@ PROGRAMS: tuple[Operation, ...] = (
     MatmulReduceScatterColumns(),
     RaggedAllToAll(),
     RaggedDot(),
+    Moe(),
+    MoeGradients(),
     MlpGradients(),
     DecodeStep(),
 )

@@ -133,3 +133,38 @@ class GroupedShape:
     def flops(self) -> int:
         """Floating-point operations of a rank."""
         return 2 * self.rows * self.d * self.f
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeShape:
+    """A layer of experts, divided among ranks by experts.
+
+    Attributes:
+      tokens: of a rank.
+      experts: of all ranks.
+      top_k: choices of a token.
+      routing: "even": all experts alike. "dirichlet": by a draw from Dirichlet(1).
+    """
+
+    name: str
+    tokens: int
+    d: int
+    f: int
+    experts: int
+    top_k: int
+    routing: str = "even"
+    sizes: ClassVar[tuple[str, ...]] = ("tokens", "d", "f", "experts", "top_k", "routing")
+
+    @classmethod
+    def of(cls, tokens: int, d: int, f: int, experts: int, top_k: int, routing: str = "even") -> Self:
+        """Named by its sizes."""
+        name = f"{tokens}x{d}x{f}/{experts}x{top_k}/{routing}"
+        return cls(name=name, tokens=tokens, d=d, f=f, experts=experts, top_k=top_k, routing=routing)
+
+    def flops(self) -> int:
+        """Floating-point operations of a rank, if all have as many rows."""
+        return 6 * self.tokens * self.top_k * self.d * self.f
+
+    def weight_bytes(self, world: int, itemsize: int = 2) -> int:
+        """Of the experts of a rank."""
+        return 3 * self.experts // world * self.d * self.f * itemsize

@@ -43,17 +43,19 @@ def length_of(GROUPS):
 
 
 @triton.jit
-def read(sizes_ptr, index, M: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr):
+def read(sizes_ptr, index, M: tl.constexpr, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, FILL: tl.constexpr = True):
     """The `Groups` of M rows.
 
     Args:
       sizes_ptr: i32 [GROUPS].
       index: 0 up to `length_of(GROUPS)`, in a layout in which each warp has all of them.
+      FILL: rows behind the last group are a group, or else only where sizes are wrong.
     """
     sizes = tl.load(sizes_ptr + index, mask=index < GROUPS, other=0)
     total = tl.sum(sizes.to(tl.int64), 0)
     wrong = (tl.min(sizes, 0) < 0) | (total > M)
-    rest = tl.where(wrong, M, M - total).to(tl.int32)
+    rest = M - total if FILL else total * 0
+    rest = tl.where(wrong, M, rest).to(tl.int32)
     sizes = tl.where(wrong, 0, sizes)
     sizes = tl.where(index == GROUPS, rest, sizes)
     ends = tl.cumsum(sizes, 0)

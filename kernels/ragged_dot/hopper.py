@@ -52,6 +52,7 @@ class Work(NamedTuple):
     TRANSPOSED: Any
     OUTER: Any
     ACTIVATION: Any
+    FILL: Any
 
 
 ROWS = gl.constexpr(64)  # of a tile that a partition multiplies
@@ -76,12 +77,13 @@ def ragged_dot_hopper_kernel(
     TRANSPOSED: gl.constexpr,
     OUTER: gl.constexpr,  # the result is lhs^T @ rhs of each group
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
+    FILL: gl.constexpr,  # rows behind the last group are zeros, or whatever was there
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     PARTITIONS: gl.constexpr = BLOCK_M // ROWS
     GATED: gl.constexpr = len(weights) > 1
     work: gl.constexpr = Work(
-        M, N, K, GROUPS, PARTITIONS, BLOCK_N, BLOCK_K, GROUP_M, STAGES, GATED, TRANSPOSED, OUTER, ACTIVATION
+        M, N, K, GROUPS, PARTITIONS, BLOCK_N, BLOCK_K, GROUP_M, STAGES, GATED, TRANSPOSED, OUTER, ACTIVATION, FILL
     )
     ring = allocate(lhs_desc, weights[0], out_desc, work)
     if PARTITIONS == 1:
@@ -134,7 +136,7 @@ def groups_of(sizes_ptr, work):
     LENGTH: gl.constexpr = ragged.length_of(work.GROUPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([LENGTH // 32], [32], [gl.num_warps()], [0])
     index = gl.arange(0, LENGTH, LAYOUT)
-    groups = ragged.read(sizes_ptr, index, work.M, work.GROUPS, work.PARTITIONS * ROWS)
+    groups = ragged.read(sizes_ptr, index, work.M, work.GROUPS, work.PARTITIONS * ROWS, work.FILL)
     ranks = groups.index
     if work.OUTER:
         ranks = ragged.ranks_of(groups, sizes_ptr, work.GROUPS)

@@ -27,8 +27,9 @@ def ragged_dot_kernel(
     TRANSPOSED: tl.constexpr,
     PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FILL: tl.constexpr,  # rows behind the last group are zeros, or whatever was there
 ):
-    groups = ragged.read(sizes_ptr, tl.arange(0, ragged.length_of(GROUPS)), M, GROUPS, BLOCK_M)
+    groups = ragged.read(sizes_ptr, tl.arange(0, ragged.length_of(GROUPS)), M, GROUPS, BLOCK_M, FILL)
     tile = tl.program_id(0)
     columns = tl.cdiv(N, BLOCK_N)
     if tile < ragged.blocks_of(groups) * columns:

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
 from jaxtaxfree.kernels import shmem
-from tests.helpers import attention_parity, collectives_parity, parity, ragged_dot_parity, ragged_parity
+from tests.helpers import attention_parity, collectives_parity, moe_parity, parity, ragged_dot_parity, ragged_parity
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -53,6 +53,11 @@ def test_parity_of_ragged_all_to_all(check, mesh):
 
 @pytest.mark.parametrize("check", ragged_dot_parity.CHECKS)
 def test_parity_of_ragged_dot(check, mesh):
+    check(mesh)
+
+
+@pytest.mark.parametrize("check", moe_parity.CHECKS)
+def test_parity_of_moe(check, mesh):
     check(mesh)
 
 
@@ -152,11 +157,12 @@ def test_a_rank_that_does_not_arrive_is_named(mesh, operation):
     (
         (attention_parity.small_call, "decode_attention", "message merged"),
         (collectives_parity.small_call, "psum", "message parts"),
+        (moe_parity.small_call, "moe_dispatch", "signal arrived"),
     ),
-    ids=("decode_attention", "psum"),
+    ids=("decode_attention", "psum", "moe"),
 )
 def test_a_rank_that_sends_no_messages_is_named(mesh, small_call, name, awaited):
-    """As above, of a kernel that waits for messages instead of signals."""
+    """As above, of kernels that wait for messages, and of one outside of the register."""
     missing = mesh.devices.size - 2
     heap.set_timeout(1.0)
     heap.reset()

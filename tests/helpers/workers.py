@@ -131,7 +131,7 @@ class Workers:
 def checks(capability: str = "9.0") -> dict[str, Callable[[Any], None]]:
     """What `Workers` can run, by name: functions of a mesh along "tp", for GPUs of a compute capability."""
     from tests.gpu import test_gpu_hopper as hopper
-    from tests.helpers import attention_parity, collectives_parity, parity, ragged_parity, step_parity
+    from tests.helpers import attention_parity, collectives_parity, moe_parity, parity, ragged_parity, step_parity
     from tests.operations import test_explicit
 
     found: dict[str, Callable[[Any], None]] = {parity.name_of(check): check for check in parity.CHECKS}
@@ -143,6 +143,7 @@ def checks(capability: str = "9.0") -> dict[str, Callable[[Any], None]]:
     found |= {f"{check.__name__}-decode_attention": check for check in attention_parity.CHECKS}
     found |= {f"{check.__name__}-collectives": check for check in collectives_parity.CHECKS}
     found |= {f"{check.__name__}-ragged_all_to_all": check for check in ragged_parity.CHECKS}
+    found |= {f"{check.__name__}-moe": check for check in moe_parity.CHECKS}
     for name, case in test_explicit.CASES.items():
         found[f"explicit-{name}"] = functools.partial(_check_explicit, case=case)
     if capability != "9.0":

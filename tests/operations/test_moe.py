@@ -306,11 +306,22 @@ def test_errors() -> None:
         call(axis_name="tp")
 
 
+# What kernels do here: collectives, and what XLA would make of places and rows.
+XLA = r"stablehlo\.(?:all_\w+|reduce_scatter|collective_\w+|sort|scatter)"
+
+
 @pytest.mark.usefixtures("no_code")
-def test_lowered_for_cuda() -> None:
-    """Two exchanges and two products forward, and none of XLA's but for the table of how many go where."""
+@pytest.mark.parametrize(
+    ("k", "calls"),
+    (
+        (2, 9),  # gathers of rows and of choices; counts, places; rows spread; two products; rows collected; a scatter
+        (1, 13),  # twice places, rows spread and collected, and two exchanges; a gather of the counts; two products
+    ),
+)
+def test_lowered_for_cuda(k: int, calls: int) -> None:
+    """Kernels alone: rows are gathered or exchanged, and none of XLA's collectives, sorts and scatters is there."""
     layer = Layer(expert=2)
-    shapes = {"x": (2 * 512, 256), "experts": (2 * 512, 2), "weights": (2 * 512, 2)}
+    shapes = {"x": (2 * 512, 256), "experts": (2 * 512, k), "weights": (2 * 512, k)}
     shapes |= {"w_gate": (4, 256, 512), "w_up": (4, 256, 512), "w_down": (4, 512, 256)}
     mesh = mesh_of(2, "ep")
     arrays = {
@@ -319,14 +330,13 @@ def test_lowered_for_cuda() -> None:
     }
     call = functools.partial(jtf.moe, **layer.how, implementation="fused")
     text = lower_for_cuda(jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=P("ep"), out_specs=P("ep")), arrays)
-    assert text.count(TRITON_CALL) == 4
-    gathered = [line for line in text.splitlines() if "stablehlo.all_gather" in line or "stablehlo.all_to_all" in line]
-    assert len(gathered) == 1
+    assert text.count(TRITON_CALL) == calls
+    assert re.findall(XLA, text) == []
 
 
 @pytest.mark.usefixtures("no_code")
 def test_columns_lowered_for_cuda() -> None:
-    """Two gathers, of rows and of their choices; two products; a scatter. None of XLA's collectives."""
+    """Two gathers, of rows and of their choices; counts, places; rows spread; two products; rows collected; a scatter."""
     mesh = mesh_of(2, "tp")
     places = {"x": P("tp"), "experts": P("tp"), "weights": P("tp"), "w_down": P(None, "tp")}
     places |= dict.fromkeys(("w_gate", "w_up"), P(None, None, "tp"))
@@ -339,6 +349,5 @@ def test_columns_lowered_for_cuda() -> None:
     call = functools.partial(jtf.moe, axis_name="tp", parallel="tensor", implementation="fused")
     mapped = jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=(places,), out_specs=P("tp"))
     text = lower_for_cuda(mapped, arrays)
-    assert text.count(TRITON_CALL) == 5
-    found = re.findall(r"stablehlo\.(?:all_\w+|reduce_scatter|collective_\w+)", text)
-    assert found == []
+    assert text.count(TRITON_CALL) == 9
+    assert re.findall(XLA, text) == []

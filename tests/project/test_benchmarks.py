@@ -26,11 +26,9 @@ from rich.console import Console
 import jaxtaxfree as jtf
 from benchmarks import (
     decode_step,
-    eight_bits,
     global_products,
     iris,
     measure,
-    moe,
     operation,
     run,
     sampling,
@@ -46,7 +44,7 @@ from benchmarks.rows import commit, is_fault, make_row, write_rows
 from benchmarks.rows import torch_rows as rows_of_torch
 from benchmarks.shapes import DecoderShape, QkvShape
 from jaxtaxfree.ops import register
-from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, GroupedShape, MatmulShape, RaggedShape
+from jaxtaxfree.ops.shapes import AttentionShape, CollectiveShape, GroupedShape, MatmulShape, MoeShape, RaggedShape
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIRED = {"op", "dtype", "world", "implementation", "config", "median_us", "p20_us", "p80_us"}
@@ -62,6 +60,7 @@ ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
 RAGGED = OPERATIONS["ragged_all_to_all"]
 GROUPED = OPERATIONS["ragged_dot"]
+LAYERS = [OPERATIONS[name] for name in ("moe", "moe_gradients")]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 QKV = OPERATIONS["all_gather_matmul_qkv"]
 COLUMNS = [OPERATIONS[f"{name}_columns"] for name in ("all_gather_matmul", "matmul_reduce_scatter")]
@@ -77,6 +76,7 @@ SMALL: dict[Operation, Any] = {
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
     RAGGED: RaggedShape(name="small", rows=20, d=24, routing="skewed"),
     GROUPED: GroupedShape(name="small", tokens=12, d=16, f=32, groups=4, top_k=2, routing="dirichlet"),
+    **{op: MoeShape(name="small", tokens=8, d=16, f=32, experts=8, top_k=4) for op in LAYERS},
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
 each_operation = pytest.mark.parametrize("op", OPERATIONS.values(), ids=lambda op: op.name)
@@ -610,9 +610,8 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # A form of an operation has its name in its own.
     named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
-    function = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name, GROUPED: GROUPED.name}.get(
-        op, named
-    )
+    others = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name, GROUPED: GROUPED.name}
+    function = {**others, **dict.fromkeys(LAYERS, "moe")}.get(op, named)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(measure, "expected_results", lambda *_: [])  # nothing comes to be compared
     row = bench(op, mesh, "fused")["fused", "check"]
@@ -898,20 +897,3 @@ def test_global_products_run_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None
         patch.setattr(global_products, "CASES", {"matmul_all_reduce": wrong})
         assert global_products.main(arguments) == 1
     assert "DIFFER" in capfd.readouterr().out
-
-
-def test_a_layer_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--shapes", "8,32,16,4,2", "--world", "2", "--seconds", "0.01", "--capacity", "1.5"]
-    moe.main([*small, "--implementations", "xla"])
-    machine, line = capsys.readouterr().out.splitlines()
-    assert machine.startswith("2 x cpu, JAX ")
-    assert re.fullmatch(r"8,32,16,4,2: xla \d+ us, dense \d+ us", line)
-
-
-def test_operands_of_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    small = ["--shapes", "16,256,256", "--world", "2", "--seconds", "0.01", "--operations", "matmul_reduce_scatter"]
-    eight_bits.main([*small, "--kinds", "e4m3 blocks", "--implementations", "xla"])
-    machine, line = capsys.readouterr().out.splitlines()
-    assert machine.startswith("2 x cpu, JAX ")
-    said = r"matmul_reduce_scatter 16,256,256 e4m3 blocks: xla \d+ us \(error 0.0e\+00\)"
-    assert re.fullmatch(said, line)

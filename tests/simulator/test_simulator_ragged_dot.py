@@ -48,6 +48,7 @@ MODES: tuple[dict[str, Any], ...] = (
     {"rhs_transposed": True},
     {"gated": True, "activation": "silu"},
     {"of_weights": True},
+    {"fill": False},
 )
 
 
@@ -84,6 +85,8 @@ class Kind:
             expected, weights = case.of_weights(lhs, ct), {"rhs": ct}
         else:
             expected, weights = case.product(lhs, rhs), {"rhs": rhs.swapaxes(1, 2) if call.rhs_transposed else rhs}
+        if not call.fill:
+            expected[sum(sizes) :] = np.nan  # as the simulator shows what nobody wrote
         if call.gated:
             gate = (rhs[::-1] / 8).astype(dtype)
             gates = case.product(lhs, gate)

@@ -54,6 +54,7 @@ def ragged_dot(
     rhs_transposed: bool = False,
     gate: jax.Array | None = None,
     activation: str | Callable[..., Any] | None = None,
+    fill: bool = True,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
 ) -> jax.Array:
@@ -73,6 +74,8 @@ def ragged_dot(
       gate: [G, K, N], a second `rhs`, as in SwiGLU. The result is
         `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
+      fill: False: nothing is said of rows behind the last group, in the result and in the gradient of `lhs`. Nobody
+        writes them then. (Where sizes are wrong they are NaN, too.)
       implementation: "fused": the kernel. "xla": `lax.ragged_dot`. None: the kernel, where it can run and is not known
         to be slower. "simulate": the kernel, run on the CPU; see `jaxtaxfree.simulator`.
       config: names the kernel and its settings, such as `{"kernel": "hopper", "num_stages": 3}`. The shape decides
@@ -99,6 +102,7 @@ def ragged_dot(
         "axes": (),
         "epilogue": found,
         "rhs_transposed": bool(rhs_transposed),
+        "fill": bool(fill),
         **matmul.check_precision(precision, preferred_element_type),
     }
     reasons = unsupported(lhs, rhs, sizes, *operands, **params)
@@ -159,10 +163,11 @@ def reference(
     preferred_element_type: Any,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
+    fill: bool = True,
     config: Any = None,
 ) -> list[jax.Array]:
     """What the operation means, in plain `lax`."""
-    del axes, config
+    del axes, config, fill
     multiply = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=precision)
     rhs = rhs.swapaxes(1, 2) if rhs_transposed else rhs
     if not epilogue:
@@ -224,6 +229,7 @@ def _call_of(
     preferred_element_type: Any,
     epilogue: Epilogue = NONE,
     rhs_transposed: bool = False,
+    fill: bool = True,
     **_: Any,
 ) -> Call:
     assert not isinstance(epilogue.activation, tuple), "there is one product"
@@ -238,6 +244,7 @@ def _call_of(
         activation=epilogue.activation,
         gated=epilogue.gated,
         rhs_transposed=rhs_transposed,
+        fill=fill,
         of_weights=of_weights,
         target=target_of(compute_capability),
     )
@@ -374,7 +381,8 @@ def _transpose(cts: Any, lhs: Any, rhs: Any, sizes: Any, *_: Any, rhs_transposed
     if type(ct) is ad.Zero:
         return [None] * 3
     if ad.is_undefined_primal(lhs):
-        back = _of(ragged_dot_p, ct, rhs, sizes, lhs, params, rhs_transposed=not rhs_transposed, epilogue=NONE)
+        own = {"rhs_transposed": not rhs_transposed, "epilogue": NONE, "fill": params["fill"]}
+        back = _of(ragged_dot_p, ct, rhs, sizes, lhs, params, **own)
         return [back, None, None]
     pair = (ct, lhs) if rhs_transposed else (lhs, ct)
     return [None, _of(weights_p, *pair, sizes, rhs, params), None]
@@ -386,9 +394,9 @@ def _transpose_weights(cts: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) 
     if type(ct) is ad.Zero:
         return [None] * 3
     if ad.is_undefined_primal(lhs):
-        back = _of(ragged_dot_p, rhs, ct, sizes, lhs, params, rhs_transposed=True, epilogue=NONE)
+        back = _of(ragged_dot_p, rhs, ct, sizes, lhs, params, rhs_transposed=True, epilogue=NONE, fill=True)
         return [back, None, None]
-    return [None, _of(ragged_dot_p, lhs, ct, sizes, rhs, params, rhs_transposed=False, epilogue=NONE), None]
+    return [None, _of(ragged_dot_p, lhs, ct, sizes, rhs, params, rhs_transposed=False, epilogue=NONE, fill=True), None]
 
 
 ad.primitive_jvps[ragged_dot_p] = _jvp

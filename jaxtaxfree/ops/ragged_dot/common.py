@@ -27,6 +27,7 @@ class Call:
       activation: a key of `epilogue.ACTIVATIONS`, or None.
       gated: there is a gate.
       rhs_transposed: rhs is [groups, n, k].
+      fill: rows behind the last group are zeros; else nothing is said of them.
       of_weights: the result is the gradient of the weights, lhs^T @ rhs of each group, [groups, k, n].
       target: the GPU.
     """
@@ -41,6 +42,7 @@ class Call:
     activation: str | None = None
     gated: bool = False
     rhs_transposed: bool = False
+    fill: bool = True
     of_weights: bool = False
     target: Target
 

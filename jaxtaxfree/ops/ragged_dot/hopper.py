@@ -97,6 +97,7 @@ class Hopper(Variant[Call]):
             "TRANSPOSED": call.rhs_transposed,
             "OUTER": call.of_weights,
             "ACTIVATION": call.activation,
+            "FILL": call.fill,
         }
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:

@@ -62,6 +62,7 @@ class Portable(_Measured):
             "TRANSPOSED": call.rhs_transposed,
             "PRECISION": call.precision,
             "ACTIVATION": call.activation,
+            "FILL": call.fill,
         }
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:

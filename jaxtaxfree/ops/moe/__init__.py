@@ -1,21 +1,23 @@
 """`moe`: a layer of experts whose weights are divided among ranks, for tokens that come with their choice of experts.
 
-It is composed: tokens are sorted by expert, travel by `ragged_all_to_all`, are multiplied by `ragged_dot`, and travel
-back. So every step is a kernel where its kernel is taken, and plain `lax` elsewhere, and its derivatives are theirs.
-Sizes are read on the devices alone.
+It is composed: choices find their places, rows are dispatched, multiplied by `ragged_dot`, and combined. So every step
+is a kernel where its kernel is taken, and plain `lax` elsewhere, and its derivatives are theirs. Sizes are read on the
+devices alone.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtaxfree import routing
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
-from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name
+from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
+from jaxtaxfree.ops.moe.exchange import combine, dispatch
+from jaxtaxfree.ops.moe.places import places
+from jaxtaxfree.ops.moe.rows import collect, spread
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.primitive import check_implementation, check_whole
@@ -35,6 +37,14 @@ class _Kind(NamedTuple):
     expert: tuple[str, ...]
     tensor: tuple[str, ...]
     replicated: bool
+
+    def gathers(self, choices: int) -> bool:
+        """Whether each rank takes all rows of all ranks along the expert axes, and picks those of its own experts.
+
+        A row then crosses once to each other rank, and comes back as one sum. Of k choices (world - 1) / world cross on
+        average when each travels by itself, which is more from k = world on.
+        """
+        return bool(self.expert) and (self.replicated or choices >= lax.axis_size(self.expert))
 
 
 def moe(
@@ -84,8 +94,10 @@ def moe(
       implementation: as of `ragged_dot`, of all kernels.
       config: of `ragged_dot`.
 
-    Returns: [T, D] of the dtype of x. A token's results are added in f32 in the order of its choices, and the ranks'
-      parts along a tensor axis, or of replicated tokens, by `psum_scatter` and `psum` of this library.
+    Returns: [T, D] of the dtype of x. A token's results on a rank are added in f32 in the order of its choices, and the
+      sums of the ranks in f32 in their order. Of more than 512 KB of tokens a rank each of these sums is rounded to the
+      dtype of x on its way. With fewer choices than ranks all results of a token are added by its owner, in the order
+      of its choices.
 
     Raises:
       ValueError: if the arrays do not fit together, or a keyword is none of these.
@@ -105,32 +117,31 @@ def moe(
         return (x, jnp.int32(0)) if return_dropped else x
     how = {"precision": precision, "implementation": implementation, "config": config}
     multiply = functools.partial(_multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, activation=activation, how=how)
-    # What is no expert is behind the last one.
-    count = w_up.shape[0] * lax.axis_size(kind.expert)
-    inside = (experts >= 0) & (experts < count)
-    experts = jnp.where(inside, experts, count).astype(jnp.int32)
-    all_x = x
-    if kind.tensor and not kind.replicated:
-        all_x = all_gather(x, kind.tensor, tiled=True, implementation=implementation)
-        experts, weights = _gathered(experts, weights, kind.tensor, implementation)
-    if kind.expert and not kind.replicated:
-        rows, kept = _exchanged(all_x, experts, count, kind.expert, capacity, multiply, implementation)
+    layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
+    inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
+    experts = jnp.where(inside, experts, -1).astype(jnp.int32)
+    gathers = kind.gathers(experts.shape[1])
+    along = (*(kind.expert if gathers else ()), *kind.tensor)  # the axes along which all ranks have all tokens
+    axes = () if kind.replicated else along  # and of these, those along which they get them
+    all_experts, all_weights = _gathered(experts, weights, axes, implementation)
+    if gathers or not kind.expert:
+        # What is still to be added up is not rounded before.
+        dtype = wide_type(x.dtype) if kind.replicated else x.dtype
+        out, kept = layer.own(x, all_experts, all_weights, axes, dtype)
     else:
-        rows, kept = _own(all_x, experts, count, kind.expert, capacity, multiply)
-    # [T, k, D] by [T, k], one choice after the other.
-    out = jnp.zeros(all_x.shape, jnp.float32)
-    for choice in range(experts.shape[1]):
-        out = out + weights[:, choice, None].astype(jnp.float32) * rows[:, choice].astype(jnp.float32)
-    if kind.replicated and kind.expert:
-        out = psum(vary(out, kind.expert), kind.expert, implementation=implementation)
+        all_x = all_gather(x, axes, tiled=True, implementation=implementation) if axes else x
+        out, kept = layer.exchanged(all_x, all_experts, all_weights)
+        out = _summed(out, kind.tensor, kind.replicated, implementation)
+    if kind.replicated:
+        out = _summed(out, along, True, implementation).astype(x.dtype)
     if shared is not None:
-        out = out + _shared(all_x, shared, activation, precision)
-    if kind.tensor:
-        out = vary(out, kind.tensor)
-        add = psum if kind.replicated else functools.partial(psum_scatter, tiled=True)
-        out = add(out, kind.tensor, implementation=implementation)
-    out = out.astype(x.dtype)
-    return (out, _dropped(experts.size, kept, kind)) if return_dropped else out
+        # Ranks along an expert axis have the same shared experts, each for its own tokens.
+        all_x = x
+        if kind.tensor and not kind.replicated:
+            all_x = all_gather(x, kind.tensor, tiled=True, implementation=implementation)
+        both = _shared(all_x, shared, activation, precision)
+        out = (out + _summed(both, kind.tensor, kind.replicated, implementation)).astype(x.dtype)
+    return (out, _dropped(all_experts.size, kept, kind, gathers)) if return_dropped else out
 
 
 def _kind(axis_name: Any, parallel: Any, tokens: str) -> _Kind:
@@ -174,11 +185,21 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
 def _gathered(
     experts: jax.Array, weights: jax.Array, axes: tuple[str, ...], implementation: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Both [T, k], of all ranks, in one message: floats, which hold the number of every expert."""
+    """Both [T, k], of all ranks, in one message: floats, which hold the number of every expert. Weights are f32."""
     wide = jnp.promote_types(weights.dtype, jnp.float32)
+    if not axes:
+        return experts, weights.astype(wide)
     both = jnp.concatenate([weights.astype(wide), experts.astype(wide)], axis=1)
     weights, found = jnp.split(all_gather(both, axes, tiled=True, implementation=implementation), 2, axis=1)
     return lax.stop_gradient(found).astype(jnp.int32), weights
+
+
+def _summed(out: jax.Array, axes: tuple[str, ...], replicated: bool, implementation: str | None) -> jax.Array:
+    """The sum of all ranks' parts: of this rank's tokens, or of all tokens on each."""
+    if not axes:
+        return out
+    add = psum if replicated else functools.partial(psum_scatter, tiled=True)
+    return add(vary(out, axes), axes, implementation=implementation)
 
 
 def _multiply(
@@ -189,74 +210,80 @@ def _multiply(
     along = set().union(*map(varying, (rows, sizes, w_up, w_down)))
     rows, sizes, w_up, w_down = (vary(each, along) for each in (rows, sizes, w_up, w_down))
     gate = None if w_gate is None else vary(jnp.asarray(w_gate), along)
-    if w_gate is None:
-        hidden = ragged_dot(rows, w_up, sizes, activation=activation, **how)
-    else:
-        hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, **how)
-    return ragged_dot(hidden, w_down, sizes, **how)
+    # Nobody reads rows that no choice has.
+    hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, fill=False, **how)
+    return ragged_dot(hidden, w_down, sizes, fill=False, **how)
 
 
-def _sorted(x: jax.Array, experts: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A row for each choice, by expert and then by token: [T * k, D]; and where each choice has its row, i32[T, k]."""
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    place = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype))
-    # Each choice is a row of its own before they are sorted, so that a gradient is added by choices in one sum.
-    each = jnp.broadcast_to(x[:, None], (*experts.shape, x.shape[1])).reshape(-1, x.shape[1])
-    return each[order], place.reshape(experts.shape)
+class _Layer(NamedTuple):
+    """What a rank does with rows, wherever they are.
 
+    Attributes:
+      kind: how the layer is divided.
+      here: experts of a rank.
+      capacity: as of `moe`.
+      multiply: (rows, sizes of their groups) -> the experts' results.
+      implementation: of all kernels.
+    """
 
-def _own(
-    x: jax.Array, experts: jax.Array, count: int, axes: tuple[str, ...], capacity: int | None, multiply: Any
-) -> tuple[jax.Array, jax.Array]:
-    """The results of this rank's experts for tokens that it has: [T, k, D], zeros of others; and how many."""
-    here = count // lax.axis_size(axes)
-    own = experts - (lax.axis_index(axes) * here if axes else 0)
-    own = jnp.where((own >= 0) & (own < here), own, here)
-    rows, place = _sorted(x, own)
-    most = rows.shape[0] if capacity is None else min(capacity, rows.shape[0])
-    ends = jnp.minimum(jnp.cumsum(routing.load(own, here)), most)
-    sizes = jnp.diff(ends, prepend=0)
-    out = multiply(rows[:most], sizes)
-    there = place < ends[-1]
-    found = out[jnp.minimum(place, most - 1)]
-    return jnp.where(there[..., None], found, 0), jnp.sum(there.astype(jnp.int32))
+    kind: _Kind
+    here: int
+    capacity: int | None
+    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+    implementation: str | None
 
+    def most(self, rows: int) -> int:
+        return rows if self.capacity is None else min(self.capacity, rows)
 
-def _exchanged(
-    x: jax.Array,
-    experts: jax.Array,
-    count: int,
-    axes: tuple[str, ...],
-    capacity: int | None,
-    multiply: Any,
-    implementation: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """The results of all ranks' experts for this rank's tokens: [T, k, D], zeros of what was dropped; and how many."""
-    world, me = lax.axis_size(axes), lax.axis_index(axes)
-    here = count // world
-    rows, place = _sorted(x, experts)
-    most = world * rows.shape[0] if capacity is None else min(capacity, world * rows.shape[0])
-    # [source, receiver, expert of the receiver]
-    wanted = lax.all_gather(routing.load(experts, count), axes).reshape(world, world, here)
-    # In the order of a receiver's rows, [receiver, source, expert], where each part ends.
-    ends = jnp.cumsum(wanted.swapaxes(0, 1).reshape(world, world * here), axis=1)
-    taken = jnp.diff(jnp.minimum(ends, most), axis=1, prepend=0).reshape(world, world, here)
-    sizes = jnp.sum(taken, 2)  # [receiver, source]
-    there = jnp.cumsum(sizes, 1) - sizes  # where a source's rows begin at a receiver
-    by_receiver = jnp.sum(wanted, 2)  # [source, receiver]
-    first = jnp.cumsum(by_receiver, 1) - by_receiver  # where they begin at their source
-    exchange = functools.partial(ragged_all_to_all, axis_name=axes, implementation=implementation)
-    empty = functools.partial(jnp.zeros, dtype=x.dtype)
-    came = exchange(rows, empty((most, x.shape[1])), first[me], sizes[:, me], there[:, me], sizes[me])
-    # Those of one expert together. What is behind the last row stays there.
-    end = jnp.cumsum(taken[me].reshape(-1))
-    part = jnp.sum(jnp.arange(most, dtype=jnp.int32)[:, None] >= end, axis=1)
-    expert = jnp.where(part < world * here, part % here, here)
-    order = jnp.argsort(expert, stable=True)
-    out = multiply(came[order], jnp.sum(taken[me], 0))
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(most, dtype=order.dtype))
-    found = exchange(out[back], empty(rows.shape), there[me], sizes[me], first[:, me], sizes[:, me])
-    return found[place], jnp.sum(sizes[:, me])
+    def own(
+        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...], dtype: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """What this rank's experts, or those of all ranks, add to tokens; and how many choices that are.
+
+        Args:
+          x: [T, D]; of each rank along `axes`, which all get all tokens and add up the results.
+          experts, weights: [T, k] of all these tokens.
+          dtype: of the result, by default that of x.
+
+        Returns: ([T, D], i32[]).
+        """
+        expert = self.kind.expert
+        if expert and weights is not None:  # else they are numbered by rank already
+            experts = experts - lax.axis_index(expert) * self.here
+        sources = lax.axis_size(tuple(axis for axis in axes if axis in expert))
+        most = self.most(experts.size)
+        place, sizes = places(experts, self.here, sources, most, implementation=self.implementation)
+        rows = dispatch(x, place, most, axes, implementation=self.implementation)
+        out = self.multiply(rows, sizes)
+        return combine(out, place, axes, weights, dtype or x.dtype, implementation=self.implementation), jnp.sum(sizes)
+
+    def exchanged(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The sum of the results of all ranks' experts for this rank's tokens, [T, D]; and how many choices came."""
+        axes, here = self.kind.expert, self.here
+        world, me = lax.axis_size(axes), lax.axis_index(axes)
+        chosen = functools.partial(places, implementation=self.implementation)
+        place, counts = chosen(experts, world * here, 1, experts.size)
+        rows = spread(x, place, experts.size, implementation=self.implementation)
+        most = self.most(world * rows.shape[0])
+        # [source, receiver, expert of the receiver]
+        wanted = all_gather(counts, axes, implementation=self.implementation).reshape(world, world, here)
+        # In the order of a receiver's rows, [receiver, source, expert], where each part ends.
+        ends = jnp.cumsum(wanted.swapaxes(0, 1).reshape(world, world * here), axis=1)
+        taken = jnp.diff(jnp.minimum(ends, most), axis=1, prepend=0).reshape(world, world, here)
+        sizes = jnp.sum(taken, 2)  # [receiver, source]
+        there = jnp.cumsum(sizes, 1) - sizes  # where a source's rows begin at a receiver
+        by_receiver = jnp.sum(wanted, 2)  # [source, receiver]
+        first = jnp.cumsum(by_receiver, 1) - by_receiver  # where they begin at their source
+        exchange = functools.partial(ragged_all_to_all, axis_name=axes, implementation=self.implementation)
+        empty = functools.partial(jnp.zeros, dtype=x.dtype)
+        came = exchange(rows, empty((most, x.shape[1])), first[me], sizes[:, me], there[:, me], sizes[me])
+        # Each row that came is a token with one choice. What is behind the last one has none.
+        end = jnp.cumsum(taken[me].reshape(-1))
+        part = jnp.sum(jnp.arange(most, dtype=jnp.int32)[:, None] >= end, axis=1, dtype=jnp.int32)
+        expert = jnp.where(part < world * here, part % here, here)
+        out, kept = self.own(came, expert[:, None], None, ())
+        found = exchange(out, empty(rows.shape), there[me], sizes[me], first[:, me], sizes[:, me])
+        return collect(found, place, weights, implementation=self.implementation), kept
 
 
 def _shared(x: jax.Array, shared: Sequence[Any], activation: Any, precision: Any) -> jax.Array:
@@ -270,12 +297,12 @@ def _shared(x: jax.Array, shared: Sequence[Any], activation: Any, precision: Any
     return multiply(hidden.astype(x.dtype), down)
 
 
-def _dropped(choices: int, kept: jax.Array, kind: _Kind) -> jax.Array:
+def _dropped(choices: int, kept: jax.Array, kind: _Kind, gathers: bool) -> jax.Array:
     """Choices that added nothing, of all ranks' tokens."""
     if not kind.expert:
         dropped = choices - kept
     else:
         kept = lax.psum(vary(kept, kind.expert), kind.expert)
-        dropped = (choices if kind.replicated else choices * lax.axis_size(kind.expert)) - kept
+        dropped = (choices if gathers else choices * lax.axis_size(kind.expert)) - kept
     # All ranks along a tensor axis count the same.
     return lax.pmax(vary(dropped, kind.tensor), kind.tensor) if kind.tensor else dropped
