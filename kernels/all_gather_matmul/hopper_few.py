@@ -26,7 +26,8 @@ from jaxtaxfree.kernels.blocks import hopper_few, several, tiles
 @gluon.jit
 def all_gather_matmul_hopper_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs
+    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs. With
+    # RHS_TRANSPOSED [N, K], in blocks [BLOCK_N, BLOCK_K]
     epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
     team,
     gathered,  # scratch [WORLD, M, K]
@@ -44,6 +45,7 @@ def all_gather_matmul_hopper_few_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # of each product; 16 columns of all for each warp
     BLOCK_K: gl.constexpr,
+    RHS_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile,
     WHOLE: gl.constexpr,  # but for so many tiles, the first ones
@@ -61,7 +63,7 @@ def all_gather_matmul_hopper_few_kernel(
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
         place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N, N)
-        ring = hopper_few.allocate(several.weights_of(weights, N, 0), BLOCK_M, STAGES)
+        ring = hopper_few.allocate(several.weights_of(weights, N, 0), BLOCK_M, STAGES, RHS_TRANSPOSED)
         rows = allocate_answer()
         hopper_few.begin(ring, weights, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)

@@ -42,7 +42,8 @@ class Ring(NamedTuple):
 
     lhs: Any  # [STAGES, rows of the first part, BLOCK_K]
     rest: Any  # [STAGES, other rows, BLOCK_K], or None
-    rhs: Any  # [STAGES, BLOCK_K, columns of a tile]
+    rhs: Any  # [STAGES, BLOCK_K, columns of a tile]; None if rhs is [N, K]
+    transposed: Any  # [STAGES, columns of a tile, BLOCK_K] then, else None
     full: Any  # mbarriers of the stages: all blocks have come
     empty: Any  # they have been multiplied
 
@@ -54,25 +55,30 @@ def first_part(block_m):
 
 
 @gluon.jit
-def allocate(weights, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def allocate(weights, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
     """The program's `Ring`.
 
     Args:
-      weights: a bundle: `rhs` [K, N], and the gate if there is one, in blocks [BLOCK_K, BLOCK_N].
+      weights: a bundle: `rhs` [K, N], and the gate if there is one, in blocks [BLOCK_K, BLOCK_N]; with TRANSPOSED
+        [N, K], in blocks [BLOCK_N, BLOCK_K].
     """
     rhs_desc = weights[0]
-    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
-    COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * len(weights)
+    BLOCK_K: gl.constexpr = rhs_desc.block_shape[1 if TRANSPOSED else 0]
+    COLUMNS: gl.constexpr = rhs_desc.block_shape[0 if TRANSPOSED else 1] * len(weights)
     ROWS: gl.constexpr = first_part(BLOCK_M)
     LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], rhs_desc.dtype)
     lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, ROWS, BLOCK_K], LHS)
     rest = None
     if ROWS < BLOCK_M:
         rest = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M - ROWS, BLOCK_K], LHS)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
+    rhs, transposed = None, None
+    if TRANSPOSED:
+        transposed = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, COLUMNS, BLOCK_K], rhs_desc.layout)
+    else:
+        rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    return Ring(lhs, rest, rhs, full, empty)
+    return Ring(lhs, rest, rhs, transposed, full, empty)
 
 
 @gluon.jit
@@ -152,8 +158,14 @@ def begin(ring, weights, place, first, STEPS: gl.constexpr):
 def fetch_weights(ring, weights, stage, step, place):
     """Begins to fill a stage, and announces the block of lhs along with those of the weights."""
     full = ring.full.index(stage)
-    dest = ring.rhs.index(stage)
-    at = [step * weights[0].block_shape[0], place.column]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    DIMENSION: gl.constexpr = 1 if ring.transposed is None else 0
+    if ring.transposed is None:
+        dest = ring.rhs.index(stage)
+        at = [step * BLOCK_K, place.column]
+    else:
+        dest = ring.transposed.index(stage)
+        at = [place.column, step * BLOCK_K]
     REST: gl.constexpr = 0 if ring.rest is None else ring.rest.index(stage).nbytes_per_cta
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + REST + dest.nbytes_per_cta)
     if place.rhs is not None:
@@ -162,9 +174,10 @@ def fetch_weights(ring, weights, stage, step, place):
     elif len(weights) == 1:
         tma.async_load(weights[0], at, full, dest, cache_policy=READ_ONCE)
     else:
-        BLOCK_N: gl.constexpr = weights[0].block_shape[1]
+        BLOCK_N: gl.constexpr = weights[0].block_shape[DIMENSION]
         for i in gl.static_range(len(weights)):
-            tma.async_load(weights[i], at, full, dest.slice(i * BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
+            part = dest.slice(i * BLOCK_N, BLOCK_N, DIMENSION)
+            tma.async_load(weights[i], at, full, part, cache_policy=READ_ONCE)
 
 
 @gluon.jit
@@ -211,21 +224,22 @@ def layout_of_sums(block_m, warps):
 def multiply(ring, steps):
     """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows: each of its parts."""
     STAGES: gl.constexpr = ring.lhs.shape[0]
-    tile = zeros(ring.lhs, ring.rhs)
+    tile = zeros(ring.lhs, ring)
     if ring.rest is not None:
-        rest = zeros(ring.rest, ring.rhs)
+        rest = zeros(ring.rest, ring)
     stage = 0
     phase = 0
     previous = 0
     for step in range(steps):
         mbarrier.wait(ring.full.index(stage), phase)
         lhs = ring.lhs.index(stage).permute((1, 0))
-        tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
+        rhs = columns_of(ring, stage)
+        tile = warpgroup_mma(rhs, lhs, tile, use_acc=step > 0, is_async=True)
         if ring.rest is None:
             tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
         else:
             others = ring.rest.index(stage).permute((1, 0))
-            rest = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), others, rest, use_acc=step > 0, is_async=True)
+            rest = warpgroup_mma(rhs, others, rest, use_acc=step > 0, is_async=True)
             tile, rest = warpgroup_mma_wait(num_outstanding=2, deps=(tile, rest))
         mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
@@ -241,9 +255,20 @@ def multiply(ring, steps):
 
 
 @gluon.jit
-def zeros(lhs, rhs):
-    """What a product begins with of these blocks of a stage."""
-    return gl.zeros((rhs.shape[2], lhs.shape[1]), gl.float32, layout_of_sums(lhs.shape[1], gl.num_warps()))
+def columns_of(ring, stage):
+    """The block of weights in a stage, with their columns as rows: [columns of a tile, BLOCK_K]."""
+    if ring.transposed is None:
+        columns = ring.rhs.index(stage).permute((1, 0))
+    else:
+        columns = ring.transposed.index(stage)
+    return columns
+
+
+@gluon.jit
+def zeros(lhs, ring):
+    """What a product begins with of these blocks of lhs."""
+    COLUMNS: gl.constexpr = columns_of(ring, 0).shape[0]
+    return gl.zeros((COLUMNS, lhs.shape[1]), gl.float32, layout_of_sums(lhs.shape[1], gl.num_warps()))
 
 
 class Piece(NamedTuple):

@@ -25,7 +25,7 @@ from jaxtaxfree.kernels.blocks import wire as wire_types
 @gluon.jit
 def matmul_reduce_hopper_few_kernel(
     lhs_desc,  # [all rows, K], in boxes [rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]; with RHS_TRANSPOSED [N, K], in blocks [BLOCK_N, BLOCK_K]
     epilogue,  # what there is of bias [N] and residual [M, N]
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
@@ -43,6 +43,7 @@ def matmul_reduce_hopper_few_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
+    RHS_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile,
     WHOLE: gl.constexpr,  # but for so many tiles, the first ones
@@ -57,7 +58,7 @@ def matmul_reduce_hopper_few_kernel(
     number, split, first, end = hopper_few.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
     place = hopper_few.place_of(number, ROWS, BLOCK_M, BLOCK_N)
-    ring = hopper_few.allocate((rhs_desc,), BLOCK_M, STAGES)
+    ring = hopper_few.allocate((rhs_desc,), BLOCK_M, STAGES, RHS_TRANSPOSED)
     fetched = hopper_few.begin(ring, (rhs_desc,), place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
     wire: gl.constexpr = wire_types.type_of(rhs_desc.dtype, EXACT_WIRE)
@@ -67,7 +68,7 @@ def matmul_reduce_hopper_few_kernel(
                 multiply,
                 (
                     me, ring, last, partials, sums, shares, left, out_ptr, place, split, end - first,
-                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, WHOLE, ADDERS,
+                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS,
                     ADD_ROWS, LINGER, ACTIVATION,
                 ),
             ),
@@ -89,11 +90,10 @@ def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetche
 def multiply(
     me, ring, last, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr,
-    ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
-    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
     tile = hopper_few.multiply(ring, steps)
     parts = hopper_few.pieces(tile, ADDERS)

@@ -59,7 +59,7 @@ def test_which_kernel_sums_products_by_weights_transposed(module: ModuleType) ->
     form = {"world": 4, "rhs_transposed": True}
     found = {rows: chosen(module, product_call(module, rows, 4096, 8192, **form)) for rows in (16, 256, 260, 4096)}
     assert {rows: each.variant.name for rows, each in found.items()} == {
-        16: "few", 256: "few", 260: "hopper", 4096: "hopper",
+        16: "hopper_few", 256: "hopper_few", 260: "hopper_few", 4096: "hopper",
     }  # fmt: skip
     form |= {"dtype": "int8", "out_dtype": "bfloat16", "lhs_scales": "row", "rhs_scales": "block"}
     for rows in (16, 4096):

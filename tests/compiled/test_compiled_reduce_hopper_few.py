@@ -61,6 +61,8 @@ CASES: dict[str, dict[str, Any]] = {
     "scattered-512-rows": {"scattered": True, "m": 512},
     "scattered-512-rows-8-ranks-epilogue": {"scattered": True, "m": 512, "world": 8, "epilogue": True},
     "scattered-384-rows-2-ranks": {"scattered": True, "m": 384, "n": 4096, "world": 2},
+    "16-rows-transposed": {"transposed": True},
+    "scattered-144-rows-transposed": {"scattered": True, "m": 144, "transposed": True},
     "16-rows-more-tiles": {"n": 18432},
     "128-rows-more-tiles-epilogue": {"m": 128, "n": 18432, "epilogue": True},
     "256-rows-more-tiles": {"m": 256, "n": 18432},
@@ -79,11 +81,14 @@ def lowered(**given: Any) -> str:
     operation = matmul_reduce_scatter if scattered else matmul_all_reduce
     out_spec = P("tp") if scattered else P()
     in_specs, shapes, names = (P(None, "tp"), P("tp")), ((m, k), (k, n)), ()
+    if case.get("transposed"):
+        in_specs, shapes = (P(None, "tp"), P(None, "tp")), ((m, k), (n, k))
     if case.get("epilogue"):
         in_specs, shapes, names = (*in_specs, P(), out_spec), (*shapes, (n,), (m, n)), ("bias", "residual")
 
     def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
         keywords = {"preferred_element_type": case.get("result"), "activation": "gelu_tanh" if names else None}
+        keywords |= {"rhs_transposed": case.get("transposed", False)}
         call = functools.partial(operation, lhs, rhs, "tp", implementation="fused", config=settings)
         return call(**keywords, **dict(zip(names, others)))
 

@@ -113,6 +113,9 @@ def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
 
 
+TRANSPOSED = "[N, K]"  # in a shape: so rhs lies
+
+
 def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **config: Any) -> Call:
     """As the operation launches it, with tiles of 16 x 16."""
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
@@ -120,7 +123,13 @@ def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **co
     gathered = np.concatenate(lhs).astype(np.float32)
     expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
     keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
+    rhs = _as_they_lie(rhs, config)
     return Call(arrays=(lhs, {"rhs": rhs}, {}), keywords=keywords, expected=expected)
+
+
+def _as_they_lie(rhs: Sequence[np.ndarray], config: dict[str, Any]) -> list[np.ndarray]:
+    """Each [K, N], or turned over."""
+    return [np.ascontiguousarray(each.T) for each in rhs] if config.get("rhs_transposed") else list(rhs)
 
 
 def _launch(
@@ -162,9 +171,15 @@ def _few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk, part, stages, splits, *tile = shape
-    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
+    (m, n, k, pushers, chunk, part, stages, splits, *tile), transposed = _lies(shape)
+    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits, **transposed}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
+
+
+def _lies(shape: tuple) -> tuple[tuple, dict[str, bool]]:
+    """A shape without the word for a transposed rhs, and what a call is told of it."""
+    transposed = shape[-1] == TRANSPOSED
+    return shape[:-1] if transposed else shape, {"rhs_transposed": transposed}
 
 
 def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
@@ -180,7 +195,7 @@ def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], 
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
     expected = np.split(total.astype(dtype), world)
     keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, _as_they_lie(rhs, config), {}), keywords=keywords, expected=expected)
 
 
 def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -191,12 +206,12 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
     m, n, k, *transposed = shape
+    config |= {"rhs_transposed": True} if transposed else {}
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
     total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
-    keywords = _launch(reduce_ops, m, k, n, world, dtype, rhs_transposed=bool(transposed), **config)
-    rhs = [np.ascontiguousarray(each.T) for each in rhs] if transposed else rhs
-    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=[total.astype(dtype)] * world)
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
+    return Call(arrays=(lhs, _as_they_lie(rhs, config), {}), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -213,10 +228,11 @@ def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
 
 def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages, splits, *tile = shape
+    (m, n, k, shots, exact_wire, add_rows, stages, splits, *tile), transposed = _lies(shape)
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
         **_tile(rows, *tile),
+        **transposed,
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
@@ -415,7 +431,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     ),
     "all_gather_matmul_hopper_few": (
         _hopper_few,
-        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE; TRANSPOSED
         lambda world: (
             (
                 (3, 24, 136, 2, 32, 96, 2, 1),
@@ -431,6 +447,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
                 (11, 24, 104, 3, 64, 32, 3, 2, 24),
                 (23, 40, 136, 2, 256, 64, 2, 3, 48),
                 (11, 56, 104, 3, 64, 32, 2, 2, 16, 3),
+                (5, 40, 104, 2, 64, 32, 2, 2, TRANSPOSED),
             )
             if world <= 4
             else (
@@ -480,7 +497,8 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     ),
     "matmul_reduce_hopper_few": (
         _reduce_hopper_few,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE;
+        # TRANSPOSED
         lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),
             (1, 16, 40, 0, False, None, 3, 2),
@@ -500,6 +518,8 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (23, 24, 72, 1, True, 1, 2, 1, 24),
             (19, 40, 72, 0, False, None, 2, 2, 16, 4),
             (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
+            (5, 40, 104, 0, True, None, 3, 2, TRANSPOSED),
+            (11, 24, 72, 1, False, 1, 2, 2, 24, TRANSPOSED),
         ),
     ),
     "decode_attention": (

@@ -115,10 +115,6 @@ def refuses_residual(call: Call) -> list[str]:
     return [f"it takes a residual of float16 and bfloat16, not {call.residual}"]
 
 
-def refuses_transposed(call: Call) -> list[str]:
-    return ["it takes rhs as [K, N] alone"] if call.rhs_transposed else []
-
-
 def cost(call: Call, row_blocks: int, config: Tile) -> float:
     """The time of all tiles, in elements of a tile: in whole waves of programs, which go on without a pause.
 

@@ -62,7 +62,7 @@ def check_compiles(call: Call, config: Tile) -> None:
 
 
 def refuses(call: Call) -> list[str]:
-    return hopper.refuses(call) + hopper.refuses_transposed(call)
+    return hopper.refuses(call)
 
 
 def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
@@ -174,15 +174,17 @@ def keywords(call: Call, rows: int, config: Any, *descriptors: str) -> dict[str,
         size = call.products * config.block_n * config.block_m
         shares = jax.ShapeDtypeStruct((number - whole, splits, size), np.float32)
         shared = {"scratch": {"shares": shares}, "signals": {"left": number - whole}}
+    block = config.block_k, config.block_n
     return {
         **shared,
         "grid": whole + (number - whole) * splits,
         "num_warps": config.num_warps,
         "together": splits,
-        "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
+        "descriptors": dict.fromkeys(descriptors, block[::-1] if call.rhs_transposed else block),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
+        "RHS_TRANSPOSED": call.rhs_transposed,
         "STAGES": config.num_stages,
         "SPLITS": splits,
         "WHOLE": whole,
