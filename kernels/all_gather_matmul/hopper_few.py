@@ -29,6 +29,7 @@ def all_gather_matmul_hopper_few_kernel(
     weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs. With
     # RHS_TRANSPOSED [N, K], in blocks [BLOCK_N, BLOCK_K]
     epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
+    scales,  # what there is of f32 scales, see `hopper_few.scale` and `hopper_few.blocks_of`; none of several rhs
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
@@ -55,6 +56,7 @@ def all_gather_matmul_hopper_few_kernel(
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # those of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
@@ -63,18 +65,22 @@ def all_gather_matmul_hopper_few_kernel(
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
         place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N, N)
-        ring = hopper_few.allocate(several.weights_of(weights, N, 0), BLOCK_M, STAGES, RHS_TRANSPOSED)
+        ring = hopper_few.allocate(
+            several.weights_of(weights, N, 0), lhs_ptr.dtype.element_ty, BLOCK_M, STAGES, RHS_TRANSPOSED
+        )
         rows = allocate_answer()
         hopper_few.begin(ring, weights, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
+        blocks = hopper_few.blocks_of(scales, SCALES, place, first, WORLD * M, N)
         gl.warp_specialize(
             [
                 (
                     multiply,
                     (
-                        me, ring, rows, epilogue, shares, left, (out_ptr, out1_ptr, out2_ptr, out3_ptr), place, split,
-                        end - first, WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, EPILOGUE, ACTIVATION,
+                        me, ring, rows, epilogue, scales, blocks, shares, left,
+                        (out_ptr, out1_ptr, out2_ptr, out3_ptr), place, split, end - first, WORLD * M, N, BLOCK_M,
+                        BLOCK_N, SPLITS, WHOLE, ADDERS, EPILOGUE, ACTIVATION, SCALES,
                     ),
                 ),
                 (
@@ -166,13 +172,13 @@ def load(
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     BOX: gl.constexpr = tiles.box_of(WORLD * M, BLOCK_M)
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], weights[0].dtype)
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], ring.lhs.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
     for stage in range(min(STAGES, STEPS, hopper_few.AHEAD), min(STAGES, STEPS)):
         hopper_few.fetch_weights(ring, weights, stage, first + stage, place)
-    inbox = shmem.scratch(me, gathered, weights[0].dtype)
+    inbox = shmem.scratch(me, gathered, ring.lhs.dtype)
     lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
     ready = me.ready
     position = (0, 1)
@@ -189,12 +195,13 @@ def load(
 
 @gluon.jit
 def multiply(
-    me, ring, rows, epilogue, shares, left, outs, place, split, steps,
+    me, ring, rows, epilogue, scales, blocks, shares, left, outs, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-    WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
-    tile = hopper_few.multiply(ring, steps)
+    tile = hopper_few.multiply(ring, steps, blocks)
+    tile = hopper_few.scale(tile, scales, SCALES, place, ROWS, N)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:

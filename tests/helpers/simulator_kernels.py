@@ -114,17 +114,58 @@ def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 TRANSPOSED = "[N, K]"  # in a shape: so rhs lies
+# In a shape, too: rhs is of 8 bits, or lhs and rhs, and has scales of rows and columns or of blocks.
+EIGHT = {
+    name: (lhs, rhs, kind)
+    for rhs in ("int8", "float8_e4m3fn")
+    for kind in ("row", "block")
+    for name, lhs in ((f"{rhs} {kind}", ""), (f"{rhs} x {rhs} {kind}", rhs))
+}
 
 
 def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **config: Any) -> Call:
     """As the operation launches it, with tiles of 16 x 16."""
-    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    gathered = np.concatenate(lhs).astype(np.float32)
-    expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    lhs, rhs, exact, config = _operands(world, dtype, m, k, n, config, gathers=True)
+    gathered = np.concatenate(exact[0])
+    expected = [(gathered @ w).astype(dtype) for w in exact[1]]
     keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
-    rhs = _as_they_lie(rhs, config)
-    return Call(arrays=(lhs, {"rhs": rhs}, {}), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, {"rhs": rhs}, {}, *exact[2]), keywords=keywords, expected=expected)
+
+
+def _operands(
+    world: int, dtype: np.dtype, rows: int, k: int, n: int, config: dict[str, Any], gathers: bool = False
+) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Any, Any, tuple[Any, ...]], dict[str, Any]]:
+    """lhs and rhs of each rank as they lie; both as f32, as their scales make them, and the bundle of these; settings.
+
+    Scales are powers of 2, so that sums stay exact; where ranks gather, all have those of all rows.
+    """
+    config = dict(config)
+    eight, bundles = config.pop("eight", None), ()
+    types = (dtype, dtype)
+    if eight:
+        types = (np.dtype(jnp.dtype(EIGHT[eight][0] or dtype)), np.dtype(jnp.dtype(EIGHT[eight][1])))
+    lhs = [integers(rank, (rows, k), types[0]) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), types[1]) for rank in range(world)]
+    exact = [[x.astype(np.float32) for x in each] for each in (lhs, rhs)]
+    if eight:
+        blocks, own = EIGHT[eight][2] == "block", types[0] != dtype
+        steps, columns = (math.ceil(k / 128), math.ceil(n / 128)) if blocks else (1, n)
+        all_rows = world * rows if gathers else rows
+        found: dict[str, list[np.ndarray]] = {}
+        for name, shape in (("lhs", (steps, all_rows)), ("rhs", (steps, columns)))[0 if own else 1 :]:
+            each = [2.0 ** integers(200 + (0 if gathers and name == "lhs" else rank), shape, np.dtype("float32"))
+                    for rank in range(world)]  # fmt: skip
+            found[f"{name}_blocks" if blocks else name] = [x.astype(np.float32) for x in each]
+            for rank, scale in enumerate(each):
+                if name == "lhs":
+                    scale = scale[:, rank * rows : (rank + 1) * rows] if gathers else scale
+                    exact[0][rank] *= np.repeat(scale, 128 if blocks else k, 0)[:k].T
+                else:
+                    wide = np.repeat(scale, 128 if blocks else k, 0)[:k]
+                    exact[1][rank] *= np.repeat(wide, 128 if blocks else 1, 1)[:, :n]
+        bundles = {name: [x if blocks else x[0] for x in each] for name, each in found.items()}
+        config |= {"operands": types, "scales": ("none" if not own else EIGHT[eight][2], EIGHT[eight][2])}
+    return lhs, _as_they_lie(rhs, config), (*exact, (bundles or {},)), config
 
 
 def _as_they_lie(rhs: Sequence[np.ndarray], config: dict[str, Any]) -> list[np.ndarray]:
@@ -141,13 +182,16 @@ def _launch(
     dtype: np.dtype,
     kernel: str = "portable",
     rhs_transposed: bool = False,
+    operands: tuple[np.dtype, np.dtype] | None = None,
+    scales: tuple[str, str] = ("none", "none"),
     **config: Any,
 ) -> dict:
     kind = named(operation.__name__, operation.VARIANTS, kernel).Config
     grouped = {"group_m": 2} if kernel == "portable" else {}
-    return launched(
-        operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}), rhs_transposed=rhs_transposed
-    )
+    form = {"rhs_transposed": rhs_transposed, "lhs_scales": scales[0], "rhs_scales": scales[1]}
+    lhs, rhs = operands or (dtype, dtype)
+    form |= {"rhs_dtype": rhs, "out_dtype": dtype}
+    return launched(operation, rows, k, n, world, lhs, kind(**{**TILES, **grouped, **config}), **form)
 
 
 def launched(
@@ -176,10 +220,12 @@ def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
 
 
-def _lies(shape: tuple) -> tuple[tuple, dict[str, bool]]:
-    """A shape without the word for a transposed rhs, and what a call is told of it."""
-    transposed = shape[-1] == TRANSPOSED
-    return shape[:-1] if transposed else shape, {"rhs_transposed": transposed}
+def _lies(shape: tuple) -> tuple[tuple, dict[str, Any]]:
+    """A shape without the words for operands of 8 bits and a transposed rhs, and what a call is told of them."""
+    *numbers, _ = (*itertools.takewhile(lambda each: not isinstance(each, str), shape), None)
+    words = shape[len(numbers) :]
+    eight = next((word for word in words if word in EIGHT), None)
+    return tuple(numbers), {"rhs_transposed": TRANSPOSED in words, "eight": eight}
 
 
 def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
@@ -190,12 +236,11 @@ def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, in
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
     m, n, k = shape
-    lhs = [integers(rank, (world * m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    lhs, rhs, (left, right, bundles), config = _operands(world, dtype, world * m, k, n, config)
+    total = sum(a @ b for a, b in zip(left, right))
     expected = np.split(total.astype(dtype), world)
     keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, _as_they_lie(rhs, config), {}), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, rhs, {}, *bundles), keywords=keywords, expected=expected)
 
 
 def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -207,11 +252,10 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
     m, n, k, *transposed = shape
     config |= {"rhs_transposed": True} if transposed else {}
-    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    lhs, rhs, (left, right, bundles), config = _operands(world, dtype, m, k, n, config)
+    total = sum(a @ b for a, b in zip(left, right))
     keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, _as_they_lie(rhs, config), {}), keywords=keywords, expected=[total.astype(dtype)] * world)
+    return Call(arrays=(lhs, rhs, {}, *bundles), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:

@@ -34,12 +34,14 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The tensor cores take the weights' columns as rows. The weights are on their way before the first row arrives."""
 
-    name, Config, kernel = "hopper_few", Config, all_gather_matmul_hopper_few_kernel
+    name, Config, kernel, scales = "hopper_few", Config, all_gather_matmul_hopper_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
-        return hopper_few.refuses(call) + portable.refuses_columns(call) + refuses_several(call) + gathered
+        return hopper_few.refuses(call, config) + portable.refuses_columns(call) + refuses_several(call) + gathered
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return hopper_few.arrays(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)
