@@ -68,8 +68,8 @@ def refuses(call: Call, config: Tile) -> list[str]:
         return reasons + hopper.refuses_dtypes(call)
     if call.epilogue.gated:
         reasons.append("it takes no gate of 8 bits")
-    if call.lhs.bits == 8 and not call.rhs_transposed:
-        reasons.append("tensor cores take 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
+    if not call.rhs_transposed:
+        reasons.append("it reads 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
     if "block" in (call.lhs.scales, call.rhs.scales) and BLOCK % config.block_k:
         reasons.append(f"blocks of scales take steps of a block_k that divides {BLOCK}, not {config.block_k}")
     return reasons
