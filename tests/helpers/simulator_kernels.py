@@ -210,8 +210,8 @@ def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk = shape
-    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few")
+    (m, n, k, pushers, chunk), form = _lies(shape)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few", **form)
 
 
 def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -235,7 +235,8 @@ def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, in
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
-    m, n, k = shape
+    (m, n, k), form = _lies(shape)
+    config = form | config
     lhs, rhs, (left, right, bundles), config = _operands(world, dtype, world * m, k, n, config)
     total = sum(a @ b for a, b in zip(left, right))
     expected = np.split(total.astype(dtype), world)
@@ -250,8 +251,8 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
-    m, n, k, *transposed = shape
-    config |= {"rhs_transposed": True} if transposed else {}
+    (m, n, k), form = _lies(shape)
+    config = form | config
     lhs, rhs, (left, right, bundles), config = _operands(world, dtype, m, k, n, config)
     total = sum(a @ b for a, b in zip(left, right))
     keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
@@ -259,7 +260,7 @@ def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **co
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
-    m, n, k, shots, exact_wire, apart, add_rows, *transposed = shape
+    (m, n, k, shots, exact_wire, apart, add_rows), form = _lies(shape)
     config = {
         "shots": shots,
         "exact_wire": exact_wire,
@@ -267,7 +268,7 @@ def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "linger": apart,
         "add_rows": add_rows,
     }
-    return _matmul_all_reduce(world, dtype, (m, n, k, *transposed), kernel="few", **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config, **form)
 
 
 def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
@@ -520,14 +521,14 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     ),
     "matmul_all_reduce": (
         _matmul_all_reduce,
-        # M, N, K; True if rhs is [N, K]
+        # M, N, K; TRANSPOSED
         lambda world: (
-            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, True)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
+            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, TRANSPOSED)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
         ),
     ),
     "matmul_all_reduce_few": (
         _matmul_all_reduce_few,
-        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS; True if rhs is [N, K]
+        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS; TRANSPOSED; of EIGHT
         lambda world: (
             (3, 21, 19, 1, True, True, 2),
             (1, 16, 32, 1, True, False, 1),
@@ -536,7 +537,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (5, 17, 9, 2, True, True, 4),
             (18, 9, 17, 2, False, False, 2),
             (9, 33, 5, 2, False, True, 1),
-            (5, 17, 19, 2, True, False, 4, True),
+            (5, 17, 19, 2, True, False, 4, TRANSPOSED),
         ),
     ),
     "matmul_reduce_hopper_few": (

@@ -75,11 +75,6 @@ def refuses(call: Call, config: Tile) -> list[str]:
     return reasons
 
 
-def arrays(*operands: Any) -> tuple[Any, ...]:
-    """With a bundle of scales, even if there are none."""
-    return operands if len(operands) > 3 else (*operands, {})
-
-
 def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
     """Settings by shape.
 

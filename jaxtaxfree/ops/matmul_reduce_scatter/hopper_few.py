@@ -36,7 +36,7 @@ class HopperFew(Variant[Call]):
         return hopper_few.refuses(call, config) + portable.refuses_columns(call)
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
-        return hopper_few.arrays(*operands)
+        return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)
