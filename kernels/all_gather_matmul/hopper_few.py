@@ -200,8 +200,9 @@ def multiply(
     WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
+    of_columns = hopper_few.scales_of_columns(ring, scales, SCALES, place, N)
     tile = hopper_few.multiply(ring, steps, blocks)
-    tile = hopper_few.scale(tile, scales, SCALES, place, ROWS, N)
+    tile = hopper_few.scale(tile, of_columns, scales, SCALES, place, ROWS)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:

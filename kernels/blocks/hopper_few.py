@@ -265,13 +265,16 @@ def blocks_of(scales, NAMES: gl.constexpr, place, first, ROWS: gl.constexpr, N: 
 
 
 @gluon.jit
-def factor_of(blocks, step, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, before, ROWS: gl.constexpr):
-    """By what the sums of a step are multiplied, f32 [COLUMNS, ROWS] or what becomes that; None without scales.
+def factor_of(blocks, step, ring, sums, before):
+    """By what a step's part of sums is multiplied, f32 of their shape or what becomes that; None without scales.
 
     Args:
       before: rows of the tile before these.
     """
     factor = None
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    COLUMNS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
     LAYOUT: gl.constexpr = layout_of_sums(ROWS, gl.num_warps())
     block = (blocks.first + step) * BLOCK_K // SCALED
     if blocks.columns is not None:
@@ -295,8 +298,10 @@ def multiply(ring, steps, blocks):
     STAGES: gl.constexpr = ring.lhs.shape[0]
     PROMOTES: gl.constexpr = blocks.rows is not None or blocks.columns is not None or promotes(ring)
     tile = zeros(ring.lhs, ring, PROMOTES)
+    factor = factor_of(blocks, 0, ring, tile, 0)
     if ring.rest is not None:
         rest = zeros(ring.rest, ring, PROMOTES)
+        other = factor_of(blocks, 0, ring, rest, ring.lhs.shape[1])
     stage = 0
     phase = 0
     previous = 0
@@ -305,10 +310,17 @@ def multiply(ring, steps, blocks):
         lhs = ring.lhs.index(stage).permute((1, 0))
         rhs = columns_of(ring, stage)
         if PROMOTES:
-            tile = add_step(tile, rhs, lhs, ring, blocks, step, 0)
+            # On their way while this step is multiplied.
+            following = gl.minimum(step + 1, steps - 1)
+            coming = factor_of(blocks, following, ring, tile, 0)
+            tile = add_step(tile, rhs, lhs, ring, factor)
+            if factor is not None:
+                factor = coming
             if ring.rest is not None:
-                others = ring.rest.index(stage).permute((1, 0))
-                rest = add_step(rest, beside(rhs, ring), others, ring, blocks, step, ring.lhs.shape[1])
+                coming = factor_of(blocks, following, ring, rest, ring.lhs.shape[1])
+                rest = add_step(rest, beside(rhs, ring), ring.rest.index(stage).permute((1, 0)), ring, other)
+                if other is not None:
+                    other = coming
             mbarrier.arrive(ring.empty.index(stage), count=1)
         else:
             tile = warpgroup_mma(rhs, lhs, tile, use_acc=step > 0, is_async=True)
@@ -336,13 +348,8 @@ def multiply(ring, steps, blocks):
 
 
 @gluon.jit
-def add_step(sums, rhs, lhs, ring, blocks, step, before):
-    """Sums, and the product of a step of K, multiplied by its scales of blocks.
-
-    Args:
-      before: as of `factor_of`.
-    """
-    factor = factor_of(blocks, step, ring.lhs.shape[2], sums.shape[0], before, sums.shape[1])
+def add_step(sums, rhs, lhs, ring, factor):
+    """Sums, and the product of a step of K, multiplied by a `factor_of` it."""
     ROWS: gl.constexpr = sums.shape[1]
     TYPE: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
     LAYOUT: gl.constexpr = layout_of_product(ROWS, gl.num_warps(), ring.lhs.dtype)
@@ -424,27 +431,36 @@ def zeros(lhs, ring, PROMOTES: gl.constexpr):
 
 
 @gluon.jit
-def scale(parts, scales, NAMES: gl.constexpr, place, ROWS: gl.constexpr, N: gl.constexpr):
-    """The parts of a tile, multiplied by the scales of its columns and of its rows.
+def scales_of_columns(ring, scales, NAMES: gl.constexpr, place, N: gl.constexpr):
+    """The scales "rhs" [N], f32, of a tile's columns, which `scale` takes; None if there are none.
 
-    Args:
-      scales: the bundle of scales: "rhs" [N] and "lhs" [ROWS], f32.
+    Asked for before the product, they are there when it is done.
     """
-    found = ()
-    for part in gl.static_range(len(parts)):
-        before = 0 if part == 0 else parts[0].shape[1]
-        found = found + (_scale_part(parts[part], scales, NAMES, place, before, ROWS, N),)
+    of_columns = bundle.member(scales, NAMES, "rhs")
+    found = None
+    if of_columns is not None:
+        LAYOUT: gl.constexpr = layout_of_sums(ring.lhs.shape[1], gl.num_warps())
+        n = place.column + gl.arange(0, ring.transposed.shape[1], gl.SliceLayout(1, LAYOUT))
+        found = gl.load(of_columns + n, mask=n < N, other=1.0)
     return found
 
 
 @gluon.jit
-def _scale_part(tile, scales, NAMES: gl.constexpr, place, before, ROWS: gl.constexpr, N: gl.constexpr):
+def scale(parts, of_columns, scales, NAMES: gl.constexpr, place, ROWS: gl.constexpr):
+    """The parts of a tile, multiplied by `scales_of_columns`, and by the scales "lhs" [ROWS], f32, of its rows."""
+    found = ()
+    for part in gl.static_range(len(parts)):
+        before = 0 if part == 0 else parts[0].shape[1]
+        found = found + (_scale_part(parts[part], of_columns, scales, NAMES, place, before, ROWS),)
+    return found
+
+
+@gluon.jit
+def _scale_part(tile, of_columns, scales, NAMES: gl.constexpr, place, before, ROWS: gl.constexpr):
     """As `scale`, of a part with so many rows before it."""
     LAYOUT: gl.constexpr = layout_of_sums(tile.shape[1], gl.num_warps())
-    of_columns = bundle.member(scales, NAMES, "rhs")
     if of_columns is not None:
-        n = place.column + gl.arange(0, tile.shape[0], gl.SliceLayout(1, LAYOUT))
-        tile *= gl.load(of_columns + n, mask=n < N, other=1.0)[:, None]
+        tile *= gl.convert_layout(of_columns, gl.SliceLayout(1, LAYOUT))[:, None]
     of_rows = bundle.member(scales, NAMES, "lhs")
     if of_rows is not None:
         m = place.row + before + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))

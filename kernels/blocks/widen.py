@@ -53,6 +53,4 @@ def both(dest):
 @gluon.jit
 def words(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr):
     """What [N, K / 2] words have in their low and in their high bytes, of type SOURCE: two of [N, K / 2], of DEST."""
-    return gl.inline_asm_elementwise(
-        assembly(SOURCE, DEST), "=h,=h,h", [pairs], dtype=both(DEST), is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(assembly(SOURCE, DEST), "=h,=h,h", [pairs], dtype=both(DEST), is_pure=True, pack=1)

@@ -99,8 +99,9 @@ def multiply(
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
+    of_columns = hopper_few.scales_of_columns(ring, scales, SCALES, place, N)
     tile = hopper_few.multiply(ring, steps, blocks)
-    tile = hopper_few.scale(tile, scales, SCALES, place, WORLD * OWNED if SCATTERED else OWNED, N)
+    tile = hopper_few.scale(tile, of_columns, scales, SCALES, place, WORLD * OWNED if SCATTERED else OWNED)
     parts = hopper_few.pieces(tile, ADDERS)
     hopper_few.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
     adder = hopper_few.adder_of(split, SPLITS, ADDERS)

@@ -143,12 +143,12 @@ def _operands(
     eight, bundles = config.pop("eight", None), ()
     types = (dtype, dtype)
     if eight:
-        types = (np.dtype(jnp.dtype(EIGHT[eight][0] or dtype)), np.dtype(jnp.dtype(EIGHT[eight][1])))
+        types = (np.dtype(jnp.dtype(EIGHT[eight][0] or "bfloat16")), np.dtype(jnp.dtype(EIGHT[eight][1])))
     lhs = [integers(rank, (rows, k), types[0]) for rank in range(world)]
     rhs = [integers(100 + rank, (k, n), types[1]) for rank in range(world)]
     exact = [[x.astype(np.float32) for x in each] for each in (lhs, rhs)]
     if eight:
-        blocks, own = EIGHT[eight][2] == "block", types[0] != dtype
+        blocks, own = EIGHT[eight][2] == "block", types[0].itemsize == 1
         steps, columns = (math.ceil(k / 128), math.ceil(n / 128)) if blocks else (1, n)
         all_rows = world * rows if gathers else rows
         found: dict[str, list[np.ndarray]] = {}
@@ -472,7 +472,12 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     "all_gather_matmul_few": (
         _few,
         # M, N, K, PUSHERS, CHUNK
-        lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+        lambda world: (
+            (3, 21, 19, 2, 32),
+            (7, 9, 33, 3, 64),
+            (1, 16, 32, 1, 32),
+            (3, 40, 136, 2, 32, TRANSPOSED, "int8 block"),
+        ),
     ),
     "all_gather_matmul_hopper_few": (
         _hopper_few,
@@ -493,6 +498,8 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
                 (23, 40, 136, 2, 256, 64, 2, 3, 48),
                 (11, 56, 104, 3, 64, 32, 2, 2, 16, 3),
                 (5, 40, 104, 2, 64, 32, 2, 2, TRANSPOSED),
+                (5, 48, 272, 2, 64, 32, 2, 2, TRANSPOSED, "int8 block"),
+                (3, 32, 144, 2, 64, 32, 2, 1, TRANSPOSED, "float8_e4m3fn x float8_e4m3fn row"),
             )
             if world <= 4
             else (
@@ -517,13 +524,15 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     "matmul_reduce_scatter_few": (
         functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
         # M, N, K
-        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
+        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32), (3, 37, 40, "float8_e4m3fn row")),
     ),
     "matmul_all_reduce": (
         _matmul_all_reduce,
         # M, N, K; TRANSPOSED
         lambda world: (
-            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, TRANSPOSED)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
+            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, TRANSPOSED))
+            if world <= 4
+            else ((17, 40, 9), (5, 9, 21))
         ),
     ),
     "matmul_all_reduce_few": (
@@ -538,6 +547,7 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (18, 9, 17, 2, False, False, 2),
             (9, 33, 5, 2, False, True, 1),
             (5, 17, 19, 2, True, False, 4, TRANSPOSED),
+            (5, 40, 136, 2, True, False, 4, TRANSPOSED, "float8_e4m3fn block"),
         ),
     ),
     "matmul_reduce_hopper_few": (
@@ -563,8 +573,9 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (23, 24, 72, 1, True, 1, 2, 1, 24),
             (19, 40, 72, 0, False, None, 2, 2, 16, 4),
             (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
-            (5, 40, 104, 0, True, None, 3, 2, TRANSPOSED),
             (11, 24, 72, 1, False, 1, 2, 2, 24, TRANSPOSED),
+            (5, 48, 272, 0, True, None, 3, 2, TRANSPOSED, "int8 x int8 block"),
+            (11, 32, 208, 1, True, 1, 2, 1, 24, TRANSPOSED, "float8_e4m3fn row"),
         ),
     ),
     "decode_attention": (

@@ -828,7 +828,7 @@ MUTANTS = (
         kernel="all_gather_matmul_hopper_few",
         edits=(
             (
-                "inbox = shmem.scratch(me, gathered, weights[0].dtype)",
+                "inbox = shmem.scratch(me, gathered, ring.lhs.dtype)",
                 "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, weights[0].dtype)",
             ),
         ),
