@@ -1,4 +1,4 @@
-"""Times of the three products of few rows, as in a decode step, by weights [N, K] of 16 and of 8 bits.
+"""Times of the three products of few rows, and of one without peers, as in a decode step, by weights [N, K] of 16 and of 8 bits.
 
     python benchmarks/few_rows.py                                        # 1, 16 and 128 rows over all GPUs
     python benchmarks/few_rows.py --shapes 28672,8192 --rows 16 --out rows.json
@@ -37,6 +37,8 @@ SPECS = {
     "all_gather_matmul": (ROWS, ROWS, COLUMNS),
     "matmul_reduce_scatter": (COLUMNS, COLUMNS, ROWS),
     "matmul_all_reduce": (COLUMNS, COLUMNS, P()),
+    # Of columns, without peers: `all_gather_matmul` over no axis.
+    "alone": (P(), ROWS, COLUMNS),
 }
 # The dtypes of lhs and of rhs, and what of each has one scale.
 KINDS: dict[str, tuple[str, str, Any, Any]] = {
@@ -85,8 +87,9 @@ def program(mesh: Mesh, operation: str, kind: str, how: str) -> Any:
         for w in weights:
             scales = {} if lhs_block is None else {"lhs_scale": x[1]}
             scales |= {} if rhs_block is None else {"rhs_scale": w[1]}
-            call = getattr(jtf, operation)
-            out = call(x[0], w[0], AXIS, rhs_transposed=True, implementation=implementation, config=config, **scales)
+            call = jtf.all_gather_matmul if operation == "alone" else getattr(jtf, operation)
+            axes = () if operation == "alone" else AXIS
+            out = call(x[0], w[0], axes, rhs_transposed=True, implementation=implementation, config=config, **scales)
             x, out = lax.optimization_barrier((x, out))
             outs.append(out)
         return outs

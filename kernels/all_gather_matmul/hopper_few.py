@@ -8,6 +8,8 @@ The first `PUSHERS` programs write this rank's rows into everybody's scratch, it
 waits for all ranks and computes one tile, or a part of K of it. Many rows are sent and awaited in parts of K: while the
 first one is multiplied the others come.
 
+A rank without peers has no pushers, and multiplies its rows where they lie.
+
 Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
 run, as long as there are places for all that share a tile.
 """
@@ -31,8 +33,8 @@ def all_gather_matmul_hopper_few_kernel(
     epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
     scales,  # what there is of f32 scales, see `hopper_few.scale` and `hopper_few.blocks_of`; none of several rhs
     team,
-    gathered,  # scratch [WORLD, M, K]
-    arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
+    gathered,  # scratch [WORLD, M, K]; None without PUSHERS
+    arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank; or None
     shares,  # scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [shared tiles]: one from each program that has left some; or None
     out_ptr,  # [WORLD * M, N]
@@ -51,7 +53,7 @@ def all_gather_matmul_hopper_few_kernel(
     SPLITS: gl.constexpr,  # programs that share a tile,
     WHOLE: gl.constexpr,  # but for so many tiles, the first ones
     ADDERS: gl.constexpr,  # so many of these add it up
-    PUSHERS: gl.constexpr,
+    PUSHERS: gl.constexpr,  # 0 if WORLD is 1
     GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
@@ -60,7 +62,7 @@ def all_gather_matmul_hopper_few_kernel(
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    if gl.program_id(0) < PUSHERS:
+    if PUSHERS > 0 and gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
@@ -86,7 +88,7 @@ def all_gather_matmul_hopper_few_kernel(
                 (
                     load,
                     (
-                        me, ring, rows, weights, place, first, end, gathered, arrived, M, K, WORLD,
+                        me, ring, rows, lhs_ptr, weights, place, first, end, gathered, arrived, M, K, WORLD,
                         BLOCK_M, SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
@@ -150,6 +152,7 @@ def load(
     me,
     ring,
     rows,
+    lhs_ptr,
     weights,
     place,
     first,
@@ -167,7 +170,7 @@ def load(
     """Fetches what is multiplied in the steps from `first` to before `end`, rows of peers as they arrive.
 
     Args:
-      SIGNALS: of a part, from each rank.
+      SIGNALS: of a part, from each rank; 0 if there are no peers, and the rows are multiplied where they lie.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
@@ -178,17 +181,21 @@ def load(
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
     for stage in range(min(STAGES, STEPS, hopper_few.AHEAD), min(STAGES, STEPS)):
         hopper_few.fetch_weights(ring, weights, stage, first + stage, place)
-    inbox = shmem.scratch(me, gathered, ring.lhs.dtype)
-    lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
+    fetched = first + min(STAGES, STEPS)
     ready = me.ready
-    position = (0, 1)
-    for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
-        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready
-        shmem.fence_proxy()
-        begin = gl.maximum(part * STEPS_A_PART, first)
-        until = gl.minimum((part + 1) * STEPS_A_PART, end)
-        fetched = first + min(STAGES, STEPS)
-        position = hopper_few.load(ring, lhs_desc, weights, place, WORLD * M, position, begin, until, fetched)
+    if SIGNALS == 0:
+        lhs_desc = tma.make_tensor_descriptor(lhs_ptr, [M, K], [K, 1], [BOX, BLOCK_K], LHS)
+        hopper_few.load(ring, lhs_desc, weights, place, M, (0, 1), first, end, fetched)
+    else:
+        inbox = shmem.scratch(me, gathered, ring.lhs.dtype)
+        lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
+        position = (0, 1)
+        for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
+            ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready
+            shmem.fence_proxy()
+            begin = gl.maximum(part * STEPS_A_PART, first)
+            until = gl.minimum((part + 1) * STEPS_A_PART, end)
+            position = hopper_few.load(ring, lhs_desc, weights, place, WORLD * M, position, begin, until, fetched)
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 

@@ -125,8 +125,8 @@ SHARED_WAIT = (
 )
 SHARED_SIGNAL = "            shmem.signal(me, left + (number - WHOLE), me.rank)\n"
 LEAVING = "        for i in gl.static_range(len(parts)):\n            if adder"
-DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
-DECODE_FENCE = "        shmem.fence_proxy()\n"
+DECODE_WAIT = "            ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
+DECODE_FENCE = "            shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
 
 CLEARED = "column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)\n"
