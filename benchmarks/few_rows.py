@@ -1,4 +1,4 @@
-"""Times of the three products of few rows, and of one without peers, as in a decode step, by weights [N, K] of 16 and of 8 bits.
+"""Times of products of few rows, as in a decode step, by weights [N, K] of 16 and of 8 bits.
 
     python benchmarks/few_rows.py                                        # 1, 16 and 128 rows over all GPUs
     python benchmarks/few_rows.py --shapes 28672,8192 --rows 16 --out rows.json
@@ -65,7 +65,7 @@ L2 = 50 << 20
 
 def operand(mesh: Mesh, key: int, shape: tuple[int, int], spec: P, dtype: str, block: Any) -> tuple[jax.Array, ...]:
     """An array, and if it has 8 bits its scales; each rank draws its own part."""
-    parts = [size // (mesh.size if axis else 1) for size, axis in zip(shape, (*spec, None))]
+    parts = [size // (mesh.size if axis else 1) for size, axis in zip(shape, (*spec, None, None))]
 
     def local() -> tuple[jax.Array, ...]:
         own = jax.random.fold_in(jax.random.key(key), lax.axis_index(AXIS))

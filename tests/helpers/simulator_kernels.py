@@ -165,7 +165,8 @@ def _operands(
                     exact[1][rank] *= np.repeat(wide, 128 if blocks else 1, 1)[:, :n]
         bundles = {name: [x if blocks else x[0] for x in each] for name, each in found.items()}
         config |= {"operands": types, "scales": ("none" if not own else EIGHT[eight][2], EIGHT[eight][2])}
-    return lhs, _as_they_lie(rhs, config), (*exact, (bundles or {},)), config
+    takes_scales = config.get("kernel", "").endswith("few")
+    return lhs, _as_they_lie(rhs, config), (*exact, (bundles or {},) if takes_scales else ()), config
 
 
 def _as_they_lie(rhs: Sequence[np.ndarray], config: dict[str, Any]) -> list[np.ndarray]:

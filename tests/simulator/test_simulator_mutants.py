@@ -781,7 +781,7 @@ MUTANTS = (
     Mutant(
         name="wait for the first part alone",
         kernel="all_gather_matmul_hopper_few",
-        edits=((DECODE_WAIT, "        if part == 0:\n    " + DECODE_WAIT),),
+        edits=((DECODE_WAIT, "            if part == 0:\n    " + DECODE_WAIT),),
         errors=TOO_EARLY,
         shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
