@@ -35,6 +35,11 @@ class Target:
         """Whether a block may have 99 KiB of shared memory, as on GPUs that are not for data centres."""
         return self.shared_memory is not None and self.shared_memory < 128 << 10
 
+    @property
+    def has_e4m3(self) -> bool:
+        """Whether it has float8_e4m3fn, as far as Triton knows. gfx942 has another e4m3."""
+        return self.compute_capability == 0x950 or 89 <= self.compute_capability < 0x900
+
     def __str__(self) -> str:
         return name_of(self.compute_capability)
 

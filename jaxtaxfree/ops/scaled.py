@@ -104,9 +104,13 @@ def matmul(
 def unsupported(lhs: Any, rhs: Any, preferred_element_type: Any) -> list[str]:
     """All that keeps every kernel from taking operands that have scales."""
     reasons = symbolic(lhs, rhs)
-    if not (lhs.dtype == rhs.dtype == np.int8 or (_is_float8(lhs) and _is_float8(rhs))):
+    weights_alone = np.dtype(lhs.dtype).itemsize == 2 and is_eight_bits(rhs)
+    if not (weights_alone or lhs.dtype == rhs.dtype == np.int8 or (_is_float8(lhs) and _is_float8(rhs))):
         reasons.append(
-            Lasting(f"it multiplies int8 by int8 and float8 by float8, not {lhs.dtype} by {rhs.dtype}: quantize both")
+            Lasting(
+                "it multiplies int8 by int8, float8 by float8, and float16 and bfloat16 by either, not "
+                f"{lhs.dtype} by {rhs.dtype}: quantize both, or rhs alone"
+            )
         )
     if preferred_element_type is not None and np.dtype(preferred_element_type).name not in RESULTS:
         reasons.append(Lasting(f"it gives {', '.join(RESULTS)}, not {preferred_element_type}: cast the result"))

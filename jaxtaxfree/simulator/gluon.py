@@ -271,9 +271,12 @@ def _warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = N
 
 # Inline assembly.
 
+_EIGHT_BITS = (tl.int8, tl.float8e4nv, tl.float8e5)
 _LOAD = re.compile(r"ld\.(acquire|relaxed)\.(sys|gpu|cta)\.global\.[bsu](32|64) \$0, \[\$1\];")
 _ADD = re.compile(r"red\.(release|relaxed)\.(sys|gpu|cta)\.global\.add\.[su](32|64) \[\$0\], \$1;")
 _PROXY_FENCE = re.compile(r"fence\.proxy\.async(?:\.(global|shared::cta))?;")
+# Of `kernels/blocks/widen.py`.
+_WIDEN = re.compile(r"\{ // two (\w+) as (\w+) .*\}")
 _CLOCK = re.compile(r"mov\.u64 \$0, %globaltimer;")
 
 
@@ -308,6 +311,13 @@ def _run(asm: Any, args: Sequence[Any], result: Any) -> Any:
         if found[1] != "shared::cta":
             _machine().fence_proxy()
         return ()
+    if found := _WIDEN.fullmatch(text):
+        kind = next(dtype for dtype in _EIGHT_BITS if dtype.name == found[1])
+        pairs = args[0].to(tl.int32)
+        return tuple(
+            ((pairs >> shift) & 255).to(tl.uint8).to(kind, bitcast=True).to(wide)
+            for shift, wide in zip((0, 8), result, strict=True)
+        )
     if _CLOCK.fullmatch(text):
         return interpreter.argument(_machine().scheduler.step).to(tl.int64)
     raise NotImplementedError(f"The simulator does not know this assembly: {text}")

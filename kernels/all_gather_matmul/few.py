@@ -21,6 +21,7 @@ def all_gather_matmul_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
     weights,  # rhs [K, N], or [N, K]; and gate [K, N], if there is one; or several rhs
     epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
+    scales,  # of weights of 8 bits, see `matmul.multiply_narrow`; none of several rhs
     team,
     gathered,  # scratch [WORLD, M, K]
     arrived,  # signals [WORLD]: PUSHERS from each rank
@@ -41,6 +42,7 @@ def all_gather_matmul_few_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
     EPILOGUE: tl.constexpr,  # the names of `epilogue`
+    SCALES: tl.constexpr,  # those of `scales`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
@@ -60,8 +62,8 @@ def all_gather_matmul_few_kernel(
         for i in tl.static_range(count):
             if several.is_number(rhs, i):
                 multiply(
-                    inbox, weights, epilogue, outs, ready, row_block, column_block, all_rows, N, K,
-                    BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, EPILOGUE, ACTIVATION, i,
+                    inbox, weights, epilogue, scales, outs, ready, row_block, column_block, all_rows, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, EPILOGUE, SCALES, ACTIVATION, i,
                 )  # fmt: skip
         if gathered_ptr is not None:
             for at in range(tile * CHUNK, all_rows * K, (tl.num_programs(0) - PUSHERS) * CHUNK):
@@ -74,10 +76,10 @@ def all_gather_matmul_few_kernel(
 
 @triton.jit
 def multiply(
-    inbox, weights, epilogue, outs, ready, row_block, column_block,
+    inbox, weights, epilogue, scales, outs, ready, row_block, column_block,
     ROWS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PRECISION: tl.constexpr, RHS_TRANSPOSED: tl.constexpr, EPILOGUE: tl.constexpr,
-    ACTIVATION: tl.constexpr, NUMBER: tl.constexpr,
+    SCALES: tl.constexpr, ACTIVATION: tl.constexpr, NUMBER: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile, of columns of this rhs, and stores it; NaN if some rows have not come."""
     WIDTH: tl.constexpr = several.of(N, NUMBER)
@@ -88,7 +90,7 @@ def multiply(
     lhs = inbox + row.to(tl.int64) * K
     product, gate = matmul.multiply_gated(
         lhs, several.weights_of(weights, N, NUMBER), rows, column, ROWS, WIDTH, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, scales, SCALES,
     )  # fmt: skip
     product = tl.where(ready, product, float("nan"))
     out = outs[NUMBER] + row.to(tl.int64) * WIDTH

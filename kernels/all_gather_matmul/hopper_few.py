@@ -8,6 +8,8 @@ The first `PUSHERS` programs write this rank's rows into everybody's scratch, it
 waits for all ranks and computes one tile, or a part of K of it. Many rows are sent and awaited in parts of K: while the
 first one is multiplied the others come.
 
+A rank without peers has no pushers, and multiplies its rows where they lie.
+
 Pushers have the lowest program ids, so a GPU starts them first and no tile waits for a program that has no place to
 run, as long as there are places for all that share a tile.
 """
@@ -26,11 +28,13 @@ from jaxtaxfree.kernels.blocks import hopper_few, several, tiles
 @gluon.jit
 def all_gather_matmul_hopper_few_kernel(
     lhs_ptr,  # [M, K], this rank's rows
-    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs
+    weights,  # rhs [K, N], in blocks [BLOCK_K, BLOCK_N], and gate, if there is one; or several rhs. With
+    # RHS_TRANSPOSED [N, K], in blocks [BLOCK_N, BLOCK_K]
     epilogue,  # what there is of bias [N] and residual [WORLD * M, N]; or of a bias for each rhs
+    scales,  # what there is of f32 scales, see `hopper_few.scale` and `hopper_few.blocks_of`; none of several rhs
     team,
-    gathered,  # scratch [WORLD, M, K]
-    arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank
+    gathered,  # scratch [WORLD, M, K]; None without PUSHERS
+    arrived,  # signals [parts, WORLD]: PUSHERS // GROUPS from each rank; or None
     shares,  # scratch f32 [shared tiles, SPLITS, BLOCK_N * BLOCK_M]: sums of a part of K; or None
     left,  # signals [shared tiles]: one from each program that has left some; or None
     out_ptr,  # [WORLD * M, N]
@@ -44,41 +48,47 @@ def all_gather_matmul_hopper_few_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # of each product; 16 columns of all for each warp
     BLOCK_K: gl.constexpr,
+    RHS_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile,
     WHOLE: gl.constexpr,  # but for so many tiles, the first ones
     ADDERS: gl.constexpr,  # so many of these add it up
-    PUSHERS: gl.constexpr,
+    PUSHERS: gl.constexpr,  # 0 if WORLD is 1
     GROUPS: gl.constexpr,  # of pushers, each of which sends some of the parts
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     CHUNK: gl.constexpr,  # elements that a pusher moves at a time
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # those of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
-    if gl.program_id(0) < PUSHERS:
+    if PUSHERS > 0 and gl.program_id(0) < PUSHERS:
         push(me, lhs_ptr, gathered, arrived, M, K, WORLD, PUSHERS, GROUPS, PART, CHUNK)
     else:
         number, split, first, end = hopper_few.share_of(gl.program_id(0) - PUSHERS, K, BLOCK_K, SPLITS, WHOLE)
         place = hopper_few.place_of(number, WORLD * M, BLOCK_M, BLOCK_N, N)
-        ring = hopper_few.allocate(several.weights_of(weights, N, 0), BLOCK_M, STAGES)
+        ring = hopper_few.allocate(
+            several.weights_of(weights, N, 0), lhs_ptr.dtype.element_ty, BLOCK_M, STAGES, RHS_TRANSPOSED
+        )
         rows = allocate_answer()
         hopper_few.begin(ring, weights, place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
         mbarrier.init(rows.told, count=1)
         shmem.verify(me)
+        blocks = hopper_few.blocks_of(scales, SCALES, place, first, WORLD * M, N)
         gl.warp_specialize(
             [
                 (
                     multiply,
                     (
-                        me, ring, rows, epilogue, shares, left, (out_ptr, out1_ptr, out2_ptr, out3_ptr), place, split,
-                        end - first, WORLD * M, N, BLOCK_M, BLOCK_N, SPLITS, WHOLE, ADDERS, EPILOGUE, ACTIVATION,
+                        me, ring, rows, epilogue, scales, blocks, shares, left,
+                        (out_ptr, out1_ptr, out2_ptr, out3_ptr), place, split, end - first, WORLD * M, N, BLOCK_M,
+                        BLOCK_N, SPLITS, WHOLE, ADDERS, EPILOGUE, ACTIVATION, SCALES,
                     ),
                 ),
                 (
                     load,
                     (
-                        me, ring, rows, weights, place, first, end, gathered, arrived, M, K, WORLD,
+                        me, ring, rows, lhs_ptr, weights, place, first, end, gathered, arrived, M, K, WORLD,
                         BLOCK_M, SPLITS, PUSHERS // GROUPS, PART,
                     ),
                 ),
@@ -142,6 +152,7 @@ def load(
     me,
     ring,
     rows,
+    lhs_ptr,
     weights,
     place,
     first,
@@ -159,40 +170,46 @@ def load(
     """Fetches what is multiplied in the steps from `first` to before `end`, rows of peers as they arrive.
 
     Args:
-      SIGNALS: of a part, from each rank.
+      SIGNALS: of a part, from each rank; 0 if there are no peers, and the rows are multiplied where they lie.
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     BLOCK_K: gl.constexpr = ring.lhs.shape[2]
     BOX: gl.constexpr = tiles.box_of(WORLD * M, BLOCK_M)
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], weights[0].dtype)
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BOX, BLOCK_K], ring.lhs.dtype)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     STEPS: gl.constexpr = gl.cdiv(K, BLOCK_K) // SPLITS
     STEPS_A_PART: gl.constexpr = PART // BLOCK_K
     for stage in range(min(STAGES, STEPS, hopper_few.AHEAD), min(STAGES, STEPS)):
         hopper_few.fetch_weights(ring, weights, stage, first + stage, place)
-    inbox = shmem.scratch(me, gathered, weights[0].dtype)
-    lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
+    fetched = first + min(STAGES, STEPS)
     ready = me.ready
-    position = (0, 1)
-    for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
-        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready
-        shmem.fence_proxy()
-        begin = gl.maximum(part * STEPS_A_PART, first)
-        until = gl.minimum((part + 1) * STEPS_A_PART, end)
-        fetched = first + min(STAGES, STEPS)
-        position = hopper_few.load(ring, lhs_desc, weights, place, WORLD * M, position, begin, until, fetched)
+    if SIGNALS == 0:
+        lhs_desc = tma.make_tensor_descriptor(lhs_ptr, [M, K], [K, 1], [BOX, BLOCK_K], LHS)
+        hopper_few.load(ring, lhs_desc, weights, place, M, (0, 1), first, end, fetched)
+    else:
+        inbox = shmem.scratch(me, gathered, ring.lhs.dtype)
+        lhs_desc = tma.make_tensor_descriptor(inbox, [WORLD * M, K], [K, 1], [BOX, BLOCK_K], LHS)
+        position = (0, 1)
+        for part in range(first // STEPS_A_PART, gl.cdiv(end, STEPS_A_PART)):
+            ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready
+            shmem.fence_proxy()
+            begin = gl.maximum(part * STEPS_A_PART, first)
+            until = gl.minimum((part + 1) * STEPS_A_PART, end)
+            position = hopper_few.load(ring, lhs_desc, weights, place, WORLD * M, position, begin, until, fetched)
     rows.came.store(gl.full([4], ready.to(gl.int32), gl.int32, LANES))
     mbarrier.arrive(rows.told, count=1)
 
 
 @gluon.jit
 def multiply(
-    me, ring, rows, epilogue, shares, left, outs, place, split, steps,
+    me, ring, rows, epilogue, scales, blocks, shares, left, outs, place, split, steps,
     ROWS: gl.constexpr, N: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
-    WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, EPILOGUE: gl.constexpr, ACTIVATION: gl.constexpr, SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes a tile, and stores it or what it adds up of it; NaN if some rows have not come."""
-    tile = hopper_few.multiply(ring, steps)
+    of_columns = hopper_few.scales_of_columns(ring, scales, SCALES, place, N)
+    tile = hopper_few.multiply(ring, steps, blocks)
+    tile = hopper_few.scale(tile, of_columns, scales, SCALES, place, ROWS)
     mbarrier.wait(rows.told, 0)
     ready = gl.max(rows.came.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0) != 0
     if SPLITS > 1:

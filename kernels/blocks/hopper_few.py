@@ -16,6 +16,10 @@ those that fill all of these have a program each, and only those left over are s
 With a gate, which is a second matrix of weights, a stage has blocks of both, side by side: the tile has columns of
 `rhs` and then of the gate (`product_and_gate`). Of several `rhs` (`blocks.several`) a tile has columns of one.
 
+Weights of 8 bits are half the bytes. Under rows of 16 bits they go through registers, where they become numbers of 16
+bits: the tensor cores take their first operand from there, too. Rows of 8 bits are multiplied as they are. Scales that
+are the same along K come last (`scale`), those of blocks with each step (`Blocks`).
+
 `allocate` and `begin` stand in the kernel itself; of its partitions one calls `load`, the other one `multiply` and what
 comes after it. What becomes of a tile then it does with one of its `pieces` after the other, for want of registers.
 """
@@ -29,12 +33,13 @@ from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, Fracti
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.blocks import several, tiles
+from jaxtaxfree.kernels.blocks import bundle, several, tiles, widen
 
 # Weights are read once. They are not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
 AHEAD = gl.constexpr(8)  # steps of K whose weights `begin` asks for, which keep the memory busy until `load` begins
 PIECE = gl.constexpr(8192)  # elements of a tile that are handled at a time
+SCALED = gl.constexpr(128)  # of K, and of N, have one scale where scales are of blocks
 
 
 class Ring(NamedTuple):
@@ -42,7 +47,8 @@ class Ring(NamedTuple):
 
     lhs: Any  # [STAGES, rows of the first part, BLOCK_K]
     rest: Any  # [STAGES, other rows, BLOCK_K], or None
-    rhs: Any  # [STAGES, BLOCK_K, columns of a tile]
+    rhs: Any  # [STAGES, BLOCK_K, columns of a tile]; None if rhs is [N, K]
+    transposed: Any  # [STAGES, columns of a tile, BLOCK_K] then, else None
     full: Any  # mbarriers of the stages: all blocks have come
     empty: Any  # they have been multiplied
 
@@ -54,25 +60,31 @@ def first_part(block_m):
 
 
 @gluon.jit
-def allocate(weights, BLOCK_M: gl.constexpr, STAGES: gl.constexpr):
+def allocate(weights, ROWS_TYPE: gl.constexpr, BLOCK_M: gl.constexpr, STAGES: gl.constexpr, TRANSPOSED: gl.constexpr):
     """The program's `Ring`.
 
     Args:
-      weights: a bundle: `rhs` [K, N], and the gate if there is one, in blocks [BLOCK_K, BLOCK_N].
+      ROWS_TYPE: of the elements of lhs.
+      weights: a bundle: `rhs` [K, N], and the gate if there is one, in blocks [BLOCK_K, BLOCK_N]; with TRANSPOSED
+        [N, K], in blocks [BLOCK_N, BLOCK_K].
     """
     rhs_desc = weights[0]
-    BLOCK_K: gl.constexpr = rhs_desc.block_shape[0]
-    COLUMNS: gl.constexpr = rhs_desc.block_shape[1] * len(weights)
+    BLOCK_K: gl.constexpr = rhs_desc.block_shape[1 if TRANSPOSED else 0]
+    COLUMNS: gl.constexpr = rhs_desc.block_shape[0 if TRANSPOSED else 1] * len(weights)
     ROWS: gl.constexpr = first_part(BLOCK_M)
-    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], rhs_desc.dtype)
-    lhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, ROWS, BLOCK_K], LHS)
+    LHS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_K], ROWS_TYPE)
+    lhs = gl.allocate_shared_memory(ROWS_TYPE, [STAGES, ROWS, BLOCK_K], LHS)
     rest = None
     if ROWS < BLOCK_M:
-        rest = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_M - ROWS, BLOCK_K], LHS)
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
+        rest = gl.allocate_shared_memory(ROWS_TYPE, [STAGES, BLOCK_M - ROWS, BLOCK_K], LHS)
+    rhs, transposed = None, None
+    if TRANSPOSED:
+        transposed = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, COLUMNS, BLOCK_K], rhs_desc.layout)
+    else:
+        rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, BLOCK_K, COLUMNS], rhs_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
-    return Ring(lhs, rest, rhs, full, empty)
+    return Ring(lhs, rest, rhs, transposed, full, empty)
 
 
 @gluon.jit
@@ -152,8 +164,14 @@ def begin(ring, weights, place, first, STEPS: gl.constexpr):
 def fetch_weights(ring, weights, stage, step, place):
     """Begins to fill a stage, and announces the block of lhs along with those of the weights."""
     full = ring.full.index(stage)
-    dest = ring.rhs.index(stage)
-    at = [step * weights[0].block_shape[0], place.column]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    DIMENSION: gl.constexpr = 1 if ring.transposed is None else 0
+    if ring.transposed is None:
+        dest = ring.rhs.index(stage)
+        at = [step * BLOCK_K, place.column]
+    else:
+        dest = ring.transposed.index(stage)
+        at = [place.column, step * BLOCK_K]
     REST: gl.constexpr = 0 if ring.rest is None else ring.rest.index(stage).nbytes_per_cta
     mbarrier.expect(full, ring.lhs.index(stage).nbytes_per_cta + REST + dest.nbytes_per_cta)
     if place.rhs is not None:
@@ -162,9 +180,10 @@ def fetch_weights(ring, weights, stage, step, place):
     elif len(weights) == 1:
         tma.async_load(weights[0], at, full, dest, cache_policy=READ_ONCE)
     else:
-        BLOCK_N: gl.constexpr = weights[0].block_shape[1]
+        BLOCK_N: gl.constexpr = weights[0].block_shape[DIMENSION]
         for i in gl.static_range(len(weights)):
-            tma.async_load(weights[i], at, full, dest.slice(i * BLOCK_N, BLOCK_N, 1), cache_policy=READ_ONCE)
+            part = dest.slice(i * BLOCK_N, BLOCK_N, DIMENSION)
+            tma.async_load(weights[i], at, full, part, cache_policy=READ_ONCE)
 
 
 @gluon.jit
@@ -207,43 +226,246 @@ def layout_of_sums(block_m, warps):
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, block_m, 16])
 
 
+@triton.constexpr_function
+def layout_of_product(block_m, warps, dtype):
+    """As the tensor cores have the sums of a product of rows of this type."""
+    # Each instruction multiplies 32 bytes of K. Of integers, Triton has instructions for up to 224 rows.
+    depth = 256 // dtype.primitive_bitwidth
+    return gl.NVMMADistributedLayout(
+        [3, 0], [warps, 1], [16, min(block_m, 128) if dtype == gl.int8 else block_m, depth]
+    )
+
+
+class Blocks(NamedTuple):
+    """Scales of blocks of a product's operands, SCALED of K long: by what the sums of a step are multiplied.
+
+    Attributes:
+      rows: f32 [blocks of K, all rows], or None.
+      columns: f32 [blocks of K, blocks of N], or None.
+      place: of the tile.
+      first: its first step of K.
+      count: of all rows.
+      width: N.
+    """
+
+    rows: Any
+    columns: Any
+    place: Any
+    first: Any
+    count: Any
+    width: Any
+
+
 @gluon.jit
-def multiply(ring, steps):
-    """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows: each of its parts."""
+def blocks_of(scales, NAMES: gl.constexpr, place, first, ROWS: gl.constexpr, N: gl.constexpr):
+    """The `Blocks` of a bundle of scales: "lhs_blocks" and "rhs_blocks"."""
+    rows = bundle.member(scales, NAMES, "lhs_blocks")
+    columns = bundle.member(scales, NAMES, "rhs_blocks")
+    return Blocks(rows, columns, place, first, ROWS, N)
+
+
+@gluon.jit
+def factor_of(blocks, step, ring, sums, before):
+    """By what a step's part of sums is multiplied, f32 of their shape or what becomes that; None without scales.
+
+    Args:
+      before: rows of the tile before these.
+    """
+    factor = None
+    BLOCK_K: gl.constexpr = ring.lhs.shape[2]
+    COLUMNS: gl.constexpr = sums.shape[0]
+    ROWS: gl.constexpr = sums.shape[1]
+    LAYOUT: gl.constexpr = layout_of_sums(ROWS, gl.num_warps())
+    block = (blocks.first + step) * BLOCK_K // SCALED
+    if blocks.columns is not None:
+        n = blocks.place.column + gl.arange(0, COLUMNS, gl.SliceLayout(1, LAYOUT))
+        at = block * gl.cdiv(blocks.width, SCALED) + n // SCALED
+        factor = gl.load(blocks.columns + at, mask=n < blocks.width, other=1.0)[:, None]
+    if blocks.rows is not None:
+        m = blocks.place.row + before + gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))
+        of_rows = gl.load(blocks.rows + block * blocks.count + m, mask=m < blocks.count, other=1.0)[None, :]
+        factor = of_rows if factor is None else factor * of_rows
+    return factor
+
+
+@gluon.jit
+def multiply(ring, steps, blocks):
+    """The tile, from what `load` fetches, with columns of `rhs`, and of the gate, as its rows: each of its parts.
+
+    Args:
+      blocks: `Blocks`.
+    """
     STAGES: gl.constexpr = ring.lhs.shape[0]
-    tile = zeros(ring.lhs, ring.rhs)
+    PROMOTES: gl.constexpr = blocks.rows is not None or blocks.columns is not None or promotes(ring)
+    tile = zeros(ring.lhs, ring, PROMOTES)
+    factor = factor_of(blocks, 0, ring, tile, 0)
     if ring.rest is not None:
-        rest = zeros(ring.rest, ring.rhs)
+        rest = zeros(ring.rest, ring, PROMOTES)
+        other = factor_of(blocks, 0, ring, rest, ring.lhs.shape[1])
     stage = 0
     phase = 0
     previous = 0
     for step in range(steps):
         mbarrier.wait(ring.full.index(stage), phase)
         lhs = ring.lhs.index(stage).permute((1, 0))
-        tile = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), lhs, tile, use_acc=step > 0, is_async=True)
-        if ring.rest is None:
-            tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+        rhs = columns_of(ring, stage)
+        if PROMOTES:
+            # On their way while this step is multiplied.
+            following = gl.minimum(step + 1, steps - 1)
+            coming = factor_of(blocks, following, ring, tile, 0)
+            tile = add_step(tile, rhs, lhs, ring, factor)
+            if factor is not None:
+                factor = coming
+            if ring.rest is not None:
+                coming = factor_of(blocks, following, ring, rest, ring.lhs.shape[1])
+                rest = add_step(rest, beside(rhs, ring), ring.rest.index(stage).permute((1, 0)), ring, other)
+                if other is not None:
+                    other = coming
+            mbarrier.arrive(ring.empty.index(stage), count=1)
         else:
-            others = ring.rest.index(stage).permute((1, 0))
-            rest = warpgroup_mma(ring.rhs.index(stage).permute((1, 0)), others, rest, use_acc=step > 0, is_async=True)
-            tile, rest = warpgroup_mma_wait(num_outstanding=2, deps=(tile, rest))
-        mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
+            tile = warpgroup_mma(rhs, lhs, tile, use_acc=step > 0, is_async=True)
+            if ring.rest is None:
+                tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+            else:
+                others = ring.rest.index(stage).permute((1, 0))
+                rest = warpgroup_mma(beside(rhs, ring), others, rest, use_acc=step > 0, is_async=True)
+                tile, rest = warpgroup_mma_wait(num_outstanding=2, deps=(tile, rest))
+            mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
         stage += 1
         if stage == STAGES:
             stage = 0
             phase = phase ^ 1
     if ring.rest is None:
-        parts = (warpgroup_mma_wait(num_outstanding=0, deps=(tile,)),)
+        if not PROMOTES:
+            tile = warpgroup_mma_wait(num_outstanding=0, deps=(tile,))
+        parts = (as_sums(tile),)
     else:
-        parts = warpgroup_mma_wait(num_outstanding=0, deps=(tile, rest))
+        if not PROMOTES:
+            tile, rest = warpgroup_mma_wait(num_outstanding=0, deps=(tile, rest))
+        parts = (as_sums(tile), as_sums(rest))
     return parts
 
 
 @gluon.jit
-def zeros(lhs, rhs):
-    """What a product begins with of these blocks of a stage."""
-    return gl.zeros((rhs.shape[2], lhs.shape[1]), gl.float32, layout_of_sums(lhs.shape[1], gl.num_warps()))
+def add_step(sums, rhs, lhs, ring, factor):
+    """Sums, and the product of a step of K, multiplied by a `factor_of` it."""
+    ROWS: gl.constexpr = sums.shape[1]
+    TYPE: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
+    LAYOUT: gl.constexpr = layout_of_product(ROWS, gl.num_warps(), ring.lhs.dtype)
+    product = gl.zeros((sums.shape[0], ROWS), TYPE, LAYOUT)
+    product = warpgroup_mma(rhs, lhs, product, use_acc=False, is_async=True)
+    product = as_sums(warpgroup_mma_wait(num_outstanding=0, deps=(product,)))
+    if factor is not None:
+        product *= factor
+    return sums + product
+
+
+@gluon.jit
+def as_sums(tile):
+    """A tile as the tensor cores have it as f32, in the `layout_of_sums`."""
+    return gl.convert_layout(tile.to(gl.float32), layout_of_sums(tile.shape[1], gl.num_warps()))
+
+
+@gluon.constexpr_function
+def promotes(ring):
+    """Whether the sums of a step are added up in f32 outside of the tensor cores, as in `blocks.hopper`."""
+    return ring.lhs.dtype.is_fp8()
+
+
+@gluon.jit
+def columns_of(ring, stage):
+    """The block of weights in a stage, with their columns as rows: [columns of a tile, BLOCK_K], of the type of lhs.
+
+    It stays where it is, unless it has 8 bits under lhs of 16.
+    """
+    if ring.transposed is None:
+        columns = ring.rhs.index(stage).permute((1, 0))
+    elif widens(ring):
+        columns = widened(ring, stage)
+    else:
+        columns = ring.transposed.index(stage)
+    return columns
+
+
+@gluon.jit
+def widened(ring, stage):
+    """The block of weights of 8 bits in a stage, as the tensor cores take it from registers."""
+    STAGES: gl.constexpr = ring.transposed.shape[0]
+    COLUMNS: gl.constexpr = ring.transposed.shape[1]
+    BLOCK_K: gl.constexpr = ring.transposed.shape[2]
+    SUMS: gl.constexpr = layout_of_sums(ring.lhs.shape[1], gl.num_warps())
+    # Two bytes that follow each other along K are those of a thread.
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(ring.transposed.layout.swizzle_byte_width, 16)
+    pairs = ring.transposed.reinterpret(gl.int16, [STAGES, COLUMNS, BLOCK_K // 2], PAIRS)
+    low, high = widen.words(
+        pairs.index(stage).load(gl.DotOperandLayout(0, SUMS, 1)), ring.transposed.dtype, ring.lhs.dtype
+    )
+    both = gl.join(low, high).reshape([COLUMNS, BLOCK_K])
+    return gl.convert_layout(both, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+
+
+@gluon.constexpr_function
+def widens(ring):
+    """Whether weights become numbers of 16 bits in registers."""
+    return ring.transposed is not None and ring.transposed.dtype.primitive_bitwidth < ring.lhs.dtype.primitive_bitwidth
+
+
+@gluon.jit
+def beside(columns, ring):
+    """The same `columns_of`, for the other rows of a tile."""
+    if widens(ring):
+        SUMS: gl.constexpr = layout_of_sums(ring.rest.shape[1], gl.num_warps())
+        columns = gl.convert_layout(columns, gl.DotOperandLayout(0, SUMS, 2))
+    return columns
+
+
+@gluon.jit
+def zeros(lhs, ring, PROMOTES: gl.constexpr):
+    """What a product begins with of these blocks of lhs."""
+    COLUMNS: gl.constexpr = ring.rhs.shape[2] if ring.transposed is None else ring.transposed.shape[1]
+    SUMS: gl.constexpr = layout_of_sums(lhs.shape[1], gl.num_warps())
+    PRODUCT: gl.constexpr = layout_of_product(lhs.shape[1], gl.num_warps(), lhs.dtype)
+    TYPE: gl.constexpr = gl.int32 if lhs.dtype == gl.int8 and not PROMOTES else gl.float32
+    return gl.zeros((COLUMNS, lhs.shape[1]), TYPE, SUMS if PROMOTES else PRODUCT)
+
+
+@gluon.jit
+def scales_of_columns(ring, scales, NAMES: gl.constexpr, place, N: gl.constexpr):
+    """The scales "rhs" [N], f32, of a tile's columns, which `scale` takes; None if there are none.
+
+    Asked for before the product, they are there when it is done.
+    """
+    of_columns = bundle.member(scales, NAMES, "rhs")
+    found = None
+    if of_columns is not None:
+        LAYOUT: gl.constexpr = layout_of_sums(ring.lhs.shape[1], gl.num_warps())
+        n = place.column + gl.arange(0, ring.transposed.shape[1], gl.SliceLayout(1, LAYOUT))
+        found = gl.load(of_columns + n, mask=n < N, other=1.0)
+    return found
+
+
+@gluon.jit
+def scale(parts, of_columns, scales, NAMES: gl.constexpr, place, ROWS: gl.constexpr):
+    """The parts of a tile, multiplied by `scales_of_columns`, and by the scales "lhs" [ROWS], f32, of its rows."""
+    found = ()
+    for part in gl.static_range(len(parts)):
+        before = 0 if part == 0 else parts[0].shape[1]
+        found = found + (_scale_part(parts[part], of_columns, scales, NAMES, place, before, ROWS),)
+    return found
+
+
+@gluon.jit
+def _scale_part(tile, of_columns, scales, NAMES: gl.constexpr, place, before, ROWS: gl.constexpr):
+    """As `scale`, of a part with so many rows before it."""
+    LAYOUT: gl.constexpr = layout_of_sums(tile.shape[1], gl.num_warps())
+    if of_columns is not None:
+        tile *= gl.convert_layout(of_columns, gl.SliceLayout(1, LAYOUT))[:, None]
+    of_rows = bundle.member(scales, NAMES, "lhs")
+    if of_rows is not None:
+        m = place.row + before + gl.arange(0, tile.shape[1], gl.SliceLayout(0, LAYOUT))
+        tile *= gl.load(of_rows + m, mask=m < ROWS, other=1.0)[None, :]
+    return tile
 
 
 class Piece(NamedTuple):

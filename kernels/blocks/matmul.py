@@ -4,6 +4,10 @@ import triton
 import triton.language as tl
 from triton.language.core import builtin
 
+from jaxtaxfree.kernels.blocks import bundle
+
+SCALED = tl.constexpr(128)  # of K, and of N, have one scale where scales are of blocks
+
 
 @builtin
 def _precision(wanted, _semantic=None):
@@ -85,6 +89,54 @@ def multiply(
 
 
 @triton.jit
+def multiply_narrow(
+    lhs_ptr,  # first row of the tile
+    rhs_ptr,  # weights of 8 bits [K, N]; with RHS_TRANSPOSED [N, K]
+    scales,  # a bundle: "rhs" f32 [N], or "rhs_blocks" f32 [blocks of K, blocks of N]
+    rows,
+    column,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr,
+    SCALES: tl.constexpr,  # the names of `scales`
+):
+    """`multiply` by weights of 8 bits under rows of 16, with their scales."""
+    of_columns = bundle.member(scales, SCALES, "rhs")
+    of_blocks = bundle.member(scales, SCALES, "rhs_blocks")
+    accumulator = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    m = rows_to_read(rows, M, BLOCK_M)
+    n = column + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    lhs_ptrs = lhs_ptr + m[:, None] * K + k[None, :]
+    if RHS_TRANSPOSED:
+        rhs_ptrs = rhs_ptr + k[:, None] + n[None, :].to(tl.int64) * K
+    else:
+        rhs_ptrs = rhs_ptr + k[:, None] * N + n[None, :]
+    for start in range(0, K, BLOCK_K):
+        lhs = load_rows(lhs_ptrs, m, rows, k, K - start, M, K, BLOCK_M, BLOCK_K)
+        if K % BLOCK_K == 0 and N % BLOCK_N == 0:
+            rhs = tl.load(rhs_ptrs)
+        else:
+            rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0)
+        rhs = rhs.to(lhs.dtype)
+        if of_blocks is None:
+            accumulator = tl.dot(lhs, rhs, accumulator)
+        else:
+            at = start // SCALED * tl.cdiv(N, SCALED) + n // SCALED
+            factor = tl.load(of_blocks + at, mask=n < N, other=0.0)
+            accumulator += tl.dot(lhs, rhs) * factor[None, :]
+        lhs_ptrs += BLOCK_K
+        rhs_ptrs += BLOCK_K if RHS_TRANSPOSED else BLOCK_K * N
+    if of_columns is not None:
+        accumulator *= tl.load(of_columns + n, mask=n < N, other=0.0)[None, :]
+    return accumulator
+
+
+@triton.jit
 def multiply_gated(
     lhs_ptr,  # first row of the tile
     weights,  # rhs [K, N], or with RHS_TRANSPOSED [N, K]; and gate [K, N], if there is one
@@ -98,9 +150,16 @@ def multiply_gated(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,  # not with a gate
+    scales=(),  # of weights of 8 bits, not with a gate; see `multiply_narrow`
+    SCALES: tl.constexpr = (),
 ):
     """A tile of lhs @ rhs by `multiply`, and that of lhs @ gate, or None."""
-    if len(weights) == 1:
+    if len(SCALES) > 0:
+        gate: tl.constexpr = None
+        product = multiply_narrow(
+            lhs_ptr, weights[0], scales, rows, column, M, N, K, BLOCK_M, BLOCK_N, BLOCK_K, RHS_TRANSPOSED, SCALES
+        )
+    elif len(weights) == 1:
         gate: tl.constexpr = None
         product = multiply(
             lhs_ptr, weights[0], rows, column, M, N, K,

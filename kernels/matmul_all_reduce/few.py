@@ -25,6 +25,7 @@ def matmul_all_reduce_few_kernel(
     lhs_ptr,  # [M, K]
     rhs_ptr,  # [K, N]; with RHS_TRANSPOSED [N, K]
     epilogue,  # what there is of bias [N] and residual [M, N]
+    scales,  # of weights of 8 bits, see `matmul.multiply_narrow`
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS] with two shots: the rows that each rank has added up
@@ -45,6 +46,7 @@ def matmul_all_reduce_few_kernel(
     PRECISION: tl.constexpr,
     RHS_TRANSPOSED: tl.constexpr,
     EPILOGUE: tl.constexpr,  # the names of `epilogue`
+    SCALES: tl.constexpr,  # those of `scales`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team, VERIFY=False)  # `send_tile` has time for it
@@ -61,9 +63,9 @@ def matmul_all_reduce_few_kernel(
     if tl.program_id(0) < multiplying:
         row_block, column_block = tiles.grouped(tl.program_id(0), row_blocks, column_blocks, GROUP_M=row_blocks)
         send_tile(
-            me, lhs_ptr, rhs_ptr, partials, wire, row_block * BLOCK_M, column_block * BLOCK_N,
+            me, lhs_ptr, rhs_ptr, scales, partials, wire, row_block * BLOCK_M, column_block * BLOCK_N,
             M, N, K, WORLD, OWNED, columns, SHOTS, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-            RHS_TRANSPOSED,
+            RHS_TRANSPOSED, SCALES,
         )  # fmt: skip
         first = 0
         # The last row block's program has the highest id of its columns.
@@ -102,18 +104,18 @@ def matmul_all_reduce_few_kernel(
 
 @triton.jit
 def send_tile(
-    me, lhs_ptr, rhs_ptr, partials, wire: tl.constexpr, row, column,
+    me, lhs_ptr, rhs_ptr, scales, partials, wire: tl.constexpr, row, column,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, WORLD: tl.constexpr, OWNED: tl.constexpr, COLUMNS: tl.constexpr,
     SHOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-    RHS_TRANSPOSED: tl.constexpr,
+    RHS_TRANSPOSED: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Computes a tile of this rank's product, and sends its rows to those who add them up."""
     first = tl.minimum(row, M - 1)
     # Where rows past the end are sent as well, `multiply` must not take a block for one that is whole.
     rows_of_lhs: tl.constexpr = M if SHOTS == 1 or WORLD * OWNED == M else 1
-    product = matmul.multiply(
-        lhs_ptr + first.to(tl.int64) * K, rhs_ptr, tl.minimum(M - first, BLOCK_M), column, rows_of_lhs, N, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+    product, _ = matmul.multiply_gated(
+        lhs_ptr + first.to(tl.int64) * K, (rhs_ptr,), tl.minimum(M - first, BLOCK_M), column, rows_of_lhs, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, scales, SCALES,
     )  # fmt: skip
     shmem.verify(me)
     words = shmem.words_of(product.to(wire))

@@ -25,8 +25,9 @@ from jaxtaxfree.kernels.blocks import wire as wire_types
 @gluon.jit
 def matmul_reduce_hopper_few_kernel(
     lhs_desc,  # [all rows, K], in boxes [rows, BLOCK_K], see `tiles.box_of`
-    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]
+    rhs_desc,  # [K, N], in blocks [BLOCK_K, BLOCK_N]; with RHS_TRANSPOSED [N, K], in blocks [BLOCK_N, BLOCK_K]
     epilogue,  # what there is of bias [N] and residual [M, N]
+    scales,  # what there is of f32 scales, see `hopper_few.scale` and `hopper_few.blocks_of`
     team,
     partials,  # words [WORLD, OWNED, COLUMNS]: each rank's part of the rows that this one adds up
     sums,  # words [WORLD, OWNED, COLUMNS]: the rows that each rank has added up; or None if nobody else needs them
@@ -43,6 +44,7 @@ def matmul_reduce_hopper_few_kernel(
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,  # 16 for each warp
     BLOCK_K: gl.constexpr,
+    RHS_TRANSPOSED: gl.constexpr,
     STAGES: gl.constexpr,  # steps of K in flight
     SPLITS: gl.constexpr,  # programs that share a tile,
     WHOLE: gl.constexpr,  # but for so many tiles, the first ones
@@ -50,6 +52,7 @@ def matmul_reduce_hopper_few_kernel(
     ADD_ROWS: gl.constexpr,  # rows that are added up at once; at least 8 if several programs take turns
     LINGER: gl.constexpr,  # words of each rank are waited for before all the others are looked at
     EPILOGUE: gl.constexpr,  # the names of `epilogue`
+    SCALES: gl.constexpr,  # those of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
 ):
     me = shmem.start(team, VERIFY=False)
@@ -57,18 +60,19 @@ def matmul_reduce_hopper_few_kernel(
     number, split, first, end = hopper_few.share_of(gl.program_id(0), K, BLOCK_K, SPLITS, WHOLE)
     ROWS: gl.constexpr = WORLD * OWNED if SCATTERED else OWNED
     place = hopper_few.place_of(number, ROWS, BLOCK_M, BLOCK_N)
-    ring = hopper_few.allocate((rhs_desc,), BLOCK_M, STAGES)
+    ring = hopper_few.allocate((rhs_desc,), lhs_desc.dtype, BLOCK_M, STAGES, RHS_TRANSPOSED)
     fetched = hopper_few.begin(ring, (rhs_desc,), place, first, gl.cdiv(K, BLOCK_K) // SPLITS)
     shmem.verify(me)
-    wire: gl.constexpr = wire_types.type_of(rhs_desc.dtype, EXACT_WIRE)
+    blocks = hopper_few.blocks_of(scales, SCALES, place, first, ROWS, N)
+    wire: gl.constexpr = wire_types.type_of(lhs_desc.dtype, EXACT_WIRE)
     gl.warp_specialize(
         [
             (
                 multiply,
                 (
-                    me, ring, last, partials, sums, shares, left, out_ptr, place, split, end - first,
-                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, SPLITS, WHOLE, ADDERS,
-                    ADD_ROWS, LINGER, ACTIVATION,
+                    me, ring, last, scales, blocks, partials, sums, shares, left, out_ptr, place, split, end - first,
+                    M, N, WORLD, OWNED, SCATTERED, wire, gl.cdiv(ROWS, BLOCK_M), BLOCK_M, BLOCK_N, SPLITS, WHOLE,
+                    ADDERS, ADD_ROWS, LINGER, ACTIVATION, SCALES,
                 ),
             ),
             (load, (ring, lhs_desc, rhs_desc, place, ROWS, first, end, first + fetched)),
@@ -87,15 +91,17 @@ def load(ring, lhs_desc, rhs_desc, place, ROWS: gl.constexpr, first, end, fetche
 
 @gluon.jit
 def multiply(
-    me, ring, last, partials, sums, shares, left, out_ptr, place, split, steps,
+    me, ring, last, scales, blocks, partials, sums, shares, left, out_ptr, place, split, steps,
     M: gl.constexpr, N: gl.constexpr, WORLD: gl.constexpr, OWNED: gl.constexpr, SCATTERED: gl.constexpr,
-    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, SPLITS: gl.constexpr, WHOLE: gl.constexpr,
-    ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    WIRE: gl.constexpr, BLOCKS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPLITS: gl.constexpr,
+    WHOLE: gl.constexpr, ADDERS: gl.constexpr, ADD_ROWS: gl.constexpr, LINGER: gl.constexpr, ACTIVATION: gl.constexpr,
+    SCALES: gl.constexpr,
 ):  # fmt: skip
     """Computes this rank's tile, or a part of it, and sees to it that it is added up."""
-    BLOCK_N: gl.constexpr = ring.rhs.shape[2]
     PITCH: gl.constexpr = gl.cdiv(N, BLOCK_N) * BLOCK_N
-    tile = hopper_few.multiply(ring, steps)
+    of_columns = hopper_few.scales_of_columns(ring, scales, SCALES, place, N)
+    tile = hopper_few.multiply(ring, steps, blocks)
+    tile = hopper_few.scale(tile, of_columns, scales, SCALES, place, WORLD * OWNED if SCATTERED else OWNED)
     parts = hopper_few.pieces(tile, ADDERS)
     hopper_few.leave(me, parts, shares, left, place.number, split, BLOCK_M, SPLITS, WHOLE, ADDERS)
     adder = hopper_few.adder_of(split, SPLITS, ADDERS)

@@ -22,6 +22,7 @@ def matmul_reduce_scatter_few_kernel(
     lhs_ptr,  # [WORLD * M, K]
     rhs_ptr,  # [K, N], or [N, K]
     epilogue,  # what there is of bias [N] and residual [M, N]
+    scales,  # of weights of 8 bits, see `matmul.multiply_narrow`
     team,
     partials,  # scratch [WORLD, M, N]
     arrived,  # signals [programs, WORLD]
@@ -37,6 +38,7 @@ def matmul_reduce_scatter_few_kernel(
     RHS_TRANSPOSED: tl.constexpr,
     EXACT_WIRE: tl.constexpr,  # partial sums travel as f32, not in the type of the operands
     EPILOGUE: tl.constexpr,  # the names of `epilogue`
+    SCALES: tl.constexpr,  # those of `scales`
     ACTIVATION: tl.constexpr,
 ):
     me = shmem.start(team)
@@ -48,9 +50,9 @@ def matmul_reduce_scatter_few_kernel(
     row = row_block * BLOCK_M
     column = column_block * BLOCK_N
     rows = tl.minimum(all_rows - row, BLOCK_M)
-    product = matmul.multiply(
-        lhs_ptr + row.to(tl.int64) * K, rhs_ptr, rows, column, all_rows, N, K,
-        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED=RHS_TRANSPOSED,
+    product, _ = matmul.multiply_gated(
+        lhs_ptr + row.to(tl.int64) * K, (rhs_ptr,), rows, column, all_rows, N, K,
+        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION, RHS_TRANSPOSED, scales, SCALES,
     )  # fmt: skip
 
     n = column + tl.arange(0, BLOCK_N)

@@ -61,6 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
     "300-rows-more-tiles": {"m": 300, "world": 2, "n": 2 * 8960},
     "440-rows-more-tiles-pair": {"m": 440, "world": 2, "n": 2 * 4480, "gate": True, "activation": "silu"},
     "2-ranks": {"world": 2},
+    "144-rows-transposed": {"m": 144, "rhs_transposed": True},
     "2-ranks-128-rows-float32": {"world": 2, "m": 128, "residual": True, "preferred_element_type": "float32"},
 }
 SPECS = {"gate": P(None, "tp"), "bias": P("tp"), "residual": P(None, "tp")}
@@ -73,14 +74,15 @@ def lowered(**given: Any) -> str:
     names = [name for name in SPECS if call.pop(name, False)]
     mesh = mesh_of(world)
     shapes = {"gate": (k, n), "bias": (n,), "residual": (m, n)}
-    in_specs = (P("tp"), P(None, "tp"), *(SPECS[name] for name in names))
+    turned = call.get("rhs_transposed")
+    in_specs = (P("tp"), P("tp") if turned else P(None, "tp"), *(SPECS[name] for name in names))
 
     def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
         return all_gather_matmul(lhs, rhs, "tp", implementation="fused", **dict(zip(names, others)), **call)
 
     out_specs = (P(None, "tp"), P()) if call.get("return_gathered") else P(None, "tp")
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    sizes = ((m, k), (k, n), *(shapes[name] for name in names))
+    sizes = ((m, k), (n, k) if turned else (k, n), *(shapes[name] for name in names))
     return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, sizes)))
 
 

@@ -61,6 +61,12 @@ CASES: dict[str, dict[str, Any]] = {
     "scattered-512-rows": {"scattered": True, "m": 512},
     "scattered-512-rows-8-ranks-epilogue": {"scattered": True, "m": 512, "world": 8, "epilogue": True},
     "scattered-384-rows-2-ranks": {"scattered": True, "m": 384, "n": 4096, "world": 2},
+    "16-rows-transposed": {"transposed": True},
+    "scattered-144-rows-transposed": {"scattered": True, "m": 144, "transposed": True},
+    "16-rows-int8-weights": {"transposed": True, "weights": "int8"},
+    "scattered-144-rows-e4m3-weights-blocks": {
+        **{"scattered": True, "m": 144, "transposed": True, "weights": "float8_e4m3fn", "blocks": True}
+    },
     "16-rows-more-tiles": {"n": 18432},
     "128-rows-more-tiles-epilogue": {"m": 128, "n": 18432, "epilogue": True},
     "256-rows-more-tiles": {"m": 256, "n": 18432},
@@ -79,16 +85,27 @@ def lowered(**given: Any) -> str:
     operation = matmul_reduce_scatter if scattered else matmul_all_reduce
     out_spec = P("tp") if scattered else P()
     in_specs, shapes, names = (P(None, "tp"), P("tp")), ((m, k), (k, n)), ()
+    dtypes = [dtype] * 4
+    if case.get("transposed"):
+        in_specs, shapes = (P(None, "tp"), P(None, "tp")), ((m, k), (n, k))
+    if "weights" in case:
+        dtypes[1:3], names = [case["weights"], "float32"], ("rhs_scale",)
+        in_specs = (*in_specs, P(None, "tp") if case.get("blocks") else P())
+        shapes = (*shapes, (n // 128, k // 128) if case.get("blocks") else (n, 1))
     if case.get("epilogue"):
         in_specs, shapes, names = (*in_specs, P(), out_spec), (*shapes, (n,), (m, n)), ("bias", "residual")
 
     def local(lhs: jax.Array, rhs: jax.Array, *others: jax.Array) -> Any:
-        keywords = {"preferred_element_type": case.get("result"), "activation": "gelu_tanh" if names else None}
+        keywords = {
+            "preferred_element_type": case.get("result"),
+            "activation": "gelu_tanh" if "bias" in names else None,
+        }
+        keywords |= {"rhs_transposed": case.get("transposed", False)}
         call = functools.partial(operation, lhs, rhs, "tp", implementation="fused", config=settings)
         return call(**keywords, **dict(zip(names, others)))
 
     program = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_spec, check_vma=False)
-    return lower_for_cuda(program, *(sharded(mesh, spec, size, dtype) for spec, size in zip(in_specs, shapes)))
+    return lower_for_cuda(program, *(sharded(mesh, *each) for each in zip(in_specs, shapes, dtypes)))
 
 
 LIKE_OTHERS = (
@@ -97,6 +114,7 @@ LIKE_OTHERS = (
     *("scattered-192-rows-2-ranks", "scattered-256-rows", "scattered-256-rows-exact", "scattered-512-rows"),
     *("scattered-128-rows", "scattered-384-rows-2-ranks", "16-rows-more-tiles", "128-rows-epilogue"),
     *("160-rows-2-ranks", "256-rows", "wide"),
+    "scattered-144-rows-e4m3-weights-blocks",
 )
 
 
@@ -105,10 +123,10 @@ def test_code(name: str) -> None:
     case = CASES[name]
     rows = case.get("m", 16)
     columns = case.get("n", 8192)
-    wide = rows > 128 or columns > 64 * 132
+    wide = rows > 128 or columns > 64 * 132 or "weights" in case
     program = check_code(lowered(**case), KERNEL, rows=rows, wide=wide)
     tiles = -(-rows // 256) * -(-columns // (128 if wide else 64))
-    if tiles <= (66 if rows > 64 else 40) or "more-tiles" in name:
+    if tiles <= (66 if rows > 64 else 40) or "more-tiles" in name or "weights" in case:
         # Programs that share a tile signal that its sums are there.
         assert waits_that_do_not_wait(program, 1) == []
         assert publishes_out_of_order(program) == []

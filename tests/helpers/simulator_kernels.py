@@ -113,14 +113,65 @@ def integers(seed: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     return np.random.default_rng(seed).integers(-2, 3, shape).astype(dtype)
 
 
+TRANSPOSED = "[N, K]"  # in a shape: so rhs lies
+# In a shape, too: rhs is of 8 bits, or lhs and rhs, and has scales of rows and columns or of blocks.
+EIGHT = {
+    name: (lhs, rhs, kind)
+    for rhs in ("int8", "float8_e4m3fn")
+    for kind in ("row", "block")
+    for name, lhs in ((f"{rhs} {kind}", ""), (f"{rhs} x {rhs} {kind}", rhs))
+}
+
+
 def _all_gather_matmul(world: int, dtype: np.dtype, m: int, n: int, k: int, **config: Any) -> Call:
     """As the operation launches it, with tiles of 16 x 16."""
-    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    gathered = np.concatenate(lhs).astype(np.float32)
-    expected = [(gathered @ w.astype(np.float32)).astype(dtype) for w in rhs]
+    lhs, rhs, exact, config = _operands(world, dtype, m, k, n, config, gathers=True)
+    gathered = np.concatenate(exact[0])
+    expected = [(gathered @ w).astype(dtype) for w in exact[1]]
     keywords = _launch(gather_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, {"rhs": rhs}, {}), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, {"rhs": rhs}, {}, *exact[2]), keywords=keywords, expected=expected)
+
+
+def _operands(
+    world: int, dtype: np.dtype, rows: int, k: int, n: int, config: dict[str, Any], gathers: bool = False
+) -> tuple[list[np.ndarray], list[np.ndarray], tuple[Any, Any, tuple[Any, ...]], dict[str, Any]]:
+    """lhs and rhs of each rank as they lie; both as f32, as their scales make them, and the bundle of these; settings.
+
+    Scales are powers of 2, so that sums stay exact; where ranks gather, all have those of all rows.
+    """
+    config = dict(config)
+    eight, bundles = config.pop("eight", None), ()
+    types = (dtype, dtype)
+    if eight:
+        types = (np.dtype(jnp.dtype(EIGHT[eight][0] or "bfloat16")), np.dtype(jnp.dtype(EIGHT[eight][1])))
+    lhs = [integers(rank, (rows, k), types[0]) for rank in range(world)]
+    rhs = [integers(100 + rank, (k, n), types[1]) for rank in range(world)]
+    exact = [[x.astype(np.float32) for x in each] for each in (lhs, rhs)]
+    if eight:
+        blocks, own = EIGHT[eight][2] == "block", types[0].itemsize == 1
+        steps, columns = (math.ceil(k / 128), math.ceil(n / 128)) if blocks else (1, n)
+        all_rows = world * rows if gathers else rows
+        found: dict[str, list[np.ndarray]] = {}
+        for name, shape in (("lhs", (steps, all_rows)), ("rhs", (steps, columns)))[0 if own else 1 :]:
+            each = [2.0 ** integers(200 + (0 if gathers and name == "lhs" else rank), shape, np.dtype("float32"))
+                    for rank in range(world)]  # fmt: skip
+            found[f"{name}_blocks" if blocks else name] = [x.astype(np.float32) for x in each]
+            for rank, scale in enumerate(each):
+                if name == "lhs":
+                    scale = scale[:, rank * rows : (rank + 1) * rows] if gathers else scale
+                    exact[0][rank] *= np.repeat(scale, 128 if blocks else k, 0)[:k].T
+                else:
+                    wide = np.repeat(scale, 128 if blocks else k, 0)[:k]
+                    exact[1][rank] *= np.repeat(wide, 128 if blocks else 1, 1)[:, :n]
+        bundles = {name: [x if blocks else x[0] for x in each] for name, each in found.items()}
+        config |= {"operands": types, "scales": ("none" if not own else EIGHT[eight][2], EIGHT[eight][2])}
+    takes_scales = config.get("kernel", "").endswith("few")
+    return lhs, _as_they_lie(rhs, config), (*exact, (bundles or {},) if takes_scales else ()), config
+
+
+def _as_they_lie(rhs: Sequence[np.ndarray], config: dict[str, Any]) -> list[np.ndarray]:
+    """Each [K, N], or turned over."""
+    return [np.ascontiguousarray(each.T) for each in rhs] if config.get("rhs_transposed") else list(rhs)
 
 
 def _launch(
@@ -132,13 +183,16 @@ def _launch(
     dtype: np.dtype,
     kernel: str = "portable",
     rhs_transposed: bool = False,
+    operands: tuple[np.dtype, np.dtype] | None = None,
+    scales: tuple[str, str] = ("none", "none"),
     **config: Any,
 ) -> dict:
     kind = named(operation.__name__, operation.VARIANTS, kernel).Config
     grouped = {"group_m": 2} if kernel == "portable" else {}
-    return launched(
-        operation, rows, k, n, world, dtype, kind(**{**TILES, **grouped, **config}), rhs_transposed=rhs_transposed
-    )
+    form = {"rhs_transposed": rhs_transposed, "lhs_scales": scales[0], "rhs_scales": scales[1]}
+    lhs, rhs = operands or (dtype, dtype)
+    form |= {"rhs_dtype": rhs, "out_dtype": dtype}
+    return launched(operation, rows, k, n, world, lhs, kind(**{**TILES, **grouped, **config}), **form)
 
 
 def launched(
@@ -157,14 +211,22 @@ def _large(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk = shape
-    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few")
+    (m, n, k, pushers, chunk), form = _lies(shape)
+    return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="few", **form)
 
 
 def _hopper_few(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
-    m, n, k, pushers, chunk, part, stages, splits, *tile = shape
-    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits}
+    (m, n, k, pushers, chunk, part, stages, splits, *tile), transposed = _lies(shape)
+    config = {**_tile(world * m, *tile), "part": part, "num_stages": stages, "splits": splits, **transposed}
     return _all_gather_matmul(world, dtype, m, n, k, pushers=pushers, chunk=chunk, kernel="hopper_few", **config)
+
+
+def _lies(shape: tuple) -> tuple[tuple, dict[str, Any]]:
+    """A shape without the words for operands of 8 bits and a transposed rhs, and what a call is told of them."""
+    *numbers, _ = (*itertools.takewhile(lambda each: not isinstance(each, str), shape), None)
+    words = shape[len(numbers) :]
+    eight = next((word for word in words if word in EIGHT), None)
+    return tuple(numbers), {"rhs_transposed": TRANSPOSED in words, "eight": eight}
 
 
 def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, int]:
@@ -174,13 +236,13 @@ def _tile(rows: int, block_m: int | None = None, whole: int = 0) -> dict[str, in
 
 
 def _matmul_reduce_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
-    m, n, k = shape
-    lhs = [integers(rank, (world * m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
+    (m, n, k), form = _lies(shape)
+    config = form | config
+    lhs, rhs, (left, right, bundles), config = _operands(world, dtype, world * m, k, n, config)
+    total = sum(a @ b for a, b in zip(left, right))
     expected = np.split(total.astype(dtype), world)
     keywords = _launch(scatter_ops, world * m, k, n, world, dtype, **config)
-    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=expected)
+    return Call(arrays=(lhs, rhs, {}, *bundles), keywords=keywords, expected=expected)
 
 
 def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
@@ -190,17 +252,16 @@ def _large_scatter(world: int, dtype: np.dtype, shape: tuple[int, ...]) -> Call:
 
 
 def _matmul_all_reduce(world: int, dtype: np.dtype, shape: tuple[int, ...], **config: Any) -> Call:
-    m, n, k, *transposed = shape
-    lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
-    rhs = [integers(100 + rank, (k, n), dtype) for rank in range(world)]
-    total = sum(a.astype(np.float32) @ b.astype(np.float32) for a, b in zip(lhs, rhs))
-    keywords = _launch(reduce_ops, m, k, n, world, dtype, rhs_transposed=bool(transposed), **config)
-    rhs = [np.ascontiguousarray(each.T) for each in rhs] if transposed else rhs
-    return Call(arrays=(lhs, rhs, {}), keywords=keywords, expected=[total.astype(dtype)] * world)
+    (m, n, k), form = _lies(shape)
+    config = form | config
+    lhs, rhs, (left, right, bundles), config = _operands(world, dtype, m, k, n, config)
+    total = sum(a @ b for a, b in zip(left, right))
+    keywords = _launch(reduce_ops, m, k, n, world, dtype, **config)
+    return Call(arrays=(lhs, rhs, {}, *bundles), keywords=keywords, expected=[total.astype(dtype)] * world)
 
 
 def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
-    m, n, k, shots, exact_wire, apart, add_rows, *transposed = shape
+    (m, n, k, shots, exact_wire, apart, add_rows), form = _lies(shape)
     config = {
         "shots": shots,
         "exact_wire": exact_wire,
@@ -208,15 +269,16 @@ def _matmul_all_reduce_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
         "linger": apart,
         "add_rows": add_rows,
     }
-    return _matmul_all_reduce(world, dtype, (m, n, k, *transposed), kernel="few", **config)
+    return _matmul_all_reduce(world, dtype, (m, n, k), kernel="few", **config, **form)
 
 
 def _reduce_hopper_few(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """A reduce-scatter of M rows a rank for 0 shots, else an all-reduce of M rows in all."""
-    m, n, k, shots, exact_wire, add_rows, stages, splits, *tile = shape
+    (m, n, k, shots, exact_wire, add_rows, stages, splits, *tile), transposed = _lies(shape)
     rows = world * m if shots == 0 else m if shots == 1 else world * -(-m // world)
     config = {
         **_tile(rows, *tile),
+        **transposed,
         "num_stages": stages,
         "splits": splits,
         "exact_wire": exact_wire,
@@ -411,11 +473,16 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     "all_gather_matmul_few": (
         _few,
         # M, N, K, PUSHERS, CHUNK
-        lambda world: ((3, 21, 19, 2, 32), (7, 9, 33, 3, 64), (1, 16, 32, 1, 32)),
+        lambda world: (
+            (3, 21, 19, 2, 32),
+            (7, 9, 33, 3, 64),
+            (1, 16, 32, 1, 32),
+            (3, 40, 136, 2, 32, TRANSPOSED, "int8 block"),
+        ),
     ),
     "all_gather_matmul_hopper_few": (
         _hopper_few,
-        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        # M, N, K, PUSHERS, CHUNK, PART, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE; TRANSPOSED
         lambda world: (
             (
                 (3, 24, 136, 2, 32, 96, 2, 1),
@@ -431,6 +498,9 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
                 (11, 24, 104, 3, 64, 32, 3, 2, 24),
                 (23, 40, 136, 2, 256, 64, 2, 3, 48),
                 (11, 56, 104, 3, 64, 32, 2, 2, 16, 3),
+                (5, 40, 104, 2, 64, 32, 2, 2, TRANSPOSED),
+                (5, 48, 272, 2, 64, 32, 2, 2, TRANSPOSED, "int8 block"),
+                (3, 32, 144, 2, 64, 32, 2, 1, TRANSPOSED, "float8_e4m3fn x float8_e4m3fn row"),
             )
             if world <= 4
             else (
@@ -455,18 +525,20 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
     "matmul_reduce_scatter_few": (
         functools.partial(_matmul_reduce_scatter, kernel="few", exact_wire=True),
         # M, N, K
-        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32)),
+        lambda world: ((3, 21, 19), (7, 9, 33), (1, 16, 32), (3, 37, 40, "float8_e4m3fn row")),
     ),
     "matmul_all_reduce": (
         _matmul_all_reduce,
-        # M, N, K; True if rhs is [N, K]
+        # M, N, K; TRANSPOSED
         lambda world: (
-            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, True)) if world <= 4 else ((17, 40, 9), (5, 9, 21))
+            ((33, 25, 21), (70, 9, 17), (5, 19, 9), (17, 9, 21, TRANSPOSED))
+            if world <= 4
+            else ((17, 40, 9), (5, 9, 21))
         ),
     ),
     "matmul_all_reduce_few": (
         _matmul_all_reduce_few,
-        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS; True if rhs is [N, K]
+        # M, N, K, SHOTS, EXACT_WIRE, APART, ADD_ROWS; TRANSPOSED; of EIGHT
         lambda world: (
             (3, 21, 19, 1, True, True, 2),
             (1, 16, 32, 1, True, False, 1),
@@ -475,12 +547,14 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (5, 17, 9, 2, True, True, 4),
             (18, 9, 17, 2, False, False, 2),
             (9, 33, 5, 2, False, True, 1),
-            (5, 17, 19, 2, True, False, 4, True),
+            (5, 17, 19, 2, True, False, 4, TRANSPOSED),
+            (5, 40, 136, 2, True, False, 4, TRANSPOSED, "float8_e4m3fn block"),
         ),
     ),
     "matmul_reduce_hopper_few": (
         _reduce_hopper_few,
-        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE
+        # M, N, K, SHOTS, EXACT_WIRE, ADD_ROWS, STAGES, SPLITS; BLOCK_M if that is not the next power of 2; WHOLE;
+        # TRANSPOSED
         lambda world: (
             (3, 24, 136, 0, True, None, 2, 1),
             (1, 16, 40, 0, False, None, 3, 2),
@@ -500,6 +574,9 @@ SIMULATED: dict[str, tuple[Callable[[int, np.dtype, Any], Call], Callable[[int],
             (23, 24, 72, 1, True, 1, 2, 1, 24),
             (19, 40, 72, 0, False, None, 2, 2, 16, 4),
             (21, 24, 104, 2, True, 1, 2, 3, 8, 1),
+            (11, 24, 72, 1, False, 1, 2, 2, 24, TRANSPOSED),
+            (5, 48, 272, 0, True, None, 3, 2, TRANSPOSED, "int8 x int8 block"),
+            (11, 32, 208, 1, True, 1, 2, 1, 24, TRANSPOSED, "float8_e4m3fn row"),
         ),
     ),
     "decode_attention": (

@@ -87,6 +87,7 @@ def product_call(
     rhs_transposed: bool = False,
     lhs_scales: Any = "none",
     rhs_scales: Any = "none",
+    rhs_dtype: Any = None,
     **form: Any,
 ) -> product.Call:
     """A call of the operation of a module: `rows` of all ranks, or [rows, k], by a rank's rhs [k, n]."""
@@ -97,7 +98,7 @@ def product_call(
         n=n,
         world=world,
         lhs=Operand(dtype=np.dtype(dtype), scales=lhs_scales),
-        rhs=Operand(dtype=np.dtype(dtype), transposed=rhs_transposed, scales=rhs_scales),
+        rhs=Operand(dtype=np.dtype(rhs_dtype or dtype), transposed=rhs_transposed, scales=rhs_scales),
         out_dtype=np.dtype(out_dtype or dtype),
         target=target_of(compute_capability),
         precision=precision,

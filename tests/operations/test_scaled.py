@@ -368,3 +368,30 @@ def test_several_weights_with_scales(cpu_mesh: Any, return_gathered: bool) -> No
     for found, weights in zip(outs, (right, np.asarray(wide, np.float64)), strict=True):
         wanted = np.einsum("mk,rkn->rmn", whole, weights)
         np.testing.assert_allclose(found, wanted, atol=2e-6 * np.abs(wanted).max(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "kind", "dtype"), [("hopper_few", "block", "int8"), ("few", "row", "float8_e4m3fn")], ids=str
+)
+def test_weights_alone_in_the_simulator(cpu_mesh: Any, kernel: str, kind: str, dtype: str) -> None:
+    """Of 8 bits under rows of 16, in the kernels for few rows, from the public functions on."""
+    mesh = cpu_mesh(2, "tp")
+    x = jax.random.normal(jax.random.key(0), (2, 6, 128)).astype(jnp.bfloat16)
+    rhs, rhs_scale, right = parts(dtype, kind, (128, 32), 2, 1)
+    left = np.asarray(x, np.float64)
+    config = {"kernel": kernel, "block_m": 16, "block_n": 16, "block_k": 32, "num_stages": 2}
+    form = {"axis_name": "tp", "rhs_transposed": True, "implementation": "simulate", "config": config}
+    form |= {"preferred_element_type": jnp.float32}
+
+    def products(x: jax.Array, rhs: jax.Array, scale: jax.Array) -> jax.Array:
+        weights = rhs.T, {**form, "rhs_scale": scale.T}
+        gathered = jtf.all_gather_matmul(x, weights[0], **weights[1])
+        scattered = jtf.matmul_reduce_scatter(x, weights[0], **weights[1])
+        reduced = jtf.matmul_all_reduce(x, weights[0], **weights[1])
+        return jnp.concatenate([gathered, scattered, jax.lax.pcast(reduced, "tp", to="varying")])
+
+    with simulator.simulating(seed=1):
+        found = on_ranks(mesh, products, x, rhs, rhs_scale)
+    total = np.einsum("rmk,rkn->mn", left, right)
+    wanted = [np.concatenate([*(left @ right[i]), total[3 * i : 3 * i + 3], total]) for i in range(2)]
+    np.testing.assert_allclose(found, wanted, atol=2e-6 * np.max(np.abs(wanted)), rtol=1e-5)

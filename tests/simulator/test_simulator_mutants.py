@@ -125,8 +125,8 @@ SHARED_WAIT = (
 )
 SHARED_SIGNAL = "            shmem.signal(me, left + (number - WHOLE), me.rank)\n"
 LEAVING = "        for i in gl.static_range(len(parts)):\n            if adder"
-DECODE_WAIT = "        ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
-DECODE_FENCE = "        shmem.fence_proxy()\n"
+DECODE_WAIT = "            ready = shmem.wait_all(me, arrived + part * WORLD, me.epoch * SIGNALS) & ready\n"
+DECODE_FENCE = "            shmem.fence_proxy()\n"
 DECODE_SIGNAL = "        shmem.signal_all(me, arrived + part * WORLD + me.rank, WORLD)\n"
 
 CLEARED = "column, WORLD, OWNED, PITCH, BLOCK_N, ADDERS, ADD_ROWS)\n"
@@ -781,7 +781,7 @@ MUTANTS = (
     Mutant(
         name="wait for the first part alone",
         kernel="all_gather_matmul_hopper_few",
-        edits=((DECODE_WAIT, "        if part == 0:\n    " + DECODE_WAIT),),
+        edits=((DECODE_WAIT, "            if part == 0:\n    " + DECODE_WAIT),),
         errors=TOO_EARLY,
         shape=(3, 24, 136, 2, 32, 96, 2, 1),
     ),
@@ -828,7 +828,7 @@ MUTANTS = (
         kernel="all_gather_matmul_hopper_few",
         edits=(
             (
-                "inbox = shmem.scratch(me, gathered, weights[0].dtype)",
+                "inbox = shmem.scratch(me, gathered, ring.lhs.dtype)",
                 "inbox = shmem.scratch(me._replace(epoch=me.epoch + 1), gathered, weights[0].dtype)",
             ),
         ),

@@ -31,11 +31,13 @@ class Config(portable.Tile):
 class Few(Variant[Call]):
     """A tile has rows of all ranks. If `block_m` holds all of them, rhs is read once."""
 
-    name, Config, kernel = "few", Config, all_gather_matmul_few_kernel
+    name, Config, kernel, scales = "few", Config, all_gather_matmul_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
-        return portable.refuses_columns(call) + refuses_several(call)
+        return portable.refuses_scales(call, config) + portable.refuses_columns(call) + refuses_several(call)
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return portable.with_scales(*operands)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

@@ -34,32 +34,34 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The tensor cores take the weights' columns as rows. The weights are on their way before the first row arrives."""
 
-    name, Config, kernel = "hopper_few", Config, all_gather_matmul_hopper_few_kernel
+    name, Config, kernel, scales = "hopper_few", Config, all_gather_matmul_hopper_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
-        return hopper_few.refuses(call) + portable.refuses_columns(call) + refuses_several(call) + gathered
+        return hopper_few.refuses(call, config) + portable.refuses_columns(call) + refuses_several(call) + gathered
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked
-        rows, pushers = call.rows, 16
+        rows, pushers = call.rows, 16 if call.world > 1 else 0
         tile = hopper_few.tile(call, rows, others=pushers)
         splits = 1 if tile["whole"] else tile["splits"]  # programs that begin with another part of K
         tiles = math.ceil(rows / tile["block_m"]) * math.ceil(call.n / tile["block_n"])
-        if tiles * splits <= hopper_few.MULTIPROCESSORS - 32:
+        if pushers and tiles * splits <= hopper_few.MULTIPROCESSORS - 32:
             pushers = 32
         pushers -= pushers % splits
         # Few rows are there before anyone needs them, many in the order in which they are needed, and in the smaller
         # parts the more programs there are that begin with another one.
         part = 8192 if rows <= 32 else 2048 if rows <= 64 else max(512, 2048 // splits)
         part = min(part, 8192 // splits) // 512 * 512
-        chunk = next_power_of_2(math.ceil(call.m * part * splits / pushers))
+        chunk = next_power_of_2(math.ceil(call.m * part * splits / max(1, pushers)))
         chunk = min(4096 if rows <= 128 else 16384, max(16 * tile["block_n"], chunk))
-        return Config(**tile, pushers=pushers, chunk=chunk, part=part)
+        return Config(**tile, pushers=max(1, pushers), chunk=chunk, part=part)
 
     def cost(self, call: Call, config: Config) -> float:
         return hopper_few.cost(call, call.rows, config, others=config.pushers)
@@ -77,13 +79,16 @@ class HopperFew(Variant[Call]):
         groups = math.gcd(config.pushers, splits) if parts >= splits else 1
         # A program that has nothing to send would not find out whether the region is there, and signal.
         pushers = groups * min(config.pushers // groups, math.ceil(call.m * part / config.chunk))
+        exchange = {"signals": keywords["signals"] | {"arrived": (parts, call.world)}}
+        exchange |= {"scratch": shared["scratch"] | keywords["scratch"]}
+        if call.world == 1:
+            pushers, groups, exchange = 0, 1, {"gathered": None, "arrived": None}
         return {
-            **shared,
+            **{name: value for name, value in shared.items() if name != "scratch"},
             **keywords,
             **products(call, call.rows),
-            "scratch": shared["scratch"] | keywords["scratch"],
+            **exchange,
             "grid": pushers + keywords["grid"],
-            "signals": keywords["signals"] | {"arrived": (parts, call.world)},
             "ACTIVATION": call.epilogue.activation,
             "M": call.m,
             "N": call.widths_or_n,

@@ -60,7 +60,19 @@ def check_compiles(config: Tile, columns: int) -> None:
 
 
 def refuses(call: Call) -> list[str]:
-    """All that keeps every kernel for Hopper from taking a product."""
+    """All that keeps every kernel for many rows on Hopper from taking a product."""
+    return refuses_in_any_case(call) + (_refuses_scales(call) if call.scaled else refuses_dtypes(call))
+
+
+def refuses_dtypes(call: Call) -> list[str]:
+    """What keeps the kernels for Hopper from taking operands without scales."""
+    if {call.lhs.bits, call.rhs.bits} == {16}:
+        return []
+    return [Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast")]
+
+
+def refuses_in_any_case(call: Call) -> list[str]:
+    """What keeps every kernel for Hopper from taking a product, whatever its operands are."""
     reasons: list[str] = []
     if call.target.compute_capability != HOPPER.compute_capability:
         reasons.append(
@@ -68,10 +80,6 @@ def refuses(call: Call) -> list[str]:
         )
     elif why := gluon.unsupported("it", call.target.compute_capability):
         reasons.append(why)
-    if call.scaled:
-        reasons += _refuses_scales(call)
-    elif {call.lhs.bits, call.rhs.bits} != {16}:
-        reasons.append(Lasting(f"it takes float16 and bfloat16, not {call.dtype}: name no kernel in config, or cast"))
     # Of the narrower operand, or of a result of 16 bits.
     elements = 128 // min(call.lhs.bits, call.rhs.bits, 16)
     sizes = (call.k, *(call.widths or (call.n,)))
@@ -83,6 +91,8 @@ def refuses(call: Call) -> list[str]:
 
 def _refuses_scales(call: Call) -> list[str]:
     reasons = []
+    if call.lhs.bits != call.rhs.bits:
+        reasons.append(f"it multiplies 8 bits by 8 bits, not {call.lhs.dtype} by {call.rhs.dtype}")
     if call.epilogue.gated:
         reasons.append("it takes no gate of 8 bits")
     if not call.rhs_transposed:
@@ -113,10 +123,6 @@ def refuses_residual(call: Call) -> list[str]:
     if call.residual is None or call.residual.itemsize == 2:
         return []
     return [f"it takes a residual of float16 and bfloat16, not {call.residual}"]
-
-
-def refuses_transposed(call: Call) -> list[str]:
-    return ["it takes rhs as [K, N] alone"] if call.rhs_transposed else []
 
 
 def cost(call: Call, row_blocks: int, config: Tile) -> float:

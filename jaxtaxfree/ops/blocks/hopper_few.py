@@ -15,6 +15,7 @@ from jaxtaxfree.kernels.blocks.hopper_few import PIECE
 from jaxtaxfree.kernels.blocks.tiles import box_of
 from jaxtaxfree.ops.blocks import hopper, portable
 from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.settings import setting
 from jaxtaxfree.target import HOPPER
 
@@ -61,8 +62,17 @@ def check_compiles(call: Call, config: Tile) -> None:
         config.refuse("num_warps", f"at most {columns // 16} for the kernel 'hopper_few' with {of}, 16 columns a warp")
 
 
-def refuses(call: Call) -> list[str]:
-    return hopper.refuses(call) + hopper.refuses_transposed(call)
+def refuses(call: Call, config: Tile) -> list[str]:
+    reasons = hopper.refuses_in_any_case(call)
+    if not call.scaled:
+        return reasons + hopper.refuses_dtypes(call)
+    if call.epilogue.gated:
+        reasons.append("it takes no gate of 8 bits")
+    if not call.rhs_transposed:
+        reasons.append("it reads 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
+    if "block" in (call.lhs.scales, call.rhs.scales) and BLOCK % config.block_k:
+        reasons.append(f"blocks of scales take steps of a block_k that divides {BLOCK}, not {config.block_k}")
+    return reasons
 
 
 def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
@@ -73,9 +83,11 @@ def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
       others: programs that do something else.
     """
     n, products = call.n, call.products
+    # To make 16 bits of 8 takes the more warps.
+    widens = call.rhs.bits < call.lhs.bits
     # Wider tiles where narrow ones are more than a GPU runs at a time; not measured for two products. Of more rows,
     # that programs read again and again from the L2 cache, tiles are wide in any case.
-    block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128) else 64
+    block_n = 128 if products == 1 and (n > 64 * MULTIPROCESSORS or rows > 128 or widens) else 64
     blocks = math.ceil(rows / ROWS_OF_A_TILE)
     tiles = blocks * math.ceil(n / block_n)
     waves, left = divmod(tiles, MULTIPROCESSORS)
@@ -84,12 +96,12 @@ def tile(call: Call, rows: int, *, others: int = 0) -> dict[str, Any]:
     most = 8 if waves == 0 else 4 if waves < 3 else 1
     if rows > ROWS_OF_A_TILE:
         splits = min(range(1, most + 1), key=lambda splits: time_of_waves(tiles, splits, others))
-    elif left and (rows > 64 or left <= 40):
+    elif left and (rows > 64 or left <= 40 or widens):
         splits = max(1, min((MULTIPROCESSORS - (0 if waves else others)) // left, most))
     else:
         # Of up to 64 rows some 40 programs keep the memory busy, and to wait for each other takes longer than it saves.
         splits = 1
-    block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), 64
+    block_m, block_k = _rows_of_a_block(math.ceil(rows / blocks), splits), call.lhs.elements(128)
     stage = call.bytes_of_a_step(block_m, products * block_n, block_k)
     return {
         "block_m": block_m,
@@ -174,15 +186,17 @@ def keywords(call: Call, rows: int, config: Any, *descriptors: str) -> dict[str,
         size = call.products * config.block_n * config.block_m
         shares = jax.ShapeDtypeStruct((number - whole, splits, size), np.float32)
         shared = {"scratch": {"shares": shares}, "signals": {"left": number - whole}}
+    block = config.block_k, config.block_n
     return {
         **shared,
         "grid": whole + (number - whole) * splits,
         "num_warps": config.num_warps,
         "together": splits,
-        "descriptors": dict.fromkeys(descriptors, (config.block_k, config.block_n)),
+        "descriptors": dict.fromkeys(descriptors, block[::-1] if call.rhs_transposed else block),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_K": config.block_k,
+        "RHS_TRANSPOSED": call.rhs_transposed,
         "STAGES": config.num_stages,
         "SPLITS": splits,
         "WHOLE": whole,

@@ -4,9 +4,11 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
 from triton import next_power_of_2
 
 from jaxtaxfree.ops.product import Call
+from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.settings import Settings, setting
 
 # Up to this many rows of all ranks a tile has them all.
@@ -37,6 +39,27 @@ class Tile(Settings):
 def refuses_columns(call: Call) -> list[str]:
     """What keeps the kernels for few rows from taking a call whose ranks have columns."""
     return ["it gathers and scatters rows, not columns"] if call.along_columns else []
+
+
+def refuses_scales(call: Call, config: Tile) -> list[str]:
+    """What keeps the kernels for few rows from taking a call with scales."""
+    if not call.scaled:
+        return []
+    reasons = []
+    if call.lhs.bits == 8:
+        reasons.append("it takes weights of 8 bits under rows of 16, not rows of 8 bits")
+    if call.epilogue.gated:
+        reasons.append("it takes no gate of 8 bits")
+    if call.rhs.dtype == jnp.float8_e4m3fn and not call.target.has_e4m3:
+        reasons.append(f"{call.target} has no float8_e4m3fn: take int8")
+    if call.rhs.scales == "block" and BLOCK % config.block_k:
+        reasons.append(f"blocks of scales take steps of a block_k that divides {BLOCK}, not {config.block_k}")
+    return reasons
+
+
+def with_scales(*operands: Any) -> tuple[Any, ...]:
+    """A kernel's operands, with a bundle of scales even if there are none."""
+    return operands if len(operands) > 3 else (*operands, {})
 
 
 def large_tile(call: Call) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def matmul_all_reduce(
         part is rounded to the operands' dtype on its way, as XLA does. It travels as f32 if the result has more bits
         than the operands, if there are so few rows that rounding saves nothing, if `config` asks for `exact_wire`, or
         if there are many rows on a GPU other than Hopper.
-      rhs_transposed: `rhs` is [N, K]. The kernels "few", "portable" and "hopper" read it as it lies. By default XLA
-        takes more than 16 rows, because these were not measured yet.
+      rhs_transposed: `rhs` is [N, K]. The kernels read it as it lies. By default XLA takes more than 16 rows, because
+        these were not measured yet.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
         [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. The kernel for many rows
         on Hopper takes scales where `rhs` has 8 bits, too, and is [N, K], and the result is bfloat16. None takes XLA

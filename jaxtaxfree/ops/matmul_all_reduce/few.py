@@ -42,7 +42,13 @@ class Config(portable.Tile):
 class Few(Variant[Call]):
     """Every program sends its tile as words, to all ranks or to those that own its rows."""
 
-    name, Config, kernel = "few", Config, matmul_all_reduce_few_kernel
+    name, Config, kernel, scales = "few", Config, matmul_all_reduce_few_kernel, True
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        return portable.refuses_scales(call, config)
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return portable.with_scales(*operands)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(**portable.small_tile(call), **exchange_of_few(call, asked))

@@ -34,11 +34,13 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The kernel of `matmul_reduce_scatter` for few rows; in two shots the sums are gathered as well."""
 
-    name, Config, kernel = "hopper_few", Config, matmul_reduce_hopper_few_kernel
+    name, Config, kernel, scales = "hopper_few", Config, matmul_reduce_hopper_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
-        return hopper_few.refuses(call)
+        return hopper_few.refuses(call, config)
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)

@@ -30,11 +30,13 @@ class Config(hopper_few.Tile):
 class HopperFew(Variant[Call]):
     """The weights are on their way before anything else. Sums travel as words, which show whether they have arrived."""
 
-    name, Config, kernel = "hopper_few", Config, matmul_reduce_hopper_few_kernel
+    name, Config, kernel, scales = "hopper_few", Config, matmul_reduce_hopper_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        del config
-        return hopper_few.refuses(call) + portable.refuses_columns(call)
+        return hopper_few.refuses(call, config) + portable.refuses_columns(call)
+
+    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+        return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:
         hopper_few.check_compiles(call, config)

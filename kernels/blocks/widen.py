@@ -1,0 +1,56 @@
+"""Numbers of 8 bits as numbers of 16: two at a time, because a conversion of each takes twice as many instructions.
+
+Values are exact, and NaN stays NaN.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@triton.constexpr_function
+def assembly(source, dest):
+    """Results: the low and the high byte of the operand, 16 bits that are two numbers of type `source`, as `dest`."""
+    # Of int8 the byte is put behind the upper one of 128 (bf16, whose lower bits then count 1, and the highest 128) or
+    # of 1024 (f16, which has room for all 8 bits).
+    lines = {
+        ("int8", "bf16"): """
+        prmt.b32 x, x, 0x43434343, 0x4140;
+        and.b32 y, x, 0x43804380;
+        and.b32 x, x, 0x437f437f;
+        sub.bf16x2 x, x, y;""",
+        ("int8", "fp16"): """
+        prmt.b32 x, x, 0x64646464, 0x4140;
+        xor.b32 x, x, 0x00800080;
+        mov.b32 y, 0x64806480;
+        sub.f16x2 x, x, y;""",
+        ("fp8e4nv", "fp16"): "cvt.rn.f16x2.e4m3x2 x, $2;",
+        ("fp8e5", "fp16"): "prmt.b32 x, x, 0, 0x1404;",
+    }
+    through_half = """
+        mov.b32 {low, high}, x;
+        cvt.f32.f16 a, low;
+        cvt.f32.f16 b, high;
+        cvt.rn.bf16x2.f32 x, b, a;"""
+    for each in ("fp8e4nv", "fp8e5"):
+        lines[each, "bf16"] = lines[each, "fp16"] + through_half
+    return f"""
+    {{ // two {source.name} as {dest.name}
+        .reg .b32 x, y;
+        .reg .b16 low, high;
+        .reg .f32 a, b;
+        cvt.u32.u16 x, $2;
+        {lines[source.name, dest.name]}
+        mov.b32 {{$0, $1}}, x;
+    }}"""
+
+
+@triton.constexpr_function
+def both(dest):
+    return dest, dest
+
+
+@gluon.jit
+def words(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr):
+    """What [N, K / 2] words have in their low and in their high bytes, of type SOURCE: two of [N, K / 2], of DEST."""
+    return gl.inline_asm_elementwise(assembly(SOURCE, DEST), "=h,=h,h", [pairs], dtype=both(DEST), is_pure=True, pack=1)
