@@ -32,9 +32,6 @@ def check(
     Raises:
       ValueError: if a scale, or an operand of the epilogue, does not fit.
     """
-    form = {"rhs_transposed": rhs_transposed}
-    scaling, found = scaled.check(operation, lhs, rhs, parts=parts, **form, **scales)
-    epilogue, operands = epilogues.check(
-        operation, lhs, rhs, shape, activation, of_integers=bool(scaling), **form, **given
-    )
-    return {"scaling": scaling, "epilogue": epilogue, **form}, found, operands
+    scaling, found = scaled.check(operation, lhs, rhs, parts=parts, rhs_transposed=rhs_transposed, **scales)
+    epilogue, operands = epilogues.check(operation, lhs, rhs, shape, activation, of_integers=bool(scaling), **given)
+    return {"scaling": scaling, "epilogue": epilogue, "rhs_transposed": rhs_transposed}, found, operands

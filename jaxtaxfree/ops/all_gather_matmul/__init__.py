@@ -212,7 +212,7 @@ def all_gather_matmul(
         takes them where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. With several rhs a tuple with one, or None, for each.
-      gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
+      gate: a second `rhs`, as in SwiGLU, which lies as `rhs` does. With G the gathered lhs, the result is
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
       gate_scale: as `rhs_scale`, of a gate of 8 bits.
       quantize_lhs: "row" or "block": `lhs` has 16 or 32 bits, and is quantised to the dtype of `rhs`, which has a
@@ -393,8 +393,9 @@ def reference(
 ) -> Any:
     """What the operation means, in plain `lax`; `operands` are the scales, and those of the epilogue."""
     del config
-    rhs = rhs.T if rhs_transposed else rhs
     scales, operands = scaling.split(operands)
+    if rhs_transposed:
+        rhs, operands = rhs.T, [x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands)]
     if scaling:
         return _scaled_reference(
             lhs, rhs, operands, scales, axes, axis, precision, preferred_element_type, epilogue, return_gathered
