@@ -14,8 +14,8 @@ A shape is M, K, N of the gather's whole product; the two reductions have K and 
 All programs are compiled first, by threads. Then results of the kernels are compared with products of f32 of the
 dequantised operands (some rows of each rank, all columns), and several calls with each other. An error is the largest
 difference over the sum of what is expected and what is usual of its row and column (root mean squares): 0.004 is the
-rounding of bfloat16, which meets the parts of a sum as well. Last come the times, in turns: the median over rounds of 20 queued calls. Rows are written as soon as they are there, and
-nothing new begins after `--budget` seconds.
+rounding of bfloat16, which meets the parts of a sum as well. Last come the times, in turns: the median over rounds of
+20 queued calls. Rows are written as soon as they are there, and nothing new begins after `--budget` seconds.
 """
 
 import argparse
@@ -264,27 +264,32 @@ def abstract(mesh: Mesh, key: Key, simulate: bool) -> list[jax.ShapeDtypeStruct]
     return types
 
 
-def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock, checks: bool) -> dict[Any, Any]:
+def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -> dict[Any, Any]:
     """Futures of the compiled programs: of each key, of ("error", ...) and of ("arrays", ...)."""
     pool = concurrent.futures.ThreadPoolExecutor(16)
     futures: dict[Any, Any] = {}
-    # One after the other: a kernel's compiler is Python for the most part, and cached.
+
+    def compiled(program: Any, *types: Any) -> Any:
+        return program.lower(*types).compile()
+
     for key in keys:
         operation, shape, name, kind = key
-        try:
-            lowered = program(mesh, key, simulate).lower(*abstract(mesh, key, simulate))
-        except Exception as error:
-            clock.say(f"{key} is not lowered: {type(error).__name__}: {str(error)[:500]}")
-            continue
-        futures[key] = pool.submit(lowered.compile)
         case = (operation, shape, kind)
-        if ("arrays", *case) not in futures:
-            futures["arrays", *case] = pool.submit(arrays_of(mesh, *case).lower().compile)
-        if name == "fused" and checks:
+        run, types = program(mesh, key, simulate), abstract(mesh, key, simulate)
+        if name == "fused":
+            try:
+                # One after the other: Triton's compiler is Python for the most part, and has a cache.
+                futures[key] = pool.submit(run.lower(*types).compile)
+            except Exception as error:
+                clock.say(f"{key} is not lowered: {type(error).__name__}: {str(error)[:500]}")
+                continue
             m, _, n = shapes_of(operation, shape)
-            types = operand_types(mesh, *case)
             out = jax.ShapeDtypeStruct((m, n), "bfloat16", sharding=NamedSharding(mesh, SPECS[operation][2]))
-            futures["error", *case] = pool.submit(error_of(mesh, *case).lower(out, *types).compile)
+            futures["error", *case] = pool.submit(compiled, error_of(mesh, *case), out, *types)
+        else:
+            futures[key] = pool.submit(compiled, run, *types)
+        if ("arrays", *case) not in futures:
+            futures["arrays", *case] = pool.submit(compiled, arrays_of(mesh, *case))
     clock.say(f"{len(keys)} programs are lowered")
     pool.shutdown(wait=False)
     return futures
@@ -339,7 +344,7 @@ def main(arguments: list[str] | None = None) -> None:
     mesh = Mesh(np.array(jax.devices()[: options.world]), (AXIS,))
     clock.say(f"{mesh.size} x {jax.devices()[0].device_kind}, JAX {jax.__version__}")
     keys = list(keys_of(options))
-    futures = compile_all(mesh, keys, options.simulate, clock, checks=True)
+    futures = compile_all(mesh, keys, options.simulate, clock)
 
     @functools.cache
     def arrays(*case: Any) -> list[jax.Array]:
@@ -350,35 +355,29 @@ def main(arguments: list[str] | None = None) -> None:
         if key not in futures:
             return None
         try:
-            return futures[key].result(timeout=max(1.0, 0.6 * options.budget - clock.seconds))
+            return futures[key].result(timeout=max(1.0, 0.7 * options.budget - clock.seconds))
         except Exception as error:
             clock.say(f"{key} fails: {type(error).__name__}: {str(error)[:500]}")
             return None
 
-    by_shape: dict[Any, list[Key]] = {}
-    for key in keys:
-        by_shape.setdefault(key[:2], []).append(key)
-    for (operation, shape), own in by_shape.items():
-        runs = {}
-        for key in own:
-            if clock.over:
-                break
-            *_, name, kind = key
-            if (run := ready(key)) is None:
-                continue
-            operands = arrays(operation, shape, kind)
-            try:
-                if name == "fused" and (judge := ready(("error", operation, shape, kind))) is not None:
-                    check((operation, shape, kind), run, operands, judge, clock)
-                if name == "product" and operation in GATHERS and not options.simulate:
-                    operands = [jax.device_put(operands[0], NamedSharding(mesh, P())), *operands[1:]]
-                jax.block_until_ready(run(*operands))
-                runs[key] = run, operands
-            except Exception as error:
-                clock.say(f"{key} fails: {type(error).__name__}: {str(error)[:500]}")
-        if options.rounds and runs and not clock.over:
-            times(runs, options.rounds, clock)
-        arrays.cache_clear()
+    runs: dict[tuple[Any, ...], dict[Key, Any]] = {}
+    for key in sorted(keys, key=lambda key: key[2] != "fused"):
+        operation, shape, name, kind = key
+        if clock.over or (run := ready(key)) is None:
+            continue
+        operands = arrays(operation, shape, kind)
+        try:
+            if name == "fused" and (judge := ready(("error", operation, shape, kind))) is not None:
+                check((operation, shape, kind), run, operands, judge, clock)
+            if name == "product" and operation in GATHERS and not options.simulate:
+                operands = [jax.device_put(operands[0], NamedSharding(mesh, P())), *operands[1:]]
+            jax.block_until_ready(run(*operands))
+            runs.setdefault(key[:2], {})[key] = run, operands
+        except Exception as error:
+            clock.say(f"{key} fails: {type(error).__name__}: {str(error)[:500]}")
+    for own in runs.values():
+        if options.rounds and not clock.over:
+            times(own, options.rounds, clock)
     clock.say("done")
     if not all(each.done() for each in futures.values()):
         os._exit(0)  # threads that still compile would hold the process
