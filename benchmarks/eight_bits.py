@@ -4,7 +4,8 @@
     python benchmarks/eight_bits.py --shapes 2048,4096,14336 --operations matmul_all_reduce --json rows.jsonl
 
 A shape is M, K, N of the gather's whole product; the two reductions have K and N the other way round. Weights are
-[N, K]. "gated" is the gather with a gate of as many columns, and SiLU. Programs:
+[N, K]. "gated" is the gather with a gate of as many columns, and SiLU. "gated:2048,4096,14336" is a shape of one
+operation alone. Programs:
 
 * "fused" is the kernel, of each kind of scales: bfloat16 (none), e4m3 rows, e4m3 blocks, int8 rows.
 * "xla" is `lax`'s collective and product: of bfloat16, of 8 bits with one scale for each operand (said as XLA finds it,
@@ -246,8 +247,9 @@ class Clock:
 
 def keys_of(options: argparse.Namespace) -> Iterator[Key]:
     for text in options.shapes:
-        m, k, n = map(int, text.split(","))
-        for operation in options.operations:
+        only, _, sizes = text.rpartition(":")
+        m, k, n = map(int, sizes.split(","))
+        for operation in [only] if only else options.operations:
             for name in options.programs:
                 for kind in PROGRAMS[name]:
                     if kind in options.kinds or kind in ("e4m3 one", "e4m3 none"):
@@ -331,7 +333,7 @@ def times(runs: Mapping[Key, tuple[Any, Sequence[jax.Array]]], rounds: int, cloc
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["8192,8192,28672"], metavar="M,K,N")
-    parser.add_argument("--operations", nargs="+", default=list(SPECS), choices=list(SPECS))
+    parser.add_argument("--operations", nargs="+", default=list(SPECS)[:3], choices=list(SPECS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS)[:4])
     parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
     parser.add_argument("--world", type=int, help="number of devices (default: all)")
