@@ -47,9 +47,21 @@ def quantised(x: jax.Array, dtype: str, kind: str, parts: int) -> np.ndarray:
     return np.concatenate([np.asarray(part, np.float64) for part in each], axis=1)
 
 
-@pytest.mark.parametrize("kind", ["row", "block"])
 @pytest.mark.parametrize(
-    ("operation", "dtype"), list(zip(SPECS, ("float8_e4m3fn", "int8", "float8_e4m3fn"), strict=True))
+    ("operation", "dtype", "kind"),
+    [
+        (jtf.all_gather_matmul, "float8_e4m3fn", "row"),
+        (jtf.matmul_reduce_scatter, "int8", "block"),
+        (jtf.matmul_all_reduce, "float8_e4m3fn", "row"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (
+                (jtf.all_gather_matmul, "int8", "block"),
+                (jtf.matmul_reduce_scatter, "float8_e4m3fn", "row"),
+                (jtf.matmul_all_reduce, "int8", "block"),
+            )
+        ),
+    ],
 )
 def test_lhs_is_quantised_before_it_travels(cpu_mesh: Any, operation: Any, dtype: str, kind: str) -> None:
     mesh = cpu_mesh(WORLD, "tp")
@@ -89,8 +101,22 @@ def test_gradients_pass_straight_through(cpu_mesh: Any, operation: Any) -> None:
     np.testing.assert_allclose(of_scale, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
 
 
-@pytest.mark.parametrize("dtype", STEP)
-@pytest.mark.parametrize("operation", SPECS)
+@pytest.mark.parametrize(
+    ("operation", "dtype"),
+    [
+        (jtf.all_gather_matmul, "float8_e4m3fn"),
+        (jtf.matmul_reduce_scatter, "int8"),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (
+                (jtf.all_gather_matmul, "int8"),
+                (jtf.matmul_reduce_scatter, "float8_e4m3fn"),
+                (jtf.matmul_all_reduce, "float8_e4m3fn"),
+                (jtf.matmul_all_reduce, "int8"),
+            )
+        ),
+    ],
+)
 def test_results_of_8_bits(cpu_mesh: Any, operation: Any, dtype: str) -> None:
     mesh = cpu_mesh(WORLD, "tp")
     x, w, scale, left, right = operands("int8")
@@ -111,7 +137,9 @@ def test_results_of_8_bits(cpu_mesh: Any, operation: Any, dtype: str) -> None:
         assert np.all(np.abs(values - clipped) <= step + slack)
 
 
-@pytest.mark.parametrize("operation", [jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+@pytest.mark.parametrize(
+    "operation", [jtf.matmul_reduce_scatter, pytest.param(jtf.matmul_all_reduce, marks=pytest.mark.soak)]
+)
 def test_two_products_chain_without_a_cast(cpu_mesh: Any, operation: Any) -> None:
     """The blocks of one result are those that the next product takes."""
     mesh = cpu_mesh(WORLD, "tp")
