@@ -111,7 +111,6 @@ def check(
     shape: Sequence[int],
     activation: Any,
     *,
-    rhs_transposed: bool = False,
     of_integers: bool = False,
     **given: Any,
 ) -> tuple[Epilogue, list[jax.Array]]:
@@ -136,8 +135,6 @@ def check(
             f"{operation} has an epilogue for lhs of two or more dimensions and rhs of two, not {lhs.ndim} and "
             f"{rhs.ndim}."
         )
-    if epilogue.gated and rhs_transposed:
-        raise ValueError(f"{operation} takes a gate with rhs [K, N] only, not with rhs_transposed.")
     shapes = {"gate": rhs.shape, "bias": tuple(shape[-1:]), "residual": tuple(shape)}
     for name, x in operands.items():
         if x.shape != shapes[name]:

@@ -320,7 +320,8 @@ def _separate(
     if epilogue.gated:
         params["config"] = None  # is of another kernel
     # One product with a gate, too, so that lhs is gathered once.
-    product, *rest = linear(lhs, jnp.concatenate(list(weights.values()), axis=1), **params)
+    columns = 0 if params["rhs_transposed"] else 1
+    product, *rest = linear(lhs, jnp.concatenate(list(weights.values()), axis=columns), **params)
     return [epilogue.apply(jnp.split(product, len(weights), axis=-1), others, product.dtype), *rest]
 
 

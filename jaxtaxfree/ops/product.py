@@ -14,7 +14,7 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Choice, Variant, choose
 from jaxtaxfree.primitive import Labels, Unsupported, bilinear, collective
@@ -36,6 +36,7 @@ class Call:
       out_dtype: of the result.
       target: the GPU.
       precision: of f32 products, in Triton's words.
+      gate_scales: by what the gate is multiplied, as `Operand.scales`.
       epilogue: what follows the product.
       residual: dtype of the residual; None if there is none.
       return_gathered: the gathered rows are a result, too.
@@ -54,6 +55,7 @@ class Call:
     out_dtype: np.dtype
     target: Target
     precision: str = "tf32"
+    gate_scales: Scales = "none"
     epilogue: Epilogue = NONE
     residual: np.dtype | None = None
     return_gathered: bool = False
@@ -99,7 +101,12 @@ class Call:
     @property
     def scaled(self) -> bool:
         """Whether an operand has scales."""
-        return {self.lhs.scales, self.rhs.scales} != {"none"}
+        return bool(self.scales - {"none"})
+
+    @property
+    def scales(self) -> set[Scales]:
+        """Of the operands."""
+        return {self.lhs.scales, self.rhs.scales, self.gate_scales}
 
     @property
     def rhs_transposed(self) -> bool:
@@ -195,7 +202,7 @@ class Product:
         weights, others = epilogue.split(rhs, epilogue.rows_first(operands, dimension))
         arrays = rows, weights if self.gathers else rhs, others
         if scaling:
-            arrays += (scaled.of_kernel(call, scales, dimension),)
+            arrays += (scaled.of_kernel(call, scaling, scales, dimension),)
         outs = self.launch(call, *arrays, axes=axes, config=config, implementation=implementation)
         return jax.tree.map(lambda out: matmul.rows_back(out, lengths, dimension), outs)
 
@@ -249,6 +256,8 @@ class Product:
         call = self.call(lhs, rhs, *others, world=world, **form, **types, **params)
         chosen = choose(self.name, self.variants, call, {})
         why = chosen.variant.slower(call, chosen.config)
+        if rhs_transposed and call.epilogue.gated:
+            return why or matmul.UNMEASURED
         return why or (self.slower_transposed(call.rows) if rhs_transposed else None)
 
     def call(
@@ -290,6 +299,7 @@ class Product:
             else np.dtype(preferred_element_type or lhs.dtype),
             target=target_of(compute_capability),
             precision=matmul.triton_precision(precision) or "tf32",
+            gate_scales=scaling.of("gate"),
             epilogue=epilogue,
             residual=None if residual is None else np.dtype(residual.dtype),
             return_gathered=return_gathered,
@@ -359,8 +369,9 @@ class Product:
         rows = [None if i == moved else f"row {i}" for i in range(len(lhs.shape) - 1)]
         column = None if moved == len(rows) and not self.gathers else "column"
         weights, product = [None, column], [*rows, column]
-        labels = {"gate": weights, "bias": [column], "residual": product}
-        ins = [[*rows, None], weights[::-1] if rhs_transposed else weights]
+        labels = {"bias": [column], "residual": product}
+        labels["gate"] = weights = weights[::-1] if rhs_transposed else weights
+        ins = [[*rows, None], weights]
         ins += scaling.labels(rows, column)
         ins += [labels[name] for name, _ in zip(epilogue.operands, others, strict=True)]
         return ins, [product, [*rows, None]] if return_gathered else [product]

@@ -54,18 +54,20 @@ def quantize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize takes floating-point numbers, not {x.dtype}.")
     wide, extents = x.astype(jnp.float32), _check_block(x.shape, block)
-    largest = _largest(dtype)
     amax = jnp.max(jnp.abs(_blocks(wide, extents)), axis=(-3, -1)) if extents else jnp.max(jnp.abs(wide), initial=0.0)
-    scale = jnp.where(amax == 0, 1.0, _quotient(amax, largest))
+    scale = jnp.where(amax == 0, 1.0, _quotient(amax, _largest(dtype)))
     if power_of_2:
         scale = _up_to_power_of_2(scale)
-    scaled = wide / (expand(scale, x.shape) if extents else scale)
+    return divide(wide, expand(scale, x.shape) if extents else scale, dtype), scale
+
+
+def divide(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
+    """x / scale, f32, rounded to a dtype of 8 bits; what is beyond its largest number becomes that."""
+    values, largest = x / scale, _largest(dtype)
     if dtype == np.int8:
-        values = jnp.round(scaled)
+        values = jnp.round(values)
         values = jnp.where(jnp.isnan(values), 0.0, values)  # an integer has no NaN: its scale is one
-    else:
-        values = scaled
-    return jnp.clip(values, -largest, largest).astype(dtype), scale
+    return jnp.clip(values, -largest, largest).astype(dtype)
 
 
 def dequantize(values: jax.Array, scale: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:

@@ -121,9 +121,9 @@ def unsupported(lhs: Any, rhs: Any, preferred_element_type: Any) -> list[str]:
     return reasons
 
 
-def of_kernel(call: Any, scales: Mapping[str, jax.Array], axis: int) -> dict[str, jax.Array]:
+def of_kernel(call: Any, scaling: Scaling, scales: Mapping[str, jax.Array], axis: int) -> dict[str, jax.Array]:
     """The bundle of scales of a kernel: [rows] of lhs, whose rows this axis counts slowest, and [N] of the others; or
-    lhs_blocks [blocks of K, rows] and rhs_blocks [blocks of K, blocks of N].
+    lhs_blocks [blocks of K, rows], and rhs_blocks and gate_blocks [blocks of K, blocks of N].
     """
     found = {}
     for name, scale in scales.items():
@@ -131,7 +131,7 @@ def of_kernel(call: Any, scales: Mapping[str, jax.Array], axis: int) -> dict[str
             found[name] = jnp.broadcast_to(scale, call.rows if name == "lhs" else call.n)
             continue
         rows = jnp.moveaxis(scale, axis, 0).reshape(-1, scale.shape[-1]) if name == "lhs" else scale
-        if (call.lhs if name == "lhs" else call.rhs).scales == "block":
+        if scaling.of(name) == "block":
             found[f"{name}_blocks"] = rows.T if name == "lhs" else rows
         else:
             found[name] = rows.reshape(-1)

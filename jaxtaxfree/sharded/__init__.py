@@ -88,6 +88,11 @@ def einsum(
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
         several rhs one for all, or a tuple with one for each.
       residual: has the result's shape and sharding, and is added last. Not with several rhs.
+      lhs_scale: by what a lhs of 8 bits (see `quantize`) is multiplied, f32, which lies as lhs does: [], or of its
+        dimensions, 1 along the contracted ones (of rows), or ceil(K / 128) along a single one (of blocks). Sums are
+        f32, and the result has the dtype of the operand that has not 8 bits, else bfloat16.
+      rhs_scale, gate_scale: the same of rhs and of the gate, 1 along the contracted dimensions (of columns), or of a
+        matrix ceil(length / 128) along both. With several rhs a tuple with one, or None, for each.
       implementation: "fused": the kernel. "xla": JAX's own product. None: the kernel, where it can run and is not known
         to be slower. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: names the kernel and its settings, as of the operation; see `all_gather_matmul`.
@@ -131,7 +136,7 @@ def _einsum(subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general
     return Call(
         name="einsum",
         own=of_jax,
-        operands=_promoted(arrays),
+        operands=arrays if asked.scaled else _promoted(arrays),
         labels=labels,
         reasons=reasons,
         precision=given["precision"],
@@ -155,7 +160,7 @@ def matmul(
 
     Returns: [..., M, N].
     """
-    lhs, rhs = jnp.asarray(a), jnp.asarray(b)
+    lhs, rhs, given = jnp.asarray(a), jnp.asarray(b), Asked(**asked)
     labels = None
     if lhs.ndim and rhs.ndim:
         names = string.ascii_lowercase[: lhs.ndim]
@@ -175,12 +180,12 @@ def matmul(
         Call(
             name="matmul",
             own=of_jax,
-            operands=_promoted([lhs, rhs]),
+            operands=[lhs, rhs] if given.scaled else _promoted([lhs, rhs]),
             labels=labels,
             reasons=reasons,
             precision=precision,
             preferred_element_type=preferred_element_type,
-            asked=Asked(**asked),
+            asked=given,
         )
     )
 
@@ -201,7 +206,9 @@ def dot_general(
     """
     operands = jnp.asarray(lhs), jnp.asarray(rhs)
     dtypes = [x.dtype for x in operands]
-    reasons = [] if len(set(dtypes)) == 1 else [f"operands are of two dtypes, {dtypes[0]} and {dtypes[1]}"]
+    given = Asked(**asked)
+    alike = len(set(dtypes)) == 1 or given.scaled
+    reasons = [] if alike else [f"operands are of two dtypes, {dtypes[0]} and {dtypes[1]}"]
 
     def of_jax(operands: Sequence[jax.Array], out_sharding: Any) -> jax.Array:
         lhs, rhs = operands
@@ -218,7 +225,7 @@ def dot_general(
             reasons=reasons,
             precision=precision,
             preferred_element_type=preferred_element_type,
-            asked=Asked(**asked),
+            asked=given,
         )
     )
 

@@ -16,8 +16,10 @@ from jax.typing import DTypeLike
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops.all_gather_matmul import several
 from jaxtaxfree.ops.epilogue import Epilogue
+from jaxtaxfree.ops.scaled import result_dtype
 from jaxtaxfree.primitive import Unsupported, check_implementation, symbolic
 from jaxtaxfree.settings import Settings
+from jaxtaxfree.sharded import scales
 from jaxtaxfree.sharded.plan import Axes, Plan, Sharded, plan
 from jaxtaxfree.sharded.run import AnyMesh, axes_of, disagreement, placed, run, sharding_on, spec_of, typed
 
@@ -36,6 +38,9 @@ class Keywords(TypedDict, total=False):
     bias: jax.Array | tuple[jax.Array | None, ...] | None
     activation: Activation | tuple[Activation, ...]
     residual: jax.Array | None
+    lhs_scale: jax.Array | None
+    rhs_scale: jax.Array | tuple[jax.Array | None, ...] | None
+    gate_scale: jax.Array | None
     implementation: str | None
     config: Settings | Mapping[str, Any] | None
 
@@ -50,14 +55,24 @@ class Asked:
     bias: Any = None
     activation: Any = None
     residual: Any = None
+    lhs_scale: Any = None
+    rhs_scale: Any = None
+    gate_scale: Any = None
     implementation: str | None = None
     config: Any = None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether there are scales."""
+        return not (self.lhs_scale is None and self.rhs_scale is None and self.gate_scale is None)
 
 
 def for_each(operation: str, count: int, asked: Asked) -> list[Asked]:
     """What is asked for of each of several rhs; raises ValueError if it is not for several."""
-    several.check_epilogue(operation, count, gate=asked.gate, residual=asked.residual)
-    names = ("activation", "bias")
+    several.check_epilogue(operation, count, gate=asked.gate, residual=asked.residual, gate_scale=asked.gate_scale)
+    if asked.rhs_scale is not None and not isinstance(asked.rhs_scale, tuple):
+        raise ValueError(f"{operation} takes rhs_scale as a tuple where rhs is one.")
+    names = ("activation", "bias", "rhs_scale")
     values = zip(*(several.for_each(operation, name, getattr(asked, name), count) for name in names), strict=True)
     return [dataclasses.replace(asked, **dict(zip(names, each))) for each in values]
 
@@ -99,6 +114,17 @@ class Call:
         return {name: jnp.asarray(x) for name, x in given.items() if x is not None}
 
     @functools.cached_property
+    def scales(self) -> dict[str, jax.Array]:
+        """Of "lhs", "rhs" and "gate", as far as there are any."""
+        given = {name: getattr(self.asked, f"{name}_scale") for name in ("lhs", "rhs", "gate")}
+        return {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+
+    @property
+    def by_name(self) -> dict[str, jax.Array]:
+        """What may have scales."""
+        return dict(zip(("lhs", "rhs"), self.operands)) | {k: x for k, x in self.others.items() if k == "gate"}
+
+    @functools.cached_property
     def lengths(self) -> dict[str, int]:
         """Of the dimensions, by their labels."""
         assert self.labels is not None
@@ -131,7 +157,9 @@ def products(calls: Sequence[Call]) -> tuple[jax.Array, ...]:
     """The results of calls that have lhs in common: by one operation if there is one, else of each by itself."""
     meshes = [_checked(call) for call in calls]
     asked = calls[0].asked
-    if len(calls) > 1 and asked.implementation != "xla" and len({call.operands[1].dtype for call in calls}) == 1:
+    scaled = any(call.scales for call in calls)
+    alike = len({call.operands[1].dtype for call in calls}) == 1
+    if len(calls) > 1 and asked.implementation != "xla" and alike and not scaled:
         found = [_plan(call, mesh) for call, mesh in zip(calls, meshes, strict=True)]
         plans = [each for each in found if isinstance(each, Plan)]
         if meshes[0] is not None and len(plans) == len(calls) and not disagreement(plans):
@@ -143,6 +171,13 @@ def _checked(call: Call) -> AnyMesh | None:
     """The mesh of a call; raises ValueError if something is wrong with it."""
     check_implementation(call.asked.implementation)
     _check_epilogue(call)
+    if call.scales:
+        if call.labels is None:
+            raise ValueError(f"{call.name} takes scales with two operands only.")
+        if "gate" in call.scales and "gate" not in call.others:
+            raise ValueError(f"{call.name} takes gate_scale with a gate only.")
+        lhs, rhs, _ = call.labels
+        scales.check(call.name, call.by_name, call.scales, {"lhs": lhs, "rhs": rhs, "gate": rhs})
     mesh = _mesh_of(call)
     _check_shardings(call, mesh)
     return mesh
@@ -161,6 +196,11 @@ def _run(calls: Sequence[Call], plans: Sequence[Plan], mesh: AnyMesh) -> list[ja
     if len(calls) > 1:
         others = {"bias": tuple(call.others.get("bias") for call in calls)}
         keywords["activation"] = tuple(call.asked.activation for call in calls)
+    for name, scale in calls[0].scales.items():
+        others[f"{name}_scale"] = scale
+        keywords.setdefault("scales", {})[f"{name}_scale"] = scales.sharding(
+            plans[0], name, calls[0].by_name[name], scale
+        )
     return run(plans, mesh, pairs[0][0], [w for _, w in pairs], others, **keywords)
 
 
@@ -202,8 +242,9 @@ def _check_epilogue(call: Call) -> None:
     for name, x in call.others.items():
         if x.shape != shapes[name]:
             raise ValueError(f"{call.name} takes a {name} of shape {list(shapes[name])} here, not {list(x.shape)}.")
+    scaled = {id(call.by_name[name]) for name in call.scales}
     for x in (*call.operands, *call.others.values()):
-        if not jnp.issubdtype(x.dtype, jnp.floating):
+        if id(x) not in scaled and not jnp.issubdtype(x.dtype, jnp.floating):
             raise ValueError(f"{call.name} has an epilogue for floating-point numbers, not {x.dtype}.")
 
 
@@ -270,7 +311,11 @@ def _plan(call: Call, mesh: AnyMesh | None) -> Plan | list[str]:
     if reasons := [each for each in found if isinstance(each, str)]:
         return list(dict.fromkeys(reasons))
     lhs, rhs, out = (each for each in found if isinstance(each, Sharded))
-    planned = plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others))
+    # With scales lhs has the rows: scales of rows and of weights are not alike.
+    swapped = False if call.scales else None
+    planned = plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others), swapped)
+    if isinstance(planned, Plan) and (refused := scales.refusals(planned, call.by_name, call.scales, mesh.shape)):
+        return refused
     if isinstance(planned, Plan) and not planned.operation:
         gathers = planned.gathered or planned.before
         return [f"it needs no communication{' once the weights are gathered' if gathers else ''}"]
@@ -291,6 +336,14 @@ def _sharded(name: str, labels: Sequence[str], sharding: Sharding) -> Sharded | 
 
 def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     """JAX's own product, with the same epilogue."""
+    if call.scales:
+        wide = {name: scales.expanded(x, call.scales[name]) for name, x in call.by_name.items() if name in call.scales}
+        operands = [wide.get(name, x.astype(jnp.float32)) for name, x in zip(("lhs", "rhs"), call.operands)]
+        asked = dataclasses.replace(call.asked, lhs_scale=None, rhs_scale=None, gate_scale=None)
+        if "gate" in call.others:
+            asked = dataclasses.replace(asked, gate=wide.get("gate", call.others["gate"].astype(jnp.float32)))
+        dtype = result_dtype(*call.operands, call.preferred_element_type)
+        return _plain(dataclasses.replace(call, operands=operands, asked=asked), mesh).astype(dtype)
     others = dict(call.others)
     operands = _placed_operands(call, mesh)
     products = [_own(call, mesh, operands)]

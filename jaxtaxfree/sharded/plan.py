@@ -336,6 +336,4 @@ def _unfit(plan: Plan, epilogue: Sequence[str]) -> list[str]:
         reasons.append(f"{plan.operation} has no gate")
     if plan.moved in plan.columns and "bias" in epilogue:
         reasons.append("a scatter along columns has no bias")
-    if plan.layout == "NK" and "gate" in epilogue:
-        reasons.append("with a gate the kernels read weights as [K, N], and these are [N, K]")
     return reasons

@@ -1,5 +1,6 @@
 """Runs a planned product: a program of each device around one operation, over all axes of the mesh."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -72,6 +73,7 @@ def run(
     others: Mapping[str, Any],
     *,
     gathered: Sequence[Axes] | None = None,
+    scales: Mapping[str, Sharded] | None = None,
     **keywords: Any,
 ) -> list[jax.Array]:
     """The products of one x, by one operation.
@@ -83,6 +85,7 @@ def run(
       others: "gate" [as the weights], "bias" [columns] and "residual" [as the result], as far as there are any. Of
         several products only a bias, a tuple of one or None for each.
       gathered: how x lies where it was gathered, if that is to be returned as well.
+      scales: how "lhs_scale", "rhs_scale" and "gate_scale" of others lie, as far as there are any.
       **keywords: of the operation.
 
     Returns: the results, which lie as the plans say, and x as it was gathered.
@@ -91,7 +94,8 @@ def run(
     columns = [Sharded(plan.columns, tuple(map(plan.out.along, plan.columns))) for plan in plans]
     bias = others.get("bias")
     of_bias = tuple(None if b is None else c for b, c in zip(bias, columns)) if isinstance(bias, tuple) else columns[0]
-    how = {"gate": first.w, "bias": of_bias, "residual": first.out}  # a bias is as whole, or as sharded, as the columns
+    # A bias is as whole, or as sharded, as the columns.
+    how = {"gate": first.w, "bias": of_bias, "residual": first.out, **(scales or {})}
     there = {name: given for name, given in others.items() if given is not None}
     arrays = {"x": x, "weights": tuple(weights), **there}
     ins = {"x": first.x, "weights": tuple(plan.w for plan in plans), **{name: how[name] for name in there}}
@@ -145,7 +149,7 @@ def of_device(
     matrices = [_matrix(plan, w, in_place) for plan, w in zip(plans, weights, strict=True)]
     own: dict[str, Any] = {}
     if one:
-        own = {name: _flat(first, name, given) for name, given in others.items() if given is not None}
+        own = {name: _flat(first, name, given, in_place) for name, given in others.items() if given is not None}
         own |= {"rhs_transposed": True} if matrices[0].transposed else {}
     elif others.get("bias") is not None:
         own["bias"] = tuple(None if bias is None else bias.reshape(-1) for bias in others["bias"])
@@ -170,10 +174,17 @@ def of_device(
     return outs
 
 
-def _flat(plan: Plan, name: str, given: jax.Array) -> jax.Array:
-    """An operand of the epilogue as the operation takes it."""
+def _flat(plan: Plan, name: str, given: jax.Array, in_place: bool) -> jax.Array:
+    """An operand of the epilogue, or a scale, as the operation takes it."""
     if name == "gate":
-        return _matrix(plan, given, in_place=False).array
+        return _matrix(plan, given, in_place).array
+    if name.endswith("_scale") and given.ndim == 0:
+        return given
+    if name == "lhs_scale":
+        scale = _ordered(given, plan.x.labels, (*plan.rows, *plan.contracted))
+        return scale.reshape(*(scale.shape[: len(plan.rows)] or (1,)), -1)
+    if name.endswith("_scale"):
+        return _matrix(dataclasses.replace(plan, gathered=()), given, in_place).array
     if name == "bias":
         return given.reshape(-1)
     residual = _ordered(given, plan.out.labels, (*plan.rows, *plan.columns))

@@ -62,12 +62,12 @@ class Work(NamedTuple):
 def all_gather_matmul_hopper_kernel(
     lhs_ptr,  # [1, M, K], this rank's rows or columns
     lhs_desc,  # the same, in boxes [1, rows, BLOCK_K], see `tiles.box_of`
-    weights,  # rhs [K, N] in blocks [BLOCK_K, BLOCK_N], or [N, K] in blocks [BLOCK_N, BLOCK_K]; gate [K, N], if any; of
-    # columns WORLD * K; or several rhs
+    weights,  # rhs [K, N] in blocks [BLOCK_K, BLOCK_N], or [N, K] in blocks [BLOCK_N, BLOCK_K]; a gate that lies as rhs
+    # does, if any; of columns WORLD * K; or several rhs
     half_weights,  # the same, in blocks of half the columns
     epilogue,  # what there is of bias [N], or of a bias for each rhs
     scales,  # of operands of 8 bits what there is of lhs [WORLD * M], rhs [N] and gate [N], f32; or of lhs_blocks
-    # [steps, WORLD * M] and rhs_blocks [steps, blocks of matmul.SCALED columns], for steps of as many
+    # [steps, WORLD * M], rhs_blocks and gate_blocks [steps, blocks of matmul.SCALED columns], for steps of as many
     team,
     gathered,  # scratch [WORLD, M, K]; this rank's own rows stay in lhs
     arrived,  # signals [WORLD, row blocks, parts of K]: BLOCK_M // UNIT for each part of the rows of each rank
@@ -138,7 +138,7 @@ def multiply_tile(
     factors = matmul.scales_of_blocks(
         ring, scales, work.SCALES, source, work.WORLD, row, work.M, column, work.N, PARTITION
     )
-    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION, factors)
+    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION, factors, work.GATED)
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)

@@ -19,8 +19,8 @@ itself, and M, N, K may be anything of which TMA can take rows (multiples of 16 
 
 Of a last wave that is at most half full the programs compute half tiles: `whole` says how many tiles come before.
 
-With a gate, which is a second array of columns, a stage has half as many columns of each, side by side: the two
-products are the `halves` of one.
+With a gate, which is a second array of columns, a stage has half as many columns of each, side by side (of arrays
+[N, K] one above the other): the two products are the `halves` of one.
 """
 
 from typing import Any, NamedTuple
@@ -48,6 +48,7 @@ class Factors(NamedTuple):
     row_step: Any  # from one step to the next
     count: Any  # of rows that the source has from there on
     columns: Any  # f32 [steps, blocks of columns], from the block of a tile on; or None
+    gates: Any  # the same of the gate, which are the right half of the columns
     column_step: Any
 
 
@@ -80,7 +81,7 @@ def allocate(
       rhs_desc: blocks [BLOCK_K, BLOCK_N]; of an array [N, K] blocks [BLOCK_N, BLOCK_K].
       half_desc: of the same array, blocks of half the columns.
       out_desc: blocks [1, rows, columns], of which a tile has powers of 2: the rows that a partition multiplies.
-      GATED: whether a stage has a block of each of two arrays [K, N], side by side.
+      GATED: whether a stage has a block of each of two arrays.
     """
     BLOCK_K: gl.constexpr = lhs_desc.block_type.shape[2]
     RHS: gl.constexpr = rhs_desc.block_type.shape
@@ -89,9 +90,11 @@ def allocate(
     COLUMNS: gl.constexpr = out_desc.block_type.shape[2]
     PARTITIONS: gl.constexpr = BLOCK_M // ROWS
     lhs = gl.allocate_shared_memory(lhs_desc.dtype, [STAGES, 1, BLOCK_M, BLOCK_K], lhs_desc.layout)
-    PRODUCTS: gl.constexpr = 2 if GATED else 1
-    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, RHS[0], PRODUCTS * RHS[1]], rhs_desc.layout)
-    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, HALF[0], PRODUCTS * HALF[1]], half_desc.layout)
+    # Where half a tile has half of the first dimension that has the columns.
+    DOWN: gl.constexpr = 2 if GATED and HALF[0] != RHS[0] else 1
+    ACROSS: gl.constexpr = 2 if GATED and HALF[0] == RHS[0] else 1
+    rhs = gl.allocate_shared_memory(rhs_desc.dtype, [STAGES, DOWN * RHS[0], ACROSS * RHS[1]], rhs_desc.layout)
+    half = rhs.reinterpret(rhs_desc.dtype, [2 * STAGES, DOWN * HALF[0], ACROSS * HALF[1]], half_desc.layout)
     results = gl.allocate_shared_memory(out_desc.dtype, [2 * PARTITIONS, 1, ROWS, COLUMNS], out_desc.layout)
     ready = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -120,7 +123,7 @@ def load_steps(
       rhs_desc: `half_desc` for half tiles.
       column: of the block of `rhs_desc`.
       HALF: whether that is a half tile.
-      gate_desc: of a gate, blocks like those of `rhs_desc`, which come to lie right of them.
+      gate_desc: of a gate, blocks like those of `rhs_desc`, which come to lie right of them, or below.
       above: how many rows of rhs belong to sources before this one.
     """
     stage, phase = position
@@ -137,7 +140,11 @@ def load_steps(
             at = [source, tiles.row_of_box(row, box, ROWS, BOX), step * BLOCK_K]
             tma.async_load(lhs_desc, at, bar, lhs.slice(box * BOX, BOX, 1))
         dest = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
-        if gate_desc is not None:
+        if gate_desc is not None and is_transposed(ring):
+            LINES: gl.constexpr = rhs_desc.block_type.shape[0]
+            tma.async_load(rhs_desc, [column, above + step * BLOCK_K], bar, dest.slice(0, LINES, 0))
+            tma.async_load(gate_desc, [column, above + step * BLOCK_K], bar, dest.slice(LINES, LINES, 0))
+        elif gate_desc is not None:
             COLUMNS: gl.constexpr = rhs_desc.block_type.shape[1]
             tma.async_load(rhs_desc, [above + step * BLOCK_K, column], bar, dest.slice(0, COLUMNS, 1))
             tma.async_load(gate_desc, [above + step * BLOCK_K, column], bar, dest.slice(COLUMNS, COLUMNS, 1))
@@ -150,7 +157,10 @@ def load_steps(
 
 
 @gluon.jit
-def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0, factors=None):
+def multiply_tile(
+    me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0, factors=None,
+    GATED: gl.constexpr = False,
+):  # fmt: skip
     """The product of a partition's rows of what arrives in the next stages, f32, and the position behind them.
 
     It is NaN if this rank has given up: whoever loaded may not have waited.
@@ -159,6 +169,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
       position: (stage, phase), (0, 0) in the beginning.
       PARTITION: which of those that multiply calls.
       factors: `Factors` of the partition's rows, or None.
+      GATED: whether the right half of the columns is a gate's.
     """
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
@@ -175,7 +186,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
     PROMOTES: gl.constexpr = promotes(ring) or factors is not None
     SUMS: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
     product = gl.zeros((ROWS, BLOCK_N), gl.float32 if PROMOTES else SUMS, LAYOUT)
-    factor = factors_of(factors, 0, ROWS, LAYOUT)
+    factor = factors_of(factors, 0, ROWS, BLOCK_N, LAYOUT, GATED)
     previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
     for step in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
@@ -188,7 +199,7 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
             sums = gl.zeros((ROWS, BLOCK_N), SUMS, LAYOUT)
             sums = warpgroup_mma(lhs, columns, sums, use_acc=False, is_async=True)
             # On their way while this step is multiplied.
-            coming = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, LAYOUT)
+            coming = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, BLOCK_N, LAYOUT, GATED)
             sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
             mbarrier.arrive(ring.empty.index(stage), count=1)
             if factors is None:
@@ -212,17 +223,23 @@ def multiply_tile(me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.c
 
 
 @gluon.jit
-def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """By what the sums of a step are multiplied, [ROWS, 1]; None if there are no `Factors`."""
+def factors_of(factors, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, GATED: gl.constexpr):
+    """By what the sums of a step are multiplied, [ROWS, 1], with a gate [ROWS, COLUMNS]; None without `Factors`."""
     factor = None
     if factors is not None:
         row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
         factor = (row * 0 + 1).to(gl.float32)
         if factors.rows is not None:
             factor = gl.load(factors.rows + step * factors.row_step + row, mask=row < factors.count, other=1.0)
-        if factors.columns is not None:
-            factor *= gl.load(factors.columns + step * factors.column_step)
         factor = factor[:, None]
+        one = gl.to_tensor(1.0)
+        of_columns = one if factors.columns is None else gl.load(factors.columns + step * factors.column_step)
+        if GATED:
+            of_gate = one if factors.gates is None else gl.load(factors.gates + step * factors.column_step)
+            column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+            factor = factor * gl.where(column < COLUMNS // 2, of_columns, of_gate)
+        elif factors.columns is not None:
+            factor *= of_columns
     return factor
 
 
@@ -263,19 +280,23 @@ def scales_of_blocks(
     """The scales of blocks of a partition's rows of a tile, or None if there are none.
 
     Args:
-      scales: the bundle of scales: "lhs_blocks" [steps, SOURCES * M] and "rhs_blocks" [steps, blocks of N], all f32.
+      scales: the bundle of scales: "lhs_blocks" [steps, SOURCES * M], and "rhs_blocks" and "gate_blocks" [steps, blocks
+        of N], all f32.
       source, row, column: where the tile begins.
     """
     rows = bundle.member(scales, NAMES, "lhs_blocks")
     columns = bundle.member(scales, NAMES, "rhs_blocks")
+    gates = bundle.member(scales, NAMES, "gate_blocks")
     found = None
-    if rows is not None or columns is not None:
+    if rows is not None or columns is not None or gates is not None:
         first = row + PARTITION * ring.results.shape[2]
         if rows is not None:
             rows += source * M + first
         if columns is not None:
             columns += column // SCALED
-        found = Factors(rows, SOURCES * M, M - first, columns, gl.cdiv(N, SCALED))
+        if gates is not None:
+            gates += column // SCALED
+        found = Factors(rows, SOURCES * M, M - first, columns, gates, gl.cdiv(N, SCALED))
     return found
 
 

@@ -86,33 +86,42 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 
 def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
-    m, n, k, programs, eight_bits, of_lhs, of_rhs = shape
-    eight = np.dtype(eight_bits)
+    m, n, k, programs, eight_bits, of_lhs, of_rhs, *of_gate = shape
+    eight, names = np.dtype(eight_bits), ("rhs", "gate")[: 1 + len(of_gate)]
     lhs = [integers(rank, (1, m, k), eight) for rank in range(world)]
-    rhs = [integers(100 + rank, (n, k), eight) for rank in range(world)]
+    weights = {
+        name: [integers(100 * i + rank, (n, k), eight) for rank in range(world)] for i, name in enumerate(names, 1)
+    }
     steps, rows, draw = -(-k // 128), world * m, np.random.default_rng(world)
     # Powers of 2, of which every rank has others.
     scales = [
         {"none": (1, 1), "row": (1, rows), "block": (steps, rows)},
         {"none": (1, 1), "row": (1, n), "block": (steps, -(-n // 128))},
     ]
-    left, *right = (
-        np.exp2(draw.integers(-1, 2, shapes.get(kind, (1, 1)))).astype(np.float32)
-        if kind != "none"
-        else np.ones((1, 1))
-        for kind, shapes in ((of_lhs, scales[0]), *[(of_rhs, scales[1])] * world)
-    )
+
+    def scale(kind: str, shapes: dict[str, tuple[int, int]]) -> np.ndarray:
+        return np.exp2(draw.integers(-1, 2, shapes[kind])).astype(np.float32) if kind != "none" else np.ones((1, 1))
+
+    left = scale(of_lhs, scales[0])
+    kinds = dict(zip(names, (of_rhs, *of_gate), strict=True))
+    right = {name: [scale(kind, scales[1]) for _ in range(world)] for name, kind in kinds.items()}
     whole = np.concatenate(lhs).astype(np.float64) * _of_steps(left, k, rows).reshape(k, world, m).transpose(1, 2, 0)
-    expected = [whole @ (w.astype(np.float64) * _of_steps(each, k, n).T).T for w, each in zip(rhs, right)]
+    expected = [np.float64(1)] * world
+    for name, each in weights.items():
+        wide = [w.astype(np.float64) * _of_steps(own, k, n).T for w, own in zip(each, right[name])]
+        expected = [product * (whole @ w.T) for product, w in zip(expected, wide)]
     bundle = {}
-    for name, kind, arrays in (("lhs", of_lhs, [left] * world), ("rhs", of_rhs, right)):
+    for name, kind, arrays in (("lhs", of_lhs, [left] * world), *((name, kinds[name], right[name]) for name in names)):
         if kind != "none":
             bundle[f"{name}_blocks" if kind == "block" else name] = [x if kind == "block" else x[0] for x in arrays]
-    tiles = {"block_n": 64, "block_k": 128, "part": 128} if "block" in (of_lhs, of_rhs) else {"block_k": 16, "part": 32}
+    in_blocks = "block" in (of_lhs, *kinds.values())
+    tiles = {"block_n": 64, "block_k": 128, "part": 128} if in_blocks else {"block_k": 16, "part": 32}
+    tiles |= {"block_n": 32} if of_gate else {}
     config = gather_ops.hopper.Config(**TILES | tiles, block_m=8, unit=4, programs=programs)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
+    form |= {"epilogue": Epilogue(operands=("gate",)), "gate_scales": of_gate[0]} if of_gate else {}
     return Call(
-        arrays=(lhs, lhs, {"rhs": rhs}, {"rhs": rhs}, {}, bundle),
+        arrays=(lhs, lhs, weights, weights, {}, bundle),
         keywords=launched(gather_ops, world * m, k, n, world, eight, config, **form),
         expected=[each.astype(dtype) for each in expected],
         tolerance=TOLERANCE[dtype.name],
@@ -272,13 +281,17 @@ KERNELS = (
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul_with_scales,
-        # M, N, K, programs, dtype, and what has scales; clipped at all ends, with half tiles and without
+        # M, N, K, programs, dtype, and what has scales, and those of a gate; clipped at all ends, with half tiles and
+        # without
         shapes=lambda world: (
             (4, 32, 32, 3, "float8_e4m3fn", "row", "row"),
             (12, 48, 48, 2, "int8", "row", "row"),
             (7, 48, 64, 1, "float8_e5m2", "none", "row"),
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block"),
             (12, 32, 144, 2, "int8", "block", "none"),
+            (4, 48, 32, 3, "float8_e4m3fn", "row", "row", "row"),
+            (12, 144, 272, 2, "float8_e4m3fn", "block", "block", "block"),
+            (12, 32, 144, 2, "int8", "none", "row", "block"),
         ),
     ),
     Simulated(
@@ -783,7 +796,9 @@ GATHERED_SCALES = (
     ("rank of a block", 3, "rows += source * M + first", "rows += first"),
     ("block of columns", 3, "columns += column // SCALED", "columns += 0"),
     ("step of rows", 3, "Factors(rows, SOURCES * M,", "Factors(rows, 0,"),
-    ("step of columns", 3, "columns, gl.cdiv(N, SCALED))", "columns, 0)"),
+    ("step of columns", 3, "gates, gl.cdiv(N, SCALED))", "gates, 0)"),
+    ("block of a gate", 6, "gates += column // SCALED", "gates += 0"),
+    ("columns of a gate", 6, "column < COLUMNS // 2, of_columns", "column < COLUMNS, of_columns"),
 )
 SCATTERED_SCALES = (
     ("rank", 1, "scales, source, work.WORLD, row, column", "scales, 0, work.WORLD, row, column"),

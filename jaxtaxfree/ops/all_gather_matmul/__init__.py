@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxtaxfree.ops import checks, matmul, narrow, product, scaled
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product, scaled
 from jaxtaxfree.ops.all_gather_matmul import several
 from jaxtaxfree.ops.all_gather_matmul.variants import VARIANTS
 from jaxtaxfree.ops.collectives import all_gather
@@ -39,6 +39,8 @@ def all_gather_matmul(
     rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -62,6 +64,8 @@ def all_gather_matmul(
     rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -85,6 +89,8 @@ def all_gather_matmul(
     rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: _Activation = None,
     residual: jax.Array | None = None,
@@ -132,6 +138,31 @@ def all_gather_matmul(
 ) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
 
 
+@overload
+def all_gather_matmul(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    axis: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: Literal["block"],
+    bias: jax.Array | None = None,
+    activation: _Activation = None,
+    residual: jax.Array | None = None,
+    return_gathered: Literal[False] = False,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
 def all_gather_matmul(
     lhs: jax.Array,
     rhs: jax.Array | tuple[jax.Array, ...],
@@ -145,6 +176,8 @@ def all_gather_matmul(
     rhs_scale: jax.Array | tuple[jax.Array | None, ...] | None = None,
     gate: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | str | None = None,
     bias: jax.Array | tuple[jax.Array | None, ...] | None = None,
     activation: _Activation | tuple[_Activation, ...] = None,
     residual: jax.Array | None = None,
@@ -179,9 +212,15 @@ def all_gather_matmul(
         takes them where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. With several rhs a tuple with one, or None, for each.
-      gate: [K, N], a second `rhs`, as in SwiGLU. With G the gathered lhs, the result is
+      gate: a second `rhs`, as in SwiGLU, which lies as `rhs` does. With G the gathered lhs, the result is
         `activation(G @ gate) * (G @ rhs)`. The activation applies to the gate's product only. Not with several rhs.
       gate_scale: as `rhs_scale`, of a gate of 8 bits.
+      quantize_lhs: "row" or "block": `lhs` has 16 or 32 bits, and is quantised to the dtype of `rhs`, which has a
+        `rhs_scale`, by rows or by 1 x 128 before it travels. A program in front of the kernel does that. Gradients are
+        those of `lhs` as it was. The result has the dtype of `lhs`.
+      out_scale: with a `preferred_element_type` of 8 bits: by what the result is divided before it is rounded to that,
+        f32 []; or "block", which gives a pair of values and their scales, [..., ceil(N / 128)]. A program behind the
+        kernel does that, to a result of 16 bits.
       bias: [N], added to `G @ rhs` before the activation, or before the gate multiplies it. With several rhs one for
         all, or a tuple with one, or None, for each.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh". With
@@ -212,6 +251,15 @@ def all_gather_matmul(
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
+    if narrow.asked(quantize_lhs, out_scale):
+        return narrow.call(
+            all_gather_matmul, lhs, rhs, axis_name, quantize_lhs=quantize_lhs, out_scale=out_scale,
+            operands={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "gate": gate, "gate_scale": gate_scale}
+            | {"bias": bias, "residual": residual},
+            axis=axis, precision=precision, preferred_element_type=preferred_element_type,
+            rhs_transposed=rhs_transposed, activation=activation, return_gathered=return_gathered,
+            implementation=implementation, config=config,
+        )  # fmt: skip
     axes = check_axes(axis_name, "all_gather_matmul", alone=axis_name is not None)
     check_implementation(implementation)
     if isinstance(rhs, tuple):
@@ -242,24 +290,15 @@ def all_gather_matmul(
     shape = [*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed)]
     if params["axis"] < lhs.ndim - 1:
         shape[params["axis"]] *= lax.axis_size(axes)
-    given = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "gate_scale": gate_scale}
-    scaling, scales = scaled.check("all_gather_matmul", lhs, rhs, rhs_transposed=rhs_transposed, **given)
-    epilogue, operands = epilogues.check(
-        "all_gather_matmul",
-        lhs,
-        rhs,
-        shape,
-        activation,
-        rhs_transposed=rhs_transposed,
-        of_integers=bool(scaling),
-        gate=gate,
-        bias=bias,
-        residual=residual,
-    )
+    found, scales, operands = checks.check(
+        "all_gather_matmul", lhs, rhs, shape, activation, rhs_transposed=rhs_transposed,
+        scales={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "gate_scale": gate_scale},
+        gate=gate, bias=bias, residual=residual,
+    )  # fmt: skip
     settings = settings_of("all_gather_matmul", VARIANTS, config)
-    if scaling.of("lhs") != "none":
-        lhs, scaling, scales = _gather_scales(lhs, scaling, scales, axes, params["axis"])
-    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    if found["scaling"].of("lhs") != "none":
+        lhs, found["scaling"], scales = _gather_scales(lhs, found["scaling"], scales, axes, params["axis"])
+    params |= found
     how = {"implementation": implementation, "config": settings}
     return _call(lhs, rhs, *scales, *operands, return_gathered=return_gathered, **how, **params)
 
@@ -354,8 +393,9 @@ def reference(
 ) -> Any:
     """What the operation means, in plain `lax`; `operands` are the scales, and those of the epilogue."""
     del config
-    rhs = rhs.T if rhs_transposed else rhs
     scales, operands = scaling.split(operands)
+    if rhs_transposed:
+        rhs, operands = rhs.T, [x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands)]
     if scaling:
         return _scaled_reference(
             lhs, rhs, operands, scales, axes, axis, precision, preferred_element_type, epilogue, return_gathered

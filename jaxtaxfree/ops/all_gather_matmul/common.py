@@ -46,6 +46,11 @@ def products(call: Call, *rows: int, kind: str = "ptr") -> dict[str, Any]:
     return missing | {"out_type": outs if call.widths else outs[0]}
 
 
+def refuses_gate(call: Call) -> list[str]:
+    """What keeps a kernel from taking a gate that lies as [N, K]."""
+    return ["it takes a gate with rhs [K, N] alone"] if call.epilogue.gated and call.rhs_transposed else []
+
+
 def refuses_several(call: Call) -> list[str]:
     """What keeps a kernel with MOST results from taking a call."""
     return [f"it takes up to {MOST} rhs, not {len(call.widths)}"] if len(call.widths) > MOST else []

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.all_gather_matmul.few import all_gather_matmul_few_kernel
-from jaxtaxfree.ops.all_gather_matmul.common import refuses_several
+from jaxtaxfree.ops.all_gather_matmul.common import refuses_gate, refuses_several
 from jaxtaxfree.ops.all_gather_matmul.portable import keywords, slower
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.product import Call
@@ -34,7 +34,12 @@ class Few(Variant[Call]):
     name, Config, kernel, scales = "few", Config, all_gather_matmul_few_kernel, True
 
     def refuses(self, call: Call, config: Config) -> list[str]:
-        return portable.refuses_scales(call, config) + portable.refuses_columns(call) + refuses_several(call)
+        return (
+            portable.refuses_scales(call, config)
+            + portable.refuses_columns(call)
+            + refuses_several(call)
+            + refuses_gate(call)
+        )
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtaxfree.kernels.all_gather_matmul.portable import all_gather_matmul_kernel
-from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_several, results
+from jaxtaxfree.ops.all_gather_matmul.common import common, refuses_gate, refuses_several, results
 from jaxtaxfree.ops.blocks import portable
 from jaxtaxfree.ops.matmul import UNMEASURED
 from jaxtaxfree.ops.product import Call
@@ -39,7 +39,7 @@ class Portable(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        return refuses_several(call)
+        return refuses_several(call) + refuses_gate(call)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del asked

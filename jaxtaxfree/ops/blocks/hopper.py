@@ -93,8 +93,6 @@ def _refuses_scales(call: Call) -> list[str]:
     reasons = []
     if call.lhs.bits != call.rhs.bits:
         reasons.append(f"it multiplies 8 bits by 8 bits, not {call.lhs.dtype} by {call.rhs.dtype}")
-    if call.epilogue.gated:
-        reasons.append("it takes no gate of 8 bits")
     if not call.rhs_transposed:
         reasons.append("tensor cores take 8 bits along K: give rhs as [N, K], with rhs_transposed=True")
     if call.along_columns:
@@ -105,11 +103,14 @@ def _refuses_scales(call: Call) -> list[str]:
 def refuses_blocks(call: Call, config: Tile) -> list[str]:
     """What keeps a kernel with these settings from taking scales of blocks."""
     reasons = []
-    if "block" in (call.lhs.scales, call.rhs.scales):
+    if "block" in call.scales:
         if config.block_k != BLOCK:
             reasons.append(f"blocks of scales take steps of block_k={BLOCK}, not {config.block_k}")
-        if call.rhs.scales == "block" and BLOCK % config.block_n:
-            reasons.append(f"blocks of scales take a block_n that divides {BLOCK}, not {config.block_n}")
+        block_n = config.block_n // call.products
+        if "block" in (call.rhs.scales, call.gate_scales) and BLOCK % block_n:
+            reasons.append(
+                f"blocks of scales take a block_n that divides {BLOCK * call.products}, not {config.block_n}"
+            )
     return reasons
 
 

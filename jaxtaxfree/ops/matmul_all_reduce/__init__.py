@@ -1,15 +1,14 @@
 """`matmul_all_reduce`: a row-parallel layer whose result every rank needs."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product, scaled
+from jaxtaxfree.ops import checks, matmul, narrow, product, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.matmul_all_reduce.few import Few
 from jaxtaxfree.ops.matmul_all_reduce.hopper import Hopper
@@ -25,6 +24,7 @@ from jaxtaxfree.teams import check_axes, varying
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
+@overload
 def matmul_all_reduce(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -35,12 +35,55 @@ def matmul_all_reduce(
     rhs_transposed: bool = False,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def matmul_all_reduce(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: Literal["block"],
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def matmul_all_reduce(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | str | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> Any:
     """`lax.psum(lhs @ rhs, axis_name)`, as one kernel on GPUs.
 
     For the few rows of a decode step, the kernel sends every tile of the product as soon as it is done, while it still
@@ -68,6 +111,12 @@ def matmul_all_reduce(
         for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
+      quantize_lhs: "row" or "block": `lhs` has 16 or 32 bits, and is quantised to the dtype of `rhs`, which has a
+        `rhs_scale`, by rows or by 1 x 128 before it travels. A program in front of the kernel does that. Gradients are
+        those of `lhs` as it was. The result has the dtype of `lhs`.
+      out_scale: with a `preferred_element_type` of 8 bits: by what the result is divided before it is rounded to that,
+        f32 []; or "block", which gives a pair of values and their scales, [..., ceil(N / 128)]. A program behind the
+        kernel does that, to a result of 16 bits.
       bias: [N], the same on every rank. It is added once to the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       residual: has the result's shape, is the same on every rank, and is added last.
@@ -94,6 +143,13 @@ def matmul_all_reduce(
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
+    if narrow.asked(quantize_lhs, out_scale):
+        return narrow.call(
+            matmul_all_reduce, lhs, rhs, axis_name, quantize_lhs=quantize_lhs, out_scale=out_scale,
+            operands={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias, "residual": residual},
+            precision=precision, preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed,
+            activation=activation, implementation=implementation, config=config,
+        )  # fmt: skip
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_all_reduce")
     check_implementation(implementation)
@@ -103,25 +159,18 @@ def matmul_all_reduce(
     shape = (*lhs.shape[:-1], *matmul.columns(rhs, rhs_transposed))
     one_row = lhs.ndim == 1 and rhs.ndim == 2
     lhs = lhs[None] if one_row else lhs
-    form = {"rhs_transposed": rhs_transposed, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
-    scaling, scales = scaled.check("matmul_all_reduce", lhs, rhs, parts=lax.axis_size(axes), **form)
-    epilogue, operands = epilogues.check(
-        "matmul_all_reduce",
-        lhs,
-        rhs,
-        shape,
-        activation,
-        rhs_transposed=rhs_transposed,
-        of_integers=bool(scaling),
-        bias=bias,
-        residual=residual,
-    )
+    found, scales, operands = checks.check(
+        "matmul_all_reduce", lhs, rhs, shape, activation, rhs_transposed=rhs_transposed,
+        scales={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale}, parts=lax.axis_size(axes),
+        bias=bias, residual=residual,
+    )  # fmt: skip
+    epilogue: Epilogue = found["epilogue"]
     if one_row:
         operands = [x[None] if name == "residual" else x for name, x in zip(epilogue.operands, operands)]
     settings = settings_of("matmul_all_reduce", VARIANTS, config)
     differing = [name for name, x in zip(epilogue.operands, operands) if not varying(x).isdisjoint(axes)]
     operands = [*scales, *operands]
-    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    params |= found
     reasons = PRODUCT.unsupported(lhs, rhs, *operands, **params)
     reasons += [
         Lasting(f"it takes a {name} that is the same on all ranks along {axes}: give it in_specs without these")

@@ -1,15 +1,14 @@
 """`matmul_reduce_scatter`: the row-parallel half of a tensor-parallel layer."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul, product, scaled
+from jaxtaxfree.ops import checks, matmul, narrow, product, scaled
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.matmul_reduce_scatter.few import Few
 from jaxtaxfree.ops.matmul_reduce_scatter.hopper import Hopper
@@ -25,6 +24,7 @@ from jaxtaxfree.teams import check_axes
 VARIANTS: tuple[Variant[product.Call], ...] = (Hopper(), HopperFew(), Few(), Portable())
 
 
+@overload
 def matmul_reduce_scatter(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -36,12 +36,57 @@ def matmul_reduce_scatter(
     rhs_transposed: bool = False,
     lhs_scale: jax.Array | None = None,
     rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | None = None,
     bias: jax.Array | None = None,
     activation: str | Callable[..., jax.Array] | None = None,
     residual: jax.Array | None = None,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def matmul_reduce_scatter(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    scatter_dimension: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: Literal["block"],
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def matmul_reduce_scatter(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    axis_name: str | Sequence[str],
+    *,
+    scatter_dimension: int = 0,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    quantize_lhs: str | None = None,
+    out_scale: jax.Array | str | None = None,
+    bias: jax.Array | None = None,
+    activation: str | Callable[..., jax.Array] | None = None,
+    residual: jax.Array | None = None,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> Any:
     """`lax.psum_scatter(lhs @ rhs, axis_name, scatter_dimension=scatter_dimension, tiled=True)`, as one kernel on GPUs.
 
     Each rank multiplies the rows of other ranks first, and sends each tile when it is done. So the transfer hides
@@ -65,6 +110,12 @@ def matmul_reduce_scatter(
         travels in bfloat16. None takes XLA for now.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. The result has the dtype of the operand that has not 8 bits, else bfloat16.
+      quantize_lhs: "row" or "block": `lhs` has 16 or 32 bits, and is quantised to the dtype of `rhs`, which has a
+        `rhs_scale`, by rows or by 1 x 128 before it travels. A program in front of the kernel does that. Gradients are
+        those of `lhs` as it was. The result has the dtype of `lhs`.
+      out_scale: with a `preferred_element_type` of 8 bits: by what the result is divided before it is rounded to that,
+        f32 []; or "block", which gives a pair of values and their scales, [..., ceil(N / 128)]. A program behind the
+        kernel does that, to a result of 16 bits.
       bias: [N]. Every rank has the whole bias, or where columns are scattered that of its columns. It is added once to
         the sum over all ranks, before the activation.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
@@ -91,6 +142,13 @@ def matmul_reduce_scatter(
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
+    if narrow.asked(quantize_lhs, out_scale):
+        return narrow.call(
+            matmul_reduce_scatter, lhs, rhs, axis_name, quantize_lhs=quantize_lhs, out_scale=out_scale,
+            operands={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias, "residual": residual},
+            scatter_dimension=scatter_dimension, precision=precision, preferred_element_type=preferred_element_type,
+            rhs_transposed=rhs_transposed, activation=activation, implementation=implementation, config=config,
+        )  # fmt: skip
     lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
     axes = check_axes(axis_name, "matmul_reduce_scatter")
     check_implementation(implementation)
@@ -100,27 +158,19 @@ def matmul_reduce_scatter(
         "scatter_dimension": scatter_dimension,
         **matmul.check_precision(precision, preferred_element_type),
     }
-    form = {"rhs_transposed": rhs_transposed, "lhs_scale": lhs_scale, "rhs_scale": rhs_scale}
-    scaling, scales = scaled.check("matmul_reduce_scatter", lhs, rhs, parts=lax.axis_size(axes), **form)
-    epilogue, operands = epilogues.check(
-        "matmul_reduce_scatter",
-        lhs,
-        rhs,
-        shape,
-        activation,
-        rhs_transposed=rhs_transposed,
-        of_integers=bool(scaling),
-        bias=bias,
-        residual=residual,
-    )
+    found, scales, operands = checks.check(
+        "matmul_reduce_scatter", lhs, rhs, shape, activation, rhs_transposed=rhs_transposed,
+        scales={"lhs_scale": lhs_scale, "rhs_scale": rhs_scale}, parts=lax.axis_size(axes),
+        bias=bias, residual=residual,
+    )  # fmt: skip
     settings = settings_of("matmul_reduce_scatter", VARIANTS, config)
     operands = [*scales, *operands]
-    params |= {"epilogue": epilogue, "scaling": scaling, "rhs_transposed": rhs_transposed}
+    params |= found
     reasons = PRODUCT.unsupported(lhs, rhs, *operands, **params)
     if takes_reference("matmul_reduce_scatter", [lhs, rhs], implementation, reasons):
         return reference(lhs, rhs, *operands, **params)
     params |= {"implementation": implementation, "config": settings}
-    if operands or epilogue:
+    if operands or found["epilogue"]:
         return matmul.bind(with_epilogue_p, lhs, rhs, *operands, **params)[0]
     del params["epilogue"], params["scaling"]
     return matmul.bind(matmul_reduce_scatter_p, lhs, rhs, **params)

@@ -16,6 +16,7 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.ragged_dot import scaled
 from jaxtaxfree.ops.ragged_dot.common import Call
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
@@ -52,7 +53,10 @@ def ragged_dot(
     preferred_element_type: Any = None,
     *,
     rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
     activation: str | Callable[..., Any] | None = None,
     fill: bool = True,
     implementation: str | None = None,
@@ -71,6 +75,10 @@ def ragged_dot(
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
       rhs_transposed: `rhs` is [G, N, K]. The kernel reads it as it lies.
+      lhs_scale: by what a `lhs` of 8 bits (see `quantize`) is multiplied, f32: [] or [M, 1]. The kernel for 16 bits
+        multiplies: operands of 8 bits are cast, which is exact, and its sums are scaled behind it. The result has the
+        dtype of the operand that has not 8 bits, else bfloat16.
+      rhs_scale, gate_scale: the same of `rhs` and of the gate: [] or [G, 1, N], turned over as `rhs` is.
       gate: [G, K, N], a second `rhs`, as in SwiGLU. The result is
         `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
@@ -92,6 +100,13 @@ def ragged_dot(
       TypeError: if `config` has the wrong type.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
+    scales = {"lhs": lhs_scale, "rhs": rhs_scale, "gate": gate_scale}
+    if any(scale is not None for scale in scales.values()):
+        form = {"precision": precision, "implementation": implementation, "config": config}
+        return scaled.ragged_dot(
+            ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
+            preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
+        )  # fmt: skip
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     check_implementation(implementation)
     _check_operands(lhs, rhs, sizes, rhs_transposed)

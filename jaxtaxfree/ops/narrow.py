@@ -1,0 +1,127 @@
+"""What the three products do around a kernel to take wide rows, and to give results of 8 bits: `quantize_lhs=` and
+`out_scale=`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtaxfree.ops.quantize import BLOCK, DTYPES, divide, is_eight_bits, quantize
+
+# What of lhs has one scale.
+_BLOCKS = {"row": (1, -1), "block": (1, BLOCK)}
+
+
+def asked(quantize_lhs: Any, out_scale: Any) -> bool:
+    """Whether `call` is to make the product."""
+    return quantize_lhs is not None or out_scale is not None
+
+
+def call(
+    operation: Callable[..., Any],
+    lhs: jax.Array,
+    rhs: Any,
+    axis_name: Any,
+    *,
+    quantize_lhs: str | None,
+    out_scale: Any,
+    preferred_element_type: Any,
+    operands: Mapping[str, Any],
+    **form: Any,
+) -> Any:
+    """A product of a lhs that is quantised before it travels, or whose result is rounded to 8 bits, or both.
+
+    Args:
+      operation: one of the three products.
+      quantize_lhs: "row" or "block": of what lhs, of 16 bits or more, gets one scale. Its dtype becomes that of rhs.
+      out_scale: by what the result is divided: f32 [], or "block" for scales of its own. The result is one of bf16, or
+        of lhs's dtype where that is wider than 8 bits, which is then rounded to `preferred_element_type`.
+      operands: other arrays of the operation, by their names; None for one that there is not.
+      **form: its other keywords.
+
+    Raises:
+      ValueError: for another `quantize_lhs` or `out_scale`, or dtypes that they do not go with.
+    """
+    name = operation.__name__
+    if isinstance(rhs, tuple) or form.get("return_gathered"):
+        raise ValueError(f"{name} takes quantize_lhs and out_scale with one rhs, and without return_gathered.")
+    given = {"lhs": jnp.asarray(lhs), "rhs": jnp.asarray(rhs)}
+    given |= {key: jnp.asarray(x) for key, x in operands.items() if x is not None}
+    narrow = None
+    if out_scale is not None:
+        narrow, out_scale = _check_result(name, preferred_element_type, out_scale)
+        preferred_element_type = None
+
+    def product(operands: Mapping[str, jax.Array], preferred_element_type: Any) -> jax.Array:
+        own = {key: x for key, x in operands.items() if key not in ("lhs", "rhs")}
+        how = form | {"preferred_element_type": preferred_element_type}
+        return operation(operands["lhs"], operands["rhs"], axis_name, **own, **how)
+
+    if quantize_lhs is None:
+        out = product(given, preferred_element_type)
+    else:
+        block = _check_lhs(name, quantize_lhs, given)
+        out = _straight_through(product, block, preferred_element_type or given["lhs"].dtype, form)(given)
+    if narrow is None:
+        return out
+    if isinstance(out_scale, str):
+        return quantize(out, narrow, block=(1, BLOCK))
+    return divide(out.astype(jnp.float32), out_scale, narrow)
+
+
+def _straight_through(
+    product: Callable[..., jax.Array], block: tuple[int, int], dtype: Any, form: Mapping[str, Any]
+) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
+    """The product of a quantised lhs, whose gradients are those of the product of lhs itself."""
+
+    @jax.custom_vjp
+    def run(operands: Mapping[str, jax.Array]) -> jax.Array:
+        values, scale = quantize(operands["lhs"], operands["rhs"].dtype, block=block)
+        return product({**operands, "lhs": values, "lhs_scale": scale}, dtype)
+
+    def forward(operands: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+        return run(operands), operands
+
+    def backward(operands: Mapping[str, jax.Array], ct: jax.Array) -> tuple[Any]:
+        (found,) = jax.vjp(lambda operands: product(operands, dtype), operands)[1](ct)
+        return (found,)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+def _check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) -> tuple[int, int]:
+    """The block of lhs that has one scale."""
+    if quantize_lhs not in _BLOCKS:
+        raise ValueError(f"{name} takes quantize_lhs as {', '.join(map(repr, _BLOCKS))}, not {quantize_lhs!r}.")
+    lhs, rhs = operands["lhs"], operands["rhs"]
+    if "lhs_scale" in operands or not jnp.issubdtype(lhs.dtype, jnp.floating) or is_eight_bits(lhs):
+        raise ValueError(
+            f"{name} takes quantize_lhs for a lhs of 16 or 32 bits without lhs_scale, and this one is {lhs.dtype}."
+        )
+    if not is_eight_bits(rhs) or "rhs_scale" not in operands:
+        raise ValueError(
+            f"{name} takes quantize_lhs with a rhs of {', '.join(DTYPES)} and its rhs_scale, and rhs is {rhs.dtype}."
+        )
+    return _BLOCKS[quantize_lhs]
+
+
+def _check_result(name: str, preferred_element_type: Any, out_scale: Any) -> tuple[np.dtype, Any]:
+    """The dtype of the result, and its scale: "block" or an array []."""
+    if preferred_element_type is None or np.dtype(preferred_element_type).name not in DTYPES:
+        raise ValueError(
+            f"{name} takes out_scale with a preferred_element_type of {', '.join(DTYPES)}, not "
+            f"{preferred_element_type}."
+        )
+    if isinstance(out_scale, str):
+        if out_scale != "block":
+            raise ValueError(f"{name} takes out_scale as float32 [] or 'block', not {out_scale!r}.")
+    else:
+        out_scale = jnp.asarray(out_scale)
+        if out_scale.dtype != np.float32 or out_scale.ndim:
+            raise ValueError(
+                f"{name} takes out_scale as float32 [] or 'block', not {out_scale.dtype}{list(out_scale.shape)}."
+            )
+    return np.dtype(preferred_element_type), out_scale

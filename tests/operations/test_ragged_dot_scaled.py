@@ -1,0 +1,60 @@
+"""`ragged_dot` of operands of 8 bits with scales, against f64 of what the scales make of the operands."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtaxfree as jtf
+from tests.helpers.support import fails
+
+SIZES = (5, 0, 11, 3)
+M, K, N = 24, 64, 40  # five rows are behind the last group
+
+
+def groups_of(w: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    return jax.vmap(lambda each: jtf.quantize(each, dtype, block=(1, -1)))(w)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8"), ("bfloat16", "int8")])
+def test_ragged_dot(dtypes: tuple[str, str], transposed: bool, gated: bool) -> None:
+    x = jax.random.normal(jax.random.key(0), (M, K)).astype(jnp.bfloat16)
+    weights = [groups_of(jax.random.normal(jax.random.key(i), (4, N, K)), dtypes[1]) for i in (1, 2)[: 1 + gated]]
+    sizes = jnp.array(SIZES, jnp.int32)
+    left, x_scale = np.asarray(x, np.float64), None
+    if dtypes[0] != "bfloat16":
+        x, x_scale = jtf.quantize(x, dtypes[0], block=(1, -1))
+        left = np.asarray(jtf.dequantize(x, x_scale), np.float64)
+    group = np.repeat(np.arange(4), SIZES)
+    products = []
+    for w, scale in weights:
+        right = np.asarray(w, np.float64) * np.asarray(scale, np.float64)
+        out = np.einsum("mk,mnk->mn", left[: sum(SIZES)], right[group])
+        products.append(np.concatenate([out, np.zeros((M - len(out), N))]))
+    wanted = products[0] * (products[1] / (1 + np.exp(-products[1])) if gated else 1)
+
+    def call(x: jax.Array, *weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        named = [each if transposed else tuple(part.swapaxes(1, 2) for part in each) for each in weights]
+        how: dict[str, Any] = {"lhs_scale": x_scale, "rhs_scale": named[0][1], "rhs_transposed": transposed}
+        how |= {"gate": named[1][0], "gate_scale": named[1][1], "activation": "silu"} if gated else {}
+        return jtf.ragged_dot(x, named[0][0], sizes, preferred_element_type=jnp.float32, **how)
+
+    found = jax.jit(call)(x, *weights)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    assert jtf.ragged_dot(x, weights[0][0], sizes, rhs_scale=weights[0][1], rhs_transposed=True).dtype == jnp.bfloat16
+
+
+def test_what_does_not_fit_is_said() -> None:
+    x, w, sizes = jnp.ones((8, 16), jnp.int8), jnp.ones((2, 16, 4), jnp.int8), jnp.array([4, 4])
+    with fails(ValueError, "ragged_dot takes rhs_scale of shape [], [2, 1, 4] here, not [2, 4, 1]"):
+        jtf.ragged_dot(x, w, sizes, rhs_scale=jnp.ones((2, 4, 1)))
+    with fails(ValueError, "ragged_dot takes lhs_scale of shape [], [8, 1] here, not [8]"):
+        jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.ones(8))
+    with fails(ValueError, "takes gate_scale for a gate of float8_e4m3fn, float8_e5m2, int8, and there is none"):
+        jtf.ragged_dot(x, w, sizes, gate_scale=jnp.float32(1))
+    with fails(ValueError, "takes lhs_scale as float32, not int32"):
+        jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.int32(1))
