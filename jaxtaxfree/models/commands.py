@@ -139,11 +139,13 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     model = load_showing(options, mesh_of(options), console)
     tokens, lengths = padded(prompts)
     stop = () if options.ignore_stop else model.config.stop
-    begin = time.perf_counter()
     times, made = [], []
     befores = [tokenizer.decode(prompt) if tokenizer else f"{','.join(map(str, prompt))} ->" for prompt in prompts]
     alone = _Text(tokenizer, stop) if len(prompts) == 1 else None
     stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
+    with console.status("compiling"):
+        model.compile(len(prompts), int(lengths.max()), options.tokens, sampling)
+    begin = time.perf_counter()
     # Text is printed as it is: a console would leave characters out.
     if alone:
         print(befores[0], end="", flush=True)

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,17 @@ def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
 def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
     """Whether `decode_step` covers a model with such a cache; else a step is made of operations."""
     return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
+
+
+class _Program:
+    """A program for operands of certain types.
+
+    Attributes:
+      lowered, compiled: of JAX's stages.
+    """
+
+    def __init__(self, lowered: Any):
+        self.lowered, self.compiled = lowered, lowered.compile()
 
 
 class Model:
@@ -222,12 +234,12 @@ class Model:
         self, tokens: np.ndarray, lengths: np.ndarray, steps: int, sampling: Sampling, stop: tuple[int, ...], seed: int
     ) -> Iterator[np.ndarray]:
         longest = int(lengths.max())
-        slots = self.slots(longest, steps)
-        keys = jax.random.key(seed)
+        slots, rotation = self.slots(longest, steps), self._rotation(longest + steps)
+        keys = self._put(jax.random.key(seed))
         padded = self._put(_padded(tokens, self._bucket(tokens.shape[1])))
         at = self._put(lengths)
-        read = self._program(("read", slots, sampling), self._read_program, slots, sampling)
-        token, cache = read(self.params, padded, at, *self._rotation(longest + steps), keys)
+        read = self._read(*padded.shape, slots, sampling).compiled
+        token, cache = read(self.params, padded, at, *rotation, keys)
         ended, last = np.zeros(len(lengths), bool), np.zeros(len(lengths), np.int32)
         # On GPUs a step is launched before the token of the one before is read. On a CPU two programs with collectives
         # in flight can take each other's threads.
@@ -239,14 +251,33 @@ class Model:
             if i < steps:
                 if longest + i > slots * (1 if self.by_heads else self.world):
                     cache, slots = self._grown(cache, slots)
-                step = self.step(len(lengths), slots, sampling)
-                token, at, cache = step(self.params, cache, token, at, *self._rotation(longest + steps), keys, i)
+                step = self._step(len(lengths), slots, sampling).compiled
+                token, at, cache = step(self.params, cache, token, at, *rotation, keys, np.int32(i))
             found = np.asarray(heap.block_until_ready(now))
             last = np.where(ended, last, found)
             ended |= np.isin(found, stop)
             yield last
             if ended.all():
                 return
+
+    def compile(self, batch: int, longest: int, steps: int, sampling: Sampling | None = None) -> None:
+        """Compiles the programs that `generate` needs, of the prompts and of a step, each in a thread.
+
+        Without it each is compiled when it is first needed, one after the other. The threads have JAX's global
+        configuration, not what a `with` of the caller's says.
+
+        Args:
+          batch, longest: how many prompts, and how many tokens the longest one has.
+          steps, sampling: as in `stream`.
+        """
+        sampling, slots = sampling or Sampling(), self.slots(longest, steps)
+        self._rotation(longest + steps)
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(self._read, batch, self._bucket(longest), slots, sampling)]
+            if steps > 1:
+                both.append(pool.submit(self._step, batch, slots, sampling))
+            for each in both:
+                each.result()
 
     def step(self, batch: int, slots: int, sampling: Sampling) -> Any:
         """The jitted program of a step: (params, cache, token i32[B], lengths i32[B], cos, sin, key, count) -> (token,
@@ -273,8 +304,16 @@ class Model:
 
     def kernels(self, batch: int, slots: int, sampling: Sampling) -> int:
         """How many fused kernels the program of such a step has, counted once for each place in it."""
-        operands = self._types(batch, slots)
-        return self.step(batch, slots, sampling).lower(*operands).as_text().count("triton_kernel_call")
+        return self._step(batch, slots, sampling).lowered.as_text().count("triton_kernel_call")
+
+    def _read(self, batch: int, t: int, slots: int, sampling: Sampling) -> "_Program":
+        """Of prompts that are padded to t tokens."""
+        lower = lambda: self._read_program(slots, sampling).lower(*self._types(batch, slots, t))  # noqa: E731
+        return self._program(("read", batch, slots, sampling, t, self._positions), lambda: _Program(lower()))
+
+    def _step(self, batch: int, slots: int, sampling: Sampling) -> "_Program":
+        lower = lambda: self.step(batch, slots, sampling).lower(*self._types(batch, slots))  # noqa: E731
+        return self._program(("one", batch, slots, sampling, self._positions), lambda: _Program(lower()))
 
     def _program(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
         if key not in self._programs:
@@ -356,14 +395,20 @@ class Model:
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         return forward.run(params, token[:, None], cache, lengths, jnp.ones_like(lengths), cos, sin, self._how(slots))
 
-    def _types(self, batch: int, slots: int) -> tuple[Any, ...]:
-        """Of the operands of a step."""
-        kv, world = self.spec.kv_heads, self.world
-        whole = (self.spec.layers, batch, kv, slots * (1 if self.by_heads else world), self.spec.head_dim)
-        cache = jax.ShapeDtypeStruct(whole, self.dtype)
-        i32 = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        cos, sin = self._rotation(1)
-        return self.params, (cache, cache), i32, i32, cos, sin, jax.eval_shape(lambda: jax.random.key(0)), 0
+    def _types(self, batch: int, slots: int, t: int | None = None) -> tuple[Any, ...]:
+        """Of the operands of a step, or of reading prompts that are padded to t tokens."""
+
+        def of(shape: tuple[int, ...], dtype: Any, *spec: P) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, *(spec or [P()])))
+
+        i32, key = of((batch,), np.int32), of((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+        cos, sin = self._rotation(self._positions or 1)
+        if t is not None:
+            return self.params, of((batch, t), np.int32), i32, cos, sin, key
+        slots *= 1 if self.by_heads else self.world
+        whole = (self.spec.layers, batch, self.spec.kv_heads, slots, self.spec.head_dim)
+        cache = tuple(of(whole, self.dtype, spec) for spec in self._cache_specs)
+        return self.params, cache, i32, i32, cos, sin, key, of((), np.int32)
 
     def _grown(self, cache: Cache, slots: int) -> tuple[Cache, int]:
         """The cache with `growth` more positions, of all ranks together if they share them."""
