@@ -18,7 +18,7 @@ from rich.rule import Rule
 
 from jaxtaxfree.models.config import DTYPES
 from jaxtaxfree.models.errors import ModelError
-from jaxtaxfree.models.model import CACHES, Model, load
+from jaxtaxfree.models.model import CACHES, EIGHT, Model, load
 from jaxtaxfree.models.sampling import Sampling
 from jaxtaxfree.models.tokenizer import Tokenizer
 from jaxtaxfree.target import memory_bandwidth_of
@@ -38,6 +38,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", choices=CACHES, help="by heads or along the sequence (default: heads, if it can be)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
+    parser.add_argument("--weights", choices=EIGHT, help="of the matrices of layers, with scales (default: --dtype)")
+    parser.add_argument(
+        "--quantize-activations", action="store_true", help="to the 8 bits of --weights, in front of each matrix"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +98,8 @@ def load_showing(options: argparse.Namespace, mesh: Mesh, console: Console) -> M
             mesh,
             dtype=None if options.dtype is None else DTYPES[options.dtype],
             cache=options.cache,
+            weights=options.weights,
+            quantize_activations=options.quantize_activations,
             implementation=None if options.implementation == "auto" else options.implementation,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )

@@ -1,6 +1,7 @@
 """A published model on several devices: `load`, and the `Model` that it gives."""
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequ
 GROWTH = 1024  # positions that a cache gets at a time
 ROOM = 128  # what a cache by heads is a multiple of, so that not every length has programs of its own
 CACHES = ("heads", "sequence")
+EIGHT = ("int8", "float8_e4m3fn")  # what matrices may lie in
 
 
 def load(
@@ -41,13 +43,16 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     cache: str | None = None,
+    weights: DTypeLike | None = None,
+    quantize_activations: bool = False,
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
     """A checkpoint as Hugging Face publishes it, sharded over the devices of a mesh.
 
     The folder has `config.json` and safetensors. Each weight goes from its file to its devices, part by part; of one at
-    most 256 MB, or the largest tensor, are on the host. Weights of 8 bits are dequantised on their way.
+    most 256 MB, or the largest tensor, are on the host. Weights of 8 bits are dequantised on their way, unless
+    `weights` says that they keep 8 bits.
 
     Args:
       folder: of the checkpoint.
@@ -57,6 +62,11 @@ def load(
       cache: "heads": each rank has the cache of its key/value heads. Where there are fewer heads than ranks, neighbours
         have copies of one. "sequence": each rank has a part of the positions, of all heads. None: "heads", where ranks
         divide heads or heads divide ranks, else "sequence".
+      weights: "int8" or "float8_e4m3fn": the matrices of layers lie in 8 bits, with a scale for each row, as
+        `all_gather_matmul` takes them. Where the checkpoint has the same 8 bits with scales of rows or tensors, they
+        are those; anything else is rounded. Experts, embeddings and norms have `dtype`. None: all weights have it.
+      quantize_activations: activations are rounded to the same 8 bits in front of the matrices, each row by its largest
+        value. The kernels of products of 8 bits want it.
       implementation: of the operations, as in `all_gather_matmul`.
       progress: is called with the bytes that are read so far and those that there are.
 
@@ -74,11 +84,17 @@ def load(
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)
-    weights = Weights(Checkpoint(folder), config, layout)
+    if weights is not None:
+        if np.dtype(weights).name not in EIGHT:
+            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT)}, not {np.dtype(weights)}.")
+        layout = dataclasses.replace(layout, eight=np.dtype(weights))
+    elif quantize_activations:
+        raise ValueError("quantize_activations=True needs weights of 8 bits: say weights='int8' or 'float8_e4m3fn'.")
+    sources = Weights(Checkpoint(folder), config, layout)
     kind = config.dtype if dtype is None else np.dtype(dtype)
     if kind not in DTYPES.values():
         raise ValueError(f"load takes dtype as one of {', '.join(DTYPES)}, not {kind}.")
-    total, done = weights.nbytes, 0
+    total, done = sources.nbytes, 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -86,8 +102,8 @@ def load(
         if progress:
             progress(done, total)
 
-    params = weights.place(mesh, axes, kind, count)
-    return Model(params, config, layout, mesh, axes, implementation)
+    params = sources.place(mesh, axes, kind, count)
+    return Model(params, config, layout, mesh, axes, implementation, quantize_activations)
 
 
 def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
@@ -132,15 +148,17 @@ class Model:
       mesh, axes: where it is.
       params: the weights, as `decode_step` takes them, and the embedding.
       implementation: of its operations.
+      eight: the dtype of 8 bits of its matrices; None: as the rest.
       growth: positions that the cache gets when it is full.
     """
 
     def __init__(
         self, params: Mapping[str, jax.Array], config: ModelConfig, layout: Layout, mesh: Mesh,
-        axes: tuple[str, ...], implementation: str | None,
+        axes: tuple[str, ...], implementation: str | None, quantize_activations: bool = False,
     ):  # fmt: skip
         self.config, self.spec, self.mesh, self.axes = config, layout.model, mesh, axes
-        self.params, self.implementation = dict(params), implementation
+        self.params, self.implementation, self.eight = dict(params), implementation, layout.eight
+        self.quantize_activations = quantize_activations
         self.growth = GROWTH
         self.world = math.prod(mesh.shape[axis] for axis in axes)
         self.by_heads = layout.by_heads
@@ -326,7 +344,8 @@ class Model:
 
     def _how(self, slots: int) -> How:
         placement = None if self.by_heads else Placement(stretch=BLOCK, slots=slots)
-        return How(model=self.spec, axes=self.axes, implementation=self.implementation, placement=placement)
+        how = {"implementation": self.implementation, "quantized": self.quantize_activations}
+        return How(model=self.spec, axes=self.axes, placement=placement, **how)
 
     def _drawn(self, sampling: Sampling) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """The sampler: (logits, key) -> token."""
@@ -368,7 +387,7 @@ class Model:
             return self._on_mesh(functools.partial(step, by), specs, (P(), P(), self._cache_specs), donate=(1,))
 
         operations = made(functools.partial(self._by_operations, slots))
-        if not is_whole_step(self.spec, self.by_heads):
+        if self.eight or not is_whole_step(self.spec, self.by_heads):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):

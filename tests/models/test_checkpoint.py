@@ -186,6 +186,57 @@ def test_eight_bits(tmp_path, form):
     keys = np.stack([exact[f"model.layers.{i}.self_attn.k_proj.weight"] for i in range(2)])
     copied = np.repeat(keys.reshape(2, 2, 16, 32), 2, 1).reshape(2, 64, 32)
     np.testing.assert_array_equal(model.params["k_proj"], copied)
+    check_that_they_keep_them(tmp_path, model, "int8" if form == "int8 rows" else "float8_e4m3fn", form != "fp8 blocks")
+
+
+def check_that_they_keep_them(folder: pathlib.Path, wide: models.Model, kind: str, stored: bool) -> None:
+    """Matrices that lie in 8 bits are the same weights, exactly if the file has them so, and give the same logits."""
+    model = load(folder, 4, weights=kind)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        values, scales = model.params[name], model.params[f"{name}_scale"]
+        assert values.dtype == kind and scales.dtype == np.float32 and scales.shape == (*values.shape[:2], 1)
+        found, wanted = np.asarray(values, np.float32) * np.asarray(scales), np.asarray(wide.params[name])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=(0 if stored else 0.04) * np.abs(wanted).max())
+    if kind == "int8" or not stored:
+        found, wanted = (np.asarray(each.logits(expected_of("llama3")["tokens"])) for each in (model, wide))
+        assert np.linalg.norm(found - wanted) < (1e-5 if stored else 0.15) * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest", "activations"),
+    [("int8", 127, True), pytest.param("float8_e4m3fn", 448, False, marks=pytest.mark.soak)],
+)
+def test_eight_bits_on_load(kind, largest, activations, monkeypatch):
+    """Of a checkpoint in 16 or 32 bits each row is divided by its largest magnitude; steps take them as prompts do."""
+    monkeypatch.setattr(weights, "AT_A_TIME", 1 << 12)  # layer by layer
+    model = load(FOLDER / "llama3", 4, weights=kind, quantize_activations=activations)
+    tensors = tensors_of("llama3")
+    for name, of in (("q_proj", "self_attn.q_proj"), ("down_proj", "mlp.down_proj")):
+        whole = np.stack([tensors[f"model.layers.{i}.{of}.weight"] for i in range(2)])
+        scales = np.abs(whole).max(-1, keepdims=True) / largest
+        np.testing.assert_allclose(model.params[f"{name}_scale"], scales, rtol=1e-6)
+        found = np.asarray(model.params[name], np.float32) * scales
+        np.testing.assert_allclose(found, whole, rtol=0, atol=0.04 * np.abs(whole).max())
+    expected = expected_of("llama3")
+    tokens, wanted = expected["tokens"][:1], expected["logits"][:1]
+    error = np.linalg.norm(np.asarray(model.logits(tokens)) - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < error < 0.15
+    generated = model.generate(tokens, 3)
+    again = np.asarray(model.logits(np.concatenate([tokens, generated[:, :2]], 1)))
+    np.testing.assert_array_equal(again[0, tokens.shape[1] - 1 :].argmax(-1), generated[0])
+
+
+def test_eight_bits_that_there_are_not():
+    with pytest.raises(ValueError, match="load takes weights as None or one of int8, float8_e4m3fn, not float16"):
+        load(FOLDER / "llama3", weights=np.float16)
+    with pytest.raises(ValueError, match="quantize_activations=True needs weights of 8 bits"):
+        load(FOLDER / "llama3", quantize_activations=True)
+
+
+def test_experts_keep_their_bits():
+    model = load(FOLDER / "mixtral", weights="int8")
+    assert model.params["gate_proj"].dtype == np.float32 and "gate_proj_scale" not in model.params
+    assert model.params["o_proj"].dtype == np.int8
 
 
 def test_every_number_of_eight_bits():
