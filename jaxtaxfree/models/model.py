@@ -256,7 +256,7 @@ class Model:
         keys = self._put(jax.random.key(seed))
         padded = self._put(_padded(tokens, self._bucket(tokens.shape[1])))
         at = self._put(lengths)
-        read = self._read(*padded.shape, slots, sampling).compiled
+        read = self._read(len(lengths), padded.shape[1], slots, sampling).compiled
         token, cache = read(self.params, padded, at, *rotation, keys)
         ended, last = np.zeros(len(lengths), bool), np.zeros(len(lengths), np.int32)
         # On GPUs a step is launched before the token of the one before is read. On a CPU two programs with collectives
