@@ -153,7 +153,7 @@ def main() -> int:
     started = time.perf_counter()
     with ThreadPoolExecutor() as pool:  # all at once
         cases = itertools.product(by.values(), options.batch)
-        for done in [pool.submit(model.compile, batch, options.prompt, options.steps) for model, batch in cases]:
+        for done in [pool.submit(model.compile, [options.prompt] * batch, options.steps) for model, batch in cases]:
             done.result()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     bandwidth = memory_bandwidth_of(devices[0].device_kind)

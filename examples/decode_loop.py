@@ -255,7 +255,7 @@ def generate_published(
 ) -> Result:
     """The same of `jaxtaxfree.models`: from a published checkpoint, as `python -m jaxtaxfree generate` does it."""
     model = models.load(folder, mesh, dtype=dtype)
-    model.compile(len(prompts), int(lengths.max()), n_tokens)
+    model.compile(lengths, n_tokens)
     runs, prefill_s, decode_s = [], [], []
     for _ in range(1 + TIMED_RUNS):
         start, made, times = time.perf_counter(), [], []

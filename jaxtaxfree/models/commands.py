@@ -36,7 +36,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations (default: %(default)s)"
     )
-    parser.add_argument("--cache", choices=CACHES, help="by heads or along the sequence (default: heads, if it can be)")
+    parser.add_argument("--cache", choices=CACHES, help="by heads, along the sequence, or in pages (default: heads)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
     parser.add_argument("--weights", choices=EIGHT, help="of the matrices of layers, with scales (default: --dtype)")
     parser.add_argument(
@@ -150,7 +150,7 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     alone = _Text(tokenizer, stop) if len(prompts) == 1 else None
     stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
     with console.status("compiling"):
-        model.compile(len(prompts), int(lengths.max()), options.tokens, sampling)
+        model.compile(lengths, options.tokens, sampling)
     begin = time.perf_counter()
     # Text is printed as it is: a console would leave characters out.
     if alone:
@@ -232,7 +232,6 @@ def summary(
             parts.append(
                 f"{floor / step:.2f} of the floor ({nbytes / 1e9:.3g} GB a rank at {bandwidth / 1e12:.3g} TB/s)"
             )
-    slots = model.slots(int(lengths.max()), steps)
-    kernels = model.kernels(batch, slots, sampling) if device.platform != "cpu" else 0
+    kernels = model.kernels(model.room(lengths, steps), sampling) if device.platform != "cpu" else 0
     parts.append(f"{kernels} fused kernels in the program of a step" if kernels else "nothing fused: plain XLA")
     return ", ".join(parts) + "."

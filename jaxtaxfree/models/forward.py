@@ -49,6 +49,7 @@ class How:
       axes: along which it is sharded.
       implementation: of the operations.
       placement: of a cache along the sequence; None: by heads.
+      pages: of the pool of a paged cache along the sequence; 0: it has none.
       quantized: activations take the 8 bits of the weights that they are multiplied by, with a scale for each row.
     """
 
@@ -56,6 +57,7 @@ class How:
     axes: tuple[str, ...]
     implementation: str | None
     placement: Placement | None
+    pages: int = 0
     quantized: bool = False
 
     def gather(self, x: jax.Array, w: Weights, name: str, **keywords: Any) -> tuple[jax.Array, "Rows"]:
@@ -115,6 +117,7 @@ def run(
     sin: jax.Array,
     how: How,
     every: bool = False,
+    tables: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """T new tokens of each sequence, through all layers.
 
@@ -127,6 +130,7 @@ def run(
       counts: i32[B], how many of the T there are.
       cos, sin: f32 [tables, positions, rotated / 2].
       every: the logits of every token are wanted, not of the last one.
+      tables: i32[B, pages of a sequence], of a paged cache.
 
     Returns: (logits f32 [B, V / W], or [B, T, V / W], the cache). Of a prompt the cache is keys and values of
       all its tokens, [L, B, T, K, H], as `placed` takes them.
@@ -152,7 +156,7 @@ def run(
         if past is None:
             y, past = _attend_to_prompt(q, k, v, _of(windows, window), how), (k, v)
         else:
-            past, y = _attend_to_cache(q, k, v, past, lengths, windows, window, how)
+            past, y = _attend_to_cache(q, k, v, past, lengths, windows, window, tables, how)
         y = _filled(y.reshape(b * t, -1), lax.axis_size(how.axes))
         x = _added(x, y, w, "o_proj", w.get("post_attn_norm"), how)
         y = rms_norm(x, w["mlp_norm"], model)
@@ -252,9 +256,9 @@ def _attend_to_prompt(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Arra
 
 def _attend_to_cache(
     q: jax.Array, k: jax.Array, v: jax.Array, past: Cache, lengths: jax.Array, windows: list[int | None],
-    window: jax.Array, how: How,
+    window: jax.Array, tables: jax.Array | None, how: How,
 ) -> tuple[Cache, jax.Array]:  # fmt: skip
-    """Of one new token over the keys so far, [B, K, S, H]."""
+    """Of one new token over the keys so far, [B, K, S, H], or [pages, K, page, H]."""
     model, b = how.model, len(lengths)
     if how.placement is None:
         sequence, head = jnp.ogrid[:b, : k.shape[2]]
@@ -265,21 +269,30 @@ def _attend_to_cache(
         )
         return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
     return attend_along_the_sequence(
-        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation
-    )
+        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation,
+        block_tables=tables if how.pages else None,
+    )  # fmt: skip
 
 
-def placed(fresh: Cache, slots: int, how: How) -> Cache:
-    """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]."""
-    return _placed(fresh[0], slots, how), _placed(fresh[1], slots, how)
+def placed(fresh: Cache, slots: int, tables: jax.Array, how: How) -> Cache:
+    """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]; or of
+    pages, [L, pages, K, page, H].
+    """
+    return _placed(fresh[0], slots, tables, how), _placed(fresh[1], slots, tables, how)
 
 
-def _placed(x: jax.Array, slots: int, how: How) -> jax.Array:
+def _placed(x: jax.Array, slots: int, tables: jax.Array, how: How) -> jax.Array:
     t = x.shape[2]
     if how.placement is None:
         x = jnp.pad(x[:, :, : min(t, slots)], [(0, 0)] * 2 + [(0, max(0, slots - t))] + [(0, 0)] * 2)
     else:  # each rank has all, and keeps its own
         world = lax.axis_size(how.axes)
         positions = dataclasses.replace(how.placement, slots=slots).positions(lax.axis_index(how.axes), world)
+        if how.pages:  # whose each page is, and which of its sequence
+            at = jnp.where(tables >= 0, tables, how.pages)
+            sequence, number = jnp.indices(tables.shape, jnp.int32)
+            own = [jnp.zeros(how.pages, jnp.int32).at[at].set(of, mode="drop") for of in (sequence, number)]
+            positions = positions.reshape(-1, how.placement.stretch)[own[1]]
+            return jnp.swapaxes(x[:, own[0][:, None], jnp.clip(positions, 0, t - 1)], 2, 3)
         x = x[:, :, jnp.clip(positions, 0, t - 1)]
     return jnp.swapaxes(x, 2, 3)

@@ -19,4 +19,4 @@ def test_tokens(gpu_mesh, name, implementation):
     found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
     np.testing.assert_array_equal(found, expected["greedy"])
     if implementation == "fused":
-        assert model.kernels(3, model.slots(12, STEPS), models.Sampling()) >= 2
+        assert model.kernels(model.room(expected["lengths"], STEPS), models.Sampling()) >= 2

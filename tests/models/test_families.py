@@ -80,7 +80,9 @@ def test_fewer_heads_than_ranks():
     [
         pytest.param("llama2", "heads", {32, 48}, marks=pytest.mark.soak),
         pytest.param("mistral", "sequence", {8, 12}, marks=pytest.mark.soak),  # all layers have the same window
-        ("gemma2", "sequence", {8, 12}),  # by operations: every other layer has a window
+        pytest.param("gemma2", "sequence", {8, 12}, marks=pytest.mark.soak),  # by operations, with two windows
+        ("gemma2", "pages", {8, 12}),
+        pytest.param("llama3", "pages", {8, 12}, marks=pytest.mark.soak),
     ],
 )
 def test_a_growing_cache(name, cache, slots, monkeypatch):
@@ -89,9 +91,9 @@ def test_a_growing_cache(name, cache, slots, monkeypatch):
     monkeypatch.setattr("jaxtaxfree.models.model.ROOM", 16)
     monkeypatch.setattr("jaxtaxfree.models.model.GROWTH", 16)
     model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache=cache)
-    assert model.slots(12, STEPS) == min(slots)
+    assert model.room([12], STEPS).slots == min(slots)
     check_tokens(model, name)
-    assert {key[2] for key in model._programs if key[0] == "step"} == slots
+    assert {key[1].slots for key in model._programs if key[0] == "step"} == slots
 
 
 def test_blocks_of_long_prompts(monkeypatch):
