@@ -5,7 +5,8 @@
 
 It loads the checkpoint once, and generates with each implementation; all programs are compiled at once. Times are of a
 step, which is the mean over the steps behind the first ones, as the host sees it: one program a step, the next one
-launched before a token is read. The indented line is what `python -m jaxtaxfree generate` says of the same tokens.
+launched before a token is read. Tokens are judged by XLA's logits of the same tokens. An indented line is what
+`python -m jaxtaxfree generate` says of them.
 """
 
 import argparse
@@ -17,11 +18,14 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 
@@ -109,8 +113,20 @@ def timed(model: models.Model, tokens: np.ndarray, steps: int) -> tuple[str, flo
     return said, begin, times, np.stack(made, 1)
 
 
-def loaded(folder: pathlib.Path, mesh: Mesh) -> tuple[models.Model, Row]:
+def margin(judge: models.Model, tokens: np.ndarray, made: np.ndarray) -> float:
+    """By how much the judge's likeliest tokens are likelier than those made, of its largest logit, at worst.
+
+    Tokens of random weights agree for a while at best: two logits are soon closer than a rounding.
+    """
+    logits = judge.logits(np.concatenate([tokens, made[:, :-1]], axis=1))[:, tokens.shape[1] - 1 :]
+    chosen = jnp.take_along_axis(logits, jnp.asarray(made)[..., None], axis=-1)[..., 0]
+    return float(jnp.max(jnp.max(logits, axis=-1) - chosen) / jnp.max(jnp.abs(logits)))
+
+
+def loaded(folder: pathlib.Path, mesh: Mesh, **how: Any) -> tuple[models.Model, Row]:
     """The model, and how long that took, with how much of the host's memory."""
+    some = jax.device_put(np.zeros(1 << 20, np.uint8), NamedSharding(mesh, P()))  # what drivers take is not the model's
+    jax.block_until_ready(some)
     before, most, begin = anonymous(), 0, time.perf_counter()
 
     def watch(done: int, total: int) -> None:
@@ -118,7 +134,7 @@ def loaded(folder: pathlib.Path, mesh: Mesh) -> tuple[models.Model, Row]:
         del done, total
         most = max(most, anonymous())
 
-    model = models.load(folder, mesh, progress=watch)
+    model = models.load(folder, mesh, progress=watch, **how)
     seconds, nbytes = time.perf_counter() - begin, sum(w.nbytes for w in model.params.values())
     return model, {
         "loaded_bytes": nbytes,
@@ -137,13 +153,16 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of a prompt")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--implementations", nargs="+", default=["xla", "auto"])
+    parser.add_argument("--weights", help="the matrices of layers in int8 or float8_e4m3fn")
+    parser.add_argument("--quantize-activations", action="store_true", help="to the 8 bits of --weights")
     parser.add_argument("--json", type=pathlib.Path, help="write the rows here")
     parser.add_argument("--commit", metavar="HASH", help="of this code, where it is no git checkout")
     options = parser.parse_args()
     if not (options.folder / "config.json").is_file():
         write_random(options.folder, SIZES[options.sizes] | {"num_hidden_layers": options.layers})
     devices = jax.devices()[: options.world]
-    first, load = loaded(options.folder, Mesh(np.array(devices), ("tp",)))
+    how = {"weights": options.weights, "quantize_activations": options.quantize_activations}
+    first, load = loaded(options.folder, Mesh(np.array(devices), ("tp",)), **how)
     say = functools.partial(print, flush=True)
     say(
         f"{len(devices)} x {devices[0].device_kind}: loaded {load['loaded_bytes'] / 1e9:.2f} GB in "
@@ -157,6 +176,7 @@ def main() -> int:
             done.result()
     say(f"compiled in {time.perf_counter() - started:.1f} s")
     bandwidth = memory_bandwidth_of(devices[0].device_kind)
+    judge = first.by("xla")
     rows: list[Row] = []
     line = "{:>9}  {:14}  {:>10}  {:>8}  {:>8}  {:>12}  {:>13}".format
     say(line("sequences", "implementation", "prompt, ms", "step, ms", "tokens/s", "of the floor", "tokens agree"))
@@ -172,7 +192,8 @@ def main() -> int:
             share, agree = f"{floor / step:.2f}" if bandwidth else "", round(float(np.mean(made == wanted)), 4)
             row = batch, name, f"{1e3 * prompt:.1f}", f"{1e3 * step:.3f}", f"{batch / step:.0f}", share
             say(line(*row, f"{agree:.2f}"))
-            say(f"  {said}")
+            worst = round(margin(judge, tokens, made), 5)
+            say(f"  {said}\n  A token was at most {worst} of the largest logit less likely than XLA's likeliest.")
             rows.append(
                 {
                     "op": "generate",
@@ -189,7 +210,9 @@ def main() -> int:
                     "floor_us": round(1e6 * floor, 1),
                     "ratio_to_floor": round(floor / step, 4),
                     "tokens_agree": agree,
+                    "worst_margin": worst,
                     "said": said,
+                    **how,
                     **load,
                     **environment(),
                     **({"commit": options.commit} if options.commit else {}),

@@ -38,4 +38,5 @@ def test_it_runs_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert re.search(r"^ +2  xla +[\d.]+ +[\d.]+ +\d+ +1\.00$", shown, re.MULTILINE)
     (row,) = json.loads((tmp_path / "rows.json").read_text())
     assert row["said"] in shown and row["said"].startswith("2 x 6 tokens on 1 x virtual CPU, the first after ")
+    assert row["worst_margin"] == 0  # of XLA's own
     assert row["layers"] == 2 and row["median_us"] > 0 and row["loaded_bytes"] > 0 and row["commit"] == "abc"
