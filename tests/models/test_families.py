@@ -105,7 +105,7 @@ def test_blocks_of_long_prompts(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", NAMES)
 def test_simulated_kernels(name):
     """Prompts and steps by the kernels of both ranks, simulated. They are too small for the kernel of a whole step."""
     model, expected = model_of(name).by("simulate"), expected_of(name)
