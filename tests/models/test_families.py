@@ -112,8 +112,8 @@ def test_simulated_kernels(name):
     with simulator.simulating() as recording:
         found = model.generate(expected["tokens"], 3, lengths=expected["lengths"])
     np.testing.assert_array_equal(found, expected["greedy"][:, :3])
-    # Of two layers, once for a prompt and twice for a step; the MLP's products are those of experts in a mixture.
-    each = 2 * 3 * (1 if model.spec.experts else 2)
+    # Of each layer, once for a prompt and twice for steps; the MLP's products are those of experts in a mixture.
+    each = model.spec.layers * 3 * (1 if model.spec.experts else 2)
     names = collections.Counter(trace.name for trace in recording.traces)
     assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
     if model.spec.experts:  # and two products of each rank, to itself; two gathers, and one of the sampler
