@@ -52,8 +52,8 @@ def load(
     """A checkpoint as Hugging Face publishes it, sharded over the devices of a mesh.
 
     The folder has `config.json` and safetensors. Each weight goes from its file to its devices, part by part; of one at
-    most 256 MB, or the largest tensor, are on the host. Weights of 8 bits are dequantised on their way, unless
-    `weights` says that they keep 8 bits.
+    most 256 MB are on the host. Weights of 8 bits are dequantised on their way, unless `weights` says that they keep
+    8 bits.
 
     Args:
       folder: of the checkpoint.
@@ -295,7 +295,7 @@ class Model:
             if ended.all():
                 return
 
-    def compile(self, lengths: Sequence[int], steps: int, sampling: Sampling | None = None) -> None:
+    def compile(self, lengths: Sequence[int] | np.ndarray, steps: int, sampling: Sampling | None = None) -> None:
         """Compiles the programs that `generate` needs, of the prompts and of a step, each in a thread.
 
         Without it each is compiled when it is first needed, one after the other. The threads have JAX's global
@@ -476,17 +476,17 @@ class Model:
         )
         return program(cache), Room(room.batch, room.slots + more, room.pages + new), tables
 
-    def room(self, lengths: Sequence[int], steps: int) -> Room:
+    def room(self, lengths: Sequence[int] | np.ndarray, steps: int) -> Room:
         """Of the cache at first, for prompts of so many tokens and so many steps."""
         counts = self._counts(lengths, steps)
         slots = self._slots(max(map(int, lengths)) + min(steps, self.growth))
         return Room(len(counts), slots, pool_of(counts) if self.paged else 0)
 
-    def _counts(self, lengths: Sequence[int], steps: int) -> list[int]:
+    def _counts(self, lengths: Sequence[int] | np.ndarray, steps: int) -> list[int]:
         """The pages of each sequence on a rank, if there are any."""
         return [self._slots(int(length) + min(steps, self.growth)) // BLOCK for length in lengths]
 
-    def _tables_of(self, lengths: Sequence[int], steps: int) -> np.ndarray:
+    def _tables_of(self, lengths: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
         counts = self._counts(lengths, steps)
         return first_tables(counts) if self.paged else np.zeros((len(counts), 0), np.int32)
 

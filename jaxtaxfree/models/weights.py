@@ -20,7 +20,7 @@ from jaxtaxfree.models.quantized import SCALES, UNUSED, dequantized, is_narrow
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.quantize import quantize
 
-# Bytes of a weight, of all ranks together, that are on the host at a time: layer by layer if a layer has as many.
+# Bytes of a weight, of all ranks together, that are on the host at a time: some layers, or some rows of one.
 AT_A_TIME = 256 << 20
 
 _ATTENTION = {
@@ -264,7 +264,7 @@ class Weights:
     def place(
         self, mesh: Mesh, axis: Any, dtype: np.dtype, progress: Callable[[int], None] | None = None
     ) -> dict[str, jax.Array]:
-        """The parameters on their devices. Of one at most AT_A_TIME bytes, or a layer, are on the host at a time.
+        """The parameters on their devices. Of one at most AT_A_TIME bytes are on the host at a time.
 
         Args:
           progress: is told of the bytes that were read since it was told last.
@@ -300,7 +300,9 @@ class Weights:
             dtype = np.dtype(np.float32)  # not rounded once more in between
         wide = NamedSharding(sharding.mesh, sharding.spec)
         made, count = [], len(source.tensors)
-        for first, last in _pieces(count, math.prod(source.shape) * dtype.itemsize):
+        step = max(1, AT_A_TIME // (math.prod(source.shape) * dtype.itemsize))
+        for first in range(0, count, step):
+            last = min(count, first + step)
             piece = dataclasses.replace(source, tensors=source.tensors[first:last], lead=(last - first,))
             made.append(_in_eight(self._place(piece, wide, dtype, progress), eight, sharding, of_scales))
         if len(made) == 1:
@@ -320,46 +322,60 @@ class Weights:
         shape = (count, *source.shape) if depth else source.shape
         spec = P(*(sharding.spec[depth - 1 :] if depth else sharding.spec))
         flat = NamedSharding(sharding.mesh, spec)
-        pieces = list(_pieces(count, math.prod(source.shape) * dtype.itemsize))
-        buffer = None
-        for first, last in pieces:
+        lead = min(depth, 1)
+        rows = flat.shard_shape(shape)[lead]  # of a device
+        pieces = list(_pieces(count, rows, math.prod(source.shape) * dtype.itemsize))
+        buffer = None if len(pieces) == 1 else _zeros(shape, dtype, flat)
+        for first, last, begin, end in pieces:
             tensors = source.tensors[first:last]
 
-            def part(index: tuple[slice, ...] | None, tensors: Any = tensors) -> np.ndarray:
-                index = index or ()
-                inner = index[1:] if depth else index
-                read = [self._read(source, tensor, inner, dtype, of) for tensor in tensors]
+            def part(index: tuple[slice, ...] | None, tensors: Any = tensors, at: Any = (begin, end)) -> np.ndarray:
+                inner = list(index or ())[lead:]
+                begin, end = at
+                own = (inner[0].start or 0) // (end - begin) * rows  # where the device's rows begin
+                inner[0] = slice(own + begin, own + end)
+                read = [self._read(source, tensor, tuple(inner), dtype, of) for tensor in tensors]
                 return np.stack(read) if depth else read[0]
 
-            of_piece = (last - first, *source.shape) if depth else source.shape
+            of_rows = source.shape[0] // rows * (end - begin)
+            of_piece = (last - first, of_rows, *source.shape[1:])[1 - lead :]
             made = jax.make_array_from_callback(of_piece, flat, part, dtype=dtype)
-            if len(pieces) == 1:
-                buffer = made
-            else:
-                if buffer is None:
-                    buffer = _zeros(shape, dtype, flat)
-                buffer = _put(buffer, made, first)
+            buffer = made if buffer is None else _putter(flat)(buffer, made, *(first, begin)[1 - lead :])
             # Not before it has arrived are the host's bytes free for the next one.
             jax.block_until_ready(buffer)
             self.checkpoint.forget()
-            progress(sum(tensor.nbytes for tensor in tensors))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            progress(nbytes * end // rows - nbytes * begin // rows)
         assert buffer is not None
         return buffer if depth < 2 else _unflatten(buffer, (*source.lead, *source.shape), sharding)
 
 
-def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Parts of `count` tensors of `nbytes` each."""
+def _pieces(count: int, rows: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Parts of `count` tensors of `nbytes` each: the first and last tensor, and the first and last row on a device."""
+    if nbytes > AT_A_TIME:
+        step = max(1, rows * AT_A_TIME // nbytes)
+        return ((i, i + 1, at, min(rows, at + step)) for i in range(count) for at in range(0, rows, step))
     step = max(1, AT_A_TIME // max(1, nbytes))
-    return ((first, min(count, first + step)) for first in range(0, count, step))
+    return ((first, min(count, first + step), 0, rows) for first in range(0, count, step))
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
 
 
-@jax.jit(donate_argnums=0)
-def _put(buffer: jax.Array, piece: jax.Array, first: Any) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(buffer, piece, first, 0)
+@functools.cache
+def _putter(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """(buffer, piece, where it lies in the first dimensions of each device's part) -> the buffer with it."""
+
+    def put(buffer: jax.Array, piece: jax.Array, *at: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(buffer, piece, (*at, *[0] * (buffer.ndim - len(at))))
+
+    def on_mesh(buffer: jax.Array, piece: jax.Array, *at: Any) -> jax.Array:
+        specs = (sharding.spec, sharding.spec, *[P()] * len(at))
+        of = jax.shard_map(put, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+        return of(buffer, piece, *at)
+
+    return jax.jit(on_mesh, donate_argnums=0)
 
 
 def _in_eight(

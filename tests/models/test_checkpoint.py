@@ -62,13 +62,17 @@ def test_experts_of_each_rank():
             np.testing.assert_array_equal(found.data, wanted)
 
 
-def test_a_vocabulary_that_ranks_do_not_divide(tmp_path):
+def test_a_vocabulary_that_ranks_do_not_divide(tmp_path, monkeypatch):
     def cut(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.embed_tokens.weight"] = np.ascontiguousarray(tensors["model.embed_tokens.weight"][:95])
         tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][:95])
 
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices("cpu")[:2])  # of Explicit axes
-    model = models.load(write(tmp_path, "mistral", {"vocab_size": 95}, cut), mesh, dtype=np.float32)
+    monkeypatch.setattr(weights, "AT_A_TIME", 40 * 128)  # 20 rows of each device at a time
+    told: list[tuple[int, int]] = []
+    folder = write(tmp_path, "mistral", {"vocab_size": 95}, cut)
+    model = models.load(folder, mesh, dtype=np.float32, progress=lambda *numbers: told.append(numbers))
+    assert told[-1][0] == told[-1][1]
     expected = expected_of("mistral")
     tokens, logits = expected["tokens"][:1], expected["logits"][:1, :, :95]
     assert tokens.max() < 95
@@ -208,7 +212,7 @@ def check_that_they_keep_them(folder: pathlib.Path, wide: models.Model, kind: st
 )
 def test_eight_bits_on_load(kind, largest, activations, monkeypatch):
     """Of a checkpoint in 16 or 32 bits each row is divided by its largest magnitude; steps take them as prompts do."""
-    monkeypatch.setattr(weights, "AT_A_TIME", 1 << 12)  # layer by layer
+    monkeypatch.setattr(weights, "AT_A_TIME", 1 << 13)  # layer by layer
     model = load(FOLDER / "llama3", 4, weights=kind, quantize_activations=activations)
     tensors = tensors_of("llama3")
     for name, of in (("q_proj", "self_attn.q_proj"), ("down_proj", "mlp.down_proj")):
