@@ -32,7 +32,7 @@ from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.moe import moe
-from jaxtaxfree.ops.quantize import quantize
+from jaxtaxfree.ops.quantize import BLOCK, quantize
 from jaxtaxfree.ops.scaled import Scaled
 
 Cache = tuple[jax.Array, jax.Array]
@@ -50,7 +50,8 @@ class How:
       implementation: of the operations.
       placement: of a cache along the sequence; None: by heads.
       pages: of the pool of a paged cache along the sequence; 0: it has none.
-      quantized: activations take the 8 bits of the weights that they are multiplied by, with a scale for each row.
+      quantized: activations take the 8 bits of the weights that they are multiplied by, with a scale for each row, or
+        for each 128 elements of it where weights have blocks.
     """
 
     model: DecoderSpec
@@ -79,13 +80,14 @@ class How:
         if how["rhs_scale"] is not None:
             how.setdefault("preferred_element_type", x.dtype)
             if self.quantized:
-                x, how["lhs_scale"] = quantize(x, w[name].dtype, block=(1, -1))
+                of_blocks = how["rhs_scale"].shape[-1] > 1
+                x, how["lhs_scale"] = quantize(x, w[name].dtype, block=(1, BLOCK if of_blocks else -1))
         return x, how
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The gathered rows [M, in] of activations, with their scales [M, 1] if they have 8 bits."""
+    """The gathered rows [M, in] of activations, with their scales if they have 8 bits."""
 
     rows: jax.Array
     scale: jax.Array | None

@@ -65,8 +65,9 @@ def load(
         of which a sequence has as many as it needs, for a batch of different lengths. None: "heads", where ranks divide
         heads or heads divide ranks, else "sequence".
       weights: "int8" or "float8_e4m3fn": the matrices of layers lie in 8 bits, with a scale for each row, as
-        `all_gather_matmul` takes them. Where the checkpoint has the same 8 bits with scales of rows or tensors, they
-        are those; anything else is rounded. Experts, embeddings and norms have `dtype`. None: all weights have it.
+        `all_gather_matmul` takes them. Where the checkpoint has the same 8 bits with scales of rows or tensors, or of
+        blocks of 128 x 128 which no two ranks share, they are those; anything else is rounded. Experts, embeddings and
+        norms have `dtype`. None: all weights have it.
       quantize_activations: activations are rounded to the same 8 bits in front of the matrices, each row by its largest
         value. The kernels of products of 8 bits want it.
       implementation: of the operations, as in `all_gather_matmul`.
@@ -166,7 +167,10 @@ class Model:
         self.growth = GROWTH
         self.world = math.prod(mesh.shape[axis] for axis in axes)
         self.by_heads = layout.by_heads
-        self._specs = layout.partition(axes)
+        # Scales may be of rows or of blocks.
+        placed: Any = {name: x.sharding for name, x in self.params.items() if name.endswith("_scale")}
+        of_scales = {name: sharding.spec for name, sharding in placed.items()}
+        self._specs = layout.partition(axes) | of_scales
         of_cache = P(None, None, axes) if layout.by_heads else P(None, None, None, axes)
         self._cache_specs = (of_cache, of_cache)
         self.paged = False

@@ -18,7 +18,7 @@ from jaxtaxfree.models.config import ModelConfig
 from jaxtaxfree.models.errors import ModelError
 from jaxtaxfree.models.quantized import SCALES, UNUSED, dequantized, is_narrow
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
-from jaxtaxfree.ops.quantize import quantize
+from jaxtaxfree.ops.quantize import BLOCK, quantize
 
 # Bytes of a weight, of all ranks together, that are on the host at a time: some layers, or some rows of one.
 AT_A_TIME = 256 << 20
@@ -58,7 +58,8 @@ class Layout:
       copies: how many neighbours each key/value head becomes, so that the ranks divide them.
       vocab: rows of the embedding with those behind its end, so that the ranks divide it.
       by_heads: whether a rank has some of the key/value heads, or all.
-      eight: the dtype of 8 bits in which the matrices of layers lie, with a scale for each row; None: as the rest.
+      eight: the dtype of 8 bits in which the matrices of layers lie, with a scale for each row, or for each block if
+        the checkpoint has them so; None: as the rest.
     """
 
     spec: DecoderSpec
@@ -224,8 +225,10 @@ class Weights:
     def _read(
         self, source: Source, tensor: Tensor, index: tuple[slice, ...], dtype: np.dtype, of: str = "weights"
     ) -> np.ndarray:
-        """A part of one tensor, as it is to be; or of the scales of its rows, [rows, 1]."""
-        at = tuple(slice(*of.indices(size)) for of, size in zip(index, source.shape))
+        """A part of one tensor, as it is to be; or of the scales of its rows, [rows, 1], or of its blocks."""
+        at = tuple(slice(*each.indices(size)) for each, size in zip(index, source.shape))
+        if of == "blocks":
+            return self._scales_of(tensor)[at].astype(dtype)
         at = at[::-1] if source.transposed else at
         rows = np.arange(at[0].start, at[0].stop)
         if source.head:  # of neighbouring copies, those of one head
@@ -261,6 +264,22 @@ class Weights:
             for tensor in source.tensors
         )
 
+    def _has_blocks(self, source: Source, sharding: NamedSharding) -> bool:
+        """Whether the file has the matrix in the same 8 bits, in blocks as products take them, none on two devices."""
+        quantization = self.config.quantization
+        own = sharding.shard_shape((1, *source.shape))[1:]
+        return (
+            quantization is not None
+            and quantization.block == (BLOCK, BLOCK)
+            and not source.head
+            and not any(size % BLOCK for size in own)
+            and all(
+                tensor.dtype == self.layout.eight
+                and self._scales_of(tensor).shape == tuple(size // BLOCK for size in tensor.shape)
+                for tensor in source.tensors
+            )
+        )
+
     def place(
         self, mesh: Mesh, axis: Any, dtype: np.dtype, progress: Callable[[int], None] | None = None
     ) -> dict[str, jax.Array]:
@@ -289,13 +308,17 @@ class Weights:
         dtype: np.dtype,
         progress: Callable[[int], None],
     ) -> tuple[jax.Array, jax.Array]:
-        """A matrix in 8 bits and the scales of its rows: as they are stored, or rounded on the devices."""
+        """A matrix in 8 bits and the scales of its rows or blocks: as they are stored, or rounded on the devices."""
         eight = self.layout.eight
         assert eight is not None
         if self._is_stored_so(source):
             scales = dataclasses.replace(source, shape=(source.shape[0], 1))
             values = self._place(source, sharding, eight, progress)
             return values, self._place(scales, of_scales, np.dtype(np.float32), lambda _: None, "scales")
+        if self._has_blocks(source, sharding):
+            scales = dataclasses.replace(source, shape=tuple(size // BLOCK for size in source.shape))
+            values = self._place(source, sharding, eight, progress)
+            return values, self._place(scales, sharding, np.dtype(np.float32), lambda _: None, "blocks")
         if any(is_narrow(tensor.dtype) for tensor in source.tensors):
             dtype = np.dtype(np.float32)  # not rounded once more in between
         wide = NamedSharding(sharding.mesh, sharding.spec)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from benchmarks import checkpoint
 from jaxtaxfree import models
 from jaxtaxfree.models import weights
 from jaxtaxfree.models.quantized import widen
@@ -228,6 +229,31 @@ def test_eight_bits_on_load(kind, largest, activations, monkeypatch):
     generated = model.generate(tokens, 3)
     again = np.asarray(model.logits(np.concatenate([tokens, generated[:, :2]], 1)))
     np.testing.assert_array_equal(again[0, tokens.shape[1] - 1 :].argmax(-1), generated[0])
+
+
+@pytest.mark.parametrize("activations", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_blocks_that_products_take(tmp_path, activations):
+    """Of 128 x 128, none on two ranks: they lie as they are stored."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 64, "torch_dtype": "float32"}
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = checkpoint.LLAMA_3_8B | sizes | {"quantization_config": said}
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in checkpoint.tensors_of(config):
+        tensors[name] = np.ones(shape, np.float32) if len(shape) == 1 else rng.standard_normal(shape, np.float32) / 8
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = _block_scales(tensors[name], 128)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    model = load(tmp_path, weights="float8_e4m3fn", quantize_activations=activations)
+    for name, of in (("q_proj", "self_attn.q_proj"), ("down_proj", "mlp.down_proj")):
+        stored = f"model.layers.0.{of}.weight"
+        np.testing.assert_array_equal(model.params[name][0], tensors[stored])
+        np.testing.assert_array_equal(model.params[f"{name}_scale"][0], tensors[f"{stored}_scale_inv"])
+    tokens = rng.integers(0, 64, (2, 6))
+    found, wanted = (np.asarray(each.logits(tokens)) for each in (model, load(tmp_path)))
+    assert np.linalg.norm(found - wanted) < (0.1 if activations else 1e-5) * np.linalg.norm(wanted)
+    assert model.generate(tokens, 2).shape == (2, 2)
 
 
 def test_eight_bits_that_there_are_not():
