@@ -6,11 +6,13 @@
 Every all-gather is fused into the matrix product that needs it (`jaxtaxfree.all_gather_matmul`), with SwiGLU after
 it, and every reduce-scatter into the product before it (`jaxtaxfree.matmul_reduce_scatter`), with the residual
 addition after it. Attention over the keys of all devices is one kernel (`jaxtaxfree.decode_attention`), and what is
-gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated three times: by plain XLA, by the
-chosen implementation of all four, and by `jaxtaxfree.decode_step`, which is a whole step (on Hopper GPUs one launch, of
-one sequence in bfloat16). Every token must agree. It takes four GPUs where there are four, and four
+gathered by itself is small (`jaxtaxfree.all_gather`). The same text is generated four times: by `jaxtaxfree.models`,
+which reads the model as Hugging Face publishes models, its tokenizer too, by plain XLA, by the chosen implementation of
+all four, and by `jaxtaxfree.decode_step`, which is a whole step (on Hopper GPUs one launch, of one sequence in
+bfloat16). Every token must agree. It takes four GPUs where there are four, and four
 virtual CPU devices where there is none; there the first tokens are decoded once more, by the kernels of all four ranks
-in the simulator, which draws what they did. The model is in transformer.py; train.py made its weights.
+in the simulator, which draws what they did. The model is in transformer.py; train.py made its weights, and
+published.py has them as they are published.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import published
 import transformer
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,9 +39,10 @@ from rich.text import Text
 from transformer import Config
 
 import jaxtaxfree as jtf
-from jaxtaxfree import simulator
+from jaxtaxfree import models, simulator
+from jaxtaxfree.models.tokenizer import Tokenizer
 
-WEIGHTS = Path(__file__).parent / "weights" / "pydoc.safetensors"
+WEIGHTS = published.WEIGHTS
 WORLDS = (4, 2, 1)
 TIMED_RUNS = 3
 SIMULATED_TOKENS = 4
@@ -69,7 +73,7 @@ class Result:
     tokens: np.ndarray  # [runs, B, n_tokens]
     prefill_s: float
     decode_s: float
-    step: str  # the text of the program that decodes: its loop, which is all there is in it, takes one step
+    step: str  # the text of the program that decodes: its loop, which is all there is, takes one step; or ""
 
 
 def parse_args() -> argparse.Namespace:
@@ -92,7 +96,7 @@ def parse_args() -> argparse.Namespace:
         default="float32",
         help="of weights and activations; in bfloat16 rounding may flip tokens, so agreement is reported, not required",
     )
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a file written by train.py")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a folder written by train.py")
     parser.add_argument(
         "--picture", type=Path, default=PICTURE, help="of the simulated kernels, on a CPU (default: %(default)s)"
     )
@@ -246,6 +250,24 @@ def generate(*args: Any, whole: bool = False) -> Result:
     return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), generator.step(first, cache))
 
 
+def generate_published(
+    folder: Path, prompts: np.ndarray, lengths: np.ndarray, n_tokens: int, dtype: Any, mesh: Mesh
+) -> Result:
+    """The same of `jaxtaxfree.models`: from a published checkpoint, as `python -m jaxtaxfree generate` does it."""
+    model = models.load(folder, mesh, dtype=dtype)
+    model.compile(lengths, n_tokens)
+    runs, prefill_s, decode_s = [], [], []
+    for _ in range(1 + TIMED_RUNS):
+        start, made, times = time.perf_counter(), [], []
+        for token in model.stream(prompts, n_tokens, lengths=lengths):
+            made.append(token)
+            times.append(time.perf_counter())
+        runs.append(np.stack(made, axis=1))
+        prefill_s.append(times[0] - start)
+        decode_s.append(times[-1] - times[0])
+    return Result(np.stack(runs), min(prefill_s[1:]), min(decode_s[1:]), "")
+
+
 def simulate(generator: Generator, n_tokens: int, picture: Path) -> tuple[np.ndarray, int]:
     """Generates the tokens by the kernels of all ranks in the simulator, and draws an attention.
 
@@ -319,9 +341,9 @@ def show_kernels(
 def run(args: argparse.Namespace, console: Console) -> int:
     if args.tokens < 1:
         raise UsageError(f"--tokens {args.tokens} must be at least 1")
-    if not args.weights.is_file():
+    if not published.is_there(args.weights):
         raise UsageError(f"there are no weights at {args.weights}; train them with: python examples/train.py")
-    params, cfg, _ = transformer.load(args.weights, jax.numpy.dtype(args.dtype))
+    params, cfg, _ = published.load(args.weights, jax.numpy.dtype(args.dtype))
     devices = choose_devices(args.world, cfg)
     world, platform = len(devices), devices[0].platform
     if args.implementation == "fused" and platform != "gpu":
@@ -335,6 +357,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     where = f"{world} virtual CPU devices" if platform == "cpu" else f"{world} x {devices[0].device_kind}"
     console.print(f"{where}, {args.dtype}, {batch} sequences")
     mesh = Mesh(np.array(devices), ("tp",))
+    of_models = generate_published(args.weights, padded, lengths, args.tokens, params["embed"].dtype, mesh)
     reference = generate(params, padded, lengths, args.tokens, cfg, mesh, "xla")
     implementation = None if args.implementation == "auto" else args.implementation
     result = generate(params, padded, lengths, args.tokens, cfg, mesh, implementation)
@@ -344,32 +367,33 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if implementation is None:
         chosen = "auto: fused" if count(result.step, KERNEL) else "auto: xla"
 
-    for prompt, tokens in zip(prompts, result.tokens[0, : len(prompts)], strict=True):
-        text = bytes(tokens.astype(np.uint8)).decode(errors="replace")
+    tokenizer = Tokenizer(args.weights)
+    for prompt, tokens in zip(prompts, of_models.tokens[0, : len(prompts)], strict=True):
+        text = tokenizer.decode(tokens.tolist())
         console.print(Rule(style="dim"), Text.assemble((prompt, "bold"), text))
 
     table = Table("implementation", "prefill", "decode", "tokens/s", "fused kernel calls per decode step")
-    for name, timed in (("xla", reference), (chosen, result), ("decode_step", whole)):
+    ways = {"models": of_models, "xla": reference, chosen: result, "decode_step": whole}
+    for name, timed in ways.items():
         per_step = timed.decode_s / max(1, args.tokens - 1)
         table.add_row(
             name,
             f"{1e3 * timed.prefill_s:.1f} ms",
             f"{1e3 * per_step:.2f} ms/step",
             f"{batch / per_step:.0f}",
-            str(count(timed.step, KERNEL)),
+            str(count(timed.step, KERNEL)) if timed.step else "",
         )
     console.print(table)
 
     # All runs count, the warm-up too: a kernel that races with its neighbours need not fail every time.
-    a, b = np.broadcast_arrays(reference.tokens[:1], result.tokens)
-    exact = args.dtype == "float32"
-    right = compare(a, b, ("xla", chosen), exact, console)
-    plain, of_steps = np.broadcast_arrays(reference.tokens[:1], whole.tokens)
-    right &= compare(plain, of_steps, ("xla", "decode_step"), exact, console)
+    exact, right = args.dtype == "float32", True
+    for name in (chosen, "decode_step", "models"):
+        plain, found = np.broadcast_arrays(reference.tokens[:1], ways[name].tokens)
+        right &= compare(plain, found, ("xla", name), exact, console)
     if right and platform == "cpu" and implementation is None and min(world, args.tokens) > 1:
         n = min(SIMULATED_TOKENS, args.tokens)
         generator = Generator(params, padded[:world], lengths[:world], n, cfg, mesh, "simulate")
-        right = show_kernels(generator, reference.step, a[0, :world, :n], exact, args.picture, console)
+        right = show_kernels(generator, reference.step, reference.tokens[0, :world, :n], exact, args.picture, console)
     return 0 if right else 1
 
 

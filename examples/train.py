@@ -19,10 +19,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published
 import transformer
+from published import WEIGHTS
 from transformer import Config, Params
 
-WEIGHTS = Path(__file__).parent / "weights" / "pydoc.safetensors"
 BATCH = 8
 PEAK_LR = 3e-3
 WARMUP = 100
@@ -138,7 +139,7 @@ def main() -> None:
     # Measure what is written: the weights as stored, in float16.
     stored = jax.tree.map(lambda p: p.astype(jnp.float16).astype(jnp.float32), params)
     train_loss, held_out_loss = evaluate(stored, training, cfg), evaluate(stored, held_out, cfg)
-    transformer.save(
+    published.save(
         args.out,
         params,
         cfg,
@@ -149,7 +150,8 @@ def main() -> None:
         held_out_bits_per_byte=f"{held_out_loss:.3f}",
     )
     print(f"train {train_loss:.3f} bits/byte, held out {held_out_loss:.3f} bits/byte")
-    print(f"wrote {args.out}, {args.out.stat().st_size / 1e6:.2f} MB")
+    size = sum(path.stat().st_size for path in args.out.iterdir())
+    print(f"wrote {args.out}, {size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import published
 import train
 import transformer
 from decode_loop import WEIGHTS, UsageError, choose_devices, main
@@ -141,14 +142,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=tuple(TOLERANCE), default="float32", help="of weights and activations (default: %(default)s)"
     )
-    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a file written by train.py")
+    parser.add_argument("--weights", type=Path, default=WEIGHTS, help="a folder written by train.py")
     return parser.parse_args()
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    if not args.weights.is_file():
+    if not published.is_there(args.weights):
         raise UsageError(f"there are no weights at {args.weights}; train them with: python examples/train.py")
-    params, cfg, _ = transformer.load(args.weights, jnp.dtype(args.dtype))
+    params, cfg, _ = published.load(args.weights, jnp.dtype(args.dtype))
     devices = choose_devices(args.world, cfg)
     if args.implementation == "fused" and devices[0].platform != "gpu":
         raise UsageError(f"--implementation fused needs CUDA GPUs, and JAX finds only {devices[0].platform} devices")

@@ -45,17 +45,12 @@ and not by kind, which works for every W that divides K, F and V:
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import safetensors
-import safetensors.numpy
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -552,28 +547,3 @@ def decode_whole(
     out = jnp.zeros((len(first), n_tokens), jnp.int32).at[:, 0].set(first)
     state = (jnp.int32(0), first, cache, out)
     return lax.while_loop(lambda state: state[0] < n_tokens - 1, one_token, state)[3]
-
-
-# Storage.
-
-
-def save(path: Path, params: Params, cfg: Config, **metadata: str) -> None:
-    """Writes float16 weights; the metadata holds the config as JSON under "config", and what else is given."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    flat = {
-        jax.tree_util.keystr(key, simple=True, separator="."): np.asarray(value, np.float16)
-        for key, value in jax.tree_util.tree_leaves_with_path(params)
-    }
-    safetensors.numpy.save_file(flat, path, metadata={"config": json.dumps(dataclasses.asdict(cfg)), **metadata})
-
-
-def load(path: Path, dtype: Any = np.float32) -> tuple[Params, Config, dict[str, str]]:
-    """Reads what `save` wrote: the parameters as NumPy arrays of `dtype`, the config, and the metadata."""
-    with safetensors.safe_open(path, framework="numpy") as file:
-        metadata = file.metadata()
-        cfg = Config(**json.loads(metadata["config"]))
-        shapes = jax.eval_shape(lambda: init(jax.random.key(0), cfg))
-        params = jax.tree_util.tree_map_with_path(
-            lambda key, _: file.get_tensor(jax.tree_util.keystr(key, simple=True, separator=".")).astype(dtype), shapes
-        )
-    return params, cfg, metadata

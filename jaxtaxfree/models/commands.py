@@ -18,7 +18,7 @@ from rich.rule import Rule
 
 from jaxtaxfree.models.config import DTYPES
 from jaxtaxfree.models.errors import ModelError
-from jaxtaxfree.models.model import CACHES, Model, load
+from jaxtaxfree.models.model import CACHES, EIGHT, Model, load
 from jaxtaxfree.models.sampling import Sampling
 from jaxtaxfree.models.tokenizer import Tokenizer
 from jaxtaxfree.target import memory_bandwidth_of
@@ -36,8 +36,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations (default: %(default)s)"
     )
-    parser.add_argument("--cache", choices=CACHES, help="by heads or along the sequence (default: heads, if it can be)")
+    parser.add_argument("--cache", choices=CACHES, help="by heads, along the sequence, or in pages (default: heads)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
+    parser.add_argument("--weights", choices=EIGHT, help="of the matrices of layers, with scales (default: --dtype)")
+    parser.add_argument(
+        "--quantize-activations", action="store_true", help="to the 8 bits of --weights, in front of each matrix"
+    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -94,6 +98,8 @@ def load_showing(options: argparse.Namespace, mesh: Mesh, console: Console) -> M
             mesh,
             dtype=None if options.dtype is None else DTYPES[options.dtype],
             cache=options.cache,
+            weights=options.weights,
+            quantize_activations=options.quantize_activations,
             implementation=None if options.implementation == "auto" else options.implementation,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
@@ -139,11 +145,13 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     model = load_showing(options, mesh_of(options), console)
     tokens, lengths = padded(prompts)
     stop = () if options.ignore_stop else model.config.stop
-    begin = time.perf_counter()
     times, made = [], []
     befores = [tokenizer.decode(prompt) if tokenizer else f"{','.join(map(str, prompt))} ->" for prompt in prompts]
     alone = _Text(tokenizer, stop) if len(prompts) == 1 else None
     stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
+    with console.status("compiling"):
+        model.compile(lengths, options.tokens, sampling)
+    begin = time.perf_counter()
     # Text is printed as it is: a console would leave characters out.
     if alone:
         print(befores[0], end="", flush=True)
@@ -224,7 +232,6 @@ def summary(
             parts.append(
                 f"{floor / step:.2f} of the floor ({nbytes / 1e9:.3g} GB a rank at {bandwidth / 1e12:.3g} TB/s)"
             )
-    slots = model.slots(int(lengths.max()), steps)
-    kernels = model.kernels(batch, slots, sampling) if device.platform != "cpu" else 0
+    kernels = model.kernels(model.room(lengths, steps), sampling) if device.platform != "cpu" else 0
     parts.append(f"{kernels} fused kernels in the program of a step" if kernels else "nothing fused: plain XLA")
     return ", ".join(parts) + "."

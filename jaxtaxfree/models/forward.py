@@ -32,8 +32,11 @@ from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_reduce_scatter import matmul_reduce_scatter
 from jaxtaxfree.ops.moe import moe
+from jaxtaxfree.ops.quantize import BLOCK, quantize
+from jaxtaxfree.ops.scaled import Scaled
 
 Cache = tuple[jax.Array, jax.Array]
+Weights = Mapping[str, jax.Array]
 QUERIES = 512  # of a prompt at a time, in attention: the scores of one block are in memory
 
 
@@ -46,22 +49,55 @@ class How:
       axes: along which it is sharded.
       implementation: of the operations.
       placement: of a cache along the sequence; None: by heads.
+      pages: of the pool of a paged cache along the sequence; 0: it has none.
+      quantized: activations take the 8 bits of the weights that they are multiplied by, with a scale for each row, or
+        for each 128 elements of it where weights have blocks.
     """
 
     model: DecoderSpec
     axes: tuple[str, ...]
     implementation: str | None
     placement: Placement | None
+    pages: int = 0
+    quantized: bool = False
 
-    def gather(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> Any:
-        """The rows of all ranks, x [M / W, in], times weight [out / W, in], transposed where it lies."""
-        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
-        return all_gather_matmul(x, weight, self.axes, **how, **keywords)
+    def gather(self, x: jax.Array, w: Weights, name: str, **keywords: Any) -> tuple[jax.Array, "Rows"]:
+        """The rows of all ranks, x [M / W, in], times weight [out / W, in], transposed where it lies; and the rows."""
+        x, how = self._operands(x, w, name, keywords)
+        out, rows = all_gather_matmul(x, w[name], self.axes, return_gathered=True, **how)
+        scale = how["lhs_scale"]
+        return out, Rows(rows, None if scale is None else lax.all_gather(scale, self.axes, tiled=True))
 
-    def scatter(self, x: jax.Array, weight: jax.Array, **keywords: Any) -> jax.Array:
+    def scatter(self, x: jax.Array, w: Weights, name: str, **keywords: Any) -> jax.Array:
         """x [M, in / W] times weight [out, in / W], added up over the ranks: [M / W, out]."""
+        x, how = self._operands(x, w, name, keywords)
+        return matmul_reduce_scatter(x, w[name], self.axes, **how)
+
+    def _operands(self, x: jax.Array, w: Weights, name: str, keywords: dict[str, Any]) -> tuple[jax.Array, Any]:
+        """The left operand, and how it is multiplied."""
         how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
-        return matmul_reduce_scatter(x, weight, self.axes, **how, **keywords)
+        how |= {"lhs_scale": None, "rhs_scale": w.get(f"{name}_scale")} | keywords
+        if how["rhs_scale"] is not None:
+            how.setdefault("preferred_element_type", x.dtype)
+            if self.quantized:
+                of_blocks = how["rhs_scale"].shape[-1] > 1
+                x, how["lhs_scale"] = quantize(x, w[name].dtype, block=(1, BLOCK if of_blocks else -1))
+        return x, how
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The gathered rows [M, in] of activations, with their scales if they have 8 bits."""
+
+    rows: jax.Array
+    scale: jax.Array | None
+
+    def times(self, w: Weights, name: str) -> jax.Array:
+        """Their product with a weight [out / W, in], in f32."""
+        scale = w.get(f"{name}_scale")
+        if scale is None:
+            return product(self.rows, w[name])
+        return Scaled(self.rows, w[name].T, self.scale, scale.T).matmul(precision_of(self.rows))
 
 
 def embedded(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], scattered: bool = False) -> jax.Array:
@@ -83,6 +119,7 @@ def run(
     sin: jax.Array,
     how: How,
     every: bool = False,
+    tables: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache]:
     """T new tokens of each sequence, through all layers.
 
@@ -95,6 +132,7 @@ def run(
       counts: i32[B], how many of the T there are.
       cos, sin: f32 [tables, positions, rotated / 2].
       every: the logits of every token are wanted, not of the last one.
+      tables: i32[B, pages of a sequence], of a paged cache.
 
     Returns: (logits f32 [B, V / W], or [B, T, V / W], the cache). Of a prompt the cache is keys and values of
       all its tokens, [L, B, T, K, H], as `placed` takes them.
@@ -120,9 +158,9 @@ def run(
         if past is None:
             y, past = _attend_to_prompt(q, k, v, _of(windows, window), how), (k, v)
         else:
-            past, y = _attend_to_cache(q, k, v, past, lengths, windows, window, how)
+            past, y = _attend_to_cache(q, k, v, past, lengths, windows, window, tables, how)
         y = _filled(y.reshape(b * t, -1), lax.axis_size(how.axes))
-        x = _added(x, y, w["o_proj"], w.get("post_attn_norm"), how)
+        x = _added(x, y, w, "o_proj", w.get("post_attn_norm"), how)
         y = rms_norm(x, w["mlp_norm"], model)
         return _mlp(x, y, w, how), past
 
@@ -130,7 +168,8 @@ def run(
     x = rms_norm(x, params["final_norm"], model)
     unembed = params["embed" if model.tied else "unembed"]
     if every:
-        logits = how.gather(x, unembed, preferred_element_type=jnp.float32)[: b * t].reshape(b, t, -1)
+        logits, _ = how.gather(x, {"unembed": unembed}, "unembed", preferred_element_type=jnp.float32)
+        logits = logits[: b * t].reshape(b, t, -1)
     else:
         last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
         logits = product(_rows(x, last, how.axes), unembed)
@@ -156,21 +195,21 @@ def _heads(
     model, (b, t) = how.model, sizes
     made = []
     bias = {"bias": w["q_bias"]} if model.qkv_bias else {}
-    q, y = how.gather(y, w["q_proj"], return_gathered=True, **bias)
+    q, rows = how.gather(y, w, "q_proj", **bias)
     for name in ("q", "k", "v"):
         of = q
         if name != "q":  # the rows are here
-            of = product(y, w[f"{name}_proj"])
+            of = rows.times(w, f"{name}_proj")
             of = (of + w[f"{name}_bias"].astype(jnp.float32) if model.qkv_bias else of).astype(y.dtype)
         made.append(as_heads(name, of[: b * t].reshape(b, t, -1), w, rotation, model))
     return made
 
 
-def _added(x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None, how: How) -> jax.Array:
+def _added(x: jax.Array, y: jax.Array, w: Weights, name: str, norm: jax.Array | None, how: How) -> jax.Array:
     """The residual stream x [M / W, D] and a block's result, y [M, in / W] times weight [D, in / W]."""
     if norm is None and how.model.residual_scale == 1:
-        return how.scatter(y, weight, residual=x)
-    y = how.scatter(y, weight)
+        return how.scatter(y, w, name, residual=x)
+    y = how.scatter(y, w, name)
     return x + scaled(y if norm is None else rms_norm(y, norm, how.model), how.model)
 
 
@@ -186,10 +225,9 @@ def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> ja
             activation=model.gate_activation, precision=precision_of(y), implementation=how.implementation,
         )  # fmt: skip
         return x + scaled(y, model)
-    up, y = how.gather(y, w["up_proj"], return_gathered=True, preferred_element_type=jnp.float32)
-    gate = product(y, w["gate_proj"])
-    y = gated(gate, up, model).astype(x.dtype)
-    return _added(x, y, w["down_proj"], w.get("post_mlp_norm"), how)
+    up, rows = how.gather(y, w, "up_proj", preferred_element_type=jnp.float32)
+    y = gated(rows.times(w, "gate_proj"), up, model).astype(x.dtype)
+    return _added(x, y, w, "down_proj", w.get("post_mlp_norm"), how)
 
 
 def _of(windows: list[int | None], which: jax.Array) -> jax.Array:
@@ -220,9 +258,9 @@ def _attend_to_prompt(q: jax.Array, k: jax.Array, v: jax.Array, window: jax.Arra
 
 def _attend_to_cache(
     q: jax.Array, k: jax.Array, v: jax.Array, past: Cache, lengths: jax.Array, windows: list[int | None],
-    window: jax.Array, how: How,
+    window: jax.Array, tables: jax.Array | None, how: How,
 ) -> tuple[Cache, jax.Array]:  # fmt: skip
-    """Of one new token over the keys so far, [B, K, S, H]."""
+    """Of one new token over the keys so far, [B, K, S, H], or [pages, K, page, H]."""
     model, b = how.model, len(lengths)
     if how.placement is None:
         sequence, head = jnp.ogrid[:b, : k.shape[2]]
@@ -233,21 +271,30 @@ def _attend_to_cache(
         )
         return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
     return attend_along_the_sequence(
-        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation
-    )
+        q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation,
+        block_tables=tables if how.pages else None,
+    )  # fmt: skip
 
 
-def placed(fresh: Cache, slots: int, how: How) -> Cache:
-    """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]."""
-    return _placed(fresh[0], slots, how), _placed(fresh[1], slots, how)
+def placed(fresh: Cache, slots: int, tables: jax.Array, how: How) -> Cache:
+    """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]; or of
+    pages, [L, pages, K, page, H].
+    """
+    return _placed(fresh[0], slots, tables, how), _placed(fresh[1], slots, tables, how)
 
 
-def _placed(x: jax.Array, slots: int, how: How) -> jax.Array:
+def _placed(x: jax.Array, slots: int, tables: jax.Array, how: How) -> jax.Array:
     t = x.shape[2]
     if how.placement is None:
         x = jnp.pad(x[:, :, : min(t, slots)], [(0, 0)] * 2 + [(0, max(0, slots - t))] + [(0, 0)] * 2)
     else:  # each rank has all, and keeps its own
         world = lax.axis_size(how.axes)
         positions = dataclasses.replace(how.placement, slots=slots).positions(lax.axis_index(how.axes), world)
+        if how.pages:  # whose each page is, and which of its sequence
+            at = jnp.where(tables >= 0, tables, how.pages)
+            sequence, number = jnp.indices(tables.shape, jnp.int32)
+            own = [jnp.zeros(how.pages, jnp.int32).at[at].set(of, mode="drop") for of in (sequence, number)]
+            positions = positions.reshape(-1, how.placement.stretch)[own[1]]
+            return jnp.swapaxes(x[:, own[0][:, None], jnp.clip(positions, 0, t - 1)], 2, 3)
         x = x[:, :, jnp.clip(positions, 0, t - 1)]
     return jnp.swapaxes(x, 2, 3)

@@ -1,9 +1,11 @@
 """A published model on several devices: `load`, and the `Model` that it gives."""
 
 import copy
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from jaxtaxfree.models.checkpoint import Checkpoint
 from jaxtaxfree.models.config import DTYPES, ModelConfig, read_config
 from jaxtaxfree.models.errors import ModelError
 from jaxtaxfree.models.forward import Cache, How
+from jaxtaxfree.models.paging import Room, first_tables, more_tables, pool_of
 from jaxtaxfree.models.rotary import rotary_tables
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.weights import Layout, Weights
@@ -30,7 +33,8 @@ from jaxtaxfree.primitive import check_implementation
 BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
 GROWTH = 1024  # positions that a cache gets at a time
 ROOM = 128  # what a cache by heads is a multiple of, so that not every length has programs of its own
-CACHES = ("heads", "sequence")
+CACHES = ("heads", "sequence", "pages")
+EIGHT = ("int8", "float8_e4m3fn")  # what matrices may lie in
 
 
 def load(
@@ -40,13 +44,16 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     cache: str | None = None,
+    weights: DTypeLike | None = None,
+    quantize_activations: bool = False,
     implementation: str | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> "Model":
     """A checkpoint as Hugging Face publishes it, sharded over the devices of a mesh.
 
     The folder has `config.json` and safetensors. Each weight goes from its file to its devices, part by part; of one at
-    most 256 MB, or the largest tensor, are on the host. Weights of 8 bits are dequantised on their way.
+    most 256 MB are on the host. Weights of 8 bits are dequantised on their way, unless `weights` says that they keep
+    8 bits.
 
     Args:
       folder: of the checkpoint.
@@ -54,8 +61,15 @@ def load(
       axis_name: the axis, or axes, along which the model is sharded.
       dtype: of weights, activations and cache: f32, f16 or bf16. None: what the checkpoint says.
       cache: "heads": each rank has the cache of its key/value heads. Where there are fewer heads than ranks, neighbours
-        have copies of one. "sequence": each rank has a part of the positions, of all heads. None: "heads", where ranks
-        divide heads or heads divide ranks, else "sequence".
+        have copies of one. "sequence": each rank has a part of the positions, of all heads. "pages": the same in pages,
+        of which a sequence has as many as it needs, for a batch of different lengths. None: "heads", where ranks divide
+        heads or heads divide ranks, else "sequence".
+      weights: "int8" or "float8_e4m3fn": the matrices of layers lie in 8 bits, with a scale for each row, as
+        `all_gather_matmul` takes them. Where the checkpoint has the same 8 bits with scales of rows or tensors, or of
+        blocks of 128 x 128 which no two ranks share, they are those; anything else is rounded. Experts, embeddings and
+        norms have `dtype`. None: all weights have it.
+      quantize_activations: activations are rounded to the same 8 bits in front of the matrices, each row by its largest
+        value. The kernels of products of 8 bits want it.
       implementation: of the operations, as in `all_gather_matmul`.
       progress: is called with the bytes that are read so far and those that there are.
 
@@ -73,11 +87,17 @@ def load(
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)
-    weights = Weights(Checkpoint(folder), config, layout)
+    if weights is not None:
+        if np.dtype(weights).name not in EIGHT:
+            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT)}, not {np.dtype(weights)}.")
+        layout = dataclasses.replace(layout, eight=np.dtype(weights))
+    elif quantize_activations:
+        raise ValueError("quantize_activations=True needs weights of 8 bits: say weights='int8' or 'float8_e4m3fn'.")
+    sources = Weights(Checkpoint(folder), config, layout)
     kind = config.dtype if dtype is None else np.dtype(dtype)
     if kind not in DTYPES.values():
         raise ValueError(f"load takes dtype as one of {', '.join(DTYPES)}, not {kind}.")
-    total, done = weights.nbytes, 0
+    total, done = sources.nbytes, 0
 
     def count(nbytes: int) -> None:
         nonlocal done
@@ -85,8 +105,9 @@ def load(
         if progress:
             progress(done, total)
 
-    params = weights.place(mesh, axes, kind, count)
-    return Model(params, config, layout, mesh, axes, implementation)
+    params = sources.place(mesh, axes, kind, count)
+    made = Model(params, config, layout, mesh, axes, implementation, quantize_activations)
+    return made.in_pages() if cache == "pages" else made
 
 
 def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
@@ -111,6 +132,17 @@ def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
     return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
 
 
+class _Program:
+    """A program for operands of certain types.
+
+    Attributes:
+      lowered, compiled: of JAX's stages.
+    """
+
+    def __init__(self, lowered: Any):
+        self.lowered, self.compiled = lowered, lowered.compile()
+
+
 class Model:
     """A decoder on its devices.
 
@@ -120,21 +152,28 @@ class Model:
       mesh, axes: where it is.
       params: the weights, as `decode_step` takes them, and the embedding.
       implementation: of its operations.
+      eight: the dtype of 8 bits of its matrices; None: as the rest.
       growth: positions that the cache gets when it is full.
+      paged: whether the cache is in pages.
     """
 
     def __init__(
         self, params: Mapping[str, jax.Array], config: ModelConfig, layout: Layout, mesh: Mesh,
-        axes: tuple[str, ...], implementation: str | None,
+        axes: tuple[str, ...], implementation: str | None, quantize_activations: bool = False,
     ):  # fmt: skip
         self.config, self.spec, self.mesh, self.axes = config, layout.model, mesh, axes
-        self.params, self.implementation = dict(params), implementation
+        self.params, self.implementation, self.eight = dict(params), implementation, layout.eight
+        self.quantize_activations = quantize_activations
         self.growth = GROWTH
         self.world = math.prod(mesh.shape[axis] for axis in axes)
         self.by_heads = layout.by_heads
-        self._specs = layout.partition(axes)
+        # Scales may be of rows or of blocks.
+        placed: Any = {name: x.sharding for name, x in self.params.items() if name.endswith("_scale")}
+        of_scales = {name: sharding.spec for name, sharding in placed.items()}
+        self._specs = layout.partition(axes) | of_scales
         of_cache = P(None, None, axes) if layout.by_heads else P(None, None, None, axes)
         self._cache_specs = (of_cache, of_cache)
+        self.paged = False
         self._positions = 0
         self._tables: tuple[jax.Array, jax.Array] | None = None
         self._programs: dict[Any, Any] = {}
@@ -148,6 +187,13 @@ class Model:
         check_implementation(implementation)
         other = copy.copy(self)
         other.implementation, other._programs = implementation, {}
+        return other
+
+    def in_pages(self) -> "Model":
+        """The same weights with a cache in pages; it has to be one along the sequence."""
+        assert not self.by_heads
+        other = copy.copy(self)
+        other.paged, other._cache_specs, other._programs = True, (P(None, self.axes),) * 2, {}
         return other
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> jax.Array:
@@ -221,13 +267,16 @@ class Model:
     def _stream(
         self, tokens: np.ndarray, lengths: np.ndarray, steps: int, sampling: Sampling, stop: tuple[int, ...], seed: int
     ) -> Iterator[np.ndarray]:
-        longest = int(lengths.max())
-        slots = self.slots(longest, steps)
-        keys = jax.random.key(seed)
+        longest, free = int(lengths.max()), min(steps, self.growth)
+        room, rotation = self.room(lengths, steps), self._rotation(longest + steps)
+        tables = self._tables_of(lengths, steps)
+        # What a step takes is on the devices: to put a number there takes the host longer than to launch it.
+        of_step, count = self._put(tables), self._put(np.int32(1))
+        keys = self._put(jax.random.key(seed))
         padded = self._put(_padded(tokens, self._bucket(tokens.shape[1])))
         at = self._put(lengths)
-        read = self._program(("read", slots, sampling), self._read_program, slots, sampling)
-        token, cache = read(self.params, padded, at, *self._rotation(longest + steps), keys)
+        read = self._read(room, padded.shape[1], sampling).compiled
+        token, cache = read(self.params, padded, at, *rotation, keys, of_step)
         ended, last = np.zeros(len(lengths), bool), np.zeros(len(lengths), np.int32)
         # On GPUs a step is launched before the token of the one before is read. On a CPU two programs with collectives
         # in flight can take each other's threads.
@@ -237,10 +286,12 @@ class Model:
             if not ahead:
                 heap.block_until_ready(now)
             if i < steps:
-                if longest + i > slots * (1 if self.by_heads else self.world):
-                    cache, slots = self._grown(cache, slots)
-                step = self.step(len(lengths), slots, sampling)
-                token, at, cache = step(self.params, cache, token, at, *self._rotation(longest + steps), keys, i)
+                if i > free:
+                    free += self.growth
+                    cache, room, tables = self._grown(cache, room, tables)
+                    of_step = self._put(tables)
+                step = self._step(room, sampling).compiled
+                token, at, count, cache = step(self.params, cache, token, at, *rotation, keys, count, of_step)
             found = np.asarray(heap.block_until_ready(now))
             last = np.where(ended, last, found)
             ended |= np.isin(found, stop)
@@ -248,15 +299,34 @@ class Model:
             if ended.all():
                 return
 
-    def step(self, batch: int, slots: int, sampling: Sampling) -> Any:
-        """The jitted program of a step: (params, cache, token i32[B], lengths i32[B], cos, sin, key, count) -> (token,
-        lengths, cache). The cache is donated.
+    def compile(self, lengths: Sequence[int] | np.ndarray, steps: int, sampling: Sampling | None = None) -> None:
+        """Compiles the programs that `generate` needs, of the prompts and of a step, each in a thread.
+
+        Without it each is compiled when it is first needed, one after the other. The threads have JAX's global
+        configuration, not what a `with` of the caller's says.
 
         Args:
-          batch: B.
-          slots: positions of the cache that a rank has.
+          lengths: how many tokens each prompt has.
+          steps, sampling: as in `stream`.
         """
-        return self._program(("step", batch, slots, sampling), self._step_program, batch, slots, sampling)
+        sampling, room, longest = sampling or Sampling(), self.room(lengths, steps), max(map(int, lengths))
+        self._rotation(longest + steps)
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(self._read, room, self._bucket(longest), sampling)]
+            if steps > 1:
+                both.append(pool.submit(self._step, room, sampling))
+            for each in both:
+                each.result()
+
+    def step(self, room: Room, sampling: Sampling) -> Any:
+        """The jitted program of a step: (params, cache, token i32[B], lengths i32[B], cos, sin, key, count, tables) ->
+        (token, lengths, count, cache). The cache is donated. `tables` are those of pages, i32[B, pages of a sequence],
+        or i32[B, 0] where there are none.
+
+        Args:
+          room: that `room` gives.
+        """
+        return self._program(("step", room, sampling), self._step_program, room, sampling)
 
     def step_bytes(self, batch: int, length: int) -> int:
         """Bytes that a rank has to read for a step: of its weights, and of its cache with so many tokens a sequence."""
@@ -271,10 +341,18 @@ class Model:
         seen = sum(length if window is None else min(length, window + 1) for window in spec.window_by_layer)
         return weights + 2 * batch * seen * spec.kv_heads * spec.head_dim * self.dtype.itemsize // self.world
 
-    def kernels(self, batch: int, slots: int, sampling: Sampling) -> int:
+    def kernels(self, room: Room, sampling: Sampling) -> int:
         """How many fused kernels the program of such a step has, counted once for each place in it."""
-        operands = self._types(batch, slots)
-        return self.step(batch, slots, sampling).lower(*operands).as_text().count("triton_kernel_call")
+        return self._step(room, sampling).lowered.as_text().count("triton_kernel_call")
+
+    def _read(self, room: Room, t: int, sampling: Sampling) -> "_Program":
+        """Of prompts that are padded to t tokens."""
+        lower = lambda: self._read_program(room, sampling).lower(*self._types(room, t))  # noqa: E731
+        return self._program(("read", room, sampling, t, self._positions), lambda: _Program(lower()))
+
+    def _step(self, room: Room, sampling: Sampling) -> "_Program":
+        lower = lambda: self.step(room, sampling).lower(*self._types(room))  # noqa: E731
+        return self._program(("one", room, sampling, self._positions), lambda: _Program(lower()))
 
     def _program(self, key: Any, make: Callable[..., Any], *args: Any) -> Any:
         if key not in self._programs:
@@ -285,9 +363,10 @@ class Model:
         mapped = jax.shard_map(f, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
         return jax.jit(mapped, donate_argnums=donate)
 
-    def _how(self, slots: int) -> How:
-        placement = None if self.by_heads else Placement(stretch=BLOCK, slots=slots)
-        return How(model=self.spec, axes=self.axes, implementation=self.implementation, placement=placement)
+    def _how(self, room: Room) -> How:
+        placement = None if self.by_heads else Placement(stretch=BLOCK, slots=room.slots)
+        how = {"implementation": self.implementation, "quantized": self.quantize_activations}
+        return How(model=self.spec, axes=self.axes, placement=placement, pages=room.pages, **how)
 
     def _drawn(self, sampling: Sampling) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """The sampler: (logits, key) -> token."""
@@ -297,51 +376,59 @@ class Model:
     def _logits_program(self) -> Any:
         def logits(params: Any, tokens: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
             none = jnp.zeros(tokens.shape[:1], jnp.int32)
-            return forward.run(params, tokens, None, none, none, cos, sin, self._how(BLOCK), every=True)[0]
+            return forward.run(params, tokens, None, none, none, cos, sin, self._how(Room(1, BLOCK)), every=True)[0]
 
         return self._on_mesh(logits, (self._specs, P(), P(), P()), P(None, None, self.axes))
 
-    def _read_program(self, slots: int, sampling: Sampling) -> Any:
-        how, draw = self._how(slots), self._drawn(sampling)
+    def _read_program(self, room: Room, sampling: Sampling) -> Any:
+        how, draw = self._how(room), self._drawn(sampling)
 
         def read(
-            params: Any, tokens: jax.Array, counts: jax.Array, cos: jax.Array, sin: jax.Array, key: jax.Array
+            params: Any,
+            tokens: jax.Array,
+            counts: jax.Array,
+            cos: jax.Array,
+            sin: jax.Array,
+            key: jax.Array,
+            tables: jax.Array,
         ) -> tuple[jax.Array, Cache]:
             logits, fresh = forward.run(params, tokens, None, jnp.zeros_like(counts), counts, cos, sin, how)
             token = draw(logits, jax.random.fold_in(key, 0))
-            return token, forward.placed(fresh, slots, how)
+            return token, forward.placed(fresh, room.slots, tables, how)
 
-        return self._on_mesh(read, (self._specs, *[P()] * 5), (P(), self._cache_specs))
+        return self._on_mesh(read, (self._specs, *[P()] * 6), (P(), self._cache_specs))
 
-    def _step_program(self, batch: int, slots: int, sampling: Sampling) -> Any:
+    def _step_program(self, room: Room, sampling: Sampling) -> Any:
         draw = self._drawn(sampling)
 
         def step(
             by: Callable[..., Any], params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
-            sin: jax.Array, key: jax.Array, count: jax.Array,
-        ) -> tuple[jax.Array, jax.Array, Cache]:  # fmt: skip
-            logits, cache = by(params, cache, token, lengths, cos, sin)
+            sin: jax.Array, key: jax.Array, count: jax.Array, tables: jax.Array,
+        ) -> tuple[jax.Array, jax.Array, jax.Array, Cache]:  # fmt: skip
+            logits, cache = by(params, cache, token, lengths, cos, sin, tables)
             token = draw(logits, jax.random.fold_in(key, count))
-            return token, lengths + 1, cache
+            return token, lengths + 1, count + 1, cache
 
         def made(by: Callable[..., Any]) -> Any:
-            specs = (self._specs, self._cache_specs, *[P()] * 6)
-            return self._on_mesh(functools.partial(step, by), specs, (P(), P(), self._cache_specs), donate=(1,))
+            specs = (self._specs, self._cache_specs, *[P()] * 7)
+            return self._on_mesh(functools.partial(step, by), specs, (P(), P(), P(), self._cache_specs), donate=(1,))
 
-        operations = made(functools.partial(self._by_operations, slots))
-        if not is_whole_step(self.spec, self.by_heads):
+        operations = made(functools.partial(self._by_operations, room))
+        if self.eight or self.paged or not is_whole_step(self.spec, self.by_heads):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):
             try:
-                jax.eval_shape(whole, *self._types(batch, slots))
+                jax.eval_shape(whole, *self._types(room))
             except NotImplementedError:  # the kernel of the whole step refuses it; those of the operations may not
                 return operations
         return whole
 
     def _by_decode_step(
-        self, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array
-    ) -> tuple[jax.Array, Cache]:
+        self, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array,
+        tables: jax.Array,
+    ) -> tuple[jax.Array, Cache]:  # fmt: skip
+        del tables
         x = forward.embedded(params["embed"], token, self.axes)
         own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
         return decode_step(
@@ -351,35 +438,61 @@ class Model:
         )  # fmt: skip
 
     def _by_operations(
-        self, slots: int, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
-        sin: jax.Array,
+        self, room: Room, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array,
+        sin: jax.Array, tables: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
-        return forward.run(params, token[:, None], cache, lengths, jnp.ones_like(lengths), cos, sin, self._how(slots))
+        ones = jnp.ones_like(lengths)
+        return forward.run(params, token[:, None], cache, lengths, ones, cos, sin, self._how(room), tables=tables)
 
-    def _types(self, batch: int, slots: int) -> tuple[Any, ...]:
-        """Of the operands of a step."""
-        kv, world = self.spec.kv_heads, self.world
-        whole = (self.spec.layers, batch, kv, slots * (1 if self.by_heads else world), self.spec.head_dim)
-        cache = jax.ShapeDtypeStruct(whole, self.dtype)
-        i32 = jax.ShapeDtypeStruct((batch,), jnp.int32)
-        cos, sin = self._rotation(1)
-        return self.params, (cache, cache), i32, i32, cos, sin, jax.eval_shape(lambda: jax.random.key(0)), 0
+    def _types(self, room: Room, t: int | None = None) -> tuple[Any, ...]:
+        """Of the operands of a step, or of reading prompts that are padded to t tokens."""
 
-    def _grown(self, cache: Cache, slots: int) -> tuple[Cache, int]:
-        """The cache with `growth` more positions, of all ranks together if they share them."""
+        def of(shape: tuple[int, ...], dtype: Any, *spec: P) -> Any:
+            return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, *(spec or [P()])))
+
+        batch, slots, spec = room.batch, room.slots, self.spec
+        tables = of((batch, slots // BLOCK if self.paged else 0), np.int32)
+        i32, key = of((batch,), np.int32), of((), jax.eval_shape(lambda: jax.random.key(0)).dtype)
+        cos, sin = self._rotation(self._positions or 1)
+        if t is not None:
+            return self.params, of((batch, t), np.int32), i32, cos, sin, key, tables
+        slots *= 1 if self.by_heads else self.world
+        whole = (spec.layers, batch, spec.kv_heads, slots, spec.head_dim)
+        if self.paged:
+            whole = (spec.layers, room.pages * self.world, spec.kv_heads, BLOCK, spec.head_dim)
+        cache = tuple(of(whole, self.dtype, of_cache) for of_cache in self._cache_specs)
+        return self.params, cache, i32, i32, cos, sin, key, of((), np.int32), tables
+
+    def _grown(self, cache: Cache, room: Room, tables: np.ndarray) -> tuple[Cache, Room, np.ndarray]:
+        """The cache with `growth` more positions of each sequence, of all ranks together if they share them."""
         more = self._slots(self.growth)
         wider = [(0, 0)] * 3 + [(0, more), (0, 0)]
+        new = 0
+        if self.paged:
+            new = pool_of([more // BLOCK] * room.batch)
+            tables = more_tables(tables, room.pages, more // BLOCK)
+            wider = [(0, 0), (0, new)] + [(0, 0)] * 3
         program = self._program(
-            ("grow", more),
+            ("grow", more, room),
             lambda: self._on_mesh(
                 lambda cache: jax.tree.map(lambda x: jnp.pad(x, wider), cache), (self._cache_specs,), self._cache_specs
             ),
         )
-        return program(cache), slots + more
+        return program(cache), Room(room.batch, room.slots + more, room.pages + new), tables
 
-    def slots(self, longest: int, steps: int) -> int:
-        """Positions of the cache that a rank has at first, for prompts of up to `longest` tokens and so many steps."""
-        return self._slots(longest + min(steps, self.growth))
+    def room(self, lengths: Sequence[int] | np.ndarray, steps: int) -> Room:
+        """Of the cache at first, for prompts of so many tokens and so many steps."""
+        counts = self._counts(lengths, steps)
+        slots = self._slots(max(map(int, lengths)) + min(steps, self.growth))
+        return Room(len(counts), slots, pool_of(counts) if self.paged else 0)
+
+    def _counts(self, lengths: Sequence[int] | np.ndarray, steps: int) -> list[int]:
+        """The pages of each sequence on a rank, if there are any."""
+        return [self._slots(int(length) + min(steps, self.growth)) // BLOCK for length in lengths]
+
+    def _tables_of(self, lengths: Sequence[int] | np.ndarray, steps: int) -> np.ndarray:
+        counts = self._counts(lengths, steps)
+        return first_tables(counts) if self.paged else np.zeros((len(counts), 0), np.int32)
 
     def _slots(self, positions: int) -> int:
         """Positions of the cache that a rank has, if all together have so many or more."""

@@ -1,9 +1,10 @@
 """Weights from a checkpoint's files to their devices, part by part, in the layout of `decode_step`."""
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ from jaxtaxfree.models.config import ModelConfig
 from jaxtaxfree.models.errors import ModelError
 from jaxtaxfree.models.quantized import SCALES, UNUSED, dequantized, is_narrow
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.quantize import BLOCK, quantize
 
-# Bytes of a weight, of all ranks together, that are on the host at a time: layer by layer if a layer has as many.
+# Bytes of a weight, of all ranks together, that are on the host at a time: some layers, or some rows of one.
 AT_A_TIME = 256 << 20
 
 _ATTENTION = {
@@ -56,12 +58,21 @@ class Layout:
       copies: how many neighbours each key/value head becomes, so that the ranks divide them.
       vocab: rows of the embedding with those behind its end, so that the ranks divide it.
       by_heads: whether a rank has some of the key/value heads, or all.
+      eight: the dtype of 8 bits in which the matrices of layers lie, with a scale for each row, or for each block if
+        the checkpoint has them so; None: as the rest.
     """
 
     spec: DecoderSpec
     copies: int
     vocab: int
     by_heads: bool
+    eight: np.dtype | None = None
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """Those that lie in 8 bits, all of [L, out, in]."""
+        mlp = () if self.spec.experts else ("gate_proj", "up_proj", "down_proj")
+        return ("q_proj", "k_proj", "v_proj", "o_proj", *mlp) if self.eight else ()
 
     @property
     def model(self) -> DecoderSpec:
@@ -70,11 +81,14 @@ class Layout:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Of all parameters, the embedding included, of all ranks together."""
-        return {"embed": (self.vocab, self.spec.d_model)} | self.model.param_shapes()
+        shapes = {"embed": (self.vocab, self.spec.d_model)} | self.model.param_shapes()
+        return shapes | {f"{name}_scale": (*shapes[name][:2], 1) for name in self.matrices}
 
     def partition(self, axis: Any) -> dict[str, P]:
         """How the ranks share each parameter."""
-        return {"embed": P(axis)} | self.model.partition_specs(axis, self.by_heads)
+        specs = {"embed": P(axis)} | self.model.partition_specs(axis, self.by_heads)
+        of_rows = {name: specs[name][1] if len(specs[name]) > 1 else None for name in self.matrices}
+        return specs | {f"{name}_scale": P(None, of) if of else P() for name, of in of_rows.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,7 +128,11 @@ class Weights:
         self._used: set[str] = set()
         self._wrong: list[str] = []
         self._shapes = layout.spec.param_shapes()
-        self.sources = {name: self._source(name, shape) for name, shape in layout.shapes().items()}
+        self.sources = {
+            name: self._source(name, shape)
+            for name, shape in layout.shapes().items()
+            if name.removesuffix("_scale") not in layout.matrices or name in layout.matrices
+        }
         self._finish()
 
     def _names(self, name: str, lead: tuple[int, ...]) -> list[str]:
@@ -204,9 +222,13 @@ class Weights:
         """Bytes to read."""
         return sum(tensor.nbytes for source in self.sources.values() for tensor in source.tensors)
 
-    def _read(self, source: Source, tensor: Tensor, index: tuple[slice, ...], dtype: np.dtype) -> np.ndarray:
-        """A part of one tensor, as it is to be."""
-        at = tuple(slice(*of.indices(size)) for of, size in zip(index, source.shape))
+    def _read(
+        self, source: Source, tensor: Tensor, index: tuple[slice, ...], dtype: np.dtype, of: str = "weights"
+    ) -> np.ndarray:
+        """A part of one tensor, as it is to be; or of the scales of its rows, [rows, 1], or of its blocks."""
+        at = tuple(slice(*each.indices(size)) for each, size in zip(index, source.shape))
+        if of == "blocks":
+            return self._scales_of(tensor)[at].astype(dtype)
         at = at[::-1] if source.transposed else at
         rows = np.arange(at[0].start, at[0].stop)
         if source.head:  # of neighbouring copies, those of one head
@@ -214,9 +236,12 @@ class Weights:
         behind = int(np.sum(rows >= tensor.shape[0]))  # the vocabulary's end
         rows = rows[: len(rows) - behind]
         first, last = (int(rows[0]), int(rows[-1]) + 1) if len(rows) else (0, 0)
+        if of == "scales":
+            scales = self._scales_of(tensor)
+            return np.broadcast_to(scales.reshape(-1, 1), (tensor.shape[0], 1))[rows].astype(dtype)
         part = tensor.read((slice(first, last), *at[1:]))
-        if is_narrow(tensor.dtype):
-            scales = self.checkpoint.tensors[self._scale_of(tensor.name) or ""].read()
+        if is_narrow(tensor.dtype) and tensor.dtype != dtype:
+            scales = self._scales_of(tensor)
             shape = (tensor.shape[0], tensor.shape[1])
             try:
                 part = dequantized(part, scales, shape, slice(first, last), at[1], self.config.quantization)
@@ -228,67 +253,165 @@ class Weights:
             part = np.pad(part, [(0, behind)] + [(0, 0)] * (part.ndim - 1))
         return (part.T if source.transposed else part).astype(dtype, copy=False)
 
+    def _scales_of(self, tensor: Tensor) -> np.ndarray:
+        return np.asarray(self.checkpoint.tensors[self._scale_of(tensor.name) or ""].read(), np.float32)
+
+    def _is_stored_so(self, source: Source) -> bool:
+        """Whether the file has the matrix in the same 8 bits, with one scale of each row, or of all."""
+        return all(
+            tensor.dtype == self.layout.eight
+            and self._scales_of(tensor).shape in ((), (1,), (1, 1), tensor.shape[:1], (tensor.shape[0], 1))
+            for tensor in source.tensors
+        )
+
+    def _has_blocks(self, source: Source, sharding: NamedSharding) -> bool:
+        """Whether the file has the matrix in the same 8 bits, in blocks as products take them, none on two devices."""
+        quantization = self.config.quantization
+        own = sharding.shard_shape((1, *source.shape))[1:]
+        return (
+            quantization is not None
+            and quantization.block == (BLOCK, BLOCK)
+            and not source.head
+            and not any(size % BLOCK for size in own)
+            and all(
+                tensor.dtype == self.layout.eight
+                and self._scales_of(tensor).shape == tuple(size // BLOCK for size in tensor.shape)
+                for tensor in source.tensors
+            )
+        )
+
     def place(
         self, mesh: Mesh, axis: Any, dtype: np.dtype, progress: Callable[[int], None] | None = None
     ) -> dict[str, jax.Array]:
-        """The parameters on their devices. Of one at most AT_A_TIME bytes, or a layer, are on the host at a time.
+        """The parameters on their devices. Of one at most AT_A_TIME bytes are on the host at a time.
 
         Args:
           progress: is told of the bytes that were read since it was told last.
         """
         specs = self.layout.partition(axis)
         params = {}
+        tell = progress or (lambda _: None)
         for name, source in self.sources.items():
-            params[name] = self._place(source, NamedSharding(mesh, specs[name]), dtype, progress or (lambda _: None))
+            sharding = NamedSharding(mesh, specs[name])
+            if name not in self.layout.matrices:
+                params[name] = self._place(source, sharding, dtype, tell)
+                continue
+            of_scales = NamedSharding(mesh, specs[f"{name}_scale"])
+            params[name], params[f"{name}_scale"] = self._place_in_eight(source, sharding, of_scales, dtype, tell)
         return params
 
+    def _place_in_eight(
+        self,
+        source: Source,
+        sharding: NamedSharding,
+        of_scales: NamedSharding,
+        dtype: np.dtype,
+        progress: Callable[[int], None],
+    ) -> tuple[jax.Array, jax.Array]:
+        """A matrix in 8 bits and the scales of its rows or blocks: as they are stored, or rounded on the devices."""
+        eight = self.layout.eight
+        assert eight is not None
+        if self._is_stored_so(source):
+            scales = dataclasses.replace(source, shape=(source.shape[0], 1))
+            values = self._place(source, sharding, eight, progress)
+            return values, self._place(scales, of_scales, np.dtype(np.float32), lambda _: None, "scales")
+        if self._has_blocks(source, sharding):
+            scales = dataclasses.replace(source, shape=tuple(size // BLOCK for size in source.shape))
+            values = self._place(source, sharding, eight, progress)
+            return values, self._place(scales, sharding, np.dtype(np.float32), lambda _: None, "blocks")
+        if any(is_narrow(tensor.dtype) for tensor in source.tensors):
+            dtype = np.dtype(np.float32)  # not rounded once more in between
+        wide = NamedSharding(sharding.mesh, sharding.spec)
+        made, count = [], len(source.tensors)
+        step = max(1, AT_A_TIME // (math.prod(source.shape) * dtype.itemsize))
+        for first in range(0, count, step):
+            last = min(count, first + step)
+            piece = dataclasses.replace(source, tensors=source.tensors[first:last], lead=(last - first,))
+            made.append(_in_eight(self._place(piece, wide, dtype, progress), eight, sharding, of_scales))
+        if len(made) == 1:
+            return made[0]
+        values, scales = zip(*made, strict=True)
+        return _joined(values, sharding), _joined(scales, of_scales)
+
     def _place(
-        self, source: Source, sharding: NamedSharding, dtype: np.dtype, progress: Callable[[int], None]
+        self,
+        source: Source,
+        sharding: NamedSharding,
+        dtype: np.dtype,
+        progress: Callable[[int], None],
+        of: str = "weights",
     ) -> jax.Array:
         count, depth = len(source.tensors), len(source.lead)
         shape = (count, *source.shape) if depth else source.shape
         spec = P(*(sharding.spec[depth - 1 :] if depth else sharding.spec))
         flat = NamedSharding(sharding.mesh, spec)
-        pieces = list(_pieces(count, math.prod(source.shape) * dtype.itemsize))
-        buffer = None
-        for first, last in pieces:
+        lead = min(depth, 1)
+        rows = flat.shard_shape(shape)[lead]  # of a device
+        pieces = list(_pieces(count, rows, math.prod(source.shape) * dtype.itemsize))
+        buffer = None if len(pieces) == 1 else _zeros(shape, dtype, flat)
+        for first, last, begin, end in pieces:
             tensors = source.tensors[first:last]
 
-            def part(index: tuple[slice, ...] | None, tensors: Any = tensors) -> np.ndarray:
-                index = index or ()
-                inner = index[1:] if depth else index
-                read = [self._read(source, tensor, inner, dtype) for tensor in tensors]
+            def part(index: tuple[slice, ...] | None, tensors: Any = tensors, at: Any = (begin, end)) -> np.ndarray:
+                inner = list(index or ())[lead:]
+                begin, end = at
+                own = (inner[0].start or 0) // (end - begin) * rows  # where the device's rows begin
+                inner[0] = slice(own + begin, own + end)
+                read = [self._read(source, tensor, tuple(inner), dtype, of) for tensor in tensors]
                 return np.stack(read) if depth else read[0]
 
-            of_piece = (last - first, *source.shape) if depth else source.shape
+            of_rows = source.shape[0] // rows * (end - begin)
+            of_piece = (last - first, of_rows, *source.shape[1:])[1 - lead :]
             made = jax.make_array_from_callback(of_piece, flat, part, dtype=dtype)
-            if len(pieces) == 1:
-                buffer = made
-            else:
-                if buffer is None:
-                    buffer = _zeros(shape, dtype, flat)
-                buffer = _put(buffer, made, first)
+            buffer = made if buffer is None else _putter(flat)(buffer, made, *(first, begin)[1 - lead :])
             # Not before it has arrived are the host's bytes free for the next one.
             jax.block_until_ready(buffer)
             self.checkpoint.forget()
-            progress(sum(tensor.nbytes for tensor in tensors))
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            progress(nbytes * end // rows - nbytes * begin // rows)
         assert buffer is not None
         return buffer if depth < 2 else _unflatten(buffer, (*source.lead, *source.shape), sharding)
 
 
-def _pieces(count: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Parts of `count` tensors of `nbytes` each."""
+def _pieces(count: int, rows: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Parts of `count` tensors of `nbytes` each: the first and last tensor, and the first and last row on a device."""
+    if nbytes > AT_A_TIME:
+        step = max(1, rows * AT_A_TIME // nbytes)
+        return ((i, i + 1, at, min(rows, at + step)) for i in range(count) for at in range(0, rows, step))
     step = max(1, AT_A_TIME // max(1, nbytes))
-    return ((first, min(count, first + step)) for first in range(0, count, step))
+    return ((first, min(count, first + step), 0, rows) for first in range(0, count, step))
 
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: NamedSharding) -> jax.Array:
     return jax.jit(lambda: jax.numpy.zeros(shape, dtype), out_shardings=sharding)()
 
 
-@jax.jit(donate_argnums=0)
-def _put(buffer: jax.Array, piece: jax.Array, first: Any) -> jax.Array:
-    return lax.dynamic_update_slice_in_dim(buffer, piece, first, 0)
+@functools.cache
+def _putter(sharding: NamedSharding) -> Callable[..., jax.Array]:
+    """(buffer, piece, where it lies in the first dimensions of each device's part) -> the buffer with it."""
+
+    def put(buffer: jax.Array, piece: jax.Array, *at: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(buffer, piece, (*at, *[0] * (buffer.ndim - len(at))))
+
+    def on_mesh(buffer: jax.Array, piece: jax.Array, *at: Any) -> jax.Array:
+        specs = (sharding.spec, sharding.spec, *[P()] * len(at))
+        of = jax.shard_map(put, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
+        return of(buffer, piece, *at)
+
+    return jax.jit(on_mesh, donate_argnums=0)
+
+
+def _in_eight(
+    x: jax.Array, dtype: np.dtype, sharding: NamedSharding, of_scales: NamedSharding
+) -> tuple[jax.Array, jax.Array]:
+    """Values and scales of x [L, out, in], a scale for each row of all ranks' columns."""
+    quantized = functools.partial(quantize, dtype=dtype, block=(1, -1))
+    return jax.jit(quantized, out_shardings=(sharding, of_scales))(x)
+
+
+def _joined(parts: Sequence[jax.Array], sharding: NamedSharding) -> jax.Array:
+    """Along the layers. Of 8 bits there is room for it twice."""
+    return jax.jit(lambda parts: jax.numpy.concatenate(parts), out_shardings=sharding)(parts)
 
 
 def _unflatten(buffer: jax.Array, shape: tuple[int, ...], sharding: NamedSharding) -> jax.Array:

@@ -19,4 +19,23 @@ def test_tokens(gpu_mesh, name, implementation):
     found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
     np.testing.assert_array_equal(found, expected["greedy"])
     if implementation == "fused":
-        assert model.kernels(3, model.slots(12, STEPS), models.Sampling()) >= 2
+        assert model.kernels(model.room(expected["lengths"], STEPS), models.Sampling()) >= 2
+
+
+@pytest.mark.gpu(2)
+def test_a_cache_in_pages(gpu_mesh):
+    model = models.load(FOLDER / "gemma2", gpu_mesh(2, "tp"), dtype=np.float32, cache="pages")
+    expected = expected_of("gemma2")
+    found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
+    np.testing.assert_array_equal(found, expected["greedy"])
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(("weights", "activations"), [("int8", False), ("int8", True), ("float8_e4m3fn", False)])
+def test_eight_bits(gpu_mesh, weights, activations):
+    """By XLA; the kernels of 8 bits take larger matrices than these."""
+    how = {"weights": weights, "quantize_activations": activations}
+    model, expected = models.load(FOLDER / "llama3", gpu_mesh(2, "tp"), dtype=np.float32, **how), expected_of("llama3")
+    logits, wanted = np.asarray(model.logits(expected["tokens"][:1])), expected["logits"][:1]
+    assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.15
+    assert model.generate(expected["tokens"][:1], 3).shape == (1, 3)

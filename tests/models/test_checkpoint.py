@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from benchmarks import checkpoint
 from jaxtaxfree import models
 from jaxtaxfree.models import weights
 from jaxtaxfree.models.quantized import widen
@@ -62,13 +63,17 @@ def test_experts_of_each_rank():
             np.testing.assert_array_equal(found.data, wanted)
 
 
-def test_a_vocabulary_that_ranks_do_not_divide(tmp_path):
+def test_a_vocabulary_that_ranks_do_not_divide(tmp_path, monkeypatch):
     def cut(tensors: dict[str, np.ndarray]) -> None:
         tensors["model.embed_tokens.weight"] = np.ascontiguousarray(tensors["model.embed_tokens.weight"][:95])
         tensors["lm_head.weight"] = np.ascontiguousarray(tensors["lm_head.weight"][:95])
 
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices("cpu")[:2])  # of Explicit axes
-    model = models.load(write(tmp_path, "mistral", {"vocab_size": 95}, cut), mesh, dtype=np.float32)
+    monkeypatch.setattr(weights, "AT_A_TIME", 40 * 128)  # 20 rows of each device at a time
+    told: list[tuple[int, int]] = []
+    folder = write(tmp_path, "mistral", {"vocab_size": 95}, cut)
+    model = models.load(folder, mesh, dtype=np.float32, progress=lambda *numbers: told.append(numbers))
+    assert told[-1][0] == told[-1][1]
     expected = expected_of("mistral")
     tokens, logits = expected["tokens"][:1], expected["logits"][:1, :, :95]
     assert tokens.max() < 95
@@ -186,6 +191,82 @@ def test_eight_bits(tmp_path, form):
     keys = np.stack([exact[f"model.layers.{i}.self_attn.k_proj.weight"] for i in range(2)])
     copied = np.repeat(keys.reshape(2, 2, 16, 32), 2, 1).reshape(2, 64, 32)
     np.testing.assert_array_equal(model.params["k_proj"], copied)
+    check_that_they_keep_them(tmp_path, model, "int8" if form == "int8 rows" else "float8_e4m3fn", form != "fp8 blocks")
+
+
+def check_that_they_keep_them(folder: pathlib.Path, wide: models.Model, kind: str, stored: bool) -> None:
+    """Matrices that lie in 8 bits are the same weights, exactly if the file has them so, and give the same logits."""
+    model = load(folder, 4, weights=kind)
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"):
+        values, scales = model.params[name], model.params[f"{name}_scale"]
+        assert values.dtype == kind and scales.dtype == np.float32 and scales.shape == (*values.shape[:2], 1)
+        found, wanted = np.asarray(values, np.float32) * np.asarray(scales), np.asarray(wide.params[name])
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=(0 if stored else 0.04) * np.abs(wanted).max())
+    if kind == "int8" or not stored:
+        found, wanted = (np.asarray(each.logits(expected_of("llama3")["tokens"])) for each in (model, wide))
+        assert np.linalg.norm(found - wanted) < (1e-5 if stored else 0.15) * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "largest", "activations"),
+    [("int8", 127, True), pytest.param("float8_e4m3fn", 448, False, marks=pytest.mark.soak)],
+)
+def test_eight_bits_on_load(kind, largest, activations, monkeypatch):
+    """Of a checkpoint in 16 or 32 bits each row is divided by its largest magnitude; steps take them as prompts do."""
+    monkeypatch.setattr(weights, "AT_A_TIME", 1 << 13)  # layer by layer
+    model = load(FOLDER / "llama3", 4, weights=kind, quantize_activations=activations)
+    tensors = tensors_of("llama3")
+    for name, of in (("q_proj", "self_attn.q_proj"), ("down_proj", "mlp.down_proj")):
+        whole = np.stack([tensors[f"model.layers.{i}.{of}.weight"] for i in range(2)])
+        scales = np.abs(whole).max(-1, keepdims=True) / largest
+        np.testing.assert_allclose(model.params[f"{name}_scale"], scales, rtol=1e-6)
+        found = np.asarray(model.params[name], np.float32) * scales
+        np.testing.assert_allclose(found, whole, rtol=0, atol=0.04 * np.abs(whole).max())
+    expected = expected_of("llama3")
+    tokens, wanted = expected["tokens"][:1], expected["logits"][:1]
+    error = np.linalg.norm(np.asarray(model.logits(tokens)) - wanted) / np.linalg.norm(wanted)
+    assert 1e-3 < error < 0.15
+    generated = model.generate(tokens, 3)
+    again = np.asarray(model.logits(np.concatenate([tokens, generated[:, :2]], 1)))
+    np.testing.assert_array_equal(again[0, tokens.shape[1] - 1 :].argmax(-1), generated[0])
+
+
+@pytest.mark.parametrize("activations", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_blocks_that_products_take(tmp_path, activations):
+    """Of 128 x 128, none on two ranks: they lie as they are stored."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 64, "torch_dtype": "float32"}
+    said = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
+    config = checkpoint.LLAMA_3_8B | sizes | {"quantization_config": said}
+    rng, tensors = np.random.default_rng(0), {}
+    for name, shape in checkpoint.tensors_of(config):
+        tensors[name] = np.ones(shape, np.float32) if len(shape) == 1 else rng.standard_normal(shape, np.float32) / 8
+        if name.endswith("_proj.weight"):
+            tensors[name], tensors[f"{name}_scale_inv"] = _block_scales(tensors[name], 128)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    model = load(tmp_path, weights="float8_e4m3fn", quantize_activations=activations)
+    for name, of in (("q_proj", "self_attn.q_proj"), ("down_proj", "mlp.down_proj")):
+        stored = f"model.layers.0.{of}.weight"
+        np.testing.assert_array_equal(model.params[name][0], tensors[stored])
+        np.testing.assert_array_equal(model.params[f"{name}_scale"][0], tensors[f"{stored}_scale_inv"])
+    tokens = rng.integers(0, 64, (2, 6))
+    found, wanted = (np.asarray(each.logits(tokens)) for each in (model, load(tmp_path)))
+    assert np.linalg.norm(found - wanted) < (0.1 if activations else 1e-5) * np.linalg.norm(wanted)
+    assert model.generate(tokens, 2).shape == (2, 2)
+
+
+def test_eight_bits_that_there_are_not():
+    with pytest.raises(ValueError, match="load takes weights as None or one of int8, float8_e4m3fn, not float16"):
+        load(FOLDER / "llama3", weights=np.float16)
+    with pytest.raises(ValueError, match="quantize_activations=True needs weights of 8 bits"):
+        load(FOLDER / "llama3", quantize_activations=True)
+
+
+def test_experts_keep_their_bits():
+    model = load(FOLDER / "mixtral", weights="int8")
+    assert model.params["gate_proj"].dtype == np.float32 and "gate_proj_scale" not in model.params
+    assert model.params["o_proj"].dtype == np.int8
 
 
 def test_every_number_of_eight_bits():

@@ -80,7 +80,9 @@ def test_fewer_heads_than_ranks():
     [
         pytest.param("llama2", "heads", {32, 48}, marks=pytest.mark.soak),
         pytest.param("mistral", "sequence", {8, 12}, marks=pytest.mark.soak),  # all layers have the same window
-        ("gemma2", "sequence", {8, 12}),  # by operations: every other layer has a window
+        pytest.param("gemma2", "sequence", {8, 12}, marks=pytest.mark.soak),  # by operations, with two windows
+        ("gemma2", "pages", {8, 12}),
+        pytest.param("llama3", "pages", {8, 12}, marks=pytest.mark.soak),
     ],
 )
 def test_a_growing_cache(name, cache, slots, monkeypatch):
@@ -89,9 +91,9 @@ def test_a_growing_cache(name, cache, slots, monkeypatch):
     monkeypatch.setattr("jaxtaxfree.models.model.ROOM", 16)
     monkeypatch.setattr("jaxtaxfree.models.model.GROWTH", 16)
     model = models.load(FOLDER / name, mesh_of(4), dtype=np.float32, cache=cache)
-    assert model.slots(12, STEPS) == min(slots)
+    assert model.room([12], STEPS).slots == min(slots)
     check_tokens(model, name)
-    assert {key[2] for key in model._programs if key[0] == "step"} == slots
+    assert {key[1].slots for key in model._programs if key[0] == "step"} == slots
 
 
 def test_blocks_of_long_prompts(monkeypatch):
@@ -103,15 +105,15 @@ def test_blocks_of_long_prompts(monkeypatch):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["llama3", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", NAMES)
 def test_simulated_kernels(name):
     """Prompts and steps by the kernels of both ranks, simulated. They are too small for the kernel of a whole step."""
     model, expected = model_of(name).by("simulate"), expected_of(name)
     with simulator.simulating() as recording:
         found = model.generate(expected["tokens"], 3, lengths=expected["lengths"])
     np.testing.assert_array_equal(found, expected["greedy"][:, :3])
-    # Of two layers, once for a prompt and twice for a step; the MLP's products are those of experts in a mixture.
-    each = 2 * 3 * (1 if model.spec.experts else 2)
+    # Of each layer, once for a prompt and twice for steps; the MLP's products are those of experts in a mixture.
+    each = model.spec.layers * 3 * (1 if model.spec.experts else 2)
     names = collections.Counter(trace.name for trace in recording.traces)
     assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
     if model.spec.experts:  # and two products of each rank, to itself; two gathers, and one of the sampler

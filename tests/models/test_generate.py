@@ -168,6 +168,18 @@ def test_generate(monkeypatch, capsys):
     )
 
 
+def test_what_generate_asks_for(monkeypatch, capsys):
+    """What is said of weights and the cache reaches `load`."""
+    asked = {}
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(commands, "load", lambda *_, **how: asked.update(how) or model_of("llama3"))
+    options = ["--world", "2", "--cache", "pages", "--weights", "int8", "--quantize-activations", "--dtype", "float16"]
+    assert program.main(["generate", str(CHECKPOINT), "--ids", "1", "--tokens", "1", *options]) == 0
+    capsys.readouterr()
+    assert (asked["cache"], asked["weights"], asked["quantize_activations"]) == ("pages", "int8", True)
+    assert asked["dtype"] == np.float16 and asked["implementation"] is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -27,6 +27,7 @@ sys.path.insert(0, str(EXAMPLES))
 import decode_loop  # noqa: E402
 import eight_bits  # noqa: E402
 import iris_kernel  # noqa: E402
+import published  # noqa: E402
 import train  # noqa: E402
 import train_step  # noqa: E402
 import transformer  # noqa: E402
@@ -159,7 +160,7 @@ def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, impl
 @pytest.mark.usefixtures("no_code")
 def test_a_step_of_training_has_no_collective_of_xlas():
     """Lowered for GPUs, run nowhere."""
-    params, _, _ = transformer.load(decode_loop.WEIGHTS)
+    params, _, _ = published.load(decode_loop.WEIGHTS)
     cfg, mesh = transformer.Config(), Mesh(np.array(jax.devices("cpu")[:4]), ("tp",))
     specs = transformer.param_specs(cfg)
 
@@ -209,9 +210,9 @@ def test_a_step_of_training_reports_a_gradient_that_differs(monkeypatch, capsys)
 
 
 def test_saved_weights_load_as_they_were(tmp_path):
-    path, params = tmp_path / "new" / "tiny.safetensors", tiny_params()
-    transformer.save(path, params, TINY, note="x")
-    loaded, cfg, metadata = transformer.load(path)
+    path, params = tmp_path / "new" / "tiny", tiny_params()
+    published.save(path, params, TINY, note="x")
+    loaded, cfg, metadata = published.load(path)
     assert cfg == TINY
     assert metadata["note"] == "x"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), loaded, params)
@@ -225,8 +226,8 @@ def test_held_out_text_is_not_trained_on():
 
 
 def test_weights_of_the_repository_are_small_and_good():
-    assert decode_loop.WEIGHTS.stat().st_size <= 2_000_000
-    params, cfg, metadata = transformer.load(decode_loop.WEIGHTS)
+    assert sum(path.stat().st_size for path in decode_loop.WEIGHTS.iterdir()) <= 2_000_000
+    params, cfg, metadata = published.load(decode_loop.WEIGHTS)
     _, held_out = train.corpus()
     bits = train.evaluate(params, held_out, cfg, rows=16)
     assert bits < HELD_OUT_BOUND, f"{bits:.3f} bits/byte, after training {metadata['held_out_bits_per_byte']}"
@@ -256,7 +257,7 @@ def test_launches_of_a_decode_step(implementation, kernels, products, collective
     And the vocabulary, and a gather for the likeliest token. XLA's products are one more for gate and up, and two
     for attention, which gathers its three partial results. Lowered for GPUs, run nowhere.
     """
-    params, cfg, _ = transformer.load(decode_loop.WEIGHTS)
+    params, cfg, _ = published.load(decode_loop.WEIGHTS)
     mesh = Mesh(np.array(jax.devices("cpu")[:4]), ("tp",))
 
     def decode(params, cache, first, lengths):
@@ -305,6 +306,7 @@ def test_demo_runs(tmp_path):
     assert 'A "return" statement ' in done.stdout and "A [bold]" in done.stdout
     said = " ".join(done.stdout.split())
     assert "All 8 tokens of auto: xla agree with those of xla, in each of 4 runs." in said
+    assert "All 8 tokens of models agree with those of xla, in each of 4 runs." in said
     assert "All 8 tokens of decode_step agree with those of xla, in each of 4 runs." in said
     assert "All 8 tokens of the simulated kernels agree with those of xla." in said
     assert "A decode step took 26 launches instead of 63: " in said
@@ -356,6 +358,7 @@ def test_demo_reports_tokens_that_differ(monkeypatch, capsys, dtype, status):
         return decode_loop.Result(tokens, 1.0, 1.0, "")
 
     monkeypatch.setattr(decode_loop, "generate", generate)
+    monkeypatch.setattr(decode_loop, "generate_published", lambda folder, *args: generate(None, *args, "xla"))
     args = demo_args(dtype=dtype, implementation="simulate", world=2)
     assert decode_loop.run(args, decode_loop.Console(width=200)) == status
     out, err = capsys.readouterr()
@@ -376,6 +379,7 @@ def test_demo_reports_simulated_tokens_that_differ(monkeypatch, capsys, dtype, s
         return tokens, 27
 
     monkeypatch.setattr(decode_loop, "generate", generate)
+    monkeypatch.setattr(decode_loop, "generate_published", lambda folder, *args: generate(None, *args, "xla"))
     monkeypatch.setattr(decode_loop, "simulate", simulate)
     assert decode_loop.run(demo_args(dtype=dtype, tokens=9, world=2), decode_loop.Console(width=200)) == status
     out, err = capsys.readouterr()

@@ -1,6 +1,7 @@
 """What `decode_step` means, in plain `lax`: a dense decoder of any family that `DecoderSpec` describes."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -195,18 +196,19 @@ def attend(
 def attend_along_the_sequence(
     q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, windows: Sequence[int | None],
     window: int | jax.Array, placement: Placement, axes: tuple[str, ...], model: DecoderSpec,
-    implementation: str | None,
+    implementation: str | None, block_tables: jax.Array | None = None,
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
     """As `attend`, of one new token, over a cache of which each rank has some positions of all heads.
 
     Args:
       q, k, v: of the new token, [B, 1, heads, H]: queries of this rank's heads, keys and values of all.
-      past: keys and values, [B, K, S, H].
+      past: keys and values, [B, K, S, H]; or [pages, K, page, H] with `block_tables`, as `decode_attention` takes them.
       windows: those that a layer may have; `window` says which of them this one has.
 
     Returns: (keys and values with those of the new token, [B, 1, heads, H]).
     """
-    place = {"placement": "round_robin", "block_size": placement.stretch, "kv_layout": "BKSH"}
+    place: dict[str, Any] = {"placement": "round_robin", "kv_layout": "BKSH", "block_tables": block_tables}
+    place["block_size"] = placement.stretch if block_tables is None else None  # a page
     q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
     past = append_kv(past, k, v, lengths, axes, **place)
 

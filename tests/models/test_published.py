@@ -12,20 +12,19 @@ from tests.project.test_packaging import ROOT
 
 sys.path.insert(0, str(ROOT / "examples"))
 
-import export
+import published
 import transformer
 
 TEXT = 'The "with" statement is naïve: \x00\n'
 
 
-def test_the_demos_model_is_a_llama(tmp_path):
+def test_the_demos_model_is_a_llama():
     """Its logits are those of the demo, and its tokens are bytes."""
-    export.export(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
+    tokenizer = Tokenizer(published.WEIGHTS)
     tokens = tokenizer.encode(TEXT)
     assert tokens == list(TEXT.encode()) and tokenizer.decode(tokens) == TEXT
-    params, cfg, _ = transformer.load(export.WEIGHTS, np.float32)
+    params, cfg, _ = published.load(published.WEIGHTS)
     expected = np.asarray(transformer.forward(params, jnp.asarray([tokens]), cfg))
-    model = models.load(tmp_path, mesh_of(2), dtype=np.float32)
+    model = models.load(published.WEIGHTS, mesh_of(2), dtype=np.float32)
     found = np.asarray(model.logits([tokens]))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
