@@ -144,7 +144,12 @@ def plain_step_of_training():
 
 
 @pytest.mark.parametrize(
-    "world, implementation", [(1, "xla"), (2, "xla"), (4, "xla"), pytest.param(2, "simulate", marks=pytest.mark.slow)]
+    "world, implementation",
+    [
+        *(pytest.param(world, "xla", marks=pytest.mark.soak) for world in (1, 2)),
+        (4, "xla"),
+        pytest.param(2, "simulate", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, monkeypatch):
     monkeypatch.setattr(train_step, "TIMED_STEPS", 1)
