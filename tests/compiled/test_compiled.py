@@ -315,15 +315,13 @@ def default_cases() -> Iterator[tuple[Kernel, MatmulShape, int, str]]:
 
 
 CASES = tuple(default_cases())
-FIRST = tuple(
-    {(kernel.name, dtype): (kernel, shape, world, dtype) for kernel, shape, world, dtype in reversed(CASES)}.values()
-)
+FIRST = tuple({(case[0].name, case[3]): case for case in reversed(CASES)}.values())
 
 
 @pytest.mark.parametrize(
     ("kernel", "shape", "world", "dtype"),
-    # f16 is bf16 but for the name of the products; after the first configuration the others are compiled with an epilogue,
-    # which takes more (test_compiled_epilogue.py).
+    # f16 is bf16 but for the name of the products. After the first configuration the others are compiled with an
+    # epilogue, which takes more (test_compiled_epilogue.py).
     [
         pytest.param(*case, marks=[pytest.mark.soak] if case[3] == "float16" or case not in FIRST else [])
         for case in CASES
