@@ -237,6 +237,7 @@ def gradients(f: Callable, given: Sequence[Any], argnums: Sequence[int] | None =
     return jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(f(*given))), tuple(argnums)))(*given)
 
 
+@pytest.mark.covers(1)
 @each_case
 @pytest.mark.parametrize("implementation", (None, "simulate"))
 def test_values(mesh: Mesh, case: Case, implementation: str | None) -> None:

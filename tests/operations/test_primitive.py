@@ -388,6 +388,7 @@ def test_gradients_with_an_algorithm() -> None:
         assert jax.grad(lambda x, on_mesh=on_mesh: on_mesh(x).sum())(jnp.ones((32, 16))).shape == (32, 16)
 
 
+@pytest.mark.covers(1)
 @each_call
 @pytest.mark.parametrize("examples", (0, 2))
 def test_vmap_of_any_number_of_examples(mesh: Mesh, call: Callable, examples: int) -> None:
