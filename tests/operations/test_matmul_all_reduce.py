@@ -160,6 +160,7 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 37, 24, 16), (3, 70, 40, 72), (4, 133, 16, 136)))
 @pytest.mark.parametrize("dtype, groups", (("bfloat16", 2), ("float16", 1)))
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int) -> None:
