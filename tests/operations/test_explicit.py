@@ -247,6 +247,7 @@ def test_values(mesh: Mesh, case: Case, implementation: str | None) -> None:
     assert jax.typeof(found).sharding.spec == P(*case.out_spec, *[None] * (found.ndim - len(case.out_spec)))
 
 
+@pytest.mark.usefixtures("no_code")
 @each_case
 def test_one_kernel(mesh: Mesh, case: Case) -> None:
     given = on(mesh, operands(case), case.specs)

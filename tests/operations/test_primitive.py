@@ -83,6 +83,7 @@ def test_vmap_over_something_else(mesh: Mesh, call: Callable) -> None:
     np.testing.assert_allclose(found, np.stack([plain(x), -2 * plain(x)], axis=1), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("no_code")
 @each_call
 def test_vmap_over_something_else_stays_fused(mesh: Mesh, call: Callable) -> None:
     x = sharded(mesh, P("tp"), (8 * mesh.size, 16), "bfloat16")
