@@ -1300,6 +1300,7 @@ def test_fused_on_cpus_names_the_platform() -> None:
         jax.jit(program(case, mesh_of(4), implementation="fused"))(make(case)[0])
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize(
     ("mapped", "case", "why"),
     (
@@ -1364,6 +1365,7 @@ def test_the_shapes_of_the_benchmarks_are_fused_by_default(shape: AttentionShape
     assert_fused(listed(shape, mesh_of(4)))
 
 
+@pytest.mark.usefixtures("no_code")
 def test_f32_takes_xla_where_it_is_faster() -> None:
     few = dataclasses.replace(SHAPES[0], s=1024)
     assert_fused(listed(few, mesh_of(4), "float32"))
