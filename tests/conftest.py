@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 import os
 import re
@@ -55,8 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec") and not soak_or_gpu:
             tests[item.parent, item.originalname].append(item)
     for cases in tests.values():
-        # Values that stand in one list belong together.
+        # Values that stand in one list belong together; those of fixtures stand in none.
         of = [re.findall(r"\w+", str(mark.args[0])) for mark in cases[0].iter_markers("parametrize")]
+        of += [[name] for name in cases[0].callspec.params.keys() - set(itertools.chain(*of))]
         values = [[tuple(case.callspec.params[name] for name in names) for names in of] for case in cases]
         marker = cases[0].get_closest_marker("covers")
         for i in set(range(len(cases))) - covering(values, *marker.args if marker else (2,)):

@@ -23,6 +23,7 @@ from jaxtaxfree.simulator.scheduler import Program
 from jaxtaxfree.simulator.waits import POKES, Block, Reception, Wait, Waits, Work, named
 
 _PARTED = 0.25  # how often an atomic store of a block arrives in two portions
+_MANY = 256  # addresses of which it takes longer to look up each than to compare the first and the last
 
 
 class Machine(Waits):
@@ -144,7 +145,13 @@ class Machine(Waits):
             self.waste.stored(part, int(addresses[0]), size, event)
 
     def _written(self, addresses: np.ndarray) -> None:
-        for address in self._polled.intersection(addresses.tolist()) if self._polled else ():
+        if not self._polled:
+            return
+        if addresses.size > _MANY:
+            first, last = int(addresses.min()), int(addresses.max())
+            if not any(first <= address <= last for address in self._polled):
+                return
+        for address in self._polled.intersection(addresses.tolist()):
             self._changed(address)
 
     def _label_push(self, program: Program, part: Part) -> None:

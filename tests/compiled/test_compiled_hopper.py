@@ -88,11 +88,13 @@ REDUCE_CASES: dict[str, dict[str, Any]] = {
 }
 LIKE_OTHERS = (
     "two-ranks",
+    "eight-ranks",
     "transposed-odd",
     "gate-odd",
     "gate-gathered",
     "scatter-two-ranks",
     "scatter-eight-ranks",
+    "scatter-odd",
     "scatter-gelu",
     "scatter-residual",
     "reduce-two-ranks",

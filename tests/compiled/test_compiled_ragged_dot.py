@@ -117,6 +117,7 @@ def compiled(name: str, capability: int) -> Compiled:
     return compile_call(function, call, *shapes(**how), compute_capability=capability)
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("capability", (80, 90, 100))
 @pytest.mark.parametrize("name", PORTABLE_CASES)
 def test_portable(name: str, capability: int) -> None:

@@ -1,5 +1,6 @@
 """Of the combinations of a test's parameters those that `make test` has."""
 
+import collections
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -8,7 +9,8 @@ from typing import Any
 def covering(cases: Sequence[Sequence[tuple]], together: int) -> set[int]:
     """Indices of cases in which all values occur that occur in any case: each alone, or each pair, and so on.
 
-    Greedy: the next case is the one that has most of what is missing, and of equal ones the first.
+    Greedy: the next case is the one that has most of what is missing. Of equal ones it is the first, but if only single
+    values are asked for, the one whose values have been taken least, so that values take turns.
 
     Args:
       cases: each the values of its parameters, of which several may belong together.
@@ -16,10 +18,14 @@ def covering(cases: Sequence[Sequence[tuple]], together: int) -> set[int]:
     """
     of_case = [set(_parts(case, together)) for case in cases]
     missing, taken = set().union(*of_case), set()
+    times: collections.Counter[tuple] = collections.Counter()
     while missing:
-        best = max(range(len(cases)), key=lambda i: (len(of_case[i] & missing), -i))
+        new = [len(parts & missing) for parts in of_case]
+        best = max(range(len(cases)), key=lambda i: (new[i], -sum(times[part] for part in of_case[i]), -i))
         taken.add(best)
         missing -= of_case[best]
+        if together == 1:
+            times.update(of_case[best])
     return taken
 
 

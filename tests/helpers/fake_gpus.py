@@ -89,7 +89,8 @@ def lower(
 def _lowered(call: Callable[..., Any], *operands: Any) -> dict[str, Any]:
     start = time.monotonic()
     try:
-        text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+        with mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", _compiled_so_far):
+            text = jax.jit(call).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
         collectives = [name for name in re.findall(r"stablehlo\.(\w+)\"\(", text) if name in COLLECTIVES]
         end = {
             "kernel": "triton" in text,
@@ -128,8 +129,7 @@ def lower_all(
     arrays = [
         jax.ShapeDtypeStruct(size, jnp.float32, sharding=NamedSharding(mesh, spec)) for size, spec in zip(sizes, specs)
     ]
-    with mock.patch.object(triton_lib, "compile_ttir_to_ptx_inplace", _compiled_so_far):
-        return _lowered(call, *arrays)
+    return _lowered(call, *arrays)
 
 
 def _compiled_so_far(ttir: Any, *_: Any) -> triton_lib.CompilationResult:

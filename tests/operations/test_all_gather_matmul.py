@@ -500,6 +500,7 @@ def test_config_with_an_unknown_key(mesh: Mesh, implementation: str | None) -> N
         column_parallel(mesh, implementation=implementation, config={"block_q": 64})(*operands())
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("implementation", (None, "fused"))
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("dtype", DTYPES)

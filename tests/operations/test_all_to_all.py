@@ -56,6 +56,7 @@ def test_dtypes(dtype: str) -> None:
     np.testing.assert_array_equal(found, wanted)
 
 
+@pytest.mark.covers(1)
 @each_pair
 @pytest.mark.parametrize("tiled", (False, True))
 def test_its_transpose(split: int, concat: int, tiled: bool) -> None:
@@ -67,6 +68,7 @@ def test_its_transpose(split: int, concat: int, tiled: bool) -> None:
     assert float(jnp.vdot(out, y)) == float(jnp.vdot(x, back(y)[0]))
 
 
+@pytest.mark.covers(1)
 @each_pair
 @pytest.mark.parametrize("tiled", (False, True))
 def test_vmap(split: int, concat: int, tiled: bool) -> None:

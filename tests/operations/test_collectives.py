@@ -455,6 +455,7 @@ def operations_in(text: str) -> set[str]:
     return found - {"stablehlo.constant", "stablehlo.broadcast_in_dim"}
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.covers(1)
 @each_name
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -486,6 +487,7 @@ def test_other_dimensions_are_no_transposition(mesh: Mesh, name: str, dimension:
     assert operations_in(text) <= {"stablehlo.custom_call", "stablehlo.reshape"}
 
 
+@pytest.mark.usefixtures("no_code")
 @each_name
 @both_ways
 def test_derivatives_stay_fused(mesh: Mesh, name: str, check_vma: bool) -> None:

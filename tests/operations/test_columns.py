@@ -115,6 +115,7 @@ def test_gradients(implementation: str | None) -> None:
         np.testing.assert_allclose(mine, jax_s, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("no_code")
 def test_an_mlp_has_no_collective_forward_and_backward() -> None:
     mesh = mesh_of(4)
     program = mlp(mesh, implementation="fused")

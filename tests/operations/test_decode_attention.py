@@ -117,8 +117,16 @@ def test_page_sizes(page_size: int, kv_layout: str, placement: str) -> None:
     run(Case(world=2, s=256, page_size=page_size, kv_layout=kv_layout, placement=placement, lengths=lengths))
 
 
+@hypothesis.settings(max_examples=10)
 @hypothesis.given(data=st.data(), world=st.sampled_from(WORLDS))
 def test_combinations(data: st.DataObject, world: int) -> None:
+    run(data.draw(attention_cases.cases(world=world)))
+
+
+@pytest.mark.soak
+@hypothesis.settings(max_examples=100)
+@hypothesis.given(data=st.data(), world=st.sampled_from(WORLDS))
+def test_more_combinations(data: st.DataObject, world: int) -> None:
     run(data.draw(attention_cases.cases(world=world)))
 
 
@@ -357,7 +365,10 @@ DERIVATIVES: dict[str, Callable] = {
 }
 
 
-@pytest.mark.parametrize(("with_sinks", "output"), ((False, "replicated"), (True, "heads")))
+# Of four sinks two are -inf, as if there were none.
+@pytest.mark.parametrize(
+    ("with_sinks", "output"), (pytest.param(False, "replicated", marks=pytest.mark.soak), (True, "heads"))
+)
 def test_derivatives_where_sets_are_empty(with_sinks: bool, output: str) -> None:
     given = set_operands()
     if not with_sinks:
@@ -382,10 +393,10 @@ def test_merge_takes_any_direction_of_what_is_empty(residual: float, other: floa
     given = out, np.array([residual], np.float32), other_out, np.array([other], np.float32)
     total = np.exp(residual) + np.exp(other)
     weights = np.array([np.exp(residual), np.exp(other)]) / (total or 1)
-    tangents = jax.jvp(merge_attention, given, tuple(map(jnp.ones_like, given)))[1]
+    tangents = jax.jit(lambda *given: jax.jvp(merge_attention, given, tuple(map(jnp.ones_like, given)))[1])(*given)
     np.testing.assert_allclose(tangents[0], np.full((1, 2), weights.sum()), rtol=1e-5)
     np.testing.assert_allclose(tangents[1], [weights.sum()], rtol=1e-5)
-    back = jax.grad(lambda *given: sum(x.sum() for x in merge_attention(*given)), argnums=(0, 1, 2, 3))(*given)
+    back = jax.jit(jax.grad(lambda *given: sum(x.sum() for x in merge_attention(*given)), argnums=(0, 1, 2, 3)))(*given)
     for found, wanted in zip(back, (weights[0], weights[0], weights[1], weights[1])):
         np.testing.assert_allclose(found, np.full_like(found, wanted), rtol=1e-5)
 
@@ -1289,6 +1300,7 @@ def test_fused_on_cpus_names_the_platform() -> None:
         jax.jit(program(case, mesh_of(4), implementation="fused"))(make(case)[0])
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize(
     ("mapped", "case", "why"),
     (
@@ -1346,11 +1358,14 @@ def listed(shape: AttentionShape, mesh: Mesh, dtype: str = "bfloat16", **keyword
     return lower_for_cuda(jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=P()), query, cache, cache)
 
 
+# tests/compiled/test_compiled_attention.py compiles them.
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_are_fused_by_default(shape: AttentionShape) -> None:
     assert_fused(listed(shape, mesh_of(4)))
 
 
+@pytest.mark.usefixtures("no_code")
 def test_f32_takes_xla_where_it_is_faster() -> None:
     few = dataclasses.replace(SHAPES[0], s=1024)
     assert_fused(listed(few, mesh_of(4), "float32"))

@@ -152,6 +152,7 @@ def test_values_and_gradients(kind: str, name: str) -> None:
         assert_lies(x, mesh, spec)
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize(
     ("kind", "name"),
     [

@@ -416,6 +416,7 @@ def test_extreme_values(activation: str, tiles: str) -> None:
     )
 
 
+@pytest.mark.covers(1)
 @each_epilogue
 @pytest.mark.parametrize("implementation", (None, "simulate"))
 def test_gradients(mesh: Mesh, operation: Operation, given: dict[str, Any], implementation: str | None) -> None:
@@ -611,6 +612,7 @@ def shapes(
     return [sharded(mesh, operation.specs[name], arrays[name].shape, "bfloat16") for name in ("lhs", "rhs", *names)]
 
 
+@pytest.mark.covers(1)
 @compiling.each_depth
 @each_epilogue
 @pytest.mark.parametrize("m", (64, 2048))

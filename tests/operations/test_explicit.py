@@ -237,6 +237,7 @@ def gradients(f: Callable, given: Sequence[Any], argnums: Sequence[int] | None =
     return jax.jit(jax.grad(lambda *given: jnp.sum(jnp.sin(f(*given))), tuple(argnums)))(*given)
 
 
+@pytest.mark.covers(1)
 @each_case
 @pytest.mark.parametrize("implementation", (None, "simulate"))
 def test_values(mesh: Mesh, case: Case, implementation: str | None) -> None:
@@ -246,6 +247,7 @@ def test_values(mesh: Mesh, case: Case, implementation: str | None) -> None:
     assert jax.typeof(found).sharding.spec == P(*case.out_spec, *[None] * (found.ndim - len(case.out_spec)))
 
 
+@pytest.mark.usefixtures("no_code")
 @each_case
 def test_one_kernel(mesh: Mesh, case: Case) -> None:
     given = on(mesh, operands(case), case.specs)

@@ -104,6 +104,7 @@ def checked(mesh: Mesh, local: Callable, operands: Sequence[Any], specs: Any, ch
     jax.tree.map(np.testing.assert_array_equal, of(jtf, implementation="simulate"), of(lax))
 
 
+@pytest.mark.covers(1)
 @each_order
 @pytest.mark.parametrize("shape, check_vma", (((2, 4), True), ((4, 2), False)))
 def test_values_and_gradients(

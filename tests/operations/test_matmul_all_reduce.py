@@ -160,6 +160,7 @@ def test_simulated(mesh: Mesh, m: int, dtype: str, check_vma: bool) -> None:
     np.testing.assert_array_equal(jax.jit(program)(lhs, rhs), exact_product(lhs, rhs, dtype))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("world, m, k, n", ((1, 17, 8, 40), (2, 37, 24, 16), (3, 70, 40, 72), (4, 133, 16, 136)))
 @pytest.mark.parametrize("dtype, groups", (("bfloat16", 2), ("float16", 1)))
 def test_simulated_on_hopper(world: int, m: int, k: int, n: int, dtype: str, groups: int) -> None:
@@ -585,6 +586,7 @@ def test_config_with_an_unknown_key(mesh: Mesh, implementation: str | None) -> N
         row_parallel(mesh, implementation=implementation, config={"block_q": 64})(*operands())
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("m", (1, 64, 512))
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -723,6 +725,7 @@ def test_partly_manual_mesh_cannot_be_fused(cpu_mesh: MeshFactory) -> None:
         lower_for_cuda(program, *shapes(mesh))
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("shape", register.OPERATIONS["matmul_all_reduce"].shapes, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_can_be_fused(mesh: Mesh, shape: MatmulShape) -> None:
     program = row_parallel(mesh, implementation="fused")
@@ -746,6 +749,7 @@ def test_xla_is_taken_where_it_was_measured_faster(
     assert_fused(lower_for_cuda(row_parallel(mesh, precision=precision, implementation="fused"), *arrays))
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("rows", (16, 64, 256, 512, 8192))
 def test_the_kernel_is_taken_where_it_was_measured_faster(mesh: Mesh, rows: int) -> None:
     assert_fused(lower_for_cuda(row_parallel(mesh), *shapes(mesh, "bfloat16", rows, 4096, 4096)))

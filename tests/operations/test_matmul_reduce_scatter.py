@@ -430,6 +430,7 @@ def test_gradients_with_data_parallelism(cpu_mesh: MeshFactory, implementation: 
         np.testing.assert_allclose(mine, jax_s, atol=1e-5)
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("check_vma", (True, False))
 def test_an_mlp_has_no_collective_forward_and_backward(mesh: Mesh, check_vma: bool) -> None:
     program = mlp(mesh, check_vma, implementation="fused")
@@ -560,6 +561,7 @@ def test_config_with_an_unknown_key(mesh: Mesh, implementation: str | None) -> N
         row_parallel(mesh, implementation=implementation, config={"block_q": 64})(*operands())
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("check_vma", (True, False))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_lowers_to_one_kernel(mesh: Mesh, check_vma: bool, dtype: str) -> None:
@@ -673,6 +675,7 @@ def test_partly_manual_mesh_cannot_be_fused(cpu_mesh: MeshFactory) -> None:
         lower_for_cuda(program, *shapes(mesh))
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("shape", register.OPERATIONS["matmul_reduce_scatter"].shapes, ids=lambda shape: shape.name)
 def test_the_shapes_of_the_benchmarks_can_be_fused(mesh: Mesh, shape: MatmulShape) -> None:
     program = row_parallel(mesh, implementation="fused")
@@ -696,6 +699,7 @@ def test_xla_is_taken_where_it_was_measured_faster(
     assert_fused(lower_for_cuda(row_parallel(mesh, precision=precision, implementation="fused"), *arrays))
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize("rows", (16, 64, 256, 512, 8192))
 def test_the_kernel_is_taken_where_it_was_measured_faster(mesh: Mesh, rows: int) -> None:
     assert_fused(lower_for_cuda(row_parallel(mesh), *shapes(mesh, "bfloat16", rows, 4096, 4096)))

@@ -83,6 +83,7 @@ def test_vmap_over_something_else(mesh: Mesh, call: Callable) -> None:
     np.testing.assert_allclose(found, np.stack([plain(x), -2 * plain(x)], axis=1), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("no_code")
 @each_call
 def test_vmap_over_something_else_stays_fused(mesh: Mesh, call: Callable) -> None:
     x = sharded(mesh, P("tp"), (8 * mesh.size, 16), "bfloat16")
@@ -388,6 +389,7 @@ def test_gradients_with_an_algorithm() -> None:
         assert jax.grad(lambda x, on_mesh=on_mesh: on_mesh(x).sum())(jnp.ones((32, 16))).shape == (32, 16)
 
 
+@pytest.mark.covers(1)
 @each_call
 @pytest.mark.parametrize("examples", (0, 2))
 def test_vmap_of_any_number_of_examples(mesh: Mesh, call: Callable, examples: int) -> None:

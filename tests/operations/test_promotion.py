@@ -87,6 +87,7 @@ def calls(dtype: Any) -> Iterator[tuple[str, Callable, Any, Any, list[Any]]]:
 CALLS = {f"{name}-{dtype}": call for dtype in ("float32", "bfloat16") for name, *call in calls(dtype)}
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("implementation", (None, "xla", "simulate"))
 @pytest.mark.parametrize("name", CALLS)
 def test_without_promotion(name: str, implementation: str | None) -> None:

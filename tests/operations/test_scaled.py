@@ -132,7 +132,7 @@ KINDS = [("tensor", "tensor"), ("row", "row"), ("row", "block"), ("block", "bloc
             pair,
             kinds,
             world,
-            marks=[] if world == 2 and (i == 0 or j == i % len(KINDS)) else [pytest.mark.soak],
+            marks=[] if world == 2 and j == i % len(KINDS) else [pytest.mark.soak],
             id=f"{'-'.join(pair)}-{'-'.join(kinds)}-{world}",
         )
         for i, pair in enumerate(PAIRS)

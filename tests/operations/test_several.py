@@ -179,6 +179,7 @@ def test_gradients_of_what_is_gathered_and_linear_transpose(axis: int) -> None:
     np.testing.assert_allclose(back, lhs.T @ cts[0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("no_code")
 @pytest.mark.parametrize(
     ("rows", "compute_capability"),
     [(16, "80"), (1024, "80"), (16, "90"), pytest.param(1024, "90", marks=pytest.mark.slow)],

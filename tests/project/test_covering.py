@@ -21,6 +21,11 @@ def test_everything_occurs(sizes: Sequence[int], together: int, most: int) -> No
         assert {tuple(cases[case][i][0] for i in chosen) for case in taken} == set(values)
 
 
+def test_values_take_turns() -> None:
+    taken = covering([[(one,), (two,)] for one in range(6) for two in range(2)], 1)
+    assert sorted(i % 2 for i in taken) == [0, 0, 0, 1, 1, 1]
+
+
 def test_values_that_cannot_be_keys() -> None:
     one, other = [1], [1]
     assert covering([[(one,)], [(other,)], [(one,)], [(True,)], [(1,)]], 1) == {0, 1, 3, 4}

@@ -56,7 +56,7 @@ def on_mesh(f, world, in_specs, out_specs):
     return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.soak), 4])
 def test_tensor_parallel_logits_equal_plain_logits(world):
     """Ragged prompts are prefilled, then three given tokens are decoded; all logits are those of `forward`."""
     params, (prompts, lengths) = tiny_params(), prompts_and_lengths()
@@ -84,7 +84,7 @@ def test_tensor_parallel_logits_equal_plain_logits(world):
         np.testing.assert_allclose(actual[i, t:], expected[i, length : length + 3], atol=1e-4)
 
 
-@pytest.mark.parametrize("world, whole", [(2, False), (4, False), (2, True)])
+@pytest.mark.parametrize("world, whole", [pytest.param(2, False, marks=pytest.mark.soak), (4, False), (2, True)])
 def test_greedy_decoding_equals_plain_greedy_decoding(world, whole):
     """With `decode_step` as well, for which zeros fill up heads and columns."""
     params, (prompts, lengths) = tiny_params(), prompts_and_lengths()
@@ -145,7 +145,12 @@ def plain_step_of_training():
 
 
 @pytest.mark.parametrize(
-    "world, implementation", [(1, "xla"), (2, "xla"), (4, "xla"), pytest.param(2, "simulate", marks=pytest.mark.slow)]
+    "world, implementation",
+    [
+        *(pytest.param(world, "xla", marks=pytest.mark.soak) for world in (1, 2)),
+        (4, "xla"),
+        pytest.param(2, "simulate", marks=pytest.mark.slow),
+    ],
 )
 def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, monkeypatch):
     monkeypatch.setattr(train_step, "TIMED_STEPS", 1)

@@ -82,7 +82,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
 
 
 def contest(mesh: jax.sharding.Mesh) -> tune.Contest:
-    held = tune.Contest.of(MATMUL, SHAPE, mesh, 4)
+    held = tune.Contest.of(MATMUL, SHAPE, mesh, 2)
     tune.compile_all([held], mesh, 2)
     held.race(0.0, 60.0)
     return held
@@ -126,7 +126,7 @@ def test_a_candidate_that_fails_is_left_out(mesh: jax.sharding.Mesh, kernel: Cal
 def test_nothing_is_written_without_an_anchor(
     missing: str, mesh: jax.sharding.Mesh, kernel: Callable[..., None]
 ) -> None:
-    held = tune.Contest.of(MATMUL, SHAPE, mesh, 4)
+    held = tune.Contest.of(MATMUL, SHAPE, mesh, 2)
     tune.compile_all([held], mesh, 2)
     del held.runs[missing]
     held.race(0.0, 60.0)

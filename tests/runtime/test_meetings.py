@@ -41,7 +41,7 @@ type Found = list[dict[str, Any]]
 
 # One launch is one test, whatever it checks: processes that import JAX take seconds of a core each.
 @pytest.mark.slow
-@pytest.mark.parametrize("world", (2, 4))
+@pytest.mark.parametrize("world", (pytest.param(2, marks=pytest.mark.soak), 4))
 def test_failure_of_one_process_ends_all(world: int) -> None:
     found, outputs = fake_gpus.run(world, 2, FAILURES, JAXTAXFREE_MEETING_TIMEOUT=str(PATIENCE))
     assert found.pop() is None  # it was killed
@@ -199,7 +199,7 @@ def check_levels(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", (4, 8))
+@pytest.mark.parametrize("world", (4, pytest.param(8, marks=pytest.mark.soak)))
 def test_meshes_of_several_hosts(world: int) -> None:
     names = ["alpha"] * (world // 2) + ["beta"] * (world // 2)
     found, outputs = fake_gpus.run(world, 8 // world, HOSTS, hosts=names, timeout=240, JAXTAXFREE_MEETING_TIMEOUT="60")

@@ -154,12 +154,14 @@ def test_functions_of_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check([(UNARY[name], make) for make in makers], monkeypatch, 1)
 
 
-def test_where(monkeypatch: pytest.MonkeyPatch) -> None:
+# Of all calls each third has each pair of operands.
+@pytest.mark.parametrize(("every", "results"), [(5, 600), pytest.param(1, 3000, marks=pytest.mark.soak)])
+def test_where(monkeypatch: pytest.MonkeyPatch, every: int, results: int) -> None:
     of_type, fixed = list(tensors()), [lambda value=value: value for value in CONSTANTS]
     conditions = [make for make in of_type if make().dtype is tl.int1] + [lambda: True, lambda: False]
     values = of_type + fixed
     calls = [(lambda c, x, y: tl.where(c, x, y), *each) for each in itertools.product(conditions, values, values)]
-    check(calls, monkeypatch, 3000)
+    check(calls[::every], monkeypatch, results)
 
 
 def test_places_and_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

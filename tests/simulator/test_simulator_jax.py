@@ -63,6 +63,7 @@ def test_the_configuration_that_gpus_take(cpu_mesh: MeshFactory) -> None:
     np.testing.assert_array_equal(program(mesh, gather_matmul)(lhs, rhs), product(lhs, rhs))
 
 
+@pytest.mark.covers(1)
 @pytest.mark.parametrize("seeds", [3, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("world", [2, 3, 4, 8])

@@ -489,7 +489,7 @@ def send_words(world: int, fault: str = "", programs: int = 2, calls: int = 3, *
         np.testing.assert_array_equal(out, want)
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", [2, 3, 4, pytest.param(8, marks=pytest.mark.soak)])
 def test_words_arrive_and_may_be_left_out(world: int) -> None:
     for seed, policy in zip(range(12), itertools.cycle(POLICIES)):
         slots, calls = (1, 2, None)[seed % 3], 3 + seed % 4
