@@ -199,7 +199,7 @@ def test_what_the_kernel_takes(family, world):
         assert rows * groups * width <= config.stage, name
 
 
-@pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 4), (4096, 24, 8), (16384, 6, 2), (32768, 3, 2)])
+@pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 2), (4096, 24, 4), (16384, 6, 2), (32768, 3, 2)])
 def test_how_much_is_on_its_way(stage, stages, in_flight):
     """64 KiB of the ring's 192, in at least two blocks; and what is asked for."""
     call = Call(
