@@ -289,11 +289,12 @@ def parts(count):
 
 
 @triton.constexpr_function
-def vectors(ranks, cleared):
+def vectors(ranks, cleared, twice=False):
     """Polls 16 bytes of each rank but one until all words have arrived.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
     are other than 0 (`cleared`), those that are missing are 0; otherwise all 4 of such a rank are -1.
+    With `twice` it waits for twice as long, see `poll_in_warps`.
     Operands: address, bytes from one rank to the next, whether to look, whether the time is over, the rank to leave
     out, the bit that messages of this call have, the region's address.
     """
@@ -323,7 +324,7 @@ def vectors(ranks, cleared):
             lines += ["not.b32 v, v;", "and.b32 least, v, 1;"]
         lines += [f"setp.eq.and.u32 looks{rank}, least, 0, looks{rank};", f"or.pred p, p, looks{rank};"]
     lines += ["@!p bra DONE;"]
-    lines += _bounded(16, base, "LATE")
+    lines += _bounded(16, base, "LATE", twice)
     for rank in range(ranks):
         if not cleared:
             lines += [f"@looks{rank} mov.b32 {word}, {absent};" for word in words[rank]]
@@ -334,7 +335,7 @@ def vectors(ranks, cleared):
 
 
 @triton.constexpr_function
-def _bounded(polls, base, late):
+def _bounded(polls, base, late, twice=False):
     """The end of a look in vain: back to AGAIN, or on to `late` if this rank failed or the time is over.
 
     It asks for that only once in so many polls, a power of 2, because that takes as long as a look. Uses the registers
@@ -352,6 +353,7 @@ def _bounded(polls, base, late):
         "setp.ne.u64 p, end, 0;",
         "@p bra CLOCK;",
         f"ld.volatile.global.b64 end, [{base} + 16];",
+        *(["add.u64 end, end, end;"] if twice else []),
         "add.u64 end, end, now;",
         "CLOCK:",
         "setp.lt.u64 p, now, end;",

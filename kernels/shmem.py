@@ -624,6 +624,7 @@ def poll_vectors(
     mask=True,
     without=None,
     sender=None,
+    TWICE: tl.constexpr = False,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -633,6 +634,7 @@ def poll_vectors(
       mask: which pointers to look at.
       without: i32, the rank to leave out, for each pointer, -1: none; None: what OWN says.
       sender: i32, the rank that sends what lies in the places of all ranks; None: each its own.
+      TWICE: whether to wait for twice as long, like `meet`, so that who waits for a peer is the first to say so.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
@@ -650,7 +652,7 @@ def poll_vectors(
         for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
             RANKS: tl.constexpr = min(RANKS_TOGETHER, WORLD - begin)
             found = tl.inline_asm_elementwise(
-                assembly.vectors(RANKS, CLEARED),
+                assembly.vectors(RANKS, CLEARED, TWICE),
                 assembly.constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
                 [
                     source + begin * stride,

@@ -142,15 +142,16 @@ def receive_vectors(
 def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
     """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
 
-    Each thread polls some of its own, all at the same time. `report_own` has to follow.
+    Each thread polls some of its own, all at the same time. `report_own` has to follow. Who sends them may wait for a
+    peer, so this lasts for twice the heap's timeout, as `meet` does.
 
     Args:
       source: scalar pointer to the first one.
       COUNT: how many, next to each other, a multiple of 4.
       SIZE: of the result, a power of 2, COUNT or more.
 
-    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come within the heap's timeout and behind COUNT; what
-      did not come).
+    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time and behind COUNT; what did not
+      come).
     """
     PIECES: gl.constexpr = pieces_of(SIZE, gl.num_warps())
     EACH: gl.constexpr = SIZE // PIECES
@@ -158,7 +159,7 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
     without = gl.where(4 * vector + (USED - 1) * EACH < COUNT, -1, USED - 1)
     found, _, late = shmem.poll_vectors(
-        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank
+        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank, TWICE=True
     )  # fmt: skip
     pieces = ()
     for i in gl.static_range(PIECES):

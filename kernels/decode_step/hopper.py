@@ -38,8 +38,6 @@ from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import attention, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
-PHASES = phases.PHASES
-
 
 class Sizes(NamedTuple):
     """The kernel's constants, all of one rank. They are explained where they are its parameters."""

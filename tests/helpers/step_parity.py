@@ -35,6 +35,7 @@ CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
     "one sequence": (LLAMA, (37,)),
     "an empty cache": (LLAMA, (0, 200)),
     "four sequences": (LLAMA, (5, 240, 64, 100)),
+    "seven sequences": (LLAMA, (5, 240, 64, 100, 0, 511, 1)),
     "rows that nothing divides": (dataclasses.replace(LLAMA, d_mlp=2176, vocab=1002), (90,)),
     "qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "qwen 3": (tiny("qwen3-8b", **SIZES), (64,)),

@@ -39,6 +39,9 @@ STEPS = {
     "gemma 2, three layers": Step(family="gemma-2-9b", lengths=(3, 14), layers=3),
     "gemma 3": Step(world=1, family="gemma-3-4b", lengths=(12,), layers=2),
     "three parts of the keys": Step(world=1, lengths=(19,), config=(("splits", 3), ("in_flight", 1))),
+    "messages that a thread polls two vectors of": Step(
+        world=1, changes=(("d_model", 960),), config=(("stage", 1024),)
+    ),
     "scales and caps": Step(
         world=1,
         changes=(
@@ -50,6 +53,8 @@ STEPS = {
 MANY = {
     "four ranks": Step(world=4, layers=2),
     "eight ranks": Step(world=8, lengths=(5, 12)),
+    "vectors in two parts": Step(changes=(("d_model", 960),)),
+    "seven sequences": Step(world=1, lengths=(3, 0, 17, 9, 5, 20, 1), group=1),
     "any number of loads": Step(layers=2, lengths=(5, 12), config=(("in_flight", 3),)),
 }
 

@@ -84,9 +84,9 @@ class Config(Settings):
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
-        Phases end sooner with fewer, as long as these keep the memory busy. By default those that 64 KiB hold, but not
-        less than two, so that one comes while the next one is asked for: four of 8192 elements, which took 320 us a
-        step where no bound took 326 (docs/experiments.md).
+        Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
+        busy. By default those that 32 KiB hold, but not less than two, so that one comes while the next one is asked
+        for: two of 8192 elements, which took 283 us a step where four took 300 (docs/experiments.md).
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -97,7 +97,7 @@ class Config(Settings):
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
-    in_flight: int = setting(4, least=1, most=32)
+    in_flight: int = setting(2, least=1, most=32)
     times: bool = False
 
 
@@ -299,7 +299,7 @@ class Hopper(Variant[Call]):
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
                 for stage in (4096, 16384)
             ),
-            *each("in_flight", 2, 3, 6, 32),
+            *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
@@ -312,8 +312,8 @@ def _windows(model: DecoderSpec) -> tuple[int, ...]:
 
 
 def _in_flight(stage: int) -> int:
-    """Blocks of this many elements, of 2 bytes each, that 64 KiB hold."""
-    return min(32, max(2, (64 << 10) // (2 * stage)))
+    """Blocks of this many elements, of 2 bytes each, that 32 KiB hold, or two."""
+    return min(32, max(2, (32 << 10) // (2 * stage)))
 
 
 def _words(rows: int, vectors: int, block: int, programs: int) -> int:
