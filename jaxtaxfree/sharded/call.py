@@ -125,7 +125,8 @@ def product(call: Call) -> jax.Array:
         if (transposed := _lies_alone(call, mesh)) is None:
             raise Unsupported(call.name, found)
         lhs, rhs = call.operands
-        return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **call.others, **call.keywords)
+        how: dict[str, Any] = call.keywords | call.others
+        return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
     _say(call, "; ".join(found))
     return _plain(call, mesh)
 
