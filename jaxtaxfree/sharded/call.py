@@ -125,7 +125,8 @@ def product(call: Call) -> jax.Array:
         if (transposed := _lies_alone(call, mesh)) is None:
             raise Unsupported(call.name, found)
         lhs, rhs = call.operands
-        how: dict[str, Any] = call.keywords | call.others
+        scales = {name: getattr(call.asked, name, None) for name in ("lhs_scale", "rhs_scale", "gate_scale")}
+        how: dict[str, Any] = call.keywords | call.others | scales
         return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
     _say(call, "; ".join(found))
     return _plain(call, mesh)
