@@ -27,6 +27,7 @@ import jaxtaxfree as jtf
 from benchmarks import (
     decode_step,
     eight_bits,
+    few_rows,
     global_products,
     iris,
     measure,
@@ -909,3 +910,11 @@ def test_operands_of_eight_bits(capsys: pytest.CaptureFixture[str]) -> None:
     assert machine.startswith("2 x cpu, JAX ")
     said = r"matmul_reduce_scatter 16,256,256 e4m3 blocks: xla \d+ us \(error 0.0e\+00\)"
     assert re.fullmatch(said, line)
+
+
+def test_few_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = ["--shapes", "64,32", "--rows", "2", "--world", "2", "--seconds", "0.001", "--copies", "2"]
+    few_rows.main([*small, "--kinds", "int8 weights", "--how", "xla", "--out", str(tmp_path / "rows.jsonl")])
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert (row["kind"], row["how"], row["error"]) == ("int8 weights", "xla", 0) and row["us"] > 0
+    assert json.dumps(row) in capsys.readouterr().out
