@@ -169,7 +169,7 @@ PRODUCT = product.Product(
     # rows 106 and 130.
     slower_transposed=lambda rows: matmul.UNMEASURED if rows > 128 else None,
     # 16 rows of weights alone of 8 bits took 67 and 83, of both operands 32 and 43 (14336 x 4096).
-    scaled_rows=128,
+    scaled_rows=16,
 )
 case = PRODUCT.case
 matmul_all_reduce_p = PRODUCT.bilinear()
