@@ -412,7 +412,7 @@ def test_weights_alone_in_the_simulator(cpu_mesh: Any, kernel: str, kind: str, d
     ("operation", "rows", "dtype", "taken"),
     [
         (jtf.matmul_all_reduce, 16, "bfloat16", True),
-        (jtf.matmul_all_reduce, 16, "int8", True),
+        (jtf.matmul_all_reduce, 128, "int8", True),
         (jtf.matmul_all_reduce, 256, "bfloat16", False),  # not measured
         (jtf.matmul_reduce_scatter, 16, "bfloat16", False),
         (jtf.matmul_all_reduce, 16, "float32", False),  # no kernel
