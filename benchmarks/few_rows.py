@@ -87,7 +87,7 @@ def program(mesh: Mesh, operation: str, kind: str, how: str) -> Any:
         for w in weights:
             scales = {} if lhs_block is None else {"lhs_scale": x[1]}
             scales |= {} if rhs_block is None else {"rhs_scale": w[1]}
-            call = jtf.all_gather_matmul if operation == "alone" else getattr(jtf, operation)
+            call: Any = getattr(jtf, "all_gather_matmul" if operation == "alone" else operation)
             axes = () if operation == "alone" else AXIS
             out = call(x[0], w[0], axes, rhs_transposed=True, implementation=implementation, config=config, **scales)
             x, out = lax.optimization_barrier((x, out))

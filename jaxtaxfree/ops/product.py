@@ -17,7 +17,7 @@ from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Choice, Variant, choose
-from jaxtaxfree.primitive import Labels, Unsupported, bilinear, collective
+from jaxtaxfree.primitive import Labels, Lasting, Unsupported, bilinear, collective
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import Target, target_of
 from jaxtaxfree.teams import Team
@@ -149,6 +149,7 @@ class Product:
       gathers: the rows of all ranks are multiplied, not the rank's own. Then there may be several weights.
       alone: what one rank has nothing to do of.
       slower_transposed: rows -> why XLA is taken for rhs [N, K], or None.
+      scaled_rows: up to so many, the kernel for few rows on Hopper is faster than XLA where operands have scales.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Product:
     gathers: bool = False
     alone: str
     slower_transposed: Callable[[int], str | None] = lambda rows: None
+    scaled_rows: int = 0
 
     def unsupported(
         self,
@@ -246,10 +248,11 @@ class Product:
         world = lax.axis_size(axes)
         if world == 1:
             return f"there is one rank, so nothing to {self.alone}"
-        if params.get("scaling"):
-            return matmul.UNMEASURED
         types = {"precision": precision, "preferred_element_type": preferred_element_type}
         along_columns = self._along_columns(lhs, params)
+        if params.get("scaling"):
+            form = {"rhs_transposed": rhs_transposed, "along_columns": along_columns}
+            return self._slower_scaled(lhs, rhs, *others, world=world, **form, **types, **params)
         if why := matmul.slower(lhs, rhs, self._rows(lhs, world, along_columns), **types):
             return why
         form = {"rhs_transposed": rhs_transposed, "along_columns": along_columns}
@@ -259,6 +262,20 @@ class Product:
         if rhs_transposed and call.epilogue.gated:
             return why or matmul.UNMEASURED
         return why or (self.slower_transposed(call.rows) if rhs_transposed else None)
+
+    def _slower_scaled(self, lhs: Any, rhs: Any, *others: Any, scaling: Scaling, **params: Any) -> str | None:
+        """As `slower`, of operands that have scales."""
+        if reasons := self.unsupported(
+            lhs, rhs, *others, scaling=scaling, **params | {"epilogue": params.get("epilogue", NONE)}
+        ):
+            return Lasting("; ".join(reasons))
+        call = self.call(lhs, rhs, *scaling.split(others)[1], scaling=scaling, **params)
+        try:
+            chosen = choose(self.name, self.variants, call, {})
+        except Unsupported as refused:
+            return str(refused)
+        measured = chosen.variant.name == "hopper_few" and call.rows <= self.scaled_rows
+        return None if measured else matmul.UNMEASURED
 
     def call(
         self,

@@ -204,7 +204,7 @@ def check(
                 f"contracted dimension, not {k}: scale by rows, or shard it between blocks."
             )
         kinds.append((operand_name, next(kind for kind, shape in allowed.items() if scale.shape == shape)))
-        found.append(scale.T if rhs_transposed and operand_name != "lhs" else scale)
+        found.append(_turned(scale) if rhs_transposed and operand_name != "lhs" else scale)
     if found and lhs.ndim < 2:
         raise ValueError(f"{operation} takes scales with lhs of two or more dimensions, not {lhs.ndim}.")
     return Scaling(tuple(kinds)), found
@@ -218,6 +218,11 @@ def _shapes(operand: jax.Array, k: int, *, of_lhs: bool, transposed: bool) -> di
     n = operand.shape[0] if transposed else operand.shape[1]
     row, block = (1, n), (steps, math.ceil(n / BLOCK))
     return {"tensor": (), "row": row[::-1] if transposed else row, "block": block[::-1] if transposed else block}
+
+
+def _turned(scale: jax.Array) -> jax.Array:
+    """A transposed scale. Of one for each row nothing moves, which XLA need not find out."""
+    return scale.reshape(scale.shape[::-1]) if 1 in scale.shape else scale.T
 
 
 def of_rows(lhs: jax.Array, scale: jax.Array) -> jax.Array:

@@ -100,7 +100,9 @@ def einsum(
     Returns: the result; of several rhs a tuple of results. Gate, bias, activation and residual are applied in f32; see
       the operations. Several rhs whose lhs is not gathered are products by themselves.
 
-    Inside a `jax.shard_map` with manual axes arrays are local, and the product is JAX's own.
+    Inside a `jax.shard_map` with manual axes arrays are local, and the product is JAX's own. With "fused" a product of
+    rows [..., M, K] by [K, N], or by [N, K] without a gate, is a kernel there, too: that of `all_gather_matmul` over no
+    axis. Of the few rows of a decode step it reads the weights at the memory's speed.
 
     Raises:
       ValueError: if gate, bias or residual do not fit, shardings are of several meshes, or the implementation,

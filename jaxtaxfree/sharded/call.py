@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops.all_gather_matmul import several
+from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul, several
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.scaled import result_dtype
 from jaxtaxfree.primitive import Unsupported, check_implementation, symbolic
@@ -148,9 +148,26 @@ def product(call: Call) -> jax.Array:
         assert mesh is not None
         return _run([call], [found], mesh)[0]
     if call.asked.implementation is not None:
-        raise Unsupported(call.name, found)
+        if (transposed := _lies_alone(call, mesh)) is None:
+            raise Unsupported(call.name, found)
+        lhs, rhs = call.operands
+        scales = {name: getattr(call.asked, name, None) for name in ("lhs_scale", "rhs_scale", "gate_scale")}
+        how: dict[str, Any] = call.keywords | call.others | scales
+        return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
     _say(call, "; ".join(found))
     return _plain(call, mesh)
+
+
+def _lies_alone(call: Call, mesh: AnyMesh | None) -> bool | None:
+    """Whether rhs is [N, K], of a product of local arrays [..., M, K] and [K, N]; None if it is no such product."""
+    if call.reasons or call.labels is None or mesh is None or not axes_of(mesh, AxisType.Manual):
+        return None
+    lhs, rhs, result = call.labels
+    *rows, k = lhs
+    if not rows or len(rhs) != 2 or k not in rhs:
+        return None
+    (n,) = (label for label in rhs if label != k)
+    return rhs[1] == k if result == (*rows, n) else None
 
 
 def products(calls: Sequence[Call]) -> tuple[jax.Array, ...]:

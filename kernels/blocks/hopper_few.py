@@ -297,6 +297,8 @@ def multiply(ring, steps, blocks):
     """
     STAGES: gl.constexpr = ring.lhs.shape[0]
     PROMOTES: gl.constexpr = blocks.rows is not None or blocks.columns is not None or promotes(ring)
+    # Registers from which a product takes its first operand must not be written before it has ended.
+    UNDERWAY: gl.constexpr = 0 if widens(ring) else 1
     tile = zeros(ring.lhs, ring, PROMOTES)
     factor = factor_of(blocks, 0, ring, tile, 0)
     if ring.rest is not None:
@@ -325,11 +327,11 @@ def multiply(ring, steps, blocks):
         else:
             tile = warpgroup_mma(rhs, lhs, tile, use_acc=step > 0, is_async=True)
             if ring.rest is None:
-                tile = warpgroup_mma_wait(num_outstanding=1, deps=(tile,))
+                tile = warpgroup_mma_wait(num_outstanding=UNDERWAY, deps=(tile,))
             else:
                 others = ring.rest.index(stage).permute((1, 0))
                 rest = warpgroup_mma(beside(rhs, ring), others, rest, use_acc=step > 0, is_async=True)
-                tile, rest = warpgroup_mma_wait(num_outstanding=2, deps=(tile, rest))
+                tile, rest = warpgroup_mma_wait(num_outstanding=2 * UNDERWAY, deps=(tile, rest))
             mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
         previous = stage
         stage += 1

@@ -88,7 +88,8 @@ def test_kernels_send_partial_sums_of_8_bits_in_16(module: ModuleType, kernel: s
     keywords = launched(module, rows, k, n, world, dtype, variant.Config(**TILES, **exact), out_dtype="float32")
     lhs = [integers(rank, (m if module is gather_ops else rows, k), dtype) for rank in range(world)]
     rhs = [integers(10 + rank, (k, n), dtype) for rank in range(world)]
-    outs, _ = simulator.run(variant.kernel, lhs, {"rhs": rhs} if module is gather_ops else rhs, {}, **keywords)
+    scales = ({},) if variant.scales else ()
+    outs, _ = simulator.run(variant.kernel, lhs, {"rhs": rhs} if module is gather_ops else rhs, {}, *scales, **keywords)
     if module is gather_ops:
         wanted = [np.concatenate(lhs).astype(np.float32) @ w.astype(np.float32) for w in rhs]
     else:

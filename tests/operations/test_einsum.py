@@ -512,7 +512,7 @@ def test_inside_of_shard_map() -> None:
     specs = (P("data", "tp"), P("tp"))
 
     def call(x: jax.Array, w: jax.Array, **keywords: Any) -> jax.Array:
-        return jax.lax.psum(jtf.einsum("mk,kn->mn", x, w, **keywords), "tp")
+        return jax.lax.psum(jtf.einsum("mk,kn->mn", x, w, **keywords), "tp")  # by "fused" a kernel of its own
 
     def mapped(**keywords: Any) -> Callable:
         return jax.jit(
@@ -520,8 +520,9 @@ def test_inside_of_shard_map() -> None:
         )
 
     assert_alike(mapped()(x, w), x @ w)
-    with fails(Unsupported, "manual", "jtf.matmul_all_reduce"):
-        mapped(implementation="fused")(x, w)
+    assert (
+        mapped(implementation="fused").trace(x, w).lower(lowering_platforms=("cuda",)).as_text().count(TRITON_CALL) == 1
+    )
     with fails(ValueError, "has made 'data' manual", "P('data',)"):
         mapped(out_sharding=P("data"))(x, w)
 

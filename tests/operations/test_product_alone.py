@@ -72,3 +72,33 @@ def test_outside_of_shard_map():
     np.testing.assert_array_equal(np.asarray(jax.jit(call)(X, W), np.float32), product)
     with fails(NotImplementedError, "jax.shard_map"):
         lower_for_cuda(lambda x, w: call(x, w, "fused"), X, W)
+
+
+@pytest.mark.parametrize("implementation", [None, "simulate"])
+def test_by_the_functions_of_global_arrays(implementation):
+    """Inside of `jax.shard_map` their arrays are local."""
+    bias, residual = (
+        whole_numbers(seed, *shape, dtype="bfloat16", limit=1) for seed, shape in ((3, (64,)), (4, (2, 64)))
+    )
+
+    def local(x: jax.Array, w: jax.Array, gate: jax.Array, bias: jax.Array, residual: jax.Array) -> Any:
+        how = {"implementation": implementation, "residual": residual}
+        gated = jtf.matmul(x, w, gate=gate, bias=bias, activation="silu", **how)
+        return gated, jtf.einsum("mk,nk->mn", x, w.T, **how)
+
+    specs = P(), COLUMNS, COLUMNS, P("tp"), COLUMNS
+    run = one_program(local, mesh=mesh_of(2), in_specs=specs, out_specs=COLUMNS)
+    found = run(X, W, GATE, bias, residual)
+    x, w, gate, bias, residual = (np.asarray(each, np.float64) for each in (X, W, GATE, bias, residual))
+    gated = x @ gate
+    wanted = gated / (1 + np.exp(-gated)) * (x @ w + bias) + residual, x @ w + residual
+    for each, expected in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(np.asarray(each, np.float64), expected, rtol=2e-2, atol=1e-2)
+
+
+def test_what_is_no_product_of_matrices_has_no_kernel():
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jtf.einsum("mk,kn->nm", x, w, implementation="fused")
+
+    with fails(NotImplementedError, "manual"):
+        one_program(local, mesh=mesh_of(2), in_specs=(P(), COLUMNS), out_specs=P("tp"))(X, W)

@@ -340,10 +340,23 @@ def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
         in error(scatter, x, w.T, rhs_transposed=True, config=narrow, **on)
     )
     assert "results of the dtype of partial sums, bfloat16, not float32" in error(
-        jtf.matmul_all_reduce, x, w.T, preferred_element_type=jnp.float32, rhs_transposed=True, **on
+        jtf.matmul_all_reduce,
+        *(x, w.T),
+        **{"preferred_element_type": jnp.float32, "rhs_transposed": True, "config": {"kernel": "hopper"}},
+        **on,
     )
-    wide = error(gather, x.astype(jnp.bfloat16), w, rhs_scale=one, implementation="fused")
-    assert "it multiplies int8 by int8 and float8 by float8, not bfloat16 by int8: quantize both" in wide
+    for kernel, why in (
+        ("hopper", "it multiplies 8 bits by 8 bits, not bfloat16 by int8"),
+        ("hopper_few", "it reads 8 bits along K: give rhs as [N, K]"),
+        ("portable", "it takes no operands with scales"),
+    ):
+        weights_alone = {"rhs_scale": one, "implementation": "simulate", "config": {"kernel": kernel}}
+        assert why in error(jtf.matmul_all_reduce, x.astype(jnp.bfloat16), w, **weights_alone)
+    assert "it takes weights of 8 bits under rows of 16, not rows of 8 bits" in error(
+        gather, x, w, config={"kernel": "few"}, **on
+    )
+    wide = error(gather, x.astype(jnp.float32), w, rhs_scale=one, implementation="fused")
+    assert "float16 and bfloat16 by either, not float32 by int8: quantize both, or rhs alone" in wide
 
 
 @pytest.mark.parametrize("return_gathered", [False, True])
@@ -395,3 +408,26 @@ def test_weights_alone_in_the_simulator(cpu_mesh: Any, kernel: str, kind: str, d
     total = np.einsum("rmk,rkn->mn", left, right)
     wanted = [np.concatenate([*(left @ right[i]), total[3 * i : 3 * i + 3], total]) for i in range(2)]
     np.testing.assert_allclose(found, wanted, atol=2e-6 * np.max(np.abs(wanted)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("operation", "rows", "dtype", "taken"),
+    [
+        (jtf.matmul_all_reduce, 16, "bfloat16", True),
+        (jtf.matmul_all_reduce, 128, "int8", True),
+        (jtf.matmul_all_reduce, 256, "bfloat16", False),  # not measured
+        (jtf.matmul_reduce_scatter, 16, "bfloat16", False),
+        (jtf.matmul_all_reduce, 16, "float32", False),  # no kernel
+    ],
+)
+@pytest.mark.usefixtures("no_code")
+def test_which_few_rows_a_kernel_takes_by_default(operation: Any, rows: int, dtype: str, taken: bool) -> None:
+    def call(lhs: Any, rhs: Any, rhs_scale: Any, bias: Any, lhs_scale: Any = None) -> jax.Array:
+        scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias}
+        return operation(lhs, rhs, "tp", rhs_transposed=True, **scales)
+
+    shapes = [((rows, 512), dtype), ((512, 512), "int8"), ((512, 1), "float32"), ((512,), "float32")]
+    shapes += [((), "float32")] if dtype == "int8" else []
+    program = jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False)
+    text = lower_for_cuda(program, *(jax.ShapeDtypeStruct(*each) for each in shapes))
+    assert ("dot_general" not in text) == taken

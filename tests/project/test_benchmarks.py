@@ -26,6 +26,7 @@ from rich.console import Console
 import jaxtaxfree as jtf
 from benchmarks import (
     decode_step,
+    few_rows,
     global_products,
     iris,
     measure,
@@ -897,3 +898,11 @@ def test_global_products_run_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None
         patch.setattr(global_products, "CASES", {"matmul_all_reduce": wrong})
         assert global_products.main(arguments) == 1
     assert "DIFFER" in capfd.readouterr().out
+
+
+def test_few_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    small = ["--shapes", "64,32", "--rows", "2", "--world", "2", "--seconds", "0.001", "--copies", "2"]
+    few_rows.main([*small, "--kinds", "int8 weights", "--how", "xla", "--out", str(tmp_path / "rows.jsonl")])
+    row = json.loads((tmp_path / "rows.jsonl").read_text())
+    assert (row["kind"], row["how"], row["error"]) == ("int8 weights", "xla", 0) and row["us"] > 0
+    assert json.dumps(row) in capsys.readouterr().out

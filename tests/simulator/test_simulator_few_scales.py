@@ -33,7 +33,7 @@ FAULTS: dict[str, tuple[Any, str, tuple, str, str]] = {
         ("row", (*PARTS, f"{BOTH} row"), "m = place.row + before + gl", "m = place.row + gl"),
         ("column", (*SHARED, "int8 row"), "n = place.column + gl.arange(0, ring", "n = gl.arange(0, ring"),
         ("byte", (*SHARED, "int8 row"), "gl.join(low, high)", "gl.join(high, low)"),
-        ("part", (*PARTS, f"{BOTH} block"), "rest, ring.lhs.shape[1])\n  ", "rest, 0)\n  "),
+        ("part", (*PARTS, f"{BOTH} block"), "following, ring, rest, ring.lhs.shape[1])", "following, ring, rest, 0)"),
     )
 } | {
     f"portable {name}": (matmul, "matmul_all_reduce_few", (*FEW, TRANSPOSED, kind), old, new)

@@ -39,9 +39,11 @@ def several(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     weights = {f"rhs{i}": w for i, w in enumerate(rhs)}
     bundle = {f"bias{i}": bias for i, bias in biases.items()}
     arrays: tuple[Any, ...] = (lhs, weights, bundle)
+    if kernel.endswith("few"):
+        arrays += ({},)  # no scales
     if kernel == "hopper":
         blocks = [x[None] for x in lhs]
-        arrays = (blocks, blocks, weights, weights, bundle, {})  # no scales
+        arrays = (blocks, blocks, weights, weights, bundle, {})
         results = [[out.reshape(world, m, -1) for out in outs] for outs in results]
     return Call(arrays=arrays, keywords=keywords, expected=results)
 

@@ -103,7 +103,7 @@ def matmul_all_reduce(
         part is rounded to the operands' dtype on its way, as XLA does. It travels as f32 if the result has more bits
         than the operands, if there are so few rows that rounding saves nothing, if `config` asks for `exact_wire`, or
         if there are many rows on a GPU other than Hopper.
-      rhs_transposed: `rhs` is [N, K]. The kernels read it as it lies. By default XLA takes more than 16 rows, because
+      rhs_transposed: `rhs` is [N, K]. The kernels read it as it lies. By default XLA takes more than 128 rows, because
         these were not measured yet.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
         [..., 1] or [..., ceil(K / 128)], as `quantize` makes them. The kernel for many rows
@@ -214,8 +214,11 @@ PRODUCT = product.Product(
     variants=VARIANTS,
     reference=reference,
     alone="add up",
-    # On 2 H100 16 rows took 20.3 us where XLA took 35.0 (8192 x 2048), and 90.6 where it took 106.7 (28672 x 8192).
-    slower_transposed=lambda rows: matmul.UNMEASURED if rows > 16 else None,
+    # On 2 H100 16 rows took 20.3 us where XLA took 35.0 (8192 x 2048), and 97 where it took 107 (28672 x 8192); 128
+    # rows 106 and 130.
+    slower_transposed=lambda rows: matmul.UNMEASURED if rows > 128 else None,
+    # 16 rows by int8 weights took 69 and 90, 128 rows 95 and 142; of both operands (e4m3) 66 and 94, 77 and 97.
+    scaled_rows=128,
 )
 case = PRODUCT.case
 matmul_all_reduce_p = PRODUCT.bilinear()
