@@ -86,6 +86,8 @@ class How:
             if self.quantized:
                 of_blocks = how["rhs_scale"].shape[-1] > 1
                 x, how["lhs_scale"] = quantize(x, w[name].dtype, block=(1, BLOCK if of_blocks else -1))
+            elif self.implementation != "xla":
+                how["implementation"] = None  # no kernel takes weights alone in 8 bits for every number of rows
         return x, how
 
 
