@@ -75,13 +75,19 @@ class How:
 
     def _operands(self, x: jax.Array, w: Weights, name: str, keywords: dict[str, Any]) -> tuple[jax.Array, Any]:
         """The left operand, and how it is multiplied."""
-        how = {"precision": precision_of(x), "rhs_transposed": True, "implementation": self.implementation}
-        how |= {"lhs_scale": None, "rhs_scale": w.get(f"{name}_scale")} | keywords
+        how: dict[str, Any] = {"precision": precision_of(x), "rhs_transposed": True}
+        how |= {
+            "implementation": self.implementation,
+            "lhs_scale": None,
+            "rhs_scale": w.get(f"{name}_scale"),
+        } | keywords
         if how["rhs_scale"] is not None:
             how.setdefault("preferred_element_type", x.dtype)
             if self.quantized:
                 of_blocks = how["rhs_scale"].shape[-1] > 1
                 x, how["lhs_scale"] = quantize(x, w[name].dtype, block=(1, BLOCK if of_blocks else -1))
+            elif self.implementation != "xla":
+                how["implementation"] = None  # no kernel takes weights alone in 8 bits for every number of rows
         return x, how
 
 

@@ -52,7 +52,7 @@ def load(
     """A checkpoint as Hugging Face publishes it, sharded over the devices of a mesh.
 
     The folder has `config.json` and safetensors. Each weight goes from its file to its devices, part by part; of one at
-    most 256 MB are on the host. Weights of 8 bits are dequantised on their way, unless `weights` says that they keep
+    most 64 MB are on the host. Weights of 8 bits are dequantised on their way, unless `weights` says that they keep
     8 bits.
 
     Args:

@@ -21,7 +21,7 @@ from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.quantize import BLOCK, quantize
 
 # Bytes of a weight, of all ranks together, that are on the host at a time: some layers, or some rows of one.
-AT_A_TIME = 256 << 20
+AT_A_TIME = 64 << 20
 
 _ATTENTION = {
     f"{x}_{kind}": f"self_attn.{x}_proj.{of}" for x in "qkv" for kind, of in (("proj", "weight"), ("bias", "bias"))

@@ -263,6 +263,14 @@ def test_eight_bits_that_there_are_not():
         load(FOLDER / "llama3", quantize_activations=True)
 
 
+@pytest.mark.soak
+def test_weights_alone_in_eight_bits_beside_simulated_kernels():
+    """Their products are those of None, and the rest is simulated."""
+    model, tokens = load(FOLDER / "llama3", weights="int8"), [[1, 2, 3, 4]]
+    found, wanted = (np.asarray(model.by(how).logits(tokens)) for how in ("simulate", "xla"))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def test_experts_keep_their_bits():
     model = load(FOLDER / "mixtral", weights="int8")
     assert model.params["gate_proj"].dtype == np.float32 and "gate_proj_scale" not in model.params
