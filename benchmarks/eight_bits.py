@@ -60,12 +60,13 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
     "int8 rows": ("int8", (1, -1), (1, -1)),
     "e4m3 one": ("float8_e4m3fn", (), ()),
     "e4m3 none": ("float8_e4m3fn", None, None),
+    "int8 none": ("int8", None, None),
 }
 # What each program multiplies.
 PROGRAMS = {
     "fused": ("e4m3 rows", "e4m3 blocks", "int8 rows", "bfloat16"),
     "narrow": ("e4m3 rows", "int8 rows"),
-    "xla": ("e4m3 one", "e4m3 none", "bfloat16"),
+    "xla": ("e4m3 one", "e4m3 none", "int8 none", "bfloat16"),
     "product": ("e4m3 none", "bfloat16"),
 }
 KERNELS = ("fused", "narrow")
@@ -150,7 +151,9 @@ def program(mesh: Mesh, key: Key, simulate: bool) -> Any:
     def plain(x: jax.Array, w: jax.Array, *scales: jax.Array) -> jax.Array:
         if scales:
             x, w = (each.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for each, scale in zip((x, w), scales))
-        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+        sums = jnp.int32 if x.dtype == np.int8 else jnp.bfloat16
+        out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=sums)
+        return out.astype(jnp.bfloat16)
 
     def local(x: jax.Array, *operands: jax.Array) -> jax.Array:
         (w, *gate), scales = operands[:weights], operands[weights:]
@@ -257,7 +260,7 @@ def keys_of(options: argparse.Namespace) -> Iterator[Key]:
         for operation in [only] if only else options.operations:
             for name in options.programs:
                 for kind in PROGRAMS[name]:
-                    if kind in options.kinds or kind in ("e4m3 one", "e4m3 none"):
+                    if kind in options.kinds or kind.endswith((" one", " none")):
                         yield operation, (m, k, n), name, kind
 
 

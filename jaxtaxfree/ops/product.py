@@ -17,10 +17,13 @@ from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.scaled import UNSCALED, Scaling
 from jaxtaxfree.ops.variant import Choice, Variant, choose
-from jaxtaxfree.primitive import Labels, Unsupported, bilinear, collective
+from jaxtaxfree.primitive import Labels, Lasting, Unsupported, bilinear, collective
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import Target, target_of
 from jaxtaxfree.teams import Team
+
+# From so many rows on, products of operands with scales were measured.
+SCALED_MEASURED = 2048
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -247,7 +250,8 @@ class Product:
         if world == 1:
             return f"there is one rank, so nothing to {self.alone}"
         if params.get("scaling"):
-            return matmul.UNMEASURED
+            form = {"preferred_element_type": preferred_element_type, "rhs_transposed": rhs_transposed}
+            return self._slower_scaled(lhs, rhs, *others, world=world, precision=precision, **form, **params)
         types = {"precision": precision, "preferred_element_type": preferred_element_type}
         along_columns = self._along_columns(lhs, params)
         if why := matmul.slower(lhs, rhs, self._rows(lhs, world, along_columns), **types):
@@ -256,9 +260,24 @@ class Product:
         call = self.call(lhs, rhs, *others, world=world, **form, **types, **params)
         chosen = choose(self.name, self.variants, call, {})
         why = chosen.variant.slower(call, chosen.config)
-        if rhs_transposed and call.epilogue.gated:
-            return why or matmul.UNMEASURED
         return why or (self.slower_transposed(call.rows) if rhs_transposed else None)
+
+    def _slower_scaled(
+        self, lhs: Any, rhs: Any, *others: Any, world: int, scaling: Scaling, **params: Any
+    ) -> str | None:
+        """Why XLA is taken for operands with scales, if it is: no kernel takes them, or nobody measured it."""
+        along_columns = self._along_columns(lhs, params)
+        if reasons := scaled.unsupported(lhs, rhs, params["preferred_element_type"]):
+            return Lasting("; ".join(reasons))
+        _, operands = scaling.split(others)
+        form = {"world": world, "scaling": scaling, "along_columns": along_columns}
+        call = self.call(lhs, rhs, *operands, **form, **params)
+        try:
+            chosen = choose(self.name, self.variants, call, {})
+        except Unsupported as error:
+            return "; ".join(error.reasons)
+        measured = chosen.variant.name == "hopper" and call.rows >= SCALED_MEASURED
+        return None if measured else matmul.UNMEASURED
 
     def call(
         self,
