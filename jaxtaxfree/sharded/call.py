@@ -342,7 +342,8 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
         asked = dataclasses.replace(call.asked, lhs_scale=None, rhs_scale=None, gate_scale=None)
         if "gate" in call.others:
             asked = dataclasses.replace(asked, gate=wide.get("gate", call.others["gate"].astype(jnp.float32)))
-        dtype = result_dtype(*call.operands, call.preferred_element_type)
+        lhs, rhs = call.operands
+        dtype = result_dtype(lhs, rhs, call.preferred_element_type)
         return _plain(dataclasses.replace(call, operands=operands, asked=asked), mesh).astype(dtype)
     others = dict(call.others)
     operands = _placed_operands(call, mesh)

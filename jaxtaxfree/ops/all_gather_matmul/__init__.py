@@ -395,7 +395,8 @@ def reference(
     del config
     scales, operands = scaling.split(operands)
     if rhs_transposed:
-        rhs, operands = rhs.T, [x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands)]
+        rhs = rhs.T
+        operands = tuple(x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands))
     if scaling:
         return _scaled_reference(
             lhs, rhs, operands, scales, axes, axis, precision, preferred_element_type, epilogue, return_gathered
