@@ -800,8 +800,7 @@ GATHERED_SCALES = (
     ("block of a gate", 7, "gates += column // SCALED", "gates += 0"),
     ("columns of a gate", 7, "column < COLUMNS // 2, left", "column < COLUMNS, left"),
     ("half of a wide tile", 5, "PARTITION, COLUMNS, COLUMNS)", "PARTITION, 0, COLUMNS)"),
-    ("next step", 3, "2 * pair + 3", "2 * pair + 2"),
-    ("last step", 3, "if steps % 2 == 1:", "if steps % 2 == 2:"),
+    ("step after next", 3, "2 * pair + 2", "2 * pair + 1"),
 )
 SCATTERED_SCALES = (
     ("rank", 1, "scales, source, work.WORLD, row, column", "scales, 0, work.WORLD, row, column"),
