@@ -838,6 +838,14 @@ def test_the_scale_of_something_else_gives_a_wrong_result(fault: str, tmp_path: 
         call.run(getattr(module, kernel.function), **settings)
 
 
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter with scales", "matmul_all_reduce with scales"])
+def test_wide_tiles_of_sums_are_multiplied_by_halves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES_OF_SUMS, "block_n", 256)
+    kernel = KERNEL[name]
+    call = kernel.call(2, np.dtype(jnp.bfloat16), (20, 272, 48, 2, "float8_e4m3fn", "row", "row", "residual"))
+    call.run(getattr(kernel.module, kernel.function), **kernel.case(1, 2)[1])
+
+
 def test_as_many_lines_as_of_16_bits_do_not_fit_into_a_step_of_8(tmp_path: Path) -> None:
     kernel = KERNEL["matmul_reduce_scatter with scales"]
     edits = (("ring.lhs.shape[3] * bits // max(bits, 16)", "ring.lhs.shape[3]"),)
