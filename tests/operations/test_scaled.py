@@ -282,8 +282,8 @@ def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
 
     def text(rows: int, **how: Any) -> str:
         shapes = (
-            ((rows, 512), "int8"),
-            ((512, 512), "int8"),
+            ((rows, 512), "float8_e4m3fn"),
+            ((512, 512), "float8_e4m3fn"),
             ((rows, 1), "float32"),
             ((), "float32"),
             ((512,), "float32"),
@@ -298,6 +298,7 @@ def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
 
     assert "dot_general" in text(512)
     assert ("dot_general" in text(2048)) == (not transposed)
+    assert ("dot_general" in text(8192)) == (not transposed or operation is not jtf.matmul_all_reduce)
     if transposed:
         assert "dot_general" not in text(512, implementation="fused")
     else:
