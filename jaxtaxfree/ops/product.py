@@ -152,7 +152,6 @@ class Product:
       gathers: the rows of all ranks are multiplied, not the rank's own. Then there may be several weights.
       alone: what one rank has nothing to do of.
       slower_transposed: rows -> why XLA is taken for rhs [N, K], or None.
-      scaled_below: below so many rows the kernel was faster with operands of 8 bits that have no scales of blocks.
     """
 
     name: str
@@ -162,7 +161,6 @@ class Product:
     gathers: bool = False
     alone: str
     slower_transposed: Callable[[int], str | None] = lambda rows: None
-    scaled_below: float = math.inf
 
     def unsupported(
         self,
@@ -278,11 +276,8 @@ class Product:
             chosen = choose(self.name, self.variants, call, {})
         except Unsupported as error:
             return "; ".join(error.reasons)
-        if chosen.variant.name != "hopper" or call.rows < SCALED_MEASURED or call.lhs.dtype == np.int8:
-            return matmul.UNMEASURED
-        if "block" not in call.scales and call.rows >= self.scaled_below:
-            return "XLA's product of 8 bits by one scale was faster"
-        return None
+        measured = chosen.variant.name == "hopper" and call.rows >= SCALED_MEASURED
+        return None if measured else matmul.UNMEASURED
 
     def call(
         self,

@@ -298,7 +298,7 @@ def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
 
     assert "dot_general" in text(512)
     assert ("dot_general" in text(2048)) == (not transposed)
-    assert ("dot_general" in text(8192)) == (not transposed or operation is not jtf.matmul_all_reduce)
+    assert ("dot_general" in text(8192)) == (not transposed)
     if transposed:
         assert "dot_general" not in text(512, implementation="fused")
     else:

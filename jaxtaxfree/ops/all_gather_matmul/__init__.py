@@ -473,8 +473,6 @@ PRODUCT = product.Product(
     alone="gather",
     # Of gradients, that of an MLP of 4096 rows was measured.
     slower_transposed=lambda rows: matmul.UNMEASURED if rows < 2048 else None,
-    # On 2 H100, e4m3 by rows: 132 us where XLA took 166 (2048 rows), and 1741 where it took 1711 (8192).
-    scaled_below=8192,
 )
 case = PRODUCT.case
 all_gather_matmul_p = PRODUCT.bilinear()
