@@ -8,6 +8,7 @@ A shape is M, K, N of the gather's whole product; the two reductions have K and 
 operation alone. Programs:
 
 * "fused" is the kernel, of each kind of scales: bfloat16 (none), e4m3 rows, e4m3 blocks, int8 rows.
+* "narrow" is the same kernel with tiles of 128 columns.
 * "xla" is `lax`'s collective and product: of bfloat16, of 8 bits with one scale for each operand (said as XLA finds it,
   in front of the product, so that cuBLASLt applies it), and of 8 bits as they are, which is the least that it can cost.
 * "product" is the part of a rank alone, by XLA, of rows that are gathered already: the floor where the wire is none.
@@ -59,13 +60,16 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
     "int8 rows": ("int8", (1, -1), (1, -1)),
     "e4m3 one": ("float8_e4m3fn", (), ()),
     "e4m3 none": ("float8_e4m3fn", None, None),
+    "int8 none": ("int8", None, None),
 }
 # What each program multiplies.
 PROGRAMS = {
     "fused": ("e4m3 rows", "e4m3 blocks", "int8 rows", "bfloat16"),
-    "xla": ("e4m3 one", "e4m3 none", "bfloat16"),
+    "narrow": ("e4m3 rows", "int8 rows"),
+    "xla": ("e4m3 one", "e4m3 none", "int8 none", "bfloat16"),
     "product": ("e4m3 none", "bfloat16"),
 }
+KERNELS = ("fused", "narrow")
 COMPARED = 128  # rows at the beginning and at the end of each rank's, and some between them
 TOLERANCE = 0.03
 CALLS = 20
@@ -147,7 +151,9 @@ def program(mesh: Mesh, key: Key, simulate: bool) -> Any:
     def plain(x: jax.Array, w: jax.Array, *scales: jax.Array) -> jax.Array:
         if scales:
             x, w = (each.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for each, scale in zip((x, w), scales))
-        return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16)
+        sums = jnp.int32 if x.dtype == np.int8 else jnp.bfloat16
+        out = lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=sums)
+        return out.astype(jnp.bfloat16)
 
     def local(x: jax.Array, *operands: jax.Array) -> jax.Array:
         (w, *gate), scales = operands[:weights], operands[weights:]
@@ -166,6 +172,8 @@ def program(mesh: Mesh, key: Key, simulate: bool) -> Any:
         given |= {"gate": gate[0], "activation": "silu"} if gate else {}
         if kind != "bfloat16" or simulate:
             given["config"] = {"kernel": "hopper"}
+        if name == "narrow" and not simulate:
+            given["config"] |= {"block_n": 128, "num_stages": 6} | ({} if gathers else {"chunk": 2048})
         if simulate:
             small = {"block_m": 32, "block_n": 32, "block_k": 128 if scales else 64, "num_stages": 2, "programs": 2}
             given["config"] |= small | ({"part": 128, "unit": 8} if gathers else {"chunk": 128})
@@ -252,7 +260,7 @@ def keys_of(options: argparse.Namespace) -> Iterator[Key]:
         for operation in [only] if only else options.operations:
             for name in options.programs:
                 for kind in PROGRAMS[name]:
-                    if kind in options.kinds or kind in ("e4m3 one", "e4m3 none"):
+                    if kind in options.kinds or kind.endswith((" one", " none")):
                         yield operation, (m, k, n), name, kind
 
 
@@ -278,7 +286,7 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
         operation, shape, name, kind = key
         case = (operation, shape, kind)
         run, types = program(mesh, key, simulate), abstract(mesh, key, simulate)
-        if name == "fused":
+        if name in KERNELS:
             try:
                 # One after the other: Triton's compiler is Python for the most part, and has a cache.
                 futures[key] = pool.submit(run.lower(*types).compile)
@@ -287,7 +295,8 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
                 continue
             m, _, n = shapes_of(operation, shape)
             out = jax.ShapeDtypeStruct((m, n), "bfloat16", sharding=NamedSharding(mesh, SPECS[operation][2]))
-            futures["error", *case] = pool.submit(compiled, error_of(mesh, *case), out, *types)
+            if ("error", *case) not in futures:
+                futures["error", *case] = pool.submit(compiled, error_of(mesh, *case), out, *types)
         else:
             futures[key] = pool.submit(compiled, run, *types)
         if ("arrays", *case) not in futures:
@@ -297,16 +306,16 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
     return futures
 
 
-def check(case: tuple[str, Any, str], run: Any, arrays: Sequence[jax.Array], error_of: Any, clock: Clock) -> bool:
+def check(key: Key, run: Any, arrays: Sequence[jax.Array], error_of: Any, clock: Clock) -> bool:
     """Compares a kernel's result with what is expected, and that of several calls with the first."""
-    operation, shape, kind = case
+    operation, shape, name, kind = key
     first = jtf.block_until_ready(run(*arrays))
     error, finite = error_of(first, *arrays)
     again = [run(*arrays) for _ in range(4)]
     same = all(bool(jnp.array_equal(first, jtf.block_until_ready(each))) for each in again)
     good = float(error) <= TOLERANCE and bool(finite) and same
     clock.row(
-        operation=operation, shape=list(shape), kind=kind, program="fused", error=float(error), finite=bool(finite),
+        operation=operation, shape=list(shape), kind=kind, program=name, error=float(error), finite=bool(finite),
         same_bits=same, ok=good,
     )  # fmt: skip
     return good
@@ -335,7 +344,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=["8192,8192,28672"], metavar="M,K,N")
     parser.add_argument("--operations", nargs="+", default=list(SPECS)[:3], choices=list(SPECS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS)[:4])
-    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS))
+    programs = [name for name in PROGRAMS if name != "narrow"]
+    parser.add_argument("--programs", nargs="+", default=programs, choices=list(PROGRAMS))
     parser.add_argument("--world", type=int, help="number of devices (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")
     parser.add_argument("--budget", type=float, default=600, help="seconds (default: %(default)s)")
@@ -363,14 +373,14 @@ def main(arguments: list[str] | None = None) -> None:
             return None
 
     runs: dict[tuple[Any, ...], dict[Key, Any]] = {}
-    for key in sorted(keys, key=lambda key: key[2] != "fused"):
+    for key in sorted(keys, key=lambda key: key[2] not in KERNELS):
         operation, shape, name, kind = key
         if clock.over or (run := ready(key)) is None:
             continue
         operands = arrays(operation, shape, kind)
         try:
-            if name == "fused" and (judge := ready(("error", operation, shape, kind))) is not None:
-                check((operation, shape, kind), run, operands, judge, clock)
+            if name in KERNELS and (judge := ready(("error", operation, shape, kind))) is not None:
+                check(key, run, operands, judge, clock)
             if name == "product" and operation in GATHERS and not options.simulate:
                 operands = [jax.device_put(operands[0], NamedSharding(mesh, P())), *operands[1:]]
             jax.block_until_ready(run(*operands))

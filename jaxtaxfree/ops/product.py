@@ -22,6 +22,9 @@ from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import Target, target_of
 from jaxtaxfree.teams import Team
 
+# From so many rows on, products of operands with scales were measured.
+SCALED_MEASURED = 2048
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Call:
@@ -259,8 +262,6 @@ class Product:
         call = self.call(lhs, rhs, *others, world=world, **form, **types, **params)
         chosen = choose(self.name, self.variants, call, {})
         why = chosen.variant.slower(call, chosen.config)
-        if rhs_transposed and call.epilogue.gated:
-            return why or matmul.UNMEASURED
         return why or (self.slower_transposed(call.rows) if rhs_transposed else None)
 
     def _slower_scaled(self, lhs: Any, rhs: Any, *others: Any, scaling: Scaling, **params: Any) -> str | None:
@@ -273,9 +274,10 @@ class Product:
         try:
             chosen = choose(self.name, self.variants, call, {})
         except Unsupported as refused:
-            return str(refused)
-        measured = chosen.variant.name == "hopper_few" and call.rows <= self.scaled_rows
-        return None if measured else matmul.UNMEASURED
+            return "; ".join(refused.reasons)
+        few = chosen.variant.name == "hopper_few" and call.rows <= self.scaled_rows
+        many = chosen.variant.name == "hopper" and call.rows >= SCALED_MEASURED
+        return None if few or many else matmul.UNMEASURED
 
     def call(
         self,

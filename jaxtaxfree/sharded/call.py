@@ -151,7 +151,7 @@ def product(call: Call) -> jax.Array:
         if (transposed := _lies_alone(call, mesh)) is None:
             raise Unsupported(call.name, found)
         lhs, rhs = call.operands
-        scales = {name: getattr(call.asked, name, None) for name in ("lhs_scale", "rhs_scale", "gate_scale")}
+        scales = {name: getattr(call.asked, name) for name in ("lhs_scale", "rhs_scale", "gate_scale")}
         how: dict[str, Any] = call.keywords | call.others | scales
         return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
     _say(call, "; ".join(found))
@@ -359,7 +359,8 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
         asked = dataclasses.replace(call.asked, lhs_scale=None, rhs_scale=None, gate_scale=None)
         if "gate" in call.others:
             asked = dataclasses.replace(asked, gate=wide.get("gate", call.others["gate"].astype(jnp.float32)))
-        dtype = result_dtype(*call.operands, call.preferred_element_type)
+        lhs, rhs = call.operands
+        dtype = result_dtype(lhs, rhs, call.preferred_element_type)
         return _plain(dataclasses.replace(call, operands=operands, asked=asked), mesh).astype(dtype)
     others = dict(call.others)
     operands = _placed_operands(call, mesh)

@@ -39,6 +39,7 @@ from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import bundle, epilogue, tiles
 
 SCALED = gl.constexpr(128)  # columns of rhs that have one scale, and steps of K, where scales are of blocks
+PROMOTED = gl.constexpr(128)  # columns of which the registers hold the sums of a step beside those of all steps
 
 
 class Factors(NamedTuple):
@@ -173,46 +174,33 @@ def multiply_tile(
     """
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
-    BLOCK_M: gl.constexpr = ring.lhs.shape[2]
     ROWS: gl.constexpr = ring.results.shape[2]
     BLOCK_N: gl.constexpr = rhs.shape[1] if is_transposed(ring) else rhs.shape[2]
-    BLOCK_K: gl.constexpr = ring.lhs.shape[3]
-    BLOCKS: gl.constexpr = 2 if HALF else 1
-    # Each instruction multiplies 32 bytes of K.
-    DEPTH: gl.constexpr = 256 // ring.lhs.dtype.primitive_bitwidth
-    # Of integers, Triton has instructions for up to 224 columns.
-    COLUMNS: gl.constexpr = min(BLOCK_N, 128) if ring.lhs.dtype == gl.int8 else BLOCK_N
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, COLUMNS, DEPTH])
+    LAYOUT: gl.constexpr = layout_of(ring, BLOCK_N, gl.num_warps())
     PROMOTES: gl.constexpr = promotes(ring) or factors is not None
-    SUMS: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
-    product = gl.zeros((ROWS, BLOCK_N), gl.float32 if PROMOTES else SUMS, LAYOUT)
-    factor = factors_of(factors, 0, ROWS, BLOCK_N, LAYOUT, GATED)
-    previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
-    for step in range(steps):
-        mbarrier.wait(ring.ready.index(stage), phase)
-        lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K]).slice(PARTITION * ROWS, ROWS)
-        columns = rhs.index(stage * BLOCKS)
-        if is_transposed(ring):
-            columns = columns.permute([1, 0])
-        if PROMOTES:
-            # While these wait for their sums, the other partition multiplies.
-            sums = gl.zeros((ROWS, BLOCK_N), SUMS, LAYOUT)
-            sums = warpgroup_mma(lhs, columns, sums, use_acc=False, is_async=True)
-            # On their way while this step is multiplied.
-            coming = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, BLOCK_N, LAYOUT, GATED)
-            sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
-            mbarrier.arrive(ring.empty.index(stage), count=1)
-            if factors is None:
-                product += sums
-            else:
-                product += sums.to(gl.float32) * factor
-                factor = coming
+    if PROMOTES:
+        if factors is not None:
+            product, stage, phase = multiply_scaled(ring, position, steps, HALF, PARTITION, factors, GATED)
+        elif BLOCK_N > PROMOTED:
+            product, stage, phase = multiply_halves(ring, position, steps, HALF, PARTITION)
         else:
-            product = warpgroup_mma(lhs, columns, product, use_acc=step > 0, is_async=True)
+            product = gl.zeros((ROWS, BLOCK_N), gl.float32, LAYOUT)
+            for _ in range(steps):
+                mbarrier.wait(ring.ready.index(stage), phase)
+                product += sums_of_step(ring, stage, HALF, PARTITION, 0, BLOCK_N)
+                mbarrier.arrive(ring.empty.index(stage), count=1)
+                stage, phase = following(stage, phase, ring.lhs.shape[0])
+    else:
+        product = gl.zeros((ROWS, BLOCK_N), gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32, LAYOUT)
+        previous = 0  # not `stage`: Triton would take `previous = stage` in the loop for no change
+        for step in range(steps):
+            mbarrier.wait(ring.ready.index(stage), phase)
+            rows, columns = operands_of(ring, stage, HALF, PARTITION, 0, BLOCK_N)
+            product = warpgroup_mma(rows, columns, product, use_acc=step > 0, is_async=True)
             product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
             mbarrier.arrive(ring.empty.index(previous), count=1, pred=step > 0)
-        previous = stage
-        stage, phase = following(stage, phase, ring.lhs.shape[0])
+            previous = stage
+            stage, phase = following(stage, phase, ring.lhs.shape[0])
     # On its way while the last step is multiplied.
     failed = shmem.failed(me)
     if not PROMOTES:
@@ -222,25 +210,121 @@ def multiply_tile(
     return product.to(gl.float32) * gl.where(failed, float("nan"), 1.0), stage, phase
 
 
+@gluon.constexpr_function
+def layout_of(ring, columns, num_warps):
+    """How the warps that multiply hold so many columns of a product."""
+    bits = ring.lhs.dtype.primitive_bitwidth
+    # Each instruction multiplies 32 bytes of K; of integers, Triton has instructions for up to 224 columns.
+    wide = min(columns, 128) if ring.lhs.dtype == gl.int8 else columns
+    return gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, wide, 256 // bits])
+
+
 @gluon.jit
-def factors_of(factors, step, ROWS: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr, GATED: gl.constexpr):
-    """By what the sums of a step are multiplied, [ROWS, 1], with a gate [ROWS, COLUMNS]; None without `Factors`."""
-    factor = None
-    if factors is not None:
-        row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-        factor = (row * 0 + 1).to(gl.float32)
-        if factors.rows is not None:
-            factor = gl.load(factors.rows + step * factors.row_step + row, mask=row < factors.count, other=1.0)
-        factor = factor[:, None]
-        one = gl.to_tensor(1.0)
-        of_columns = one if factors.columns is None else gl.load(factors.columns + step * factors.column_step)
-        if GATED:
-            of_gate = one if factors.gates is None else gl.load(factors.gates + step * factors.column_step)
-            column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-            factor = factor * gl.where(column < COLUMNS // 2, of_columns, of_gate)
-        elif factors.columns is not None:
-            factor *= of_columns
-    return factor
+def operands_of(ring, stage, HALF: gl.constexpr, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """A partition's rows of a stage, and so many of its columns from the FIRST on."""
+    BLOCK_M: gl.constexpr = ring.lhs.shape[2]
+    BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+    ROWS: gl.constexpr = ring.results.shape[2]
+    lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K]).slice(PARTITION * ROWS, ROWS)
+    columns = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
+    if is_transposed(ring):
+        if columns.shape[0] > COLUMNS:
+            columns = columns.slice(FIRST, COLUMNS, 0)
+        columns = columns.permute([1, 0])
+    return lhs, columns
+
+
+@gluon.jit
+def sums_of_step(ring, stage, HALF: gl.constexpr, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
+    """What a stage adds to these columns of a product. While this waits, the other partition multiplies."""
+    rows, columns = operands_of(ring, stage, HALF, PARTITION, FIRST, COLUMNS)
+    LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
+    SUMS: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
+    sums = gl.zeros((ring.results.shape[2], COLUMNS), SUMS, LAYOUT)
+    sums = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
+    sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+    return sums.to(gl.float32)
+
+
+@gluon.jit
+def multiply_halves(ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr):
+    """A product of many columns, whose sums of a step the registers hold of half of the columns at a time."""
+    stage, phase = position
+    ROWS: gl.constexpr = ring.results.shape[2]
+    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[1] // 2
+    LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
+    left = gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT)
+    right = gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT)
+    for _ in range(steps):
+        mbarrier.wait(ring.ready.index(stage), phase)
+        left += sums_of_step(ring, stage, HALF, PARTITION, 0, COLUMNS)
+        right += sums_of_step(ring, stage, HALF, PARTITION, COLUMNS, COLUMNS)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        stage, phase = following(stage, phase, ring.lhs.shape[0])
+    product = gl.join(left, right).permute([0, 2, 1]).reshape([ROWS, 2 * COLUMNS])
+    WHOLE: gl.constexpr = layout_of(ring, 2 * COLUMNS, gl.num_warps())
+    return gl.convert_layout(product, WHOLE, assert_trivial=True), stage, phase
+
+
+@gluon.jit
+def multiply_scaled(ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr, factors, GATED: gl.constexpr):
+    """A product whose steps have scales of their own.
+
+    Scales are loaded as soon as those of the same registers have been used, two steps before their own: they come from
+    the L2 cache, which takes longer than a step.
+    """
+    ROWS: gl.constexpr = ring.results.shape[2]
+    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[1]
+    LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
+    stage, phase = position
+    product = gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT)
+    rows, left, right = factors_of(factors, 0, ROWS, LAYOUT)
+    next_rows, next_left, next_right = factors_of(factors, gl.minimum(1, steps - 1), ROWS, LAYOUT)
+    for pair in range(steps // 2):
+        product, stage, phase = add_step(ring, stage, phase, product, rows, left, right, HALF, PARTITION, GATED)
+        rows, left, right = factors_of(factors, gl.minimum(2 * pair + 2, steps - 1), ROWS, LAYOUT)
+        product, stage, phase = add_step(
+            ring, stage, phase, product, next_rows, next_left, next_right, HALF, PARTITION, GATED
+        )
+        next_rows, next_left, next_right = factors_of(factors, gl.minimum(2 * pair + 3, steps - 1), ROWS, LAYOUT)
+    if steps % 2 == 1:
+        product, stage, phase = add_step(ring, stage, phase, product, rows, left, right, HALF, PARTITION, GATED)
+    return product, stage, phase
+
+
+@gluon.jit
+def add_step(
+    ring, stage, phase, product, rows, left, right, HALF: gl.constexpr, PARTITION: gl.constexpr, GATED: gl.constexpr
+):
+    """The product with that of one more stage, times what `factors_of` gives, and the position behind it."""
+    COLUMNS: gl.constexpr = product.shape[1]
+    mbarrier.wait(ring.ready.index(stage), phase)
+    sums = sums_of_step(ring, stage, HALF, PARTITION, 0, COLUMNS)
+    mbarrier.arrive(ring.empty.index(stage), count=1)
+    if GATED:
+        LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+        product += sums * (rows * gl.where(column < COLUMNS // 2, left, right))
+    else:
+        product += sums * (rows * left)
+    stage, phase = following(stage, phase, ring.lhs.shape[0])
+    return product, stage, phase
+
+
+@gluon.jit
+def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+    """By what the sums of a step are multiplied: rows [ROWS, 1], and all columns, or those of rhs and of a gate."""
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    rows = (row * 0 + 1).to(gl.float32)
+    if factors.rows is not None:
+        rows = gl.load(factors.rows + step * factors.row_step + row, mask=row < factors.count, other=1.0)
+    left = gl.to_tensor(1.0)
+    right = gl.to_tensor(1.0)
+    if factors.columns is not None:
+        left = gl.load(factors.columns + step * factors.column_step)
+    if factors.gates is not None:
+        right = gl.load(factors.gates + step * factors.column_step)
+    return rows[:, None], left, right
 
 
 @gluon.constexpr_function

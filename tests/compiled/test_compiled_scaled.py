@@ -77,9 +77,10 @@ def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     sums = "s32" if case[0] == "int8" else "f32"
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)\.(\w+)\.(\w+)\.(\w+)", ptx))
     gathers = len(case) == 3 or case[3] == "gated"
-    tiles = (64, 128) if gathers else (128,)  # half ones, too, of the kernel that gathers
+    # Wide tiles are multiplied by halves of 128 columns; of narrow ones the kernel that gathers has half ones, too.
+    tiles = (64, 128) if gathers and case[2] else (128,)
     assert found == {(f"m64n{n}k32", sums, names[case[0]], names[case[1]]) for n in tiles}
     report = ptxas_report(code)
-    # In the gather with scales of blocks one address is put aside, outside of the loop over K.
-    assert spilled_bytes(report) <= (48 if case[2] and gathers else 0), report
+    # Where the tile is wide, or scales are of blocks, some registers are put aside.
+    assert spilled_bytes(report) <= (160 if gathers else 0 if case[2] else 640), report
     assert products_that_do_not_overlap(report) == []

@@ -280,10 +280,17 @@ def test_gradients_of_scales_of_two_operands(cpu_mesh: Any, operation: Any) -> N
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
 def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
-    """XLA, unless a kernel is asked for; with an epilogue, whose operands come behind the scales."""
-    shapes = ((1024, 512), "int8"), ((512, 512), "int8"), ((1024, 1), "float32"), ((), "float32"), ((512,), "float32")
+    """A kernel of as many rows as were measured, or if it is asked for; with an epilogue, whose operands come last."""
 
-    def text(**how: Any) -> str:
+    def text(rows: int, **how: Any) -> str:
+        shapes = (
+            ((rows, 512), "float8_e4m3fn"),
+            ((512, 512), "float8_e4m3fn"),
+            ((rows, 1), "float32"),
+            ((), "float32"),
+            ((512,), "float32"),
+        )
+
         def call(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any, bias: Any) -> jax.Array:
             own = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "bias": bias, "activation": "silu"}
             return operation(lhs, rhs, "tp", rhs_transposed=transposed, **own, **how)
@@ -291,12 +298,14 @@ def test_what_is_taken_on_a_gpu(operation: Any, transposed: bool) -> None:
         program = jax.shard_map(call, mesh=mesh_of(2), in_specs=P(), out_specs=P(), check_vma=False)
         return lower_for_cuda(program, *(jax.ShapeDtypeStruct(*each) for each in shapes))
 
-    assert "dot_general" in text()
+    assert "dot_general" in text(512)
+    assert ("dot_general" in text(2048)) == (not transposed)
+    assert ("dot_general" in text(8192)) == (not transposed)
     if transposed:
-        assert "dot_general" not in text(implementation="fused")
+        assert "dot_general" not in text(512, implementation="fused")
     else:
         with pytest.raises(NotImplementedError, match=r"give rhs as \[N, K\], with rhs_transposed=True"):
-            text(implementation="fused")
+            text(512, implementation="fused")
 
 
 def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:

@@ -87,6 +87,8 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
     m, n, k, programs, eight_bits, of_lhs, of_rhs, *of_gate = shape
+    wide = of_gate == ["wide"]
+    of_gate = [] if wide else of_gate
     eight, names = np.dtype(eight_bits), ("rhs", "gate")[: 1 + len(of_gate)]
     lhs = [integers(rank, (1, m, k), eight) for rank in range(world)]
     weights = {
@@ -108,15 +110,15 @@ def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> 
     whole = np.concatenate(lhs).astype(np.float64) * _of_steps(left, k, rows).reshape(k, world, m).transpose(1, 2, 0)
     expected = [np.float64(1)] * world
     for name, each in weights.items():
-        wide = [w.astype(np.float64) * _of_steps(own, k, n).T for w, own in zip(each, right[name])]
-        expected = [product * (whole @ w.T) for product, w in zip(expected, wide)]
+        full = [w.astype(np.float64) * _of_steps(own, k, n).T for w, own in zip(each, right[name])]
+        expected = [product * (whole @ w.T) for product, w in zip(expected, full)]
     bundle = {}
     for name, kind, arrays in (("lhs", of_lhs, [left] * world), *((name, kinds[name], right[name]) for name in names)):
         if kind != "none":
             bundle[f"{name}_blocks" if kind == "block" else name] = [x if kind == "block" else x[0] for x in arrays]
     in_blocks = "block" in (of_lhs, *kinds.values())
     tiles = {"block_n": 64, "block_k": 128, "part": 128} if in_blocks else {"block_k": 16, "part": 32}
-    tiles |= {"block_n": 32} if of_gate else {}
+    tiles |= {"block_n": 256 if wide else 32} if of_gate or wide else {}
     config = gather_ops.hopper.Config(**TILES | tiles, block_m=8, unit=4, programs=programs)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
     form |= {"epilogue": Epilogue(operands=("gate",)), "gate_scales": of_gate[0]} if of_gate else {}
@@ -281,14 +283,15 @@ KERNELS = (
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul_with_scales,
-        # M, N, K, programs, dtype, and what has scales, and those of a gate; clipped at all ends, with half tiles and
-        # without
+        # M, N, K, programs, dtype, what has scales, and those of a gate, or tiles that are wide; clipped at all ends,
+        # with half tiles and without
         shapes=lambda world: (
             (4, 32, 32, 3, "float8_e4m3fn", "row", "row"),
             (12, 48, 48, 2, "int8", "row", "row"),
             (7, 48, 64, 1, "float8_e5m2", "none", "row"),
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block"),
             (12, 32, 144, 2, "int8", "block", "none"),
+            (7, 272, 48, 2, "float8_e4m3fn", "row", "row", "wide"),
             (4, 48, 32, 3, "float8_e4m3fn", "row", "row", "row"),
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block", "block"),
             (12, 32, 144, 2, "int8", "none", "row", "block"),
@@ -797,8 +800,10 @@ GATHERED_SCALES = (
     ("block of columns", 3, "columns += column // SCALED", "columns += 0"),
     ("step of rows", 3, "Factors(rows, SOURCES * M,", "Factors(rows, 0,"),
     ("step of columns", 3, "gates, gl.cdiv(N, SCALED))", "gates, 0)"),
-    ("block of a gate", 6, "gates += column // SCALED", "gates += 0"),
-    ("columns of a gate", 6, "column < COLUMNS // 2, of_columns", "column < COLUMNS, of_columns"),
+    ("block of a gate", 7, "gates += column // SCALED", "gates += 0"),
+    ("columns of a gate", 7, "column < COLUMNS // 2, left", "column < COLUMNS, left"),
+    ("half of a wide tile", 5, "PARTITION, COLUMNS, COLUMNS)", "PARTITION, 0, COLUMNS)"),
+    ("step after next", 3, "2 * pair + 2", "2 * pair + 1"),
 )
 SCATTERED_SCALES = (
     ("rank", 1, "scales, source, work.WORLD, row, column", "scales, 0, work.WORLD, row, column"),
@@ -834,6 +839,14 @@ def test_the_scale_of_something_else_gives_a_wrong_result(fault: str, tmp_path: 
     call, settings = kernel.case(seed, 3)
     with pytest.raises(AssertionError, match="result of rank"):
         call.run(getattr(module, kernel.function), **settings, calls=1)
+
+
+@pytest.mark.parametrize("name", ["matmul_reduce_scatter with scales", "matmul_all_reduce with scales"])
+def test_wide_tiles_of_sums_are_multiplied_by_halves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TILES_OF_SUMS, "block_n", 256)
+    kernel = KERNEL[name]
+    call = kernel.call(2, np.dtype(jnp.bfloat16), (20, 272, 48, 2, "float8_e4m3fn", "row", "row", "residual"))
+    call.run(getattr(kernel.module, kernel.function), **kernel.case(1, 2)[1])
 
 
 def test_as_many_lines_as_of_16_bits_do_not_fit_into_a_step_of_8(tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def all_gather_matmul(
       rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
         [..., M, ..., 1] or [..., M, ..., ceil(K / 128)], as `quantize` makes them. The wire carries 8 bits. A kernel
-        takes them where `rhs` has 8 bits, too, and is [N, K]; None takes XLA for now.
+        takes them where `rhs` has 8 bits, too, and is [N, K]; by default only one that was measured.
       rhs_scale: the same of a `rhs` of 8 bits: [], [1, N] or [ceil(K / 128), ceil(N / 128)], turned over as `rhs` is;
         `lhs` may then have 16 bits. With several rhs a tuple with one, or None, for each.
       gate: a second `rhs`, as in SwiGLU, which lies as `rhs` does. With G the gathered lhs, the result is
@@ -395,7 +395,8 @@ def reference(
     del config
     scales, operands = scaling.split(operands)
     if rhs_transposed:
-        rhs, operands = rhs.T, [x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands)]
+        rhs = rhs.T
+        operands = tuple(x.T if name == "gate" else x for name, x in zip(epilogue.operands, operands))
     if scaling:
         return _scaled_reference(
             lhs, rhs, operands, scales, axes, axis, precision, preferred_element_type, epilogue, return_gathered

@@ -59,8 +59,9 @@ class Hopper(Variant[Call]):
         # Every tile needs columns of all ranks, so what is gathered is sent early, and by few rows at a time.
         config = Config(pace=0.7, group_m=8) if call.along_columns else Config()
         if call.lhs.bits == 8:
-            # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
-            return dataclasses.replace(config, block_k=128, part=1024, block_n=128, num_stages=6)
+            config = dataclasses.replace(config, block_k=128, part=1024)
+            if hopper.narrow_of_8_bits(call):
+                return dataclasses.replace(config, block_n=128, num_stages=6)
         waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         wide = waves >= 3 or call.epilogue.gated

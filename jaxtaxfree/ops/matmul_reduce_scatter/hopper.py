@@ -48,8 +48,9 @@ class Hopper(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
-            # Sums that are added up in f32, and scales, stand in the registers beside the tile: it is narrow.
-            config = dataclasses.replace(config, block_k=128, block_n=128, num_stages=6, chunk=2048)
+            config = dataclasses.replace(config, block_k=128)
+        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call):
+            config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         elif 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
             return config
         else:
