@@ -18,7 +18,7 @@ from jax._src.core import trace_ctx
 from jaxtaxfree import heap, language, shmem
 from jaxtaxfree.call import check_call, check_kernel, sizes_of
 from jaxtaxfree.iris import reading, wrapper
-from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort
+from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort, triton_dtype
 from jaxtaxfree.teams import check_axes
 
 _FILLERS = 64  # programs of a kernel's own grid that fill its buffers: so many have to run at once
@@ -317,7 +317,8 @@ def workspace(
       **buffers: `symmetric(...)` for each name.
 
     Raises:
-      TypeError: if a buffer is something else, or has a name that a workspace needs itself.
+      TypeError: if a buffer is something else, or has a name that a workspace needs itself, or Triton does not know the
+        dtype of an array of `after`.
       NotImplementedError: with implementation="simulate".
     """
     if implementation not in (None, "fused", "simulate"):
@@ -341,9 +342,12 @@ def workspace(
     held = tuple(Buffer(key, of.shape, of.dtype) for key, of in buffers.items())
     ws = Workspace(jnp.zeros((1,), jnp.int32), axes, name, held, layout, implementation)
     sources = [of.source for of in buffers.values() if of.source is not None]
-    kernel = wrapper.opening(buffers, parts)
-    before, _ = lax.optimization_barrier((ws._before(), after))
-    (token,) = ws._launch(kernel, [*sources, before], [], (parts,), f"{name} open", {}, {})
+    # An operand that nobody reads is an order that XLA keeps.
+    behind = [array for array in map(jnp.asarray, jax.tree.leaves(after)) if array.size]
+    for array in behind:
+        triton_dtype(array.dtype)
+    kernel = wrapper.opening(buffers, parts, len(behind))
+    (token,) = ws._launch(kernel, [*sources, *behind, ws._before()], [], (parts,), f"{name} open", {}, {})
     return dataclasses.replace(ws, token=token)
 
 

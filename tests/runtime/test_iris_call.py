@@ -245,6 +245,10 @@ def test_a_workspace_is_opened_after_what_it_is_told(mesh: Mesh, no_code: None) 
         return in_two(x, "two", after={"x": (first := in_two(x, "one"))}) + first
 
     assert opened_behind(mesh, run) == [[], ["receive", "send", "one open"]]
+    text = lower_for_cuda(on_mesh(mesh, run), operand(mesh))
+    assert text.count(TRITON_CALL) == 6
+    with fails(TypeError, "Triton has no dtype for complex64"):
+        jax.eval_shape(on_mesh(mesh, lambda x: in_two(x, after=x.astype(jnp.complex64))), operand(mesh))
 
 
 def test_a_call_whose_buffers_are_results_opens_after_its_operands(mesh: Mesh, no_code: None) -> None:
