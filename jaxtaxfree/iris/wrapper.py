@@ -63,8 +63,8 @@ def alone(kernel: Any, given: Arguments, parts: int, constant_rank: bool) -> Any
 def opening(buffers: Mapping[str, Symmetric], parts: int, behind: int = 0) -> Any:
     """A kernel that opens a call of a workspace.
 
-    Its parameters: sources (name_source), as many as `behind` says that nobody reads, iris_before, team, iris_table, the
-    buffers (name_symmetric), iris_opened, iris_closed, iris_token.
+    Its parameters: sources (name_source), as many as `behind` says that nobody reads, iris_before, team, iris_table,
+    the buffers (name_symmetric), iris_opened, iris_closed, iris_token.
     """
     sources = [f"{name}_source" for name, each in buffers.items() if each.source is not None]
     symmetric_ = (f"{name}_symmetric" for name in buffers)
