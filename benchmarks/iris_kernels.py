@@ -118,6 +118,7 @@ def gather_matmul_push(
     ws = iris.workspace(
         axis_name,
         name="iris 14 push",
+        after=(x, y),
         inbox=iris.symmetric(inbox, x.dtype),
         flags=iris.symmetric(flags, FLAG, fill=0),
     )
@@ -257,6 +258,7 @@ def flash_decode(
     ws = iris.workspace(
         axis_name,
         name="iris 13",
+        after=query,
         gathered=iris.symmetric(gathered, jnp.float32),
         flags=iris.symmetric(flags, FLAG, fill=0),
     )
@@ -445,6 +447,7 @@ def matmul_ring(
     ws = iris.workspace(
         axis_name,
         name="iris 15",
+        after=(x, y),
         part=iris.symmetric((m, n), jnp.float32),
         ring=iris.symmetric((m, n), jnp.float32),
         total=iris.symmetric((m, n), jnp.float32),

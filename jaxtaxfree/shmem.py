@@ -414,8 +414,8 @@ def _launch(
 def _placed(arg: jax.Array) -> jax.Array:
     """The operand at an address that 16 divides, as kernels and jaxlib's launch want it.
 
-    In a loop XLA hands a slice of an array to a kernel as it lies. A barrier keeps it from that, where the slices behind
-    each other (xs of a scan) do not all begin at such addresses.
+    In a loop XLA hands a slice of an array to a kernel as it lies. A barrier keeps it from that, where the slices that
+    follow each other (xs of a scan) do not all begin at such addresses.
     """
     return lax.optimization_barrier(arg) if arg.size * arg.dtype.itemsize % 16 else arg
 

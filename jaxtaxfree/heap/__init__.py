@@ -149,7 +149,7 @@ def adopt(bases: Any, nbytes: int, *, devices: Sequence[jax.Device] | None = Non
     """Takes the heap from memory that another library has allocated on all ranks, such as Iris's or rocSHMEM's heap.
 
     Call it in every process, before the first fused operation is lowered. Nothing else may use the memory, and it has
-    to stay. `close` gives it back to its owner. This was tested on a model, and never run on GPUs.
+    to stay. `close` gives it back to its owner. This was run on NVIDIA GPUs, with memory of CUDA's driver.
 
     Args:
       bases: addresses of the ranks' memory, [n] if all processes see them alike. Otherwise [n, n], the same in all

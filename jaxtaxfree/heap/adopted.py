@@ -1,6 +1,6 @@
 """The symmetric heap in memory that another library owns, such as Iris's or rocSHMEM's: kernels find it by a table.
 
-It was tested on a model of a driver. On GPUs it was never run.
+It was tested on a model of a driver, and on two NVIDIA GPUs with memory of CUDA's driver; not with those libraries.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,7 @@ from jax._src.core import trace_ctx
 from jaxtaxfree import heap, language, shmem
 from jaxtaxfree.call import check_call, check_kernel, sizes_of
 from jaxtaxfree.iris import reading, wrapper
-from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort
+from jaxtaxfree.iris.arguments import Arguments, Buffer, Symmetric, sort, triton_dtype
 from jaxtaxfree.teams import check_axes
 
 _FILLERS = 64  # programs of a kernel's own grid that fill its buffers: so many have to run at once
@@ -162,7 +162,7 @@ def _with_results(
 ) -> Any:
     """A call some of whose symmetric buffers are results: a workspace for it alone."""
     held = {f"{key}_buffer": of for key, of in found.symmetric.items()}  # a workspace has attributes of its own
-    ws = workspace(axes, name=f"of {name}", implementation=implementation, **held)
+    ws = workspace(axes, name=f"of {name}", implementation=implementation, after=found.operands, **held)
     buffers = {key: getattr(ws, f"{key}_buffer") for key in found.symmetric}
     within = dataclasses.replace(found, symmetric={}, buffers=buffers)
     joined = _join(kernel, within, ws, grid, name, constant_rank, how)
@@ -294,6 +294,7 @@ def workspace(
     /,
     *,
     name: str = "workspace",
+    after: Any = None,
     implementation: str | None = None,
     **buffers: Symmetric,
 ) -> Workspace:
@@ -303,24 +304,28 @@ def workspace(
     call but one. Give the workspace to each `iris_call`, and go on with the one that it returns: this orders them.
 
     Workspaces of the same name and buffers share memory, like two calls of one kernel. So launch the last kernel of one
-    before you open the next. Where a function opens both, or the second needs a result of the first, or a loop goes
-    round, they follow each other. Two functions with a `jax.jit` of their own that need nothing of each other XLA may
-    interleave; the GPU then stops with an error ("unspecified launch failure"). Give their workspaces different names.
+    before you open the next. Where one function opens both, or the second is opened `after` a result of the first, or a
+    loop goes round, they follow each other. Otherwise, such as in a function under a `jax.jit` of its own, XLA may
+    interleave them; the GPU then stops with an error ("unspecified launch failure"). Say `after`, or give them
+    different names.
 
     Args:
       axis_name: the mesh axis, or axes, along which the ranks work together.
       name: of the memory.
+      after: arrays, in any structure: it is opened when they are there. Pass the operands of what runs in it.
       implementation: of all its launches: None or "fused".
       **buffers: `symmetric(...)` for each name.
 
     Raises:
-      TypeError: if a buffer is something else, or has a name that a workspace needs itself.
+      TypeError: if a buffer is something else, or has a name that a workspace needs itself, or Triton does not know the
+        dtype of an array of `after`.
       NotImplementedError: with implementation="simulate".
     """
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"A workspace has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
-    reserved = {field.name for field in dataclasses.fields(Workspace)} | {"read"}
-    for key, of in buffers.items():
+    reserved = {field.name for field in dataclasses.fields(Workspace)} | {"read", "after"}
+    taken = {"after": after} if isinstance(after, Symmetric) else {}
+    for key, of in (buffers | taken).items():
         if not isinstance(of, Symmetric):
             raise TypeError(f"The workspace {name!r} takes buffers as symmetric(...), not {key}={of!r}.")
         if key in reserved or key.startswith("_"):
@@ -337,8 +342,12 @@ def workspace(
     held = tuple(Buffer(key, of.shape, of.dtype) for key, of in buffers.items())
     ws = Workspace(jnp.zeros((1,), jnp.int32), axes, name, held, layout, implementation)
     sources = [of.source for of in buffers.values() if of.source is not None]
-    kernel = wrapper.opening(buffers, parts)
-    (token,) = ws._launch(kernel, [*sources, ws._before()], [], (parts,), f"{name} open", {}, {})
+    # An operand that nobody reads is an order that XLA keeps.
+    behind = [array for array in map(jnp.asarray, jax.tree.leaves(after)) if array.size]
+    for array in behind:
+        triton_dtype(array.dtype)
+    kernel = wrapper.opening(buffers, parts, len(behind))
+    (token,) = ws._launch(kernel, [*sources, *behind, ws._before()], [], (parts,), f"{name} open", {}, {})
     return dataclasses.replace(ws, token=token)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxtaxfree import language
 from jaxtaxfree.kernels import iris as device
 
 _lock = threading.RLock()
@@ -110,7 +111,7 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
     Iris's other modules, such as `iris.ccl.triton.all_gather`, are found where Iris is installed; no `__init__` of its
     packages runs, which would import torch. Where torch and tritonblas are not installed, placeholders stand for them,
     so that the host half of a kernel file can be read and not be run. All this is undone at the end; functions that
-    were loaded go on working.
+    were loaded go on working. Meanwhile no other thread lowers a program with a Triton kernel.
 
     Args:
       own: device functions of `jaxtaxfree.iris`, whose accesses are 16 bytes wide and whose atomics are of the system.
@@ -122,7 +123,7 @@ def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Itera
     Raises:
       ModuleNotFoundError: if Iris's own functions are asked for and it is not installed.
     """
-    with _lock:
+    with language.rebound(), _lock:  # Triton looks at torch, of which others may see a half or a placeholder
         place = Path(home) if home is not None else home_of_iris()
         if not own and place is None:
             raise ModuleNotFoundError("Iris is not installed, and home= names no folder of it.")

@@ -60,15 +60,16 @@ def alone(kernel: Any, given: Arguments, parts: int, constant_rank: bool) -> Any
     return _define(kernel, parameters, given, body)
 
 
-def opening(buffers: Mapping[str, Symmetric], parts: int) -> Any:
+def opening(buffers: Mapping[str, Symmetric], parts: int, behind: int = 0) -> Any:
     """A kernel that opens a call of a workspace.
 
-    Its parameters: sources (name_source), iris_before, team, iris_table, the buffers (name_symmetric), iris_opened,
-    iris_closed, iris_token.
+    Its parameters: sources (name_source), as many as `behind` says that nobody reads, iris_before, team, iris_table,
+    the buffers (name_symmetric), iris_opened, iris_closed, iris_token.
     """
     sources = [f"{name}_source" for name, each in buffers.items() if each.source is not None]
     symmetric_ = (f"{name}_symmetric" for name in buffers)
-    parameters = [*sources, "iris_before", "team", "iris_table", *symmetric_, "iris_opened"]
+    unread = [f"iris_behind_{i}" for i in range(behind)]
+    parameters = [*sources, *unread, "iris_before", "team", "iris_table", *symmetric_, "iris_opened"]
     locals_ = {name: f"{name}_" for name in buffers}
     body = [
         "iris_me = shmem.start(team, WORLD=WORLD)",

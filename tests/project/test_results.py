@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import table
+from benchmarks import iris, table
 from benchmarks.operations import OPERATIONS
 from benchmarks.rows import make_row, write_rows
 
@@ -42,6 +42,14 @@ def test_a_committed_file_of_each_operation_is_shown(op):
 def test_no_table_without_a_file():
     shown = set(re.findall(r"<!-- results of (\w+): begin -->", TEXT))
     assert shown == {operation_of(path).name for path in results()}
+
+
+def test_the_table_of_iris_kernels():
+    text = iris.DOCUMENT.read_text()
+    shown = text.partition(iris.MARKS[0])[2].partition(iris.MARKS[1])[0]
+    (folder,) = re.findall(r"\[`(benchmarks/results/[^`]+)`\]", shown)
+    assert iris.with_table(table.ROOT / folder) == text
+    assert (table.ROOT / folder / "README.md").read_text() == iris.page(table.ROOT / folder)
 
 
 def shown_in(document):

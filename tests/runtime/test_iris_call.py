@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import itertools
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -48,10 +47,10 @@ def rotated(x: jax.Array, axis_name: Any = "tp", **changed: Any) -> Any:
     return jtf.iris_call(iris_programs.rotate, **{"axis_name": axis_name, "grid": 1, **given, **changed})
 
 
-def in_two(x: jax.Array, name: str = "workspace", implementation: str | None = None) -> jax.Array:
+def in_two(x: jax.Array, name: str = "workspace", implementation: str | None = None, after: Any = None) -> jax.Array:
     """`rotated` by two launches that share buffers."""
     inbox = iris.symmetric((SIZE,), x.dtype)
-    ws = iris.workspace("tp", name=name, implementation=implementation, inbox=inbox, flag=FLAG)
+    ws = iris.workspace("tp", name=name, after=after, implementation=implementation, inbox=inbox, flag=FLAG)
     ws = jtf.iris_call(
         iris_programs.send,
         workspace=ws,
@@ -206,17 +205,8 @@ def test_launches(mesh: Mesh, no_code: None, call: Callable, launches: int) -> N
     assert lower_for_cuda(on_mesh(mesh, call), operand(mesh)).count(TRITON_CALL) == launches
 
 
-def test_launches_of_a_workspace_follow_each_other(mesh: Mesh, no_code: None) -> None:
-    """Each takes the token of the one before."""
-    program = lower_for_cuda(on_mesh(mesh, in_two), operand(mesh))
-    calls = [line for line in program.splitlines() if TRITON_CALL in line]
-    for before, after in itertools.pairwise(calls):
-        result = before.split("=")[0].strip().split(":")[0]
-        assert f"{result}#0" in after or f"{result}," in after or f"{result})" in after
-
-
-def opened_behind(mesh: Mesh, run: Callable) -> list[list[str]]:
-    """Of each launch of a program that opens a workspace, the kernels that it comes from, the last one first."""
+def launches_of(mesh: Mesh, run: Callable) -> list[list[str]]:
+    """Each launch of a program, and the ones that it comes from, the last one first."""
 
     def producers(variable: Any, by: dict[Any, Any]) -> list[str]:
         if variable not in by:
@@ -228,8 +218,18 @@ def opened_behind(mesh: Mesh, run: Callable) -> list[list[str]]:
     (equation,) = (each for each in jax.make_jaxpr(on_mesh(mesh, run))(operand(mesh)).eqns)
     inner = equation.params["jaxpr"].eqns[0].params["jaxpr"]
     by = {variable: each for each in inner.eqns for variable in each.outvars}
-    opened = [each.outvars[0] for each in inner.eqns if each.params.get("name", "").endswith(" open")]
-    return [producers(each, by)[1:] for each in opened]
+    return [producers(each.outvars[0], by) for each in inner.eqns if each.primitive.name == "shmem_call"]
+
+
+def opened_behind(mesh: Mesh, run: Callable) -> list[list[str]]:
+    """Of each launch of a program that opens a workspace, the ones that it comes from."""
+    return [before for name, *before in launches_of(mesh, run) if name.endswith(" open")]
+
+
+def test_launches_of_a_workspace_follow_each_other(mesh: Mesh) -> None:
+    """Each takes the token of the one before."""
+    opened = ["workspace open"]
+    assert launches_of(mesh, in_two) == [opened, ["send", *opened], ["receive", "send", *opened]]
 
 
 @pytest.mark.parametrize("names", (("one", "one"), ("one", "two")), ids=str)
@@ -238,6 +238,24 @@ def test_workspaces_that_share_memory_follow_each_other(mesh: Mesh, no_code: Non
     launches = ["receive", "send", "one open"] if names[0] == names[1] else []
     behind = opened_behind(mesh, lambda x: in_two(x, names[0]) + in_two(2 * x, names[1]))
     assert behind == [[], launches]
+
+
+def test_a_workspace_is_opened_after_what_it_is_told(mesh: Mesh, no_code: None) -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return in_two(x, "two", after={"x": (first := in_two(x, "one"))}) + first
+
+    assert opened_behind(mesh, run) == [[], ["receive", "send", "one open"]]
+    text = lower_for_cuda(on_mesh(mesh, run), operand(mesh))
+    assert text.count(TRITON_CALL) == 6
+    with fails(TypeError, "Triton has no dtype for complex64"):
+        jax.eval_shape(on_mesh(mesh, lambda x: in_two(x, after=x.astype(jnp.complex64))), operand(mesh))
+
+
+def test_a_call_whose_buffers_are_results_opens_after_its_operands(mesh: Mesh, no_code: None) -> None:
+    def run(x: jax.Array) -> jax.Array:
+        return scattered(in_two(x))
+
+    assert opened_behind(mesh, run) == [[], ["receive", "send", "workspace open"]]
 
 
 def test_workspaces_of_programs_that_threads_trace(mesh: Mesh) -> None:
@@ -426,6 +444,16 @@ def test_waits_made_to_last(mesh: Mesh, kernel: Any) -> None:
         return jtf.iris_call(lasting, axis_name="tp", grid=1, flag=flag, out=out, implementation="simulate")
 
     np.testing.assert_array_equal(on_mesh(mesh, call)(values(mesh)), np.ones(3))
+
+
+def test_nothing_is_lowered_while_a_file_is_read(mesh: Mesh, no_code: None) -> None:
+    """Triton looks at torch, of which another thread may see a half or a placeholder."""
+    with ThreadPoolExecutor(1) as pool:
+        with iris.as_iris():
+            lowered = pool.submit(lambda: lower_for_cuda(on_mesh(mesh, rotated), operand(mesh)))
+            with pytest.raises(TimeoutError):
+                lowered.result(0.5)
+        assert TRITON_CALL in lowered.result(60)
 
 
 def test_no_wait_to_be_made_lasting() -> None:
