@@ -280,7 +280,13 @@ SIGNAL = "            shmem.signal_all(me, meeting + me.rank, WORLD)\n"
 BEGIN = "        for stage in range(STAGES):\n            begin, end"
 MUTANTS = (
     Mutant("a row more than there is room for", places, (("MOST - (end", "MOST + 1 - (end"),), _placed, WRONG),
-    Mutant("a choice counts itself", places, ((":, None] > choice", ":, None] >= choice"),), _placed, WRONG),
+    Mutant(
+        "a choice counts itself",
+        places,
+        (("tl.cumsum(is_kind.to(tl.int32), 0) - 1", "tl.cumsum(is_kind.to(tl.int32), 0)"),),
+        _placed,
+        WRONG,
+    ),
     Mutant("a block counts itself", places, (("other < block", "other <= block"),), _placed, WRONG),
     Mutant(
         "a source's rows begin where the first one's do",
