@@ -35,7 +35,9 @@ CAPACITY = 1024
 
 
 def _moe(x: jax.Array, y: Any, *, implementation: str, config: Config | None = None) -> jax.Array:
-    return jtf.moe(x, *y[:5], AXIS, capacity=y[-1].shape[0], implementation=implementation, config=config)
+    experts, weights, w_gate, w_up, w_down = y[:5]
+    how = {"capacity": y[-1].shape[0], "implementation": implementation, "config": config}
+    return jtf.moe(x, experts, weights, w_gate, w_up, w_down, AXIS, **how)
 
 
 def _dense(x: jax.Array, y: Any) -> jax.Array:
@@ -79,7 +81,7 @@ def _gradients(x: jax.Array, y: Any, *, call: Any, config: Config | None = None)
     # As in `mlp.py`: the cotangent comes after the forward pass, and all gradients are computed whole.
     out, ct = lax.optimization_barrier((out, ct))
     out, (x_bar, *bars) = lax.optimization_barrier((out, backward(ct)))
-    return x_bar + sum(bar.reshape(-1)[0] for bar in (out, *bars)).astype(x_bar.dtype)
+    return x_bar + jnp.stack([bar.reshape(-1)[0].astype(x_bar.dtype) for bar in (out, *bars)]).sum()
 
 
 class Moe(Operation):

@@ -150,7 +150,7 @@ class Moved:
             how["grid"] = 2 * how["PROGRAMS"]
             how["signals"] = {"arrived": (how["PROGRAMS"], self.world)}
         else:
-            how |= host_rows.keywords(f"moe_{kernel}", self.tokens, self.k, self.d, dtype.itemsize)
+            how |= host_rows.keywords(f"moe_{kernel}", (self.tokens, self.k), self.d, dtype.itemsize)
             how |= {"TILE": 2, "BLOCK": 16, "grid": (-(-self.tokens // 2), 1 if kernel == "dots" else -(-self.d // 16))}
             del how["axis_name"]
         del how["name"]
