@@ -151,7 +151,7 @@ def plain_step_of_training(cfg):
         (1, "xla", TINY),
         (2, "xla", TINY),
         (4, "xla", TINY),
-        (2, "xla", MIXED),
+        pytest.param(2, "xla", MIXED, marks=pytest.mark.soak),
         pytest.param(2, "simulate", TINY, marks=pytest.mark.slow),
     ],
 )

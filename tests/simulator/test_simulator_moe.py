@@ -200,7 +200,7 @@ def test_rows_of_a_rank(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", ("dispatch", "combine"))
-@pytest.mark.parametrize("world", (2, 3))
+@pytest.mark.parametrize("world", (2, pytest.param(3, marks=pytest.mark.soak)))
 def test_rows_of_all_ranks(kernel: str, world: int) -> None:
     for seed in range(4):
         moved = TOGETHER[world]
