@@ -2,7 +2,10 @@
 
 Routing is drawn, and read on the device. The floor of a shape is `dense`, measured in the same run: the three products
 of a rank as XLA's batched ones, of as many rows in groups of equal size. For few tokens that is the reading of the
-weights. Nothing travels in it, and no row is sorted.
+weights. Nothing travels in it, and no row is sorted. The capacity is what the busiest rank needs: nothing is dropped.
+
+XLA's peer is the same layer by `lax.ragged_dot`, which multiplies all rows by all experts of a rank and takes as much
+memory; so a chain of it is short.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +26,18 @@ from jaxtaxfree.ops.moe.shapes import SHAPES, TINY_SHAPES
 from jaxtaxfree.ops.shapes import MoeShape
 
 # x: tokens [world * tokens, d]. y: their experts and weights [world * tokens, top_k]; w_gate, w_up [experts, d, f] and
-# w_down [experts, f, d]; a cotangent like x.
+# w_down [experts, f, d]; a cotangent like x; and an array as long as the capacity, of which only that is read.
 # The results of experts are rounded, and their sum may be less than each of them; so may gradients of products.
-_make = partial(Implementation, in_specs=(P(AXIS), (P(AXIS),) * 6), out_spec=P(AXIS), tolerance=2e-2)
+_make = partial(Implementation, in_specs=(P(AXIS), (P(AXIS),) * 7), out_spec=P(AXIS), tolerance=2e-2)
+
+# Capacities are multiples of it, so that most routings take the same kernels.
+CAPACITY = 1024
 
 
 def _moe(x: jax.Array, y: Any, *, implementation: str, config: Config | None = None) -> jax.Array:
-    return jtf.moe(x, *y[:5], AXIS, implementation=implementation, config=config)
+    experts, weights, w_gate, w_up, w_down = y[:5]
+    how = {"capacity": y[-1].shape[0], "implementation": implementation, "config": config}
+    return jtf.moe(x, experts, weights, w_gate, w_up, w_down, AXIS, **how)
 
 
 def _dense(x: jax.Array, y: Any) -> jax.Array:
@@ -63,17 +71,17 @@ def _by_experts(x: jax.Array, y: Any) -> jax.Array:
 
 def _gradients(x: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
     """The gradient of x, with a trace of those of weights and experts, which are computed as well."""
-    experts, *weights, ct = y
+    experts, *weights, ct, capacity = y
 
     def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        given = (experts, *weights)
+        given = (experts, *weights, capacity)
         return call(x, given) if config is None else call(x, given, config=config)
 
     out, backward = jax.vjp(layer, x, *weights)
     # As in `mlp.py`: the cotangent comes after the forward pass, and all gradients are computed whole.
     out, ct = lax.optimization_barrier((out, ct))
     out, (x_bar, *bars) = lax.optimization_barrier((out, backward(ct)))
-    return x_bar + sum(bar.reshape(-1)[0] for bar in (out, *bars)).astype(x_bar.dtype)
+    return x_bar + jnp.stack([bar.reshape(-1)[0].astype(x_bar.dtype) for bar in (out, *bars)]).sum()
 
 
 class Moe(Operation):
@@ -82,6 +90,7 @@ class Moe(Operation):
     tiny_shapes = TINY_SHAPES
     sizes = MoeShape.sizes
     parts = ("dense",)
+    fewest_calls = 2
     ceiling = "GB/s received by a rank"
     heading = "tokens of a rank, D, F, experts, choices of a token, routing"
 
@@ -128,7 +137,15 @@ class Moe(Operation):
         ys = tuple(
             tuple(make(key) for make, key in zip(makers, some)) for some in keys[calls:].reshape(turns, len(makers))
         )
-        return Operands(xs={"sharded": tuple(make_x(key) for key in keys[:calls])}, ys=ys)
+        here = shape.experts // world
+        needed = max(int(np.bincount(np.asarray(y[0]).reshape(-1) // here, minlength=world).max()) for y in ys)
+        capacity = put(lambda: jnp.zeros(world * (needed + -needed % CAPACITY), jnp.int8))()
+        return Operands(
+            xs={"sharded": tuple(make_x(key) for key in keys[:calls])}, ys=tuple((*y, capacity) for y in ys)
+        )
+
+    def calls_per_program(self, shape: MoeShape, world: int) -> int:
+        return min(4, super().calls_per_program(shape, world))
 
     def y_bytes(self, shape: MoeShape, world: int) -> int:
         return shape.weight_bytes(world, jnp.dtype(DTYPE).itemsize)

@@ -2,8 +2,8 @@
 
     python -m jaxtaxfree generate examples/weights/pydoc --prompt 'The "with" statement '
 
-The model of transformer.py is a Llama whose matrices are stored in another way: transposed, and queries, keys and
-values of a key/value head side by side. So whoever reads Llamas reads it, transformers among them.
+The model of transformer.py is a Llama, or with experts a Mixtral, whose matrices are stored in another way: transposed,
+and queries, keys and values of a key/value head side by side. So whoever reads those reads it, transformers among them.
 """
 
 from __future__ import annotations
@@ -38,18 +38,22 @@ OTHER_FIELDS = {
     "tie_word_embeddings": False,
     "torch_dtype": "float16",
 }
-# The matrices of a layer that are only transposed.
-MATRICES = {
-    "w_o": "self_attn.o_proj",
-    "w_gate": "mlp.gate_proj",
-    "w_up": "mlp.up_proj",
-    "w_down": "mlp.down_proj",
-}
+FIELDS_OF_MIXTURES = {"n_experts": "num_local_experts", "n_chosen": "num_experts_per_tok"}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "sliding_window": None}
+# The matrices of a layer that are only transposed; those of experts [E, in, out] are one tensor an expert.
+MATRICES = {"w_o": "self_attn.o_proj"}
+MLP = {"w_gate": "mlp.gate_proj", "w_up": "mlp.up_proj", "w_down": "mlp.down_proj"}
+ROUTER = {"router": "block_sparse_moe.gate"}
+EXPERT = {f"w_{x}": f"block_sparse_moe.experts.{{}}.{w}" for x, w in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
 NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
+def matrices(cfg: Config) -> dict[str, str]:
+    return MATRICES | (ROUTER if cfg.n_experts else MLP)
+
+
 def tensors_of(params: Params, cfg: Config) -> dict[str, np.ndarray]:
-    """The parameters by the names of a Llama, each [out, in], in float16."""
+    """The parameters by the names of a Llama or Mixtral, each [out, in], in float16."""
     k, group, h, d = cfg.n_kv_heads, cfg.group, cfg.head_dim, cfg.d_model
     tensors = {
         "model.embed_tokens": params["embed"],
@@ -61,7 +65,9 @@ def tensors_of(params: Params, cfg: Config) -> dict[str, np.ndarray]:
         qkv = layer["w_qkv"].T.reshape(k, group + 2, h, d)
         of_layer = {"self_attn.q_proj": qkv[:, :group].reshape(-1, d)}
         of_layer |= {f"self_attn.{x}_proj": qkv[:, group + n].reshape(-1, d) for n, x in enumerate("kv")}
-        of_layer |= {name: layer[own].T for own, name in MATRICES.items()}
+        of_layer |= {name: layer[own].T for own, name in matrices(cfg).items()}
+        for own, name in EXPERT.items() if cfg.n_experts else ():
+            of_layer |= {name.format(e): weight.T for e, weight in enumerate(layer[own])}
         of_layer |= {name: layer[own] for own, name in NORMS.items()}
         tensors |= {f"model.layers.{i}.{name}": weight for name, weight in of_layer.items()}
     return {f"{name}.weight": np.ascontiguousarray(weight, np.float16) for name, weight in tensors.items()}
@@ -75,7 +81,9 @@ def params_of(tensors: dict[str, np.ndarray], cfg: Config) -> Params:
         of = lambda name, i=i: tensors[f"model.layers.{i}.{name}.weight"]  # noqa: E731
         parts = [of(f"self_attn.{x}_proj").reshape(k, -1, h, d) for x in "qkv"]
         layer = {"w_qkv": np.concatenate(parts, axis=1).reshape(-1, d).T}
-        layer |= {own: of(name).T for own, name in MATRICES.items()}
+        layer |= {own: of(name).T for own, name in matrices(cfg).items()}
+        for own, name in EXPERT.items() if cfg.n_experts else ():
+            layer[own] = np.stack([of(name.format(e)).T for e in range(cfg.n_experts)])
         layers.append(layer | {own: of(name) for own, name in NORMS.items()})
     return {
         "embed": tensors["model.embed_tokens.weight"],
@@ -104,7 +112,10 @@ def save(folder: Path, params: Params, cfg: Config, **metadata: str) -> None:
     """Writes weights in float16, config.json and tokenizer.json; the metadata of the weights is what else is given."""
     folder.mkdir(parents=True, exist_ok=True)
     safetensors.numpy.save_file(tensors_of(params, cfg), folder / "model.safetensors", {"format": "pt", **metadata})
-    fields = OTHER_FIELDS | {field: getattr(cfg, own) for own, field in FIELDS.items()}
+    names = FIELDS | (FIELDS_OF_MIXTURES if cfg.n_experts else {})
+    fields = (
+        OTHER_FIELDS | (MIXTRAL if cfg.n_experts else {}) | {field: getattr(cfg, own) for own, field in names.items()}
+    )
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer(), ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -112,7 +123,8 @@ def save(folder: Path, params: Params, cfg: Config, **metadata: str) -> None:
 def load(folder: Path, dtype: Any = np.float32) -> tuple[Params, Config, dict[str, str]]:
     """Reads what `save` wrote: the parameters as NumPy arrays of `dtype`, the config, and the metadata."""
     fields = json.loads((folder / "config.json").read_text())
-    cfg = Config(**{own: fields[field] for own, field in FIELDS.items()})
+    names = FIELDS | FIELDS_OF_MIXTURES
+    cfg = Config(**{own: fields[field] for own, field in names.items() if field in fields})
     with safetensors.safe_open(folder / "model.safetensors", framework="numpy") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name).astype(dtype) for name in file.keys()}  # noqa: SIM118

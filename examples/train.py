@@ -129,9 +129,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2500)
     parser.add_argument("--out", type=Path, default=WEIGHTS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--experts", type=int, default=0, metavar="E", help="a mixture of so many experts; needs --out")
     args = parser.parse_args()
+    if args.experts and args.out == WEIGHTS:
+        parser.error("--experts needs --out, because the demo's own weights are no mixture")
 
-    cfg = Config()
+    # Two experts of a token have as many columns together as the one MLP has.
+    cfg = Config(n_experts=args.experts, d_mlp=Config.d_mlp // 2) if args.experts else Config()
     training, held_out = corpus()
     print(f"{len(training)} bytes to train on, {len(held_out)} held out, {cfg}")
     params = train(training, cfg, args.steps, args.seed, log=functools.partial(print, flush=True))

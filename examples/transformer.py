@@ -1,4 +1,4 @@
-"""A byte-level decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU.
+"""A byte-level decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU or experts of it.
 
 It comes in two forms that share their mathematics and their parameters. `forward` takes whole sequences on one
 device and is plain JAX; train.py uses it. `prefill` and `decode` are the tensor-parallel form, called inside
@@ -10,6 +10,11 @@ sequences. Norms and residual additions are therefore local, and every block is
     all_gather_matmul(norm(x), column-parallel weight)   all tokens, this rank's heads, or columns after SwiGLU
     attention, in a block that has it                    see below
     matmul_reduce_scatter(y, row-parallel weight)        this rank's tokens, summed over the ranks, plus x
+
+With `n_experts` the second block of a layer is a mixture of experts, of which each rank has E / W:
+
+    routing.top_k(norm(x) @ router)                      this rank's tokens choose
+    moe(norm(x), experts, weights, ...)                  they go to the experts' ranks, and come back summed, plus x
 
 Prefill attends by heads: each rank has all keys of its own heads, so attention is local. Decode attends by sequence:
 the cache is sharded along the sequence, in blocks that the ranks take in turn, so that a context may be as long as
@@ -27,7 +32,7 @@ parameters of these. Every rank has the residual stream, and the keys and values
 Letters of shapes, those of jax.nn where it has them:
 
     B sequences, T new tokens, S cached tokens, N query heads, K key/value heads, G = N / K, H head size,
-    D model, F mlp, V vocabulary (the 256 bytes), L layers, W ranks
+    D model, F mlp, V vocabulary (the 256 bytes), L layers, E experts, W ranks
 
 Parameters. A plain P(None, "tp") or P("tp", None) has to hand each rank whole heads, so columns are ordered by owner
 and not by kind, which works for every W that divides K, F and V:
@@ -40,6 +45,8 @@ and not by kind, which works for every W that divides K, F and V:
     w_down     [F, D]               rows
     unembed    [D, V]               columns
     *_norm     [D]                  replicated
+
+and of a mixture of experts w_gate, w_up [E, D, F] and w_down [E, F, D] by experts, and router [D, E] replicated.
 """
 
 from __future__ import annotations
@@ -77,6 +84,8 @@ class Config:
     vocab: int = 256
     context: int = 256
     rope_theta: float = 10_000.0
+    n_experts: int = 0  # none: every token has the one MLP
+    n_chosen: int = 2
 
     @property
     def group(self) -> int:
@@ -84,19 +93,21 @@ class Config:
 
     def divides(self, world: int) -> bool:
         """Whether every sharded axis splits evenly over `world` ranks."""
-        return self.n_kv_heads % world == 0 and self.d_mlp % world == 0 and self.vocab % world == 0
+        parts = self.n_kv_heads, self.n_experts or self.d_mlp, self.vocab
+        return all(size % world == 0 for size in parts)
 
 
 def init(key: jax.Array, cfg: Config) -> Params:
     """Random parameters in float32."""
-    keys = iter(jax.random.split(key, 2 + 5 * cfg.n_layers))
+    keys = iter(jax.random.split(key, 2 + (6 if cfg.n_experts else 5) * cfg.n_layers))
 
-    def normal(rows: int, cols: int, scale: float = 1.0) -> jax.Array:
-        return scale / math.sqrt(rows) * jax.random.normal(next(keys), (rows, cols))
+    def normal(rows: int, cols: int, scale: float = 1.0, each: tuple[int, ...] = ()) -> jax.Array:
+        return scale / math.sqrt(rows) * jax.random.normal(next(keys), (*each, rows, cols))
 
     # The two matmuls of a layer that write to the residual stream start smaller, so that its size does not grow with L.
     out = 1 / math.sqrt(2 * cfg.n_layers)
     q_dim, d, f = cfg.n_heads * cfg.head_dim, cfg.d_model, cfg.d_mlp
+    each = (cfg.n_experts,) if cfg.n_experts else ()
     return {
         "embed": normal(cfg.vocab, d, scale=math.sqrt(cfg.vocab / d)),
         "layers": [
@@ -105,9 +116,10 @@ def init(key: jax.Array, cfg: Config) -> Params:
                 "w_qkv": normal(d, cfg.n_kv_heads * (cfg.group + 2) * cfg.head_dim),
                 "w_o": normal(q_dim, d, scale=out),
                 "mlp_norm": jnp.ones(d),
-                "w_gate": normal(d, f),
-                "w_up": normal(d, f),
-                "w_down": normal(f, d, scale=out),
+                **({"router": normal(d, cfg.n_experts)} if cfg.n_experts else {}),
+                "w_gate": normal(d, f, each=each),
+                "w_up": normal(d, f, each=each),
+                "w_down": normal(f, d, scale=out, each=each),
             }
             for _ in range(cfg.n_layers)
         ],
@@ -127,6 +139,8 @@ def param_specs(cfg: Config, axis_name: str = "tp") -> Params:
         "w_up": P(None, axis_name),
         "w_down": P(axis_name, None),
     }
+    if cfg.n_experts:
+        layer |= {"router": P(), **dict.fromkeys(("w_gate", "w_up", "w_down"), P(axis_name))}
     return {
         "embed": P(),
         "layers": [dict(layer) for _ in range(cfg.n_layers)],
@@ -193,7 +207,24 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
     return out.reshape(*out.shape[:2], -1)
 
 
+def choose(x: jax.Array, layer: Params, cfg: Config) -> tuple[jax.Array, jax.Array]:
+    """x [T, D] -> the experts of each token, i32 [T, n_chosen], and their weights, f32, which add up to 1."""
+    logits = matmul(x, layer["router"]).astype(jnp.float32)
+    return jtf.routing.top_k(logits, cfg.n_chosen, normalise="sum")
+
+
 # Whole sequences on one device.
+
+
+def mlp(x: jax.Array, layer: Params, cfg: Config) -> jax.Array:
+    """x [B, T, D] -> [B, T, D]: SwiGLU; of a mixture every expert takes all tokens, and their choices are weighed."""
+    if not cfg.n_experts:
+        return matmul(jax.nn.silu(matmul(x, layer["w_gate"])) * matmul(x, layer["w_up"]), layer["w_down"])
+    rows = x.reshape(-1, cfg.d_model)
+    experts, weights = choose(rows, layer, cfg)
+    hidden = jax.nn.silu(matmul(rows, layer["w_gate"])) * matmul(rows, layer["w_up"])  # [E, B * T, F]
+    share = jnp.sum(jax.nn.one_hot(experts, cfg.n_experts, axis=0) * weights, axis=-1)  # [E, B * T]
+    return jnp.sum(share[..., None] * matmul(hidden, layer["w_down"]), axis=0).astype(x.dtype).reshape(x.shape)
 
 
 def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
@@ -211,8 +242,7 @@ def forward(params: Params, tokens: jax.Array, cfg: Config) -> jax.Array:
             y = [attend(q[:, new], k[:, seen], v[:, seen], causal[:, new, seen]) for new, seen in blocks]
             x = x + matmul(jnp.concatenate(y, axis=1), layer["w_o"])
         with jax.named_scope("mlp"):
-            y = rms_norm(x, layer["mlp_norm"])
-            x = x + matmul(jax.nn.silu(matmul(y, layer["w_gate"])) * matmul(y, layer["w_up"]), layer["w_down"])
+            x = x + mlp(rms_norm(x, layer["mlp_norm"]), layer, cfg)
     with jax.named_scope("unembed"):
         return matmul(rms_norm(x, params["final_norm"]), params["unembed"]).astype(jnp.float32)
 
@@ -232,6 +262,18 @@ def scatter_matmul(
     return jtf.matmul_reduce_scatter(
         y, w, axis_name, precision=precision_of(y), residual=residual, implementation=implementation
     )
+
+
+def sharded_mlp(x: jax.Array, layer: Params, cfg: Config, axis_name: str, implementation: str | None) -> jax.Array:
+    """x [tokens / W, D] of this rank -> x and what the MLP, or the experts of the tokens, add to it."""
+    y = rms_norm(x, layer["mlp_norm"])
+    if cfg.n_experts:
+        experts = layer["w_gate"], layer["w_up"], layer["w_down"]
+        how = {"precision": precision_of(x), "implementation": implementation}
+        return x + jtf.moe(y, *choose(y, layer, cfg), *experts, axis_name, **how)
+    gate = {"gate": layer["w_gate"], "activation": jax.nn.silu}
+    y = gather_matmul(y, layer["w_up"], axis_name, implementation, **gate)
+    return scatter_matmul(y, layer["w_down"], x, axis_name, implementation)
 
 
 def by_sequence(x: jax.Array, length: int, axis_name: str) -> jax.Array:
@@ -308,15 +350,7 @@ def step(
             cache.append(keys_and_values)
             x = scatter_matmul(y.reshape(batch * t, -1), layer["w_o"], x, axis_name, implementation)
         with jax.named_scope("mlp"):
-            y = gather_matmul(
-                rms_norm(x, layer["mlp_norm"]),
-                layer["w_up"],
-                axis_name,
-                implementation,
-                gate=layer["w_gate"],
-                activation=jax.nn.silu,
-            )
-            x = scatter_matmul(y, layer["w_down"], x, axis_name, implementation)
+            x = sharded_mlp(x, layer, cfg, axis_name, implementation)
     return x.reshape(-1, t, cfg.d_model), cache
 
 
@@ -433,6 +467,8 @@ HEAD, COLUMNS = 64, 64
 
 def whole_spec(cfg: Config, world: int) -> jtf.DecoderSpec:
     """The model as `decode_step` knows it, of all ranks together."""
+    if cfg.n_experts:
+        raise ValueError("decode_step takes no mixture of experts: prefill and decode do.")
     return jtf.DecoderSpec(
         layers=cfg.n_layers,
         d_model=cfg.d_model,

@@ -70,14 +70,12 @@ def place_kernel(
     begin += tl.cumsum(sizes, 0) - sizes
 
     expert = load_block(experts_ptr, block, PER, BLOCK, BLOCKS)
-    choice = tl.arange(0, BLOCK)
-    earlier = (expert[:, None] == expert[None, :]) & (choice[:, None] > choice[None, :])
-    index = tl.sum(earlier.to(tl.int32), 1)  # among the block's choices of this expert
     is_kind = expert[:, None] == kind[None, :]
-    fits = index < tl.sum(tl.where(is_kind, room[None, :], 0), 1)
-    place = index + tl.sum(tl.where(is_kind, begin[None, :], 0), 1)
-    at = block % BLOCKS * BLOCK + choice
-    tl.store(places_ptr + own * PER + at, tl.where(fits, place, -1), mask=at < PER)
+    index = tl.cumsum(is_kind.to(tl.int32), 0) - 1  # among the block's choices of this expert
+    # One term of the sum at most, and one more than the place.
+    found = tl.sum(tl.where(is_kind & (index < room[None, :]), begin[None, :] + index + 1, 0), 1)
+    at = block % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    tl.store(places_ptr + own * PER + at, found - 1, mask=at < PER)
     tl.store(sizes_ptr + kind, sizes, mask=(kind < EXPERTS) & (block == 0))
 
 

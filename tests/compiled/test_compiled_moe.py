@@ -52,7 +52,7 @@ def wrong(call: Compiled) -> list[str]:
     report = ptxas_report(call)
     if spilled := spilled_bytes(report):
         lines.append(f"{spilled} bytes spilled")
-    # Two programs of 256 threads share a multiprocessor: one sends, and one collects.
+    # 512 threads share a multiprocessor: half of them send, and half of them collect.
     if (registers := max(map(int, re.findall(r"(\d+) registers", report)))) > 128:
         lines.append(f"{registers} registers")
     return lines

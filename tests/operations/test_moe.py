@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops.moe import exchange
 from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 D, F = 8, 16
@@ -217,6 +218,37 @@ def test_by_kernels(along: str) -> None:
     check(Layer(**{along: 2}, t=3), 0, implementation="simulate")
 
 
+def test_tokens_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens as here go by `all_gather` and `psum_scatter`, if nobody says otherwise."""
+    monkeypatch.setattr(exchange, "LEAST_BYTES", 0)
+    check(Layer(expert=2, t=4), 0, implementation="simulate")
+
+
+def test_gradients_of_exchanged_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the kernels, of tokens and of weights, as by XLA."""
+    monkeypatch.setattr(exchange, "LEAST_BYTES", 0)
+    draw = np.random.default_rng(0)
+    places = np.stack([draw.permutation(24).reshape(12, 2), draw.permutation(24).reshape(12, 2)]) - 8
+    x, weights = (draw.normal(size=shape).astype(np.float32) for shape in ((12, D), (2 * 12, 2)))
+
+    def loss(x: Any, places: Any, weights: Any, implementation: str) -> jax.Array:
+        how = {"implementation": implementation}
+        rows = exchange.dispatch(x, places, 16, ("tp",), weights, **how)
+        # Rows that no choice has may be anything, and so may what is made of them.
+        there = jnp.zeros(16, bool).at[jnp.where(places < 0, 16, places)].set(True, mode="drop")
+        rows = jnp.where(there[:, None], jnp.sin(rows), 0)
+        return jax.lax.psum(jnp.sum(exchange.combine(rows, places, ("tp",), weights, **how) ** 2), "tp")
+
+    def gradients(implementation: str) -> Any:
+        local = functools.partial(loss, implementation=implementation)
+        run = one_program(local, mesh=mesh_of(2, "tp"), in_specs=(P("tp"),) * 3, out_specs=P())
+        return jax.grad(run, (0, 2))(x, np.maximum(places, -1).reshape(-1, 2).astype(np.int32), weights)
+
+    for found, wanted in zip(gradients("simulate"), gradients("xla"), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+        assert wanted.any()
+
+
 @pytest.mark.parametrize("check_vma", (True, pytest.param(False, marks=pytest.mark.soak)))
 @pytest.mark.parametrize(
     "layer",
@@ -336,7 +368,7 @@ def test_lowered_for_cuda(k: int, calls: int) -> None:
 
 @pytest.mark.usefixtures("no_code")
 def test_columns_lowered_for_cuda() -> None:
-    """Two gathers, of rows and of their choices; counts, places; rows spread; two products; rows collected; a scatter."""
+    """Kernels alone, as many as above where tokens are gathered."""
     mesh = mesh_of(2, "tp")
     places = {"x": P("tp"), "experts": P("tp"), "weights": P("tp"), "w_down": P(None, "tp")}
     places |= dict.fromkeys(("w_gate", "w_up"), P(None, None, "tp"))

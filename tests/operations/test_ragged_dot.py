@@ -53,6 +53,18 @@ def test_any_sizes(sizes: list[int], spare: int, seed: int) -> None:
     np.testing.assert_array_equal(of_rhs, case.of_weights(lhs, ct))
 
 
+@pytest.mark.parametrize("kernel", simulated)
+def test_rows_behind_the_last_group_may_be_left_out(kernel: str) -> None:
+    """All others are right, and so are both gradients."""
+    lhs, rhs, sizes, ct = CASE.arrays(jnp.bfloat16)
+    rows = slice(sum(CASE.sizes))
+    out, back = jax.vjp(lambda *x: jtf.ragged_dot(*x, sizes, fill=False, **simulated[kernel]), lhs, rhs)
+    of_lhs, of_rhs = back(jnp.asarray(ct))
+    np.testing.assert_array_equal(out[rows].astype(jnp.float32), CASE.product(lhs, rhs)[rows])
+    np.testing.assert_array_equal(of_lhs[rows].astype(jnp.float32), CASE.product(ct, rhs.swapaxes(1, 2))[rows])
+    np.testing.assert_array_equal(of_rhs.astype(jnp.float32), CASE.of_weights(lhs, ct))
+
+
 @each_way
 def test_result_of_another_dtype(keywords: dict[str, Any]) -> None:
     lhs, rhs, sizes, _ = CASE.arrays(jnp.bfloat16)

@@ -1,5 +1,6 @@
 """The demo: both forms of the transformer agree, the weights are good, and the command line does what it says."""
 
+import dataclasses
 import functools
 import os
 import re
@@ -16,6 +17,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from jaxtaxfree import models
 from tests.helpers.decode_steps import call_of, refusals
 
 pytest.importorskip("safetensors")
@@ -33,15 +35,16 @@ import train_step  # noqa: E402
 import transformer  # noqa: E402
 
 TINY = transformer.Config(d_model=32, n_layers=2, n_heads=8, n_kv_heads=4, head_dim=8, d_mlp=48, context=64)
+MIXED = dataclasses.replace(TINY, n_experts=4)
 # In bits per byte. The first 16 windows of the held-out text measure 1.82, all of it 1.69; the margin is for Python
 # versions whose help() text is not that of the version that the weights were trained with.
 HELD_OUT_BOUND = 2.1
 LENGTHS = np.array([5, 40, 1, 33, 12, 3, 32, 2], np.int32)
 
 
-def tiny_params(seed: int = 0) -> transformer.Params:
+def tiny_params(cfg: transformer.Config = TINY) -> transformer.Params:
     # Gains that differ per channel, so that a gain that is left out or misplaced shows.
-    params = transformer.init(jax.random.key(seed), TINY)
+    params = transformer.init(jax.random.key(0), cfg)
     gain = 1 + 0.5 * np.sin(np.arange(TINY.d_model))
     return jax.tree.map(lambda p: p * gain if p.ndim == 1 else p, params)
 
@@ -84,17 +87,20 @@ def test_tensor_parallel_logits_equal_plain_logits(world):
         np.testing.assert_allclose(actual[i, t:], expected[i, length : length + 3], atol=1e-4)
 
 
-@pytest.mark.parametrize("world, whole", [pytest.param(2, False, marks=pytest.mark.soak), (4, False), (2, True)])
-def test_greedy_decoding_equals_plain_greedy_decoding(world, whole):
-    """With `decode_step` as well, for which zeros fill up heads and columns."""
-    params, (prompts, lengths) = tiny_params(), prompts_and_lengths()
+@pytest.mark.parametrize(
+    "world, whole, cfg",
+    [pytest.param(2, False, TINY, marks=pytest.mark.soak), (4, False, TINY), (2, True, TINY), (2, False, MIXED)],
+)
+def test_greedy_decoding_equals_plain_greedy_decoding(world, whole, cfg):
+    """With `decode_step` as well, for which zeros fill up heads and columns; and by a mixture of experts."""
+    params, (prompts, lengths) = tiny_params(cfg), prompts_and_lengths()
     n_tokens = 10
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
-    runs = decode_loop.generate(params, prompts, lengths, n_tokens, TINY, mesh, "xla", whole=whole).tokens
+    runs = decode_loop.generate(params, prompts, lengths, n_tokens, cfg, mesh, "xla", whole=whole).tokens
     actual = runs[0]
     assert (runs == actual).all()
 
-    forward = jax.jit(lambda rows: transformer.forward(params, rows, TINY))
+    forward = jax.jit(lambda rows: transformer.forward(params, rows, cfg))
     rows = np.pad(prompts, ((0, 0), (0, n_tokens)))
     for i in range(n_tokens):
         logits = np.asarray(forward(rows))
@@ -136,27 +142,28 @@ def rows_to_train_on(batch: int, length: int) -> np.ndarray:
 
 
 @functools.cache
-def plain_step_of_training():
+def plain_step_of_training(cfg):
     """Parameters, rows, and what one step makes of them on one device: loss, gradients, and new parameters."""
-    params, rows = tiny_params(), rows_to_train_on(4, 12)
-    loss, grads = jax.jit(jax.value_and_grad(train.loss_fn), static_argnums=2)(params, rows, TINY)
+    params, rows = tiny_params(cfg), rows_to_train_on(4, 12)
+    loss, grads = jax.jit(jax.value_and_grad(train.loss_fn), static_argnums=2)(params, rows, cfg)
     new, _ = train.adam(params, train.no_moments(params), grads, np.int32(0), np.float32(train_step.LEARNING_RATE))
     return params, rows, loss, grads, new
 
 
 @pytest.mark.parametrize(
-    "world, implementation",
+    "world, implementation, cfg",
     [
-        *(pytest.param(world, "xla", marks=pytest.mark.soak) for world in (1, 2)),
-        (4, "xla"),
-        pytest.param(2, "simulate", marks=pytest.mark.slow),
+        *(pytest.param(world, "xla", TINY, marks=pytest.mark.soak) for world in (1, 2)),
+        (4, "xla", TINY),
+        pytest.param(2, "xla", MIXED, marks=pytest.mark.soak),
+        pytest.param(2, "simulate", TINY, marks=pytest.mark.slow),
     ],
 )
-def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, monkeypatch):
+def test_a_tensor_parallel_step_of_training_equals_one_on_one_device(world, implementation, cfg, monkeypatch):
     monkeypatch.setattr(train_step, "TIMED_STEPS", 1)
-    params, rows, want_loss, want_grads, want_new = plain_step_of_training()
+    params, rows, want_loss, want_grads, want_new = plain_step_of_training(cfg)
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
-    loss, grads, new, _ = train_step.take_step(params, rows, TINY, mesh, implementation)
+    loss, grads, new, _ = train_step.take_step(params, rows, cfg, mesh, implementation)
     np.testing.assert_allclose(loss, want_loss, rtol=1e-5)
     assert max(train_step.relative_errors(grads, want_grads).values()) < 1e-5
     assert max(train_step.relative_errors(new, want_new).values()) < 1e-5
@@ -214,13 +221,23 @@ def test_a_step_of_training_reports_a_gradient_that_differs(monkeypatch, capsys)
     assert "gradient ['layers'][1]['w_o'] differs by more than 0.0001" in capsys.readouterr().err
 
 
-def test_saved_weights_load_as_they_were(tmp_path):
-    path, params = tmp_path / "new" / "tiny", tiny_params()
-    published.save(path, params, TINY, note="x")
-    loaded, cfg, metadata = published.load(path)
-    assert cfg == TINY
+@pytest.mark.parametrize("cfg", [TINY, MIXED])
+def test_saved_weights_load_as_they_were(cfg, tmp_path):
+    path, params = tmp_path / "new" / "tiny", tiny_params(cfg)
+    published.save(path, params, cfg, note="x")
+    loaded, found, metadata = published.load(path)
+    assert found == cfg
     assert metadata["note"] == "x"
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), loaded, params)
+
+
+def test_the_library_reads_a_mixture_of_experts_as_the_examples_do(tmp_path):
+    published.save(tmp_path, tiny_params(MIXED), MIXED)
+    params, cfg, _ = published.load(tmp_path)
+    tokens = rows_to_train_on(2, 12)
+    model = models.load(tmp_path, Mesh(np.array(jax.devices()[:2]), ("tp",)), dtype="float32")
+    expected = jax.jit(lambda rows: transformer.forward(params, rows, cfg))(tokens)
+    np.testing.assert_allclose(model.logits(tokens), expected, atol=1e-3)
 
 
 def test_held_out_text_is_not_trained_on():

@@ -114,13 +114,17 @@ def keywords(name: str, tokens: int, choices: int, d: int, dtype: Any, world: in
     """Of `shmem_call`, for both kernels."""
     nbytes = tokens * d * np.dtype(dtype).itemsize
     block = block_of(d)
-    # A thread has some rows of a token in registers at the same time, and two programs share a multiprocessor.
-    tile = min(next_power_of_2(tokens), max(1, (8192 if name == "moe_dispatch" else 4096) // block))
-    programs = min(HOPPER.multiprocessors, math.ceil(tokens / tile))
+    if name == "moe_dispatch":
+        elements, warps, most = 8192, 8, HOPPER.multiprocessors
+    else:
+        # A thread has elements of all rows of a token in registers. Many small programs have more loads in flight.
+        elements, warps, most = (2048 if choices >= 4 else 4096), 4, 2 * HOPPER.multiprocessors
+    tile = min(next_power_of_2(tokens), max(1, elements // block))
+    programs = min(most, math.ceil(tokens / tile))
     return {
         "name": name,
         "grid": 2 * programs,
-        "num_warps": 8,
+        "num_warps": warps,
         "scratch": {"inbox": jax.ShapeDtypeStruct((world, tokens, d), dtype)},
         "signals": {"arrived": (programs, world)},
         "cost_estimate": {

@@ -17,6 +17,8 @@ from jaxtaxfree.shmem import shmem_call
 # Experts of which a program keeps the counts in registers.
 MOST_EXPERTS = 1024
 MOST_CHOICES = 2**30
+# Choices by experts that a program has in registers.
+MOST_PAIRS = 65536
 
 
 def places(
@@ -96,8 +98,14 @@ class Launches:
         return self.choices // self.sources
 
     @property
+    def length(self) -> int:
+        """Of vectors that have something for each expert."""
+        return max(16, next_power_of_2(self.count))
+
+    @property
     def block(self) -> int:
-        return min(256, max(16, next_power_of_2(self.per_source)))
+        """Choices of a program, each of which is compared with each expert."""
+        return min(256, MOST_PAIRS // self.length, max(16, next_power_of_2(self.per_source)))
 
     @property
     def blocks(self) -> int:
@@ -109,7 +117,7 @@ class Launches:
         return {
             "axis_name": (),
             "grid": self.sources * self.blocks,
-            "num_warps": 8 if self.block == 256 else 4,
+            "num_warps": min(16, max(4, self.block * self.length // 2048)),
             "PER": self.per_source,
             "EXPERTS": self.count,
             "BLOCK": self.block,
@@ -124,16 +132,14 @@ class Launches:
 
     def placing(self) -> Mapping[str, Any]:
         """The keywords of `shmem_call` for `place_kernel`."""
-        length = max(16, next_power_of_2(self.count))
         return {
             **self._alike,
             "name": "moe_places",
             "out_type": [jax.ShapeDtypeStruct((n,), jnp.int32) for n in (self.choices, self.count)],
             "SOURCES": self.sources,
-            "LENGTH": length,
+            "LENGTH": self.length,
             "MOST": self.most,
-            # As many counts as a program compares choices.
-            "STEP": min(max(1, 16384 // length), next_power_of_2(self.blocks)),
+            "STEP": min(max(1, 16384 // self.length), next_power_of_2(self.blocks)),
         }
 
 

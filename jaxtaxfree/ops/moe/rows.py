@@ -140,8 +140,9 @@ def block_of(d: int) -> int:
     return whole if whole >= 512 else min(2048, max(16, next_power_of_2(d)))
 
 
-def keywords(name: str, tokens: int, choices: int, d: int, itemsize: int) -> dict[str, Any]:
-    """Of `shmem_call`, for each of the kernels."""
+def keywords(name: str, places: tuple[int, ...], d: int, itemsize: int) -> dict[str, Any]:
+    """Of `shmem_call`, for each of the kernels; `places` is the shape of these."""
+    tokens, choices = places
     block = block_of(d)
     tile = min(next_power_of_2(tokens), 2048 // block)
     return {
@@ -166,7 +167,7 @@ def _fused_spread(
     implementation: str | None = None, **_: Any,
 ) -> list[jax.Array]:  # fmt: skip
     check("moe_spread", y, places, *weights)
-    how = keywords("moe_spread", *places.shape, y.shape[1], y.dtype.itemsize)
+    how = keywords("moe_spread", places.shape, y.shape[1], y.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct((most, y.shape[1]), dtype)
     return [shmem_call(
         spread_kernel, y, places, bundle_of(weights), out_type=out_type, implementation=implementation, **how
@@ -178,7 +179,7 @@ def _fused_collect(
     implementation: str | None = None, **_: Any,
 ) -> list[jax.Array]:  # fmt: skip
     check("moe_collect", rows, places, *weights)
-    how = keywords("moe_collect", *places.shape, rows.shape[1], rows.dtype.itemsize)
+    how = keywords("moe_collect", places.shape, rows.shape[1], rows.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct((places.shape[0], rows.shape[1]), dtype)
     return [shmem_call(
         collect_kernel, rows, places, bundle_of(weights), out_type=out_type, implementation=implementation, **how
@@ -189,7 +190,7 @@ def _fused_dots(
     rows: jax.Array, y: jax.Array, places: jax.Array, *, implementation: str | None = None, **_: Any
 ) -> list[jax.Array]:
     check("moe_dots", rows, y, places)
-    how = keywords("moe_dots", *places.shape, rows.shape[1], rows.dtype.itemsize)
+    how = keywords("moe_dots", places.shape, rows.shape[1], rows.dtype.itemsize)
     out_type = jax.ShapeDtypeStruct(places.shape, jnp.float32)
     return [shmem_call(dots_kernel, rows, y, places, out_type=out_type, implementation=implementation, **how)]
 
