@@ -114,36 +114,45 @@ def gluon_call(
 
 
 _compiles = threading.local()  # `here` is set in a thread that compiles for a launch
+_lock = threading.Lock()  # of what follows
+_users = 0  # threads that compile with it
+_before: Any = None  # the hook of somebody else
 
 
 @contextlib.contextmanager
 def _not_assembled() -> Iterator[None]:
     """Triton compiles to PTX and no further: jaxlib takes that, and assembles it for the GPU that it finds.
 
-    Triton would run `ptxas`, 0.1 to 1 s a kernel. Its hook is one for all threads, and what other threads compile
-    meanwhile stays whole.
+    Triton would run `ptxas`, 0.1 to 1 s a kernel. Its hook is one for all threads: the first that compiles puts ours
+    in its place, and the last takes it out. What other threads compile meanwhile stays whole.
     """
+    global _users, _before
     knobs = triton.knobs.runtime
-    before = knobs.add_stages_inspection_hook
-
-    def hook(*of: Any) -> Any:
-        """Triton asks without arguments what the hook changes, for its keys, and then with the stages."""
-        answer = before(*of) if before else None
-        here = getattr(_compiles, "here", False)
-        if of and here:
-            of[1]["cubin"] = lambda ptx, metadata: b""
-        if not of:
-            key, digest = answer or ("", "")
-            return (f"{key}-not-assembled", f"{digest}-not-assembled") if here else (key, digest)
-        return answer
-
-    knobs.add_stages_inspection_hook = hook
+    with _lock:
+        if not _users:
+            _before, knobs.add_stages_inspection_hook = knobs.add_stages_inspection_hook, _inspect
+        _users += 1
     _compiles.here = True
     try:
         yield
     finally:
         _compiles.here = False
-        knobs.add_stages_inspection_hook = before
+        with _lock:
+            _users -= 1
+            if not _users:
+                knobs.add_stages_inspection_hook = _before
+
+
+def _inspect(*of: Any) -> Any:
+    """Triton asks without arguments what the hook changes, for its keys, and then with the stages."""
+    answer = _before(*of) if _before else None
+    here = getattr(_compiles, "here", False)
+    if of and here:
+        of[1]["cubin"] = lambda ptx, metadata: b""
+    if not of:
+        key, digest = answer or ("", "")
+        return (f"{key}-not-assembled", f"{digest}-not-assembled") if here else (key, digest)
+    return answer
 
 
 def shared_memory(opaque: bytes) -> int:

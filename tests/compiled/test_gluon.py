@@ -133,6 +133,17 @@ def test_what_other_threads_compile_is_assembled() -> None:
         assert stages["cubin"]("", {}) == b""
 
 
+def test_threads_that_compile_side_by_side_keep_the_hook_until_the_last() -> None:
+    knobs, first = triton.knobs.runtime, _not_assembled()
+    before = knobs.add_stages_inspection_hook
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(first.__enter__).result()
+        with _not_assembled():
+            pool.submit(first.__exit__, None, None, None).result()
+            assert knobs.add_stages_inspection_hook() == ("-not-assembled", "-not-assembled")
+    assert knobs.add_stages_inspection_hook is before
+
+
 @descriptors_of_both_kinds
 def test_one_launch_with_the_warps_of_all_partitions(own_descriptor: bool) -> None:
     kernel = launch_of(lower(functools.partial(exchange, own_descriptor=own_descriptor)))

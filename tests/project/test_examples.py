@@ -233,8 +233,8 @@ def test_saved_weights_load_as_they_were(cfg, tmp_path):
 
 def test_the_library_reads_a_mixture_of_experts_as_the_examples_do(tmp_path):
     published.save(tmp_path, tiny_params(MIXED), MIXED)
-    params, cfg, _ = published.load(tmp_path)
-    tokens = rows_to_train_on(2, 12)
+    stored, cfg, _ = published.load(tmp_path)
+    params, tokens = jax.tree.map(jnp.asarray, stored), rows_to_train_on(2, 12)
     model = models.load(tmp_path, Mesh(np.array(jax.devices()[:2]), ("tp",)), dtype="float32")
     expected = jax.jit(lambda rows: transformer.forward(params, rows, cfg))(tokens)
     np.testing.assert_allclose(model.logits(tokens), expected, atol=1e-3)
