@@ -194,11 +194,11 @@ def test_overloads_are_the_function(function: Callable[..., Any], flag: str) -> 
         kind = signature.parameters[flag]
         if signature.parameters.get("rhs", kind).annotation == tuple[jax.Array, ...]:
             # Several rhs take some of the parameters, bias and activation as tuples as well.
-            not_theirs = ("rhs_transposed", "gate", "gate_scale", "residual")
+            not_theirs = ("rhs_transposed", "gate", "gate_scale", "residual", "out_scale", "quantize_lhs")
             assert [name for name in whole.parameters if name not in not_theirs] == list(signature.parameters)
             of_several[kind.annotation] = signature.return_annotation, kind.default
             continue
-        several = {"rhs", "rhs_scale", "bias", "activation"} if function is jtf.all_gather_matmul else set()
+        several = {"rhs", "rhs_scale", "bias", "activation", "out_scale"} & whole.parameters.keys()
         same = signature.replace(
             parameters=[
                 whole.parameters[name] if name in several | {flag} else x for name, x in signature.parameters.items()
@@ -206,6 +206,10 @@ def test_overloads_are_the_function(function: Callable[..., Any], flag: str) -> 
             return_annotation=whole.return_annotation,
         )
         assert same == whole
+        out_scale = signature.parameters.get("out_scale", kind)
+        if out_scale.annotation == typing.Literal["block"]:
+            assert (signature.return_annotation, out_scale.default) == (pair, inspect.Parameter.empty)
+            continue
         found[kind.annotation] = signature.return_annotation, kind.default
     empty = inspect.Parameter.empty
     assert found == {
