@@ -394,7 +394,7 @@ def _launch(
         at = jnp.full((1,), position, jnp.int32)
         place["team"] = (at, origin, stride, team.world, magic, layout.signal_line)
     return _call_of(kernel, descriptors, num_stages, team, multiples_of_16(kernel, dict(params)))(
-        *bundled(map(_placed, args), bundles),
+        *bundled(args, bundles),
         kernel=kernel,
         out_type=out_types,
         grid=grid,
@@ -409,15 +409,6 @@ def _launch(
         **layout.signal_index,
         **dict(params),
     )
-
-
-def _placed(arg: jax.Array) -> jax.Array:
-    """The operand at an address that 16 divides, as kernels and jaxlib's launch want it.
-
-    In a loop XLA hands a slice of an array to a kernel as it lies. A barrier keeps it from that, where the slices that
-    follow each other (xs of a scan) do not all begin at such addresses.
-    """
-    return lax.optimization_barrier(arg) if arg.size * arg.dtype.itemsize % 16 else arg
 
 
 def _place(team: Team, region: heap.Region) -> jax.Array:

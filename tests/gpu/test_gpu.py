@@ -1,6 +1,5 @@
 """The real kernels on real GPUs, all of them driven by this process."""
 
-import functools
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 import triton
 import triton.language as tl
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
@@ -189,29 +187,6 @@ def test_a_rank_that_sends_no_messages_is_named(mesh, small_call, name, awaited)
     finally:
         heap.set_timeout(60.0)
         heap.reset()
-
-
-@pytest.mark.parametrize("size", (3, 5, 8))
-def test_slices_of_an_array_in_a_loop(gpu_mesh, size):
-    """They begin at any address where 16 does not divide their bytes."""
-    x = jax.random.randint(jax.random.key(0), (64, size), -5, 6).astype(jnp.float32)
-
-    def run(x, implementation):
-        return lax.scan(lambda _, row: (None, jtf.psum(row, "tp", implementation=implementation)), None, x)[1]
-
-    found, wanted = (
-        jax.jit(
-            jax.shard_map(
-                functools.partial(run, implementation=each),
-                mesh=gpu_mesh(2, "tp"),
-                in_specs=P(),
-                out_specs=P(),
-                check_vma=False,
-            )
-        )(x)
-        for each in ("fused", "xla")
-    )
-    assert bool(jnp.array_equal(jtf.block_until_ready(found), wanted))
 
 
 @triton.jit

@@ -456,18 +456,6 @@ def test_calls_are_not_merged(mesh: Mesh, check_vma: bool) -> None:
     assert text.count(TRITON_CALL) == 2
 
 
-@pytest.mark.parametrize(("size", "barriers"), ((3, 1), (5, 1), (8, 0)))
-def test_operands_that_are_slices_in_a_loop(mesh: Mesh, size: int, barriers: int) -> None:
-    """XLA gives a kernel no part of an array that may begin at any address."""
-
-    def run(x: jax.Array) -> jax.Array:
-        return lax.scan(lambda _, row: (None, jtf.psum(row, "tp", implementation="fused")), None, x)[1]
-
-    program = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    text = lower_for_cuda(program, jax.ShapeDtypeStruct((6, size), jnp.float32))
-    assert text.count(TRITON_CALL) == 1 and text.count("optimization_barrier") == barriers
-
-
 def test_named_in_the_program(mesh: Mesh) -> None:
     program = jax.jit(on_mesh(mesh, lambda x: rotate(x, name="my_rotation")))
     lowered = program.trace(operand(mesh)).lower(lowering_platforms=("cuda",))
