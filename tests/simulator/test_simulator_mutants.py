@@ -910,8 +910,8 @@ MUTANTS = (
         product=True,
         edits=(
             (
-                "warpgroup_mma_wait(num_outstanding=1, deps=(tile,))",
-                "warpgroup_mma_wait(num_outstanding=2, deps=(tile,))",
+                "warpgroup_mma_wait(num_outstanding=UNDERWAY, deps=(tile,))",
+                "warpgroup_mma_wait(num_outstanding=UNDERWAY + 1, deps=(tile,))",
             ),
         ),
         errors=(DataRaceError,),
@@ -997,7 +997,7 @@ MUTANTS = (
         name="a stage released before its other rows are multiplied",
         kernel="matmul_reduce_hopper_few",
         product=True,
-        edits=(("num_outstanding=2, deps=(tile, rest)", "num_outstanding=3, deps=(tile, rest)"),),
+        edits=(("num_outstanding=2 * UNDERWAY", "num_outstanding=2 * UNDERWAY + 1"),),
         errors=(DataRaceError,),
         shape=(23, 24, 72, 1, True, 1, 2, 1, 24),
     ),
