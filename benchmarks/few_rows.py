@@ -124,17 +124,12 @@ def main(arguments: list[str] | None = None) -> None:
     for shape in options.shapes:
         k, n = map(int, shape.split(","))
         copies = options.copies or max(1, -(-4 * L2 // (k * n // mesh.size)))
-        weights = {
-            kind: [operand(mesh, 1 + i, (n, k), COLUMNS, *KINDS[kind][1::2]) for i in range(copies)]
-            for kind in options.kinds
-        }
         for operation in options.operations:
             lhs, rhs, _ = SPECS[operation]
-            if rhs != COLUMNS:
-                weights = {
-                    kind: [operand(mesh, 1 + i, (n, k), rhs, *KINDS[kind][1::2]) for i in range(copies)]
-                    for kind in options.kinds
-                }
+            weights = {
+                kind: [operand(mesh, 1 + i, (n, k), rhs, *KINDS[kind][1::2]) for i in range(copies)]
+                for kind in options.kinds
+            }
             cases = [(m, kind, how) for m in options.rows for kind in options.kinds for how in options.how]
             rows = {
                 (m, kind): operand(

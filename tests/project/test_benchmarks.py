@@ -901,8 +901,13 @@ def test_global_products_run_on_a_cpu(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_few_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    operations = ["alone", "matmul_reduce_scatter"]  # whose weights lie differently
     small = ["--shapes", "64,32", "--rows", "2", "--world", "2", "--seconds", "0.001", "--copies", "2"]
+    small += ["--operations", *operations]
     few_rows.main([*small, "--kinds", "int8 weights", "--how", "xla", "--out", str(tmp_path / "rows.jsonl")])
-    row = json.loads((tmp_path / "rows.jsonl").read_text())
-    assert (row["kind"], row["how"], row["error"]) == ("int8 weights", "xla", 0) and row["us"] > 0
-    assert json.dumps(row) in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    assert [row["operation"] for row in rows] == operations
+    said = capsys.readouterr().out
+    for row in rows:
+        assert (row["kind"], row["how"], row["error"]) == ("int8 weights", "xla", 0) and row["us"] > 0
+        assert json.dumps(row) in said
