@@ -41,8 +41,8 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
+from benchmarks.operation import AXIS
 
-AXIS = "tp"
 ROWS, COLUMNS = P(AXIS), P(None, AXIS)
 # Of lhs, of rhs and of the result.
 SPECS = {

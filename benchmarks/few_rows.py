@@ -28,18 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
 from benchmarks import timing
-from benchmarks.operation import GRAPH, NCCL_SYMMETRIC
+from benchmarks.eight_bits import COLUMNS, ROWS
+from benchmarks.eight_bits import SPECS as ALL_SPECS
+from benchmarks.operation import AXIS, GRAPH, NCCL_SYMMETRIC
 
-AXIS = "tp"
-ROWS, COLUMNS = P(AXIS), P(None, AXIS)
-# Of lhs, of rhs [N, K] and of the result.
-SPECS = {
-    "all_gather_matmul": (ROWS, ROWS, COLUMNS),
-    "matmul_reduce_scatter": (COLUMNS, COLUMNS, ROWS),
-    "matmul_all_reduce": (COLUMNS, COLUMNS, P()),
-    # Of columns, without peers: `all_gather_matmul` over no axis.
-    "alone": (P(), ROWS, COLUMNS),
-}
+# Of lhs, of rhs [N, K] and of the result. "alone" is of columns, without peers: `all_gather_matmul` over no axis.
+SPECS = {name: specs for name, specs in ALL_SPECS.items() if name != "gated"} | {"alone": (P(), ROWS, COLUMNS)}
 # The dtypes of lhs and of rhs, and what of each has one scale.
 KINDS: dict[str, tuple[str, str, Any, Any]] = {
     "bf16": ("bfloat16", "bfloat16", None, None),

@@ -292,6 +292,27 @@ def needs_devices(primitive: Any) -> None:
     prim_requires_devices_during_lowering.add(primitive)
 
 
+def multilinear(bind: Callable[..., jax.Array], operands: Sequence[int]) -> Callable[..., Any]:
+    """The JVP rule of a primitive with one result, in a list, that is linear in each of these operands.
+
+    Args:
+      bind: (*operands, **params) -> the result.
+      operands: their indices; the last ones may be missing in a call.
+    """
+
+    def rule(primals: Any, tangents: Any, **params: Any) -> tuple[list[jax.Array], list[Any]]:
+        out = bind(*primals, **params)
+        dots = [
+            bind(*_replaced(primals, [i], [tangents[i]]), **params)
+            for i in operands
+            if i < len(primals) and type(tangents[i]) is not ad.Zero
+        ]
+        zero = ad.Zero(jax.typeof(out).to_tangent_aval())
+        return [out], [functools.reduce(ad.add_tangents, dots) if dots else zero]
+
+    return rule
+
+
 def jvp_of(function: Callable, primals: Any, tangents: Any) -> Any:
     """The rule of a primitive that is differentiated as this function of its operands."""
     primals = [jnp.asarray(x) for x in primals]  # literals of a jaxpr are none

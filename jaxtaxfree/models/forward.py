@@ -174,8 +174,10 @@ def run(
     x = rms_norm(x, params["final_norm"], model)
     unembed = params["embed" if model.tied else "unembed"]
     if every:
-        logits, _ = how.gather(x, {"unembed": unembed}, "unembed", preferred_element_type=jnp.float32)
-        logits = logits[: b * t].reshape(b, t, -1)
+        logits = all_gather_matmul(
+            x, unembed, how.axes, precision=precision_of(x), preferred_element_type=jnp.float32, rhs_transposed=True,
+            implementation=how.implementation,
+        )[: b * t].reshape(b, t, -1)  # fmt: skip
     else:
         last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
         logits = product(_rows(x, last, how.axes), unembed)

@@ -171,7 +171,7 @@ class Product:
         *operands: Any,
         precision: Any,
         preferred_element_type: Any,
-        epilogue: Epilogue,
+        epilogue: Epilogue = NONE,
         scaling: Scaling = UNSCALED,
         **_: Any,
     ) -> list[str]:
@@ -266,9 +266,7 @@ class Product:
 
     def _slower_scaled(self, lhs: Any, rhs: Any, *others: Any, scaling: Scaling, **params: Any) -> str | None:
         """As `slower`, of operands that have scales."""
-        if reasons := self.unsupported(
-            lhs, rhs, *others, scaling=scaling, **params | {"epilogue": params.get("epilogue", NONE)}
-        ):
+        if reasons := self.unsupported(lhs, rhs, *others, scaling=scaling, **params):
             return Lasting("; ".join(reasons))
         call = self.call(lhs, rhs, *scaling.split(others)[1], scaling=scaling, **params)
         try:

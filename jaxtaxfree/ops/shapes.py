@@ -3,7 +3,8 @@
 A class of shapes has `sizes`, the attributes by which people tell one from another, and `of`, which makes one of them.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 
@@ -168,3 +169,12 @@ class MoeShape:
     def weight_bytes(self, world: int, itemsize: int = 2) -> int:
         """Of the experts of a rank."""
         return 3 * self.experts // world * self.d * self.f * itemsize
+
+
+def evenly_and_unevenly[Shape: (GroupedShape, MoeShape)](shapes: Iterable[Shape]) -> tuple[Shape, ...]:
+    """Each shape with experts chosen alike, and by a draw from Dirichlet(1)."""
+    return tuple(
+        replace(shape, name=shape.name + end, routing=routing)
+        for shape in shapes
+        for routing, end in (("even", ""), ("dirichlet", "/dirichlet"))
+    )

@@ -151,8 +151,8 @@ def product(call: Call) -> jax.Array:
         if (transposed := _lies_alone(call, mesh)) is None:
             raise Unsupported(call.name, found)
         lhs, rhs = call.operands
-        scales = {name: getattr(call.asked, name) for name in ("lhs_scale", "rhs_scale", "gate_scale")}
-        how: dict[str, Any] = call.keywords | call.others | scales
+        own = {f"{name}_scale": scale for name, scale in call.scales.items()}
+        how: dict[str, Any] = call.keywords | call.others | own
         return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
     _say(call, "; ".join(found))
     return _plain(call, mesh)

@@ -3,6 +3,7 @@
 Each is the other's transpose, as a gather and a scatter of sums are.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -16,8 +17,8 @@ from jaxtaxfree.kernels.moe.exchange import combine_kernel, dispatch_kernel
 from jaxtaxfree.ops.collectives import all_gather, psum_scatter
 from jaxtaxfree.ops.epilogue import wide_type
 from jaxtaxfree.ops.moe import rows as local
-from jaxtaxfree.ops.moe.rows import bilinear, bind, block_of, bundle_of, collect, dots_p, spread
-from jaxtaxfree.primitive import Unsupported, collective, symbolic
+from jaxtaxfree.ops.moe.rows import bind, block_of, bundle_of, collect, dots_p, how, spread
+from jaxtaxfree.primitive import collective, multilinear, symbolic
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import HOPPER
 
@@ -47,7 +48,7 @@ def dispatch(
         y = all_gather(y, axes, tiled=True, implementation=implementation) if axes else y
         return spread(y, places, most, weights, implementation=implementation)
     operands = [y, places] if weights is None else [y, places, weights]
-    return bind(dispatch_p, *operands, **_how(axes, implementation), most=most, dtype=np.dtype(y.dtype))
+    return bind(dispatch_p, *operands, **how(implementation, axes), most=most, dtype=np.dtype(y.dtype))
 
 
 def combine(
@@ -80,7 +81,7 @@ def combine(
         out = collect(rows, places, weights, wide_type(dtype), implementation=implementation)
         return psum_scatter(out, axes, tiled=True, implementation=implementation).astype(dtype)
     operands = [rows, places] if weights is None else [rows, places, weights]
-    return bind(combine_p, *operands, **_how(axes, implementation), dtype=dtype)
+    return bind(combine_p, *operands, **how(implementation, axes), dtype=dtype)
 
 
 def _is_apart(part: Any, axes: tuple[str, ...], implementation: str | None) -> bool:
@@ -91,22 +92,18 @@ def _is_apart(part: Any, axes: tuple[str, ...], implementation: str | None) -> b
     return part.size * part.dtype.itemsize < LEAST_BYTES or (implementation is None and len(axes) > 1)
 
 
-def _how(axes: tuple[str, ...], implementation: str | None) -> dict[str, Any]:
-    return {"axes": axes, "implementation": implementation, "config": ()}
-
-
 def _dispatch(
     y: jax.Array, places: jax.Array, *weights: jax.Array, axes: tuple[str, ...], most: int, dtype: Any, **_: Any
 ) -> list[jax.Array]:
     """What it means. Where it is lowered, kernels of the parts are taken as anywhere else."""
     everything = all_gather(y, axes, tiled=True)
-    return [bind(local.spread_p, everything, places, *weights, most=most, dtype=dtype, **_how((), None))]
+    return [bind(local.spread_p, everything, places, *weights, most=most, dtype=dtype, **how(None))]
 
 
 def _combine(
     rows: jax.Array, places: jax.Array, *weights: jax.Array, axes: tuple[str, ...], dtype: Any, **_: Any
 ) -> list[jax.Array]:
-    out = bind(local.collect_p, rows, places, *weights, dtype=np.dtype(wide_type(dtype)), **_how((), None))
+    out = bind(local.collect_p, rows, places, *weights, dtype=np.dtype(wide_type(dtype)), **how(None))
     return [psum_scatter(out, axes, tiled=True).astype(dtype)]
 
 
@@ -148,9 +145,9 @@ def _fused_dispatch(
 ) -> list[jax.Array]:  # fmt: skip
     _check("moe_dispatch", y, places, *weights, axes=axes)
     tokens, d = y.shape
-    how = keywords("moe_dispatch", tokens, places.shape[1], d, y.dtype, lax.axis_size(axes))
-    how |= {"axis_name": axes, "implementation": implementation, "out_type": jax.ShapeDtypeStruct((most, d), dtype)}
-    return [shmem_call(dispatch_kernel, y, places, bundle_of(weights), **how)]
+    launch = keywords("moe_dispatch", tokens, places.shape[1], d, y.dtype, lax.axis_size(axes))
+    launch |= {"axis_name": axes, "implementation": implementation, "out_type": jax.ShapeDtypeStruct((most, d), dtype)}
+    return [shmem_call(dispatch_kernel, y, places, bundle_of(weights), **launch)]
 
 
 def _fused_combine(
@@ -160,24 +157,22 @@ def _fused_combine(
     _check("moe_combine", rows, places, *weights, axes=axes)
     world = lax.axis_size(axes)
     tokens, d = places.shape[0] // world, rows.shape[1]
-    how = keywords("moe_combine", tokens, places.shape[1], d, dtype, world)
-    how |= {"axis_name": axes, "implementation": implementation, "out_type": jax.ShapeDtypeStruct((tokens, d), dtype)}
-    return [shmem_call(combine_kernel, rows, places, bundle_of(weights), **how)]
+    launch = keywords("moe_combine", tokens, places.shape[1], d, dtype, world)
+    launch |= {
+        "axis_name": axes,
+        "implementation": implementation,
+        "out_type": jax.ShapeDtypeStruct((tokens, d), dtype),
+    }
+    return [shmem_call(combine_kernel, rows, places, bundle_of(weights), **launch)]
 
 
 def _check(operation: str, *operands: Any, axes: tuple[str, ...]) -> None:
-    if reasons := local.unsupported(*operands):
-        raise Unsupported(operation, reasons)
+    local.check(operation, *operands)
     assert operands[1].shape[0] % lax.axis_size(axes) == 0, "each rank has as many tokens"
 
 
-def _slower(*operands: Any, **_: Any) -> str | None:
-    """Why a collective is taken beside the kernels."""
-    return "; ".join(local.unsupported(*operands)) or None
-
-
-dispatch_p = collective("moe_dispatch", reference=_dispatch, fused=_fused_dispatch, slower=_slower)
-combine_p = collective("moe_combine", reference=_combine, fused=_fused_combine, slower=_slower)
+dispatch_p = collective("moe_dispatch", reference=_dispatch, fused=_fused_dispatch, slower=local.slower)
+combine_p = collective("moe_combine", reference=_combine, fused=_fused_combine, slower=local.slower)
 
 
 def _transpose_dispatch(cts: Any, y: Any, places: Any, *weights: Any, **params: Any) -> list[Any]:
@@ -186,8 +181,8 @@ def _transpose_dispatch(cts: Any, y: Any, places: Any, *weights: Any, **params: 
     if type(ct) is ad.Zero:
         return nothing
     if ad.is_undefined_primal(y):
-        how = _how(params["axes"], params["implementation"])
-        return [bind(combine_p, ct, places, *weights, dtype=y.aval.dtype, **how), *nothing[1:]]
+        own = how(params["implementation"], params["axes"])
+        return [bind(combine_p, ct, places, *weights, dtype=y.aval.dtype, **own), *nothing[1:]]
     everything = _gathered(y, params)
     return [*nothing[:2], bind(dots_p, ct, everything, places, **local.local(params))]
 
@@ -198,8 +193,8 @@ def _transpose_combine(cts: Any, rows: Any, places: Any, *weights: Any, **params
     if type(ct) is ad.Zero:
         return nothing
     if ad.is_undefined_primal(rows):
-        how = {**_how(params["axes"], params["implementation"]), "most": rows.aval.shape[0]}
-        return [bind(dispatch_p, ct, places, *weights, dtype=rows.aval.dtype, **how), *nothing[1:]]
+        own = {**how(params["implementation"], params["axes"]), "most": rows.aval.shape[0]}
+        return [bind(dispatch_p, ct, places, *weights, dtype=rows.aval.dtype, **own), *nothing[1:]]
     return [*nothing[:2], bind(dots_p, rows, _gathered(ct, params), places, **local.local(params))]
 
 
@@ -207,7 +202,7 @@ def _gathered(y: jax.Array, params: dict[str, Any]) -> jax.Array:
     return all_gather(y, params["axes"], tiled=True, implementation=params["implementation"])
 
 
-ad.primitive_jvps[dispatch_p] = bilinear(dispatch_p, (0, 2))
-ad.primitive_jvps[combine_p] = bilinear(combine_p, (0, 2))
+ad.primitive_jvps[dispatch_p] = multilinear(functools.partial(bind, dispatch_p), (0, 2))
+ad.primitive_jvps[combine_p] = multilinear(functools.partial(bind, combine_p), (0, 2))
 ad.primitive_transposes[dispatch_p] = _transpose_dispatch
 ad.primitive_transposes[combine_p] = _transpose_combine

@@ -24,6 +24,7 @@ from jaxtaxfree.primitive import (
     Lasting,
     Unsupported,
     collective,
+    multilinear,
     needs_devices,
     symbolic,
     takes_reference,
@@ -77,7 +78,7 @@ def collect(
 def _apply(primitive: Any, *operands: jax.Array, implementation: str | None, **params: Any) -> jax.Array:
     if takes_reference(primitive.name, operands, implementation, unsupported(*operands)):
         return _REFERENCES[primitive](*operands, **params)[0]
-    return bind(primitive, *operands, implementation=implementation, axes=(), config=(), **params)
+    return bind(primitive, *operands, **how(implementation), **params)
 
 
 def bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
@@ -204,36 +205,26 @@ def check(operation: str, *operands: jax.Array) -> None:
         raise Unsupported(operation, reasons)
 
 
-def _slower(*operands: Any, **_: Any) -> str | None:
+def slower(*operands: Any, **_: Any) -> str | None:
     """Why XLA is taken, whose gathers and scatters are slower where both run."""
     return "; ".join(unsupported(*operands)) or None
 
 
-_define = functools.partial(collective, slower=_slower)
+_define = functools.partial(collective, slower=slower)
 spread_p = _define("moe_spread", reference=_spread, fused=_fused_spread)
 collect_p = _define("moe_collect", reference=_collect, fused=_fused_collect)
 dots_p = _define("moe_dots", reference=_dots, fused=_fused_dots)
 _REFERENCES: dict[Any, Callable[..., list[jax.Array]]] = {spread_p: _spread, collect_p: _collect, dots_p: _dots}
 
 
-def bilinear(primitive: Any, linear: Sequence[int]) -> Callable[..., Any]:
-    """The rule of a function that is linear in each of these operands."""
-
-    def rule(primals: Any, tangents: Any, **params: Any) -> tuple[list[jax.Array], list[Any]]:
-        [out] = primitive.bind(*primals, **params)
-        dots: list[jax.Array] = []
-        for i in linear:
-            if i < len(primals) and type(tangents[i]) is not ad.Zero:
-                dots.append(bind(primitive, *primals[:i], tangents[i], *primals[i + 1 :], **params))
-        zero = ad.Zero(jax.typeof(out).to_tangent_aval())
-        return [out], [functools.reduce(ad.add_tangents, dots) if dots else zero]
-
-    return rule
+def how(implementation: str | None, axes: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Parameters that every primitive has; without axes, of one of the three here."""
+    return {"axes": axes, "implementation": implementation, "config": ()}
 
 
 def local(params: dict[str, Any]) -> dict[str, Any]:
     """Of one of the three functions here, in a derivative."""
-    return {"axes": (), "config": (), "implementation": params["implementation"]}
+    return how(params["implementation"])
 
 
 def _transpose_spread(cts: Any, y: Any, places: Any, *weights: Any, **params: Any) -> list[Any]:
@@ -273,5 +264,5 @@ for _primitive, _linear, _transpose in (
     (dots_p, (0, 1), _transpose_dots),
 ):
     needs_devices(_primitive)
-    ad.primitive_jvps[_primitive] = bilinear(_primitive, _linear)
+    ad.primitive_jvps[_primitive] = multilinear(functools.partial(bind, _primitive), _linear)
     ad.primitive_transposes[_primitive] = _transpose

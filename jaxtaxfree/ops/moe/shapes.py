@@ -1,8 +1,6 @@
 """The shapes at which `moe` is timed, layers of published models; tiny ones without a GPU."""
 
-from dataclasses import replace
-
-from jaxtaxfree.ops.shapes import MoeShape
+from jaxtaxfree.ops.shapes import MoeShape, evenly_and_unevenly
 
 _EVEN = (
     MoeShape(name="qwen3-30b-a3b/4k", tokens=4096, d=2048, f=768, experts=128, top_k=8),
@@ -11,11 +9,7 @@ _EVEN = (
     MoeShape(name="qwen3-30b-a3b/decode-64", tokens=64, d=2048, f=768, experts=128, top_k=8),
     MoeShape(name="qwen3-30b-a3b/decode-8", tokens=8, d=2048, f=768, experts=128, top_k=8),
 )
-SHAPES = tuple(
-    replace(shape, name=shape.name + end, routing=routing)
-    for shape in _EVEN
-    for routing, end in (("even", ""), ("dirichlet", "/dirichlet"))
-)
+SHAPES = evenly_and_unevenly(_EVEN)
 
 TINY_SHAPES = (
     MoeShape(name="tiny", tokens=6, d=16, f=32, experts=8, top_k=4),

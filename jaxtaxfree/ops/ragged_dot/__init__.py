@@ -27,6 +27,7 @@ from jaxtaxfree.primitive import (
     check_implementation,
     collective,
     jvp_of,
+    multilinear,
     needs_devices,
     symbolic,
     takes_reference,
@@ -347,19 +348,11 @@ def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Of a product that is linear in lhs and in rhs; with an epilogue it is an operation by itself."""
     if params["epilogue"]:
         return jvp_of(functools.partial(_separate, **params), primals, tangents)
-    return _bilinear(ragged_dot_p, primals, tangents, params)
+    return _multilinear(ragged_dot_p)(primals, tangents, **params)
 
 
-def _bilinear(primitive: Any, primals: Any, tangents: Any, params: dict[str, Any]) -> Any:
-    lhs, rhs, sizes = primals
-    [out] = primitive.bind(lhs, rhs, sizes, **params)
-    dots = []
-    if type(tangents[0]) is not ad.Zero:
-        dots += primitive.bind(tangents[0], rhs, sizes, **params)
-    if type(tangents[1]) is not ad.Zero:
-        dots += primitive.bind(lhs, tangents[1], sizes, **params)
-    dot = functools.reduce(ad.add_tangents, dots) if dots else ad.Zero(jax.typeof(out).to_tangent_aval())
-    return [out], [dot]
+def _multilinear(primitive: Any) -> Callable[..., Any]:
+    return multilinear(lambda *operands, **params: primitive.bind(*operands, **params)[0], (0, 1))
 
 
 def _separate(
@@ -416,5 +409,5 @@ def _transpose_weights(cts: Any, lhs: Any, rhs: Any, sizes: Any, **params: Any) 
 
 ad.primitive_jvps[ragged_dot_p] = _jvp
 ad.primitive_transposes[ragged_dot_p] = _transpose
-ad.primitive_jvps[weights_p] = lambda primals, tangents, **params: _bilinear(weights_p, primals, tangents, params)
+ad.primitive_jvps[weights_p] = _multilinear(weights_p)
 ad.primitive_transposes[weights_p] = _transpose_weights

@@ -1,8 +1,6 @@
 """The shapes at which `ragged_dot` is timed, a share of two ranks in published models; tiny ones without a GPU."""
 
-from dataclasses import replace
-
-from jaxtaxfree.ops.shapes import GroupedShape
+from jaxtaxfree.ops.shapes import GroupedShape, evenly_and_unevenly
 
 _EVEN = (
     GroupedShape(name="qwen3-30b-a3b/4k", tokens=4096, d=2048, f=768, groups=64, top_k=8),
@@ -10,11 +8,7 @@ _EVEN = (
     GroupedShape(name="mixtral-8x7b/4k", tokens=4096, d=4096, f=14336, groups=4, top_k=2),
     GroupedShape(name="towards-deepseek-v3/4k", tokens=4096, d=7168, f=2048, groups=16, top_k=8),
 )
-SHAPES = tuple(
-    replace(shape, name=shape.name + end, routing=routing)
-    for shape in _EVEN
-    for routing, end in (("even", ""), ("dirichlet", "/dirichlet"))
-)
+SHAPES = evenly_and_unevenly(_EVEN)
 
 TINY_SHAPES = (
     GroupedShape(name="tiny", tokens=12, d=16, f=32, groups=4, top_k=2),
