@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import itertools
 import math
 import os
@@ -63,6 +64,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         marker = cases[0].get_closest_marker("covers")
         for i in set(range(len(cases))) - covering(values, *marker.args if marker else (2,)):
             cases[i].add_marker(pytest.mark.soak)
+
+
+def pytest_collection_finish() -> None:
+    # Thousands of collected tests and the imported libraries stay. Otherwise Python would look for cycles among them
+    # again and again, which took a tenth of the time.
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else nanobind, which has objects of Triton, says at the end that they leaked
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
