@@ -1,16 +1,18 @@
 """decode_step in one launch on GPUs: is it right, and what do its settings and its parts cost.
 
-python benchmarks/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064] [--configs quick|all|none]
-    [--no-small] [--seconds 0.5]
+python benchmarks/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064]
+    [--configs quick|all|none|JSON] [--no-small] [--no-parts] [--seconds 0.5]
 
 `run.py decode_step` compares it with its peers, in loops and a step a call, with floors and in the rows of results.
 From the project's root. The shape is B, context, layers, d_model, heads, kv heads, head size, d_mlp, vocabulary, of two
 ranks together; on one rank half of the heads, of d_mlp and of the vocabulary. Checks come first; what is wrong is not
-timed. Prints a line as soon as it has it, and a table of each world at the end.
+timed. JSON is a list of settings, as [{"in_flight": 1}].
+Prints a line as soon as it has it, and a table of each world at the end.
 """
 
 import argparse
 import dataclasses
+import json
 import sys
 import time
 import traceback
@@ -44,6 +46,7 @@ ALL = [
     {"num_stages": 10},
     {"num_stages": 8},
     {"in_flight": 32},
+    {"in_flight": 1},
     {"merged": 4},
     {"merged": 16},
     {"merged": 32},
@@ -224,8 +227,9 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", default="1,2")
     parser.add_argument("--shape", default=DEFAULT)
-    parser.add_argument("--configs", default="quick", choices=["quick", "all", "none"])
+    parser.add_argument("--configs", default="quick")
     parser.add_argument("--no-small", action="store_true")
+    parser.add_argument("--no-parts", action="store_true", help="without the times of a step's parts")
     parser.add_argument("--seconds", type=float, default=0.5)
     options = parser.parse_args()
     sizes = tuple(map(int, options.shape.split(",")))
@@ -240,8 +244,8 @@ def main():
             print("  WRONG: see above", flush=True)
         problem = Problem(model_of(sizes, world), world, b, context, [context - STEPS - 1] * b)
         rows: dict[str, float] = {}
-        configs = {"quick": QUICK, "all": ALL, "none": [{}]}[options.configs]
-        for config in configs:
+        named = {"quick": QUICK, "all": ALL, "none": [{}]}
+        for config in named.get(options.configs) or json.loads(options.configs):
             name = f"one launch {config or ''}"
             try:
                 check(name, problem, config)
@@ -259,7 +263,7 @@ def main():
             ),
             "one launch, short context": (Problem(problem.model, world, b, context, [1] * b), {}),
         }  # fmt: skip
-        for name, (of, how) in extra.items():
+        for name, (of, how) in ({} if options.no_parts else extra).items():
             try:
                 run = of.program(of.steps("fused", None, **how), (OUT, OUT))
                 rows[name] = 1e6 * seconds_of(lambda: run(*of.operands), options.seconds) / STEPS  # noqa: B023
