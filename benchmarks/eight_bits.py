@@ -8,7 +8,7 @@ A shape is M, K, N of the gather's whole product; the two reductions have K and 
 operation alone. Programs:
 
 * "fused" is the kernel, of each kind of scales: bfloat16 (none), e4m3 rows, e4m3 blocks, int8 rows.
-* "narrow" is the same kernel with tiles of 128 columns.
+* "narrow" is the same kernel with tiles of 128 columns, "wide" with tiles of 256.
 * "xla" is `lax`'s collective and product: of bfloat16, of 8 bits with one scale for each operand (said as XLA finds it,
   in front of the product, so that cuBLASLt applies it), and of 8 bits as they are, which is the least that it can cost.
 * "product" is the part of a rank alone, by XLA, of rows that are gathered already: the floor where the wire is none.
@@ -65,11 +65,12 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
 # What each program multiplies.
 PROGRAMS = {
     "fused": ("e4m3 rows", "e4m3 blocks", "int8 rows", "bfloat16"),
-    "narrow": ("e4m3 rows", "int8 rows"),
+    "narrow": ("e4m3 rows", "e4m3 blocks", "int8 rows"),
+    "wide": ("e4m3 blocks",),
     "xla": ("e4m3 one", "e4m3 none", "int8 none", "bfloat16"),
     "product": ("e4m3 none", "bfloat16"),
 }
-KERNELS = ("fused", "narrow")
+KERNELS = ("fused", "narrow", "wide")
 COMPARED = 128  # rows at the beginning and at the end of each rank's, and some between them
 TOLERANCE = 0.03
 CALLS = 20
@@ -174,6 +175,8 @@ def program(mesh: Mesh, key: Key, simulate: bool) -> Any:
             given["config"] = {"kernel": "hopper"}
         if name == "narrow" and not simulate:
             given["config"] |= {"block_n": 128, "num_stages": 6} | ({} if gathers else {"chunk": 2048})
+        if name == "wide" and not simulate:
+            given["config"] |= {"block_n": 256, "num_stages": 4} | ({} if gathers else {"chunk": 1024})
         if simulate:
             small = {"block_m": 32, "block_n": 32, "block_k": 128 if scales else 64, "num_stages": 2, "programs": 2}
             given["config"] |= small | ({"part": 128, "unit": 8} if gathers else {"chunk": 128})
@@ -344,7 +347,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=["8192,8192,28672"], metavar="M,K,N")
     parser.add_argument("--operations", nargs="+", default=list(SPECS)[:3], choices=list(SPECS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS)[:4])
-    programs = [name for name in PROGRAMS if name != "narrow"]
+    programs = [name for name in PROGRAMS if name not in ("narrow", "wide")]
     parser.add_argument("--programs", nargs="+", default=programs, choices=list(PROGRAMS))
     parser.add_argument("--world", type=int, help="number of devices (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")

@@ -50,6 +50,7 @@ class Factors(NamedTuple):
     count: Any  # of rows that the source has from there on
     columns: Any  # f32 [steps, blocks of columns], from the block of a tile on; or None
     gates: Any  # the same of the gate, which are the right half of the columns
+    further: Any  # from the block of columns of a tile to that of its right half if it has two: 1, or 0 beyond the last
     column_step: Any
 
 
@@ -180,7 +181,8 @@ def multiply_tile(
     PROMOTES: gl.constexpr = promotes(ring) or factors is not None
     if PROMOTES:
         if factors is not None:
-            product, stage, phase = multiply_scaled(ring, position, steps, HALF, PARTITION, factors, GATED)
+            WIDE: gl.constexpr = BLOCK_N > PROMOTED
+            product, stage, phase = multiply_scaled(ring, position, steps, HALF, PARTITION, factors, GATED, WIDE)
         elif BLOCK_N > PROMOTED:
             product, stage, phase = multiply_halves(ring, position, steps, HALF, PARTITION)
         else:
@@ -261,59 +263,84 @@ def multiply_halves(ring, position, steps, HALF: gl.constexpr, PARTITION: gl.con
         right += sums_of_step(ring, stage, HALF, PARTITION, COLUMNS, COLUMNS)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         stage, phase = following(stage, phase, ring.lhs.shape[0])
-    product = gl.join(left, right).permute([0, 2, 1]).reshape([ROWS, 2 * COLUMNS])
-    WHOLE: gl.constexpr = layout_of(ring, 2 * COLUMNS, gl.num_warps())
-    return gl.convert_layout(product, WHOLE, assert_trivial=True), stage, phase
+    return beside(ring, left, right), stage, phase
 
 
 @gluon.jit
-def multiply_scaled(ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr, factors, GATED: gl.constexpr):
+def beside(ring, left, right):
+    """The two halves of a product as one."""
+    COLUMNS: gl.constexpr = 2 * left.shape[1]
+    product = gl.join(left, right).permute([0, 2, 1]).reshape([left.shape[0], COLUMNS])
+    return gl.convert_layout(product, layout_of(ring, COLUMNS, gl.num_warps()), assert_trivial=True)
+
+
+@gluon.jit
+def multiply_scaled(
+    ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr, factors, GATED: gl.constexpr,
+    WIDE: gl.constexpr,
+):  # fmt: skip
     """A product whose steps have scales of their own.
 
     Scales are loaded as soon as those of the same registers have been used, two steps before their own: they come from
     the L2 cache, which takes longer than a step.
+
+    Args:
+      WIDE: the registers hold the sums of a step of half of the columns at a time, and each half has its own scale.
+        Such a step takes longer than the scales, and there are no registers for those of two.
     """
     ROWS: gl.constexpr = ring.results.shape[2]
-    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[1]
+    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[1] // (2 if WIDE else 1)
     LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
     stage, phase = position
-    product = gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT)
-    rows, left, right = factors_of(factors, 0, ROWS, LAYOUT)
-    next_rows, next_left, next_right = factors_of(factors, gl.minimum(1, steps - 1), ROWS, LAYOUT)
-    for pair in range(steps // 2):
-        product, stage, phase = add_step(ring, stage, phase, product, rows, left, right, HALF, PARTITION, GATED)
-        rows, left, right = factors_of(factors, gl.minimum(2 * pair + 2, steps - 1), ROWS, LAYOUT)
-        product, stage, phase = add_step(
-            ring, stage, phase, product, next_rows, next_left, next_right, HALF, PARTITION, GATED
-        )
-        next_rows, next_left, next_right = factors_of(factors, gl.minimum(2 * pair + 3, steps - 1), ROWS, LAYOUT)
-    if steps % 2 == 1:
-        product, stage, phase = add_step(ring, stage, phase, product, rows, left, right, HALF, PARTITION, GATED)
-    return product, stage, phase
+    product = (gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT),)
+    if WIDE:
+        product = product + (gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT),)
+    scales = factors_of(factors, 0, ROWS, LAYOUT, WIDE)
+    if WIDE:
+        for step in range(steps):
+            product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
+            scales = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, LAYOUT, WIDE)
+        found = beside(ring, product[0], product[1])
+    else:
+        coming = factors_of(factors, gl.minimum(1, steps - 1), ROWS, LAYOUT, WIDE)
+        for pair in range(steps // 2):
+            product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
+            scales = factors_of(factors, gl.minimum(2 * pair + 2, steps - 1), ROWS, LAYOUT, WIDE)
+            product, stage, phase = add_step(ring, stage, phase, product, coming, HALF, PARTITION, GATED)
+            coming = factors_of(factors, gl.minimum(2 * pair + 3, steps - 1), ROWS, LAYOUT, WIDE)
+        if steps % 2 == 1:
+            product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
+        found = product[0]
+    return found, stage, phase
 
 
 @gluon.jit
-def add_step(
-    ring, stage, phase, product, rows, left, right, HALF: gl.constexpr, PARTITION: gl.constexpr, GATED: gl.constexpr
-):
-    """The product with that of one more stage, times what `factors_of` gives, and the position behind it."""
-    COLUMNS: gl.constexpr = product.shape[1]
+def add_step(ring, stage, phase, product, scales, HALF: gl.constexpr, PARTITION: gl.constexpr, GATED: gl.constexpr):
+    """A product, one or two halves, with that of one more stage, times `factors_of` it, and the position behind it."""
+    COLUMNS: gl.constexpr = product[0].shape[1]
+    rows, left, right = scales
     mbarrier.wait(ring.ready.index(stage), phase)
     sums = sums_of_step(ring, stage, HALF, PARTITION, 0, COLUMNS)
-    mbarrier.arrive(ring.empty.index(stage), count=1)
-    if GATED:
-        LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
-        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-        product += sums * (rows * gl.where(column < COLUMNS // 2, left, right))
+    if len(product) == 2:
+        first = product[0] + sums * (rows * left)
+        sums = sums_of_step(ring, stage, HALF, PARTITION, COLUMNS, COLUMNS)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        total = (first, product[1] + sums * (rows * right))
     else:
-        product += sums * (rows * left)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        factor = rows * left
+        if GATED:
+            LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
+            column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+            factor = rows * gl.where(column < COLUMNS // 2, left, right)
+        total = (product[0] + sums * factor,)
     stage, phase = following(stage, phase, ring.lhs.shape[0])
-    return product, stage, phase
+    return total, stage, phase
 
 
 @gluon.jit
-def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """By what the sums of a step are multiplied: rows [ROWS, 1], and all columns, or those of rhs and of a gate."""
+def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl.constexpr):
+    """By what the sums of a step are multiplied: rows [ROWS, 1], and all columns, or the left and the right half."""
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     rows = (row * 0 + 1).to(gl.float32)
     if factors.rows is not None:
@@ -324,6 +351,8 @@ def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
         left = gl.load(factors.columns + step * factors.column_step)
     if factors.gates is not None:
         right = gl.load(factors.gates + step * factors.column_step)
+    elif WIDE and factors.columns is not None:
+        right = gl.load(factors.columns + step * factors.column_step + factors.further)
     return rows[:, None], left, right
 
 
@@ -380,7 +409,9 @@ def scales_of_blocks(
             columns += column // SCALED
         if gates is not None:
             gates += column // SCALED
-        found = Factors(rows, SOURCES * M, M - first, columns, gates, gl.cdiv(N, SCALED))
+        BLOCKS: gl.constexpr = gl.cdiv(N, SCALED)
+        further = gl.minimum(1, BLOCKS - 1 - column // SCALED)
+        found = Factors(rows, SOURCES * M, M - first, columns, gates, further, BLOCKS)
     return found
 
 

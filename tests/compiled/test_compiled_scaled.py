@@ -21,7 +21,7 @@ OPERATIONS = {each.__name__: each for each in (all_gather_matmul, matmul_reduce_
 
 
 @functools.cache
-def compiled(dtype: str, other: str, blocks: bool, operation: str = "all_gather_matmul") -> Compiled:
+def compiled(dtype: str, other: str, blocks: bool, operation: str = "all_gather_matmul", **settings: int) -> Compiled:
     """The kernel for 8192 x 8192 x 8192 on four ranks, with scales of rows and columns or of blocks; or "gated"."""
     mesh, rows, columns, gated = mesh_of(4), P("tp"), P(None, "tp"), operation == "gated"
     operation = "all_gather_matmul" if gated else operation
@@ -32,7 +32,7 @@ def compiled(dtype: str, other: str, blocks: bool, operation: str = "all_gather_
     def call(lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array) -> jax.Array:
         scales = {"lhs_scale": lhs_scale, "rhs_scale": rhs_scale, "rhs_transposed": True}
         scales |= {"gate": rhs, "gate_scale": rhs_scale, "activation": "silu"} if gated else {}
-        how: Any = {"implementation": "fused", "config": {"kernel": "hopper"}}
+        how: Any = {"implementation": "fused", "config": {"kernel": "hopper"} | settings}
         return OPERATIONS[operation](lhs, rhs, "tp", **how, **scales)
 
     arrays = [
@@ -83,4 +83,17 @@ def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     report = ptxas_report(code)
     # Where the tile is wide, or scales are of blocks, some registers are put aside.
     assert spilled_bytes(report) <= (160 if gathers else 0 if case[2] else 640), report
+    assert products_that_do_not_overlap(report) == []
+
+
+@pytest.mark.parametrize(
+    "operation",
+    ["all_gather_matmul", *(pytest.param(each, marks=pytest.mark.soak) for each in ("gated", "matmul_all_reduce"))],
+)
+def test_tiles_of_256_columns_hold_scales_of_blocks(operation: str) -> None:
+    chunk = {} if operation in ("all_gather_matmul", "gated") else {"chunk": 1024}
+    code = compiled("float8_e4m3fn", "float8_e4m3fn", True, operation, block_n=256, num_stages=4, **chunk)
+    report = ptxas_report(code)
+    assert "m64n128k32.f32.e4m3.e4m3" in code.ptx
+    assert spilled_bytes(report) <= 640, report
     assert products_that_do_not_overlap(report) == []

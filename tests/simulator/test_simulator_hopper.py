@@ -87,8 +87,8 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
     m, n, k, programs, eight_bits, of_lhs, of_rhs, *of_gate = shape
-    wide = of_gate == ["wide"]
-    of_gate = [] if wide else of_gate
+    wide = "wide" in of_gate
+    of_gate = [kind for kind in of_gate if kind != "wide"]
     eight, names = np.dtype(eight_bits), ("rhs", "gate")[: 1 + len(of_gate)]
     lhs = [integers(rank, (1, m, k), eight) for rank in range(world)]
     weights = {
@@ -242,7 +242,11 @@ def matmul_all_reduce_with_scales(world: int, dtype: np.dtype, shape: tuple) -> 
 def _launched_with_scales(operation: Any, world: int, rows: int, dtype: np.dtype, shape: tuple, **settings: Any) -> Any:
     _, n, k, programs, eight_bits, of_lhs, of_rhs, *names = shape
     # Steps of 32 bytes of K, so that a part of a tile as it arrives has the 16 columns of an instruction.
-    tile = {"block_k": 128, "block_n": 64} if "block" in (of_lhs, of_rhs) else {"block_k": 32}
+    tile = (
+        {"block_k": 128, "block_n": max(64, TILES_OF_SUMS["block_n"])}
+        if "block" in (of_lhs, of_rhs)
+        else {"block_k": 32}
+    )
     config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, **settings)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
     form["epilogue"] = Epilogue(operands=tuple(names))
@@ -295,6 +299,10 @@ KERNELS = (
             (4, 48, 32, 3, "float8_e4m3fn", "row", "row", "row"),
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block", "block"),
             (12, 32, 144, 2, "int8", "none", "row", "block"),
+            # Two halves with a scale each, the second beyond the last columns; then a product and its gate.
+            (7, 272, 272, 2, "float8_e4m3fn", "block", "block", "wide"),
+            (7, 384, 144, 2, "int8", "none", "block", "wide"),
+            (7, 272, 272, 2, "float8_e4m3fn", "block", "block", "block", "wide"),
         ),
     ),
     Simulated(
@@ -799,10 +807,30 @@ GATHERED_SCALES = (
     ("rank of a block", 3, "rows += source * M + first", "rows += first"),
     ("block of columns", 3, "columns += column // SCALED", "columns += 0"),
     ("step of rows", 3, "Factors(rows, SOURCES * M,", "Factors(rows, 0,"),
-    ("step of columns", 3, "gates, gl.cdiv(N, SCALED))", "gates, 0)"),
+    ("step of columns", 3, "gates, further, BLOCKS)", "gates, further, 0)"),
     ("block of a gate", 7, "gates += column // SCALED", "gates += 0"),
     ("columns of a gate", 7, "column < COLUMNS // 2, left", "column < COLUMNS, left"),
-    ("half of a wide tile", 5, "PARTITION, COLUMNS, COLUMNS)", "PARTITION, 0, COLUMNS)"),
+    (
+        "half of a wide tile",
+        5,
+        "right += sums_of_step(ring, stage, HALF, PARTITION, COLUMNS, COLUMNS)",
+        "right += left",
+    ),
+    (
+        "half of a wide tile of blocks",
+        9,
+        "        sums = sums_of_step(ring, stage, HALF, PARTITION, COLUMNS, COLUMNS)\n",
+        "",
+    ),
+    ("block of the right half", 9, "column_step + factors.further", "column_step"),
+    (
+        "left half by the scale of the right one",
+        9,
+        "product[0] + sums * (rows * left)\n        sums",
+        "product[0] + sums * (rows * right)\n        sums",
+    ),
+    ("gate of a wide tile", 11, "product[1] + sums * (rows * right)", "product[1] + sums * (rows * left)"),
+    ("next step of a wide tile", 9, "gl.minimum(step + 1, steps - 1)", "step"),
     ("step after next", 3, "2 * pair + 2", "2 * pair + 1"),
 )
 SCATTERED_SCALES = (
@@ -841,11 +869,12 @@ def test_the_scale_of_something_else_gives_a_wrong_result(fault: str, tmp_path: 
         call.run(getattr(module, kernel.function), **settings, calls=1)
 
 
+@pytest.mark.parametrize("scales", ["row", "block"])
 @pytest.mark.parametrize("name", ["matmul_reduce_scatter with scales", "matmul_all_reduce with scales"])
-def test_wide_tiles_of_sums_are_multiplied_by_halves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wide_tiles_of_sums_are_multiplied_by_halves(name: str, scales: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TILES_OF_SUMS, "block_n", 256)
     kernel = KERNEL[name]
-    call = kernel.call(2, np.dtype(jnp.bfloat16), (20, 272, 48, 2, "float8_e4m3fn", "row", "row", "residual"))
+    call = kernel.call(2, np.dtype(jnp.bfloat16), (20, 272, 272, 2, "float8_e4m3fn", scales, scales, "residual"))
     call.run(getattr(kernel.module, kernel.function), **kernel.case(1, 2)[1])
 
 

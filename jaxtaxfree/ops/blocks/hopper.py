@@ -106,11 +106,9 @@ def refuses_blocks(call: Call, config: Tile) -> list[str]:
     if "block" in call.scales:
         if config.block_k != BLOCK:
             reasons.append(f"blocks of scales take steps of block_k={BLOCK}, not {config.block_k}")
-        block_n = config.block_n // call.products
-        if "block" in (call.rhs.scales, call.gate_scales) and BLOCK % block_n:
-            reasons.append(
-                f"blocks of scales take a block_n that divides {BLOCK * call.products}, not {config.block_n}"
-            )
+        # A tile of 256 columns has two halves, each with its own scales.
+        if "block" in (call.rhs.scales, call.gate_scales) and 2 * BLOCK % config.block_n:
+            reasons.append(f"blocks of scales take a block_n that divides {2 * BLOCK}, not {config.block_n}")
     return reasons
 
 
