@@ -20,6 +20,7 @@ from benchmarks.operation import (
     Implementation,
     Operands,
     Operation,
+    family,
     is_written_by_hand,
     make_program,
 )
@@ -113,23 +114,40 @@ def prepare_all(
     rounds: int,
     timeout: float,
     show: Callable[[str], None],
+    chosen: bool = False,
 ) -> dict[str, list[tuple[Implementation, Future[Run]]]]:
     """Compiles everything: of each implementation, by name, the runs of its alternatives, or its own run.
 
-    Hand-written kernels side by side; but XLA times products to choose between them, so its programs one at a time.
+    Hand-written kernels side by side. XLA times products to choose between them, so of each peer one program at a time;
+    what it chose it keeps, so those of other flags go side by side then.
+
+    Args:
+      chosen: XLA has compiled these products before, in other programs.
     """
     prepared: dict[str, list[tuple[Implementation, Future[Run]]]] = {each.name: [] for each in implementations}
     written = [each for each in implementations if is_written_by_hand(each)]
-    with guard(f"{label}, compilation of kernels", timeout), ThreadPoolExecutor(os.cpu_count()) as pool:
-        for each in written:
-            for variant in variants(each):
-                future = pool.submit(prepare, label, variant, mesh, operands, rounds)
-                prepared[each.name].append((variant, future))
-    for each in implementations:
-        if each not in written:
-            show(f"{label}: {each.name}")
-            with guard(f"{label}, {each.name}, compilation", timeout), ThreadPoolExecutor(1) as pool:
-                prepared[each.name].append((each, pool.submit(prepare, label, each, mesh, operands, rounds)))
+    others = [each for each in implementations if each not in written]
+    first = [] if chosen else list({family(each.name): each for each in reversed(others)}.values())[::-1]
+
+    def submit(pool: ThreadPoolExecutor, each: Implementation) -> None:
+        for variant in variants(each) if each in written else [each]:
+            future = pool.submit(prepare, label, variant, mesh, operands, rounds)
+            prepared[each.name].append((variant, future))
+
+    def side_by_side(some: Sequence[Implementation], what: str) -> None:
+        with guard(f"{label}, compilation of {what}", timeout), ThreadPoolExecutor(os.cpu_count()) as pool:
+            for each in some:
+                submit(pool, each)
+
+    side_by_side(written, "kernels")
+    for each in first:
+        show(f"{label}: {each.name}")
+        with guard(f"{label}, {each.name}, compilation", timeout), ThreadPoolExecutor(1) as pool:
+            submit(pool, each)
+    rest = [each for each in others if each not in first]
+    for each in rest:
+        show(f"{label}: {each.name}")
+    side_by_side(rest, "other programs")
     return prepared
 
 
@@ -206,7 +224,7 @@ def bench_shape(
         measured = _measure(
             shape.name, group, mesh, operands, {name: expected[each.name] for name, each in references.items()},
             rounds=rounds, seconds=seconds * len(modes_of_group) / max(1, len(modes)), timeout=timeout,
-            modes=modes_of_group, show=show,
+            modes=modes_of_group, show=show, chosen=bool(rows),
         )  # fmt: skip
         for mode_name in [mode.name for mode in modes_of_group] or ["check"]:
             samples = {name: run.samples[mode_name] for name, run in measured.runs.items() if mode_name in run.samples}
@@ -224,7 +242,7 @@ def bench_shape(
                     floor=floor,
                     common=common,
                 )
-                for each in measured.chosen
+                for each in measured.taken
             ]
     return rows
 
@@ -233,7 +251,7 @@ def bench_shape(
 class _Measured:
     """What was found of some implementations: which alternatives were taken, what the checks say, and the runs."""
 
-    chosen: list[Implementation]
+    taken: list[Implementation]
     checked: dict[str, str]
     runs: dict[str, Run]
 
@@ -250,20 +268,26 @@ def _measure(
     timeout: float,
     modes: Sequence[Mode],
     show: Callable[[str], None],
+    chosen: bool,
 ) -> _Measured:
-    """Checks everything, times what passed, and checks once more; `expected` by the name of an implementation."""
+    """Checks everything, times what passed, and checks once more.
+
+    Args:
+      expected: by the name of an implementation.
+      chosen: as in `prepare_all`.
+    """
     checked: dict[str, str] = {}
     runs: dict[str, Run] = {}
-    chosen = {each.name: each for each in implementations}
+    taken = {each.name: each for each in implementations}
     together = [each for each in implementations if not each.apart]
     for some in [together, *([each] for each in implementations if each.apart)]:
-        prepared = prepare_all(label, some, mesh, operands, rounds, timeout, show)
+        prepared = prepare_all(label, some, mesh, operands, rounds, timeout, show, chosen)
         # Ours come last, so that everything else has been checked should they break the device.
         for each in some:
             want = expected[each.name]
             try:
                 if each.alternatives:
-                    chosen[each.name], run = fastest_right(prepared[each.name], want, timeout)
+                    taken[each.name], run = fastest_right(prepared[each.name], want, timeout)
                     checked[each.name] = "ok"
                 else:
                     [(_, future)] = prepared[each.name]
@@ -291,4 +315,4 @@ def _measure(
                     if checked[name] == "ok":
                         checked[name] = check(run, want)
 
-    return _Measured(chosen=list(chosen.values()), checked=checked, runs=runs)
+    return _Measured(taken=list(taken.values()), checked=checked, runs=runs)

@@ -109,6 +109,8 @@ DECODE_STEP = (
     _tenth_of_llama3_70b(1, 32768),
     _tenth_of_llama3_70b(16, 4096),
     _of_llama3("llama3-8b/2-of-8-gpus", 1, 8192, **_TWO_OF_EIGHT_8B),
+    _of_llama3("llama3-8b/2-of-8-gpus", 4, 2048, **_TWO_OF_EIGHT_8B),
+    _of_llama3("llama3-8b/2-of-8-gpus", 8, 2048, **_TWO_OF_EIGHT_8B),
     _of_llama3("llama3-70b/10/2-of-8-gpus", 1, 8192, **_TWO_OF_EIGHT_70B),
     _of_llama3("llama3-8b/4", 1, 8192, **_LLAMA3_8B),
     _of_llama3("llama3-8b/4", 16, 2048, **_LLAMA3_8B),

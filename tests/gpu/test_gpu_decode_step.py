@@ -91,6 +91,23 @@ def test_a_rank_that_does_not_arrive_is_named(mesh: jax.sharding.Mesh) -> None:
         heap.reset()
 
 
+def test_without_room_for_all_programs_the_wait_ends(mesh: jax.sharding.Mesh) -> None:
+    """Another kernel keeps one multiprocessor longer than programs wait, as a collective does whose peers are late."""
+    heap.set_timeout(1.0)
+    heap.reset()
+    try:
+        call = step_parity.small_call(mesh)
+        want = jtf.block_until_ready(call())
+        with occupied([mesh.devices.flat[0]], 1, 3.0), pytest.raises(jtf.PeerTimeoutError, match="decode_step"):
+            jtf.block_until_ready(call())
+        heap.reset()
+        for _ in range(4):
+            assert bool(jnp.array_equal(jtf.block_until_ready(call()), want))
+    finally:
+        heap.set_timeout(60.0)
+        heap.reset()
+
+
 def test_a_loop_copies_nothing() -> None:
     """Of the cache and the weights, in the program that XLA makes for the GPU; and its tokens are XLA's."""
     model, slots, steps, b = step_parity.LLAMA, step_parity.SLOTS, 16, 1

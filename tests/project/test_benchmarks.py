@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -421,6 +422,37 @@ def test_peers_that_may_do_harm_run_when_the_others_are_done(
     assert turns == [
         (mode, each) for each in ({"xla/default", "gemm"}, {"xla_auto"}) for mode in ("sustained", "burst")
     ]
+
+
+def test_what_is_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each peer one program alone, in which XLA times products; of other flags all at once, and the second time."""
+    under_way: list[str] = []
+    company: dict[str, set[str]] = {}
+    names = [f"xla/{flags}" for flags in operation.DEPENDENT] + ["fused_heads", "xla_heads/graph", "xla_heads/default"]
+    meeting = threading.Barrier(len(operation.DEPENDENT))
+
+    def prepare(label: str, implementation: operation.Implementation, *_: Any) -> str:
+        under_way.append(implementation.name)
+        if implementation.name not in alone:
+            meeting.wait(10)
+        company[implementation.name] = set(under_way)
+        if implementation.name not in alone:
+            meeting.wait(10)
+        under_way.remove(implementation.name)
+        return implementation.name
+
+    monkeypatch.setattr(measure, "prepare", prepare)
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    chosen = [STEP.implementations()[name] for name in names]
+    alone = {"xla/default", "fused_heads", "xla_heads/graph"}
+    compiled = partial(measure.prepare_all, "small", mesh=None, operands=None, rounds=1, timeout=60, show=print)
+    found = compiled(chosen)
+    assert list(found) == names and all(found[name][0][1].result() == name for name in names)
+    assert all(company[name] == {name} for name in alone)
+    assert all(company[name] == set(names) - alone for name in set(names) - alone)
+    alone, meeting = set(), threading.Barrier(len(names))
+    compiled(chosen, chosen=True)
+    assert all(company[name] == set(names) for name in names)
 
 
 def test_pallas_lowers_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
