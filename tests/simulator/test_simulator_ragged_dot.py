@@ -104,7 +104,77 @@ class Kind:
         self.call(seed).run(getattr(module, function), seed=seed, policy=policy, slots=(1, 2, None)[seed % 3], calls=1)
 
 
-KINDS = {
+# Of operands of 8 bits: steps of K, of which the last one is not full.
+TURNED = {"turned": True, "block_m": 16, "block_n": 64, "block_k": 32, "num_stages": 2, "programs": 2, "group_m": 2}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits(Kind):
+    """The kernel for Hopper with operands of 8 bits and scales.
+
+    Attributes:
+      dtypes: of lhs and of the weights.
+      gated: there is a gate, with SwiGLU.
+      scaled: which have scales.
+    """
+
+    dtypes: tuple[str, str] = (E4M3, E4M3)
+    gated: bool = False
+    scaled: tuple[str, ...] = ("lhs", "rhs", "gate")
+
+    def call(self, seed: int, k: int = 48, n: int = 72) -> Call:
+        m, sizes = SIZES[seed % len(SIZES)]
+        case = Grouped(m, k, n, sizes)
+        lhs, rhs, groups, _ = case.arrays(np.float32, seed)
+        weights = {"rhs": rhs, "gate": rhs[::-1] / 2} if self.gated else {"rhs": rhs}
+        draw = np.random.default_rng(seed)
+        # Powers of 2, with which every order of multiplying gives the same; of rows that nobody has, NaN.
+        scales = {"lhs": 2.0 ** draw.integers(-3, 3, m)} | {
+            name: 2.0 ** draw.integers(-3, 3, (len(sizes), n)) for name in weights
+        }
+        scales["lhs"][sum(sizes) :] = np.nan
+        scales = {name: scale.astype(np.float32) for name, scale in scales.items() if name in self.scaled}
+        left, right = (jnp.dtype(dtype) for dtype in self.dtypes)
+        call = RaggedCall(
+            m=m, k=k, n=n, groups=len(sizes), operand=Operand(dtype=left), narrow=Operand(dtype=right),
+            scales=tuple(scales), out_dtype=np.dtype(np.float32), precision="", target=HOPPER, gated=self.gated,
+            activation="silu" if self.gated else None, rhs_transposed=True,
+        )  # fmt: skip
+        if right == np.int8:  # of which there are no halves
+            weights = {name: np.round(x) for name, x in weights.items()}
+        rows = np.arange(m) < sum(sizes)
+        of_rows = np.where(rows, scales["lhs"], 1)[:, None] if "lhs" in scales else 1
+        products = []
+        for name, x in weights.items():
+            products.append(case.product(lhs, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
+        expected = products[0] if not self.gated else products[0] * products[1] / (1 + np.exp(-products[1]))
+        variant = named("ragged_dot", VARIANTS, "hopper")
+        config = variant.Config(**self.settings)
+        assert variant.refuses(call, config) == []
+        keywords = variant.launch(call, config)
+        del keywords["axis_name"], keywords["name"]
+        turned = {name: [x.swapaxes(1, 2).astype(right)] for name, x in weights.items()}
+        arrays = variant.arrays(
+            call, [lhs.astype(left)], turned, [groups], {name: [scale] for name, scale in scales.items()}
+        )
+        tolerance = 1e-4 if self.gated else 0
+        return Call(arrays=arrays, keywords={"world": 1, **keywords}, expected=[expected], tolerance=tolerance)
+
+
+EIGHT = {
+    "e4m3": EightBits("hopper", 0, RING | {"block_k": 32}),
+    "e4m3-halves": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 256, "block_m": 64}, scaled=("rhs",)),
+    "e4m3-gated": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 64}, gated=True),
+    "e4m3-gated-halves": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 256}, (E4M3, E5M2), gated=True),
+    "int8": EightBits("hopper", 0, RING | {"block_k": 32}, ("int8", "int8")),
+    "e4m3-turned": EightBits("hopper", 0, TURNED),
+    "int8-turned": EightBits("hopper", 0, TURNED | {"block_n": 128}, ("int8", "int8"), scaled=("lhs",)),
+    "bf16-int8": EightBits("hopper", 0, TURNED, ("bfloat16", "int8"), scaled=("rhs",)),
+    "bf16-e4m3": EightBits("hopper", 0, TURNED | {"block_n": 128}, ("bfloat16", E4M3), scaled=("rhs",)),
+    "f16-e5m2-gated": EightBits("hopper", 0, TURNED | {"block_n": 256}, ("float16", E5M2), True, ("rhs", "gate")),
+}
+KINDS = EIGHT | {
     f"{name}-{'-'.join(map(str, MODES[mode])) or 'plain'}{more}": Kind(name, mode, settings)
     for (name, settings, more), mode in itertools.product(
         (("portable", TILE, ""), ("hopper", RING, ""), ("hopper", RING | {"block_m": 64}, "-64")), range(len(MODES))
