@@ -287,22 +287,38 @@ def multiply(ring, out_desc, sizes_ptr, scales, work, PARTITION: gl.constexpr):
                 parts, stage, phase = multiply_steps(ring, stage, phase, steps, work, PARTITION)
             if work.GATED and len(parts) == 1:
                 parts = blocks.halves(parts[0])
-            for i in gl.static_range(1 if work.GATED else len(parts)):
-                STORED: gl.constexpr = ring.results.shape[-1]
-                WIDTH: gl.constexpr = parts[i].shape[0 if work.TURNED else 1]
-                first = column + i * WIDTH
-                tile = scale(parts[i], scales, "rhs", at, row, first, work)
-                gate = None
-                if work.GATED:
-                    gate = scale(parts[1], scales, "gate", at, row, first, work)
-                tile = epilogue.activate_gated(tile, gate, work.ACTIVATION)
-                store(ring, out_desc, tile * groups.scale, at, row, first, work, i * WIDTH // STORED, PARTITION)
+            if work.GATED:
+                finish(ring, out_desc, parts[0], parts[1], scales, groups, at, row, column, work, 0, PARTITION)
+            else:
+                for i in gl.static_range(len(parts)):
+                    finish(ring, out_desc, parts[i], None, scales, groups, at, row, column, work, i, PARTITION)
         else:
             for _ in range(steps):
                 mbarrier.wait(ring.ready.index(stage), phase)
                 mbarrier.arrive(ring.empty.index(stage), count=1)
                 stage, phase = blocks.following(stage, phase, work.STAGES)
     blocks.finish_stores()
+
+
+@gluon.jit
+def finish(
+    ring, out_desc, product, gate, scales, groups, at, row, column, work, NUMBER: gl.constexpr, PARTITION: gl.constexpr
+):
+    """Makes of sums what they become, and stores them.
+
+    Args:
+      product, gate: of as many columns, and of the gate's, or None.
+      row, column: where a partition's part of a tile begins.
+      NUMBER: of those columns among as many others of that part.
+    """
+    WIDTH: gl.constexpr = product.shape[0 if work.TURNED else 1]
+    column += NUMBER * WIDTH
+    product = scale(product, scales, "rhs", at, row, column, work)
+    if gate is not None:
+        gate = scale(gate, scales, "gate", at, row, column, work)
+    product = epilogue.activate_gated(product, gate, work.ACTIVATION)
+    PIECE: gl.constexpr = NUMBER * WIDTH // ring.results.shape[-1]
+    store(ring, out_desc, product * groups.scale, at, row, column, work, PIECE, PARTITION)
 
 
 @gluon.jit

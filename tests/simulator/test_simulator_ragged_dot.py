@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtaxfree.kernels.blocks import ragged
+from jaxtaxfree.kernels.blocks import ragged, widen
 from jaxtaxfree.kernels.ragged_dot import hopper, portable
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot.common import Call as RaggedCall
@@ -123,7 +123,8 @@ class EightBits(Kind):
     gated: bool = False
     scaled: tuple[str, ...] = ("lhs", "rhs", "gate")
 
-    def call(self, seed: int, k: int = 48, n: int = 72) -> Call:
+    def call(self, seed: int, k: int = 48, n: int | None = None) -> Call:
+        n = n or max(72, self.settings["block_n"] - 48 if not self.gated else 0)
         m, sizes = SIZES[seed % len(SIZES)]
         case = Grouped(m, k, n, sizes)
         lhs, rhs, groups, _ = case.arrays(np.float32, seed)
@@ -206,14 +207,14 @@ class Mutant:
       kind: which kernel is run.
       edits: (text, what to put in its place).
       errors: of which kind the finding must be; an AssertionError is a wrong result.
-      groups: the text is one of `blocks/ragged.py`.
+      module: the text is one of this, which the kernel uses.
     """
 
     name: str
     kind: str
     edits: tuple[tuple[str, str], ...]
     errors: tuple[type[Exception], ...]
-    groups: bool = False
+    module: ModuleType | None = None
 
 
 WRONG = (AssertionError, DataRaceError, OutOfBoundsError, UninitializedReadError)
@@ -236,7 +237,7 @@ MUTANTS = (
         "hopper-of_weights",
         ((" | ((other == own) & (i < groups.index))", ""),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "the last tile of nobody",
@@ -255,14 +256,14 @@ MUTANTS = (
         "hopper-plain",
         (("END - at.size + row", "END - at.size + row + 1"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "rows behind a group are contracted",
         "hopper-of_weights",
         (("at.begin + at.size, END - at.size + row", "at.begin + at.size + 1, END - at.size - 1 + row"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "rows behind a group are contracted",
@@ -281,21 +282,21 @@ MUTANTS = (
         "hopper-plain",
         (("begin = tl.max(tl.where(before, groups.ends, 0), 0)", "begin = first * 0"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "sizes counted without the blocks that are not full",
         "portable-plain",
         (("(sizes + (BLOCK_M - 1)) // BLOCK_M", "sizes // BLOCK_M"),),
         (*WRONG, UnfinishedOperationError),
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "nobody fills the rows behind the last group",
         "portable-plain",
         (("sizes = tl.where(index == GROUPS, rest, sizes)", "sizes = tl.where(index == GROUPS, 0, sizes)"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "a stage is free too early",
@@ -320,8 +321,44 @@ MUTANTS = (
     Mutant(
         "no fence before a store",
         "hopper-plain",
-        (("        fence_async_shared()\n", ""),),
+        (("    fence_async_shared()\n", ""),),
         (SimulationError,),
+    ),
+    *(
+        Mutant(f"8 bits, {name}", kind, ((old, new),), WRONG)
+        for name, kind, old, new in (
+            ("scales of another group", "e4m3", "of_columns + at.group.to(gl.int64) * work.N", "of_columns"),
+            ("scales of other columns", "e4m3-halves", "column += NUMBER * WIDTH", "column += 0"),
+            ("scales of the other partition's columns", "bf16-e4m3", "PARTITION * (work.BLOCK_N // work.PARTITIONS)",
+             "0 * (work.BLOCK_N // work.PARTITIONS)"),
+            ("scales of the group before", "int8", "of_rows + at.begin + m", "of_rows + m"),
+            ("scales of rows that nobody has", "e4m3", "there = (m < at.size) & (at.group < work.GROUPS)",
+             "there = m < at.size"),
+            ("scales of rhs for the gate", "f16-e5m2-gated", 'scale(gate, scales, "gate"', 'scale(gate, scales, "rhs"'),
+            ("sums of one step alone", "e4m3", "left += sums_of", "left = sums_of"),
+            ("sums of one half", "e4m3-halves", "right += sums_of", "left += sums_of"),
+            ("columns for those of the gate", "f16-e5m2-gated", "stage, work.BLOCK_N + FIRST", "stage, FIRST"),
+            ("columns of the first partition", "int8-turned", "FIRST: gl.constexpr = PARTITION * COLUMNS",
+             "FIRST: gl.constexpr = 0 * COLUMNS"),
+        )
+    ),
+    Mutant("bytes in each other's place", "bf16-int8", (("gl.join(low, high)", "gl.join(high, low)"),), WRONG, widen),
+    Mutant(
+        "a stage is free before it is multiplied",
+        "e4m3-turned",
+        (("        product = add_turned(product, ring, stage, FIRST, LAYOUT, work)\n",
+          "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"
+          "        product = add_turned(product, ring, stage, FIRST, LAYOUT, work)\n"),
+         ("            gate = add_turned(gate, ring, stage, work.BLOCK_N + FIRST, LAYOUT, work)\n"
+          "        mbarrier.arrive(ring.empty.index(stage), count=1)\n",
+          "            gate = add_turned(gate, ring, stage, work.BLOCK_N + FIRST, LAYOUT, work)\n")),
+        RACES,
+    ),
+    Mutant(
+        "a tile is put where the one before is still stored from",
+        "bf16-int8",
+        (("tma.store_wait(0)\n        put", "put"),),
+        (DataRaceError,),
     ),
 )  # fmt: skip
 
@@ -329,9 +366,10 @@ MUTANTS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kind}: {mutant.name}")
 def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     kind = KINDS[mutant.kind]
-    if mutant.groups:
-        groups = load(edit(ragged, mutant.edits, tmp_path), ragged.__name__)
-        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, ragged=groups)
+    if mutant.module:
+        name = mutant.module.__name__
+        other = load(edit(mutant.module, mutant.edits, tmp_path), name)
+        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{name.rpartition(".")[2]: other})
     else:
         module = load(edit(kind.module, mutant.edits, tmp_path), kind.module.__name__)
     for seed in range(SEEDS):

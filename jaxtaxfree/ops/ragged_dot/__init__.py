@@ -104,7 +104,7 @@ def ragged_dot(
     """
     scales = {"lhs": lhs_scale, "rhs": rhs_scale, "gate": gate_scale}
     if any(scale is not None for scale in scales.values()):
-        form = {"precision": precision, "implementation": implementation, "config": config}
+        form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
         return scaled.ragged_dot(
             scaled_p, ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
             preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,

@@ -45,13 +45,6 @@ class Config(Settings):
     programs: int = setting(HOPPER.multiprocessors, least=1)
     turned: bool = False
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.turned and self.block_m not in (ROWS.value, 2 * ROWS.value):
-            self.refuse("block_m", f"{ROWS.value} or {2 * ROWS.value}, unless the tile is turned round")
-        if not self.turned and self.block_n > 256:
-            self.refuse("block_n", "256 at most, unless the tile is turned round")
-
 
 class Hopper(Variant[Call]):
     """In each program a warp loads, and one or two groups of four warps multiply 64 rows of a tile each."""
@@ -72,10 +65,7 @@ class Hopper(Variant[Call]):
             reasons.append(
                 Lasting(f"it takes float16 and bfloat16, not {call.operand.dtype}: name no kernel in config, or cast")
             )
-        if config.turned and not call.rhs_transposed:
-            reasons.append("it turns tiles round with rhs [G, N, K], rhs_transposed=True, only")
-        if config.turned and config.block_n < 64 * call.products:
-            reasons.append(f"turned round, a tile has {64 * call.products} columns or more, not {config.block_n}")
+        reasons += _refuses_tile(call, config)
         if call.k % (128 // call.weights.bits) or call.n % 8:
             reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
         if call.groups > MOST_GROUPS:
@@ -143,6 +133,21 @@ class Hopper(Variant[Call]):
             *each("group_m", 4, 8, 32),
             *each("num_stages", 3),
         ]
+
+
+def _refuses_tile(call: Call, config: Config) -> list[str]:
+    reasons = []
+    if config.turned:
+        if not call.rhs_transposed:
+            reasons.append("it turns tiles round with rhs [G, N, K], rhs_transposed=True, only")
+        if config.block_n < 64 * call.products:
+            reasons.append(f"turned round, a tile has {64 * call.products} columns or more, not {config.block_n}")
+    else:
+        if config.block_m not in (ROWS.value, 2 * ROWS.value):
+            reasons.append(f"not turned round, a tile has {ROWS.value} or {2 * ROWS.value} rows, not {config.block_m}")
+        if config.block_n > 256:
+            reasons.append(f"not turned round, a tile has at most 256 columns, not {config.block_n}")
+    return reasons
 
 
 def _refuses_scaled(call: Call, config: Config) -> list[str]:

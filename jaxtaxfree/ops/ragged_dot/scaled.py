@@ -96,15 +96,17 @@ def _cast(
     """By the kernel for 16 bits, in which numbers of 8 are exact. Its f32 sums are scaled behind it."""
     del axes
     weights, scales = _named(names, operands)
-    # Each row's group; rows behind the last one are zeros, whatever multiplies them.
+    # Each row's group. Rows behind the last one have none, and no scales.
     group = jnp.repeat(jnp.arange(sizes.shape[0]), jnp.maximum(sizes, 0), total_repeat_length=lhs.shape[0])
+    there = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
     products = []
     for name, w in weights.items():
         left, right = (x.astype(_wide(lhs, w)) if is_eight_bits(x) else x for x in (lhs, w))
         out = operation(left, right, sizes, preferred_element_type=jnp.float32, **form)
         for scale in (scales.get("lhs"), scales.get(name)):
             if scale is not None:
-                out *= scale if scale.ndim < 3 else scale.reshape(scale.shape[0], -1)[group]
+                scale = scale if scale.ndim < 3 else scale.reshape(scale.shape[0], -1)[group]
+                out *= jnp.where(there, scale, 1.0)
         products.append(out)
     return Epilogue(activation, ("gate",) * (len(weights) - 1)).apply(products, {}, dtype)
 
@@ -127,7 +129,7 @@ def _may_fit(lhs: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, par
 
 
 def _choose(operands: Sequence[Any], compute_capability: int, config: Any, params: Mapping[str, Any]) -> Choice:
-    lhs, sizes, *others = operands
+    lhs, _, *others = operands
     weights, scales = _named(params["names"], others)
     groups, n, k = weights["rhs"].shape
     call = Call(
