@@ -66,7 +66,7 @@ class Hopper(Variant[Call]):
                 Lasting(f"it takes float16 and bfloat16, not {call.operand.dtype}: name no kernel in config, or cast")
             )
         reasons += _refuses_tile(call, config)
-        if call.k % (128 // call.weights.bits) or call.n % 8:
+        if call.k % (128 // min(16, call.weights.bits)) or call.n % 8:
             reasons.append(f"TMA takes rows of multiples of 16 bytes, and these have {call.k} and {call.n} elements")
         if call.groups > MOST_GROUPS:
             reasons.append(f"it takes at most {MOST_GROUPS} groups, not {call.groups}")
