@@ -384,33 +384,18 @@ def columns_of(ring, stage):
     if ring.transposed is None:
         columns = ring.rhs.index(stage).permute((1, 0))
     elif widens(ring):
-        columns = widened(ring, stage)
+        SUMS: gl.constexpr = layout_of_sums(ring.lhs.shape[1], gl.num_warps())
+        pairs = widen.pairs(ring.transposed.index(stage))
+        columns = widen.block(pairs, ring.transposed.dtype, ring.lhs.dtype, SUMS)
     else:
         columns = ring.transposed.index(stage)
     return columns
 
 
-@gluon.jit
-def widened(ring, stage):
-    """The block of weights of 8 bits in a stage, as the tensor cores take it from registers."""
-    STAGES: gl.constexpr = ring.transposed.shape[0]
-    COLUMNS: gl.constexpr = ring.transposed.shape[1]
-    BLOCK_K: gl.constexpr = ring.transposed.shape[2]
-    SUMS: gl.constexpr = layout_of_sums(ring.lhs.shape[1], gl.num_warps())
-    # Two bytes that follow each other along K are those of a thread.
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(ring.transposed.layout.swizzle_byte_width, 16)
-    pairs = ring.transposed.reinterpret(gl.int16, [STAGES, COLUMNS, BLOCK_K // 2], PAIRS)
-    low, high = widen.words(
-        pairs.index(stage).load(gl.DotOperandLayout(0, SUMS, 1)), ring.transposed.dtype, ring.lhs.dtype
-    )
-    both = gl.join(low, high).reshape([COLUMNS, BLOCK_K])
-    return gl.convert_layout(both, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-
-
 @gluon.constexpr_function
 def widens(ring):
     """Whether weights become numbers of 16 bits in registers."""
-    return ring.transposed is not None and ring.transposed.dtype.primitive_bitwidth < ring.lhs.dtype.primitive_bitwidth
+    return ring.transposed is not None and widen.is_wider(ring.lhs.dtype, ring.transposed.dtype)
 
 
 @gluon.jit

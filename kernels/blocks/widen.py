@@ -50,7 +50,33 @@ def both(dest):
     return dest, dest
 
 
+@triton.constexpr_function
+def is_wider(dtype, other):
+    return dtype.primitive_bitwidth > other.primitive_bitwidth
+
+
 @gluon.jit
 def words(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr):
     """What [N, K / 2] words have in their low and in their high bytes, of type SOURCE: two of [N, K / 2], of DEST."""
     return gl.inline_asm_elementwise(assembly(SOURCE, DEST), "=h,=h,h", [pairs], dtype=both(DEST), is_pure=True, pack=1)
+
+
+@gluon.jit
+def pairs(memory):
+    """Shared memory [N, K] of numbers of 8 bits as [N, K / 2] of words, each of two that follow each other along K."""
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(memory.layout.swizzle_byte_width, 16)
+    return memory.reinterpret(gl.int16, [memory.shape[0], memory.shape[1] // 2], PAIRS)
+
+
+@gluon.jit
+def block(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr, SUMS: gl.constexpr):
+    """What lies in `pairs`, of type SOURCE, as DEST, as the tensor cores take it from registers.
+
+    Args:
+      SUMS: the layout of the product.
+    """
+    COLUMNS: gl.constexpr = pairs.shape[0]
+    # Two bytes that follow each other along K are those of a thread.
+    low, high = words(pairs.load(gl.DotOperandLayout(0, SUMS, 1)), SOURCE, DEST)
+    both = gl.join(low, high).reshape([COLUMNS, 2 * pairs.shape[1]])
+    return gl.convert_layout(both, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)

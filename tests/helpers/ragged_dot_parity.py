@@ -54,4 +54,74 @@ def check_sizes(mesh: Mesh) -> None:
         _check(mesh, *case)
 
 
+# Dtypes of lhs and of weights, whether there is a gate, and sizes of groups: many rows and few.
+EIGHT_BITS = (
+    ("float8_e4m3fn", "float8_e4m3fn", False, (1, 129, 0, 300, 511, 3)),
+    ("float8_e5m2", "float8_e4m3fn", True, (1, 129, 0, 300, 511, 3)),
+    ("int8", "int8", False, (1, 129, 0, 300, 511, 59)),
+    ("float8_e4m3fn", "float8_e4m3fn", True, (3, 0, 17, 40, 1, 8)),
+    ("int8", "int8", False, (3, 0, 17, 40, 1, 8)),
+    ("bfloat16", "int8", True, (3, 0, 17, 40, 1, 8)),
+    ("bfloat16", "float8_e4m3fn", False, (1, 129, 0, 300, 511, 3)),
+    ("float16", "float8_e5m2", False, (3, 0, 17, 40, 1, 8)),
+)
+
+
+def check_eight_bits(mesh: Mesh) -> None:
+    """Exactly: small whole numbers, and scales that are powers of 2. Rows behind the last group have scales of NaN."""
+    for left, right, gated, sizes in EIGHT_BITS:
+        _check_eight_bits(mesh, left, right, gated, Grouped(sum(sizes) + 13, 272, 520, sizes))
+
+
+def _check_eight_bits(mesh: Mesh, left: str, right: str, gated: bool, case: Grouped) -> None:
+    lhs, rhs, sizes, _ = case.arrays(np.float32)
+    draw = np.random.default_rng(1)
+    weights = [rhs, np.roll(rhs, 1, axis=0)][: 1 + gated]
+    scales = [2.0 ** draw.integers(-3, 3, (len(sizes), 1, case.n)) for _ in weights]
+    products = [case.product(lhs, w * scale) for w, scale in zip(weights, scales, strict=True)]
+    given: dict[str, Any] = {}
+    if left in ("float8_e4m3fn", "float8_e5m2", "int8"):
+        of_rows = 2.0 ** draw.integers(-3, 3, (case.m, 1))
+        products = [product * of_rows for product in products]
+        of_rows[sum(case.sizes) :] = np.nan
+        given["lhs_scale"] = of_rows.astype(np.float32)
+    turned = [jnp.asarray(w.swapaxes(1, 2)).astype(right) for w in weights]
+    given["rhs_scale"], *of_gate = [scale.swapaxes(1, 2).astype(np.float32) for scale in scales]
+    given |= {"gate": turned[1], "gate_scale": of_gate[0]} if gated else {}
+
+    def local(sizes: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"rhs_transposed": True, "preferred_element_type": jnp.float32} | given
+        out = jtf.ragged_dot(jnp.asarray(lhs).astype(left), turned[0], sizes, implementation="fused", **how)
+        return out[None]
+
+    program = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False))
+    wanted = products[0] * products[1] if gated else products[0]
+    for found in np.asarray(program(sizes), np.float64):
+        np.testing.assert_array_equal(found, np.asarray(wanted, np.float32), err_msg=f"{left} by {right}")
+    for name, wrong in garbage(sizes, case.m)[:2]:
+        assert np.isnan(np.asarray(program(wrong))).all(), name
+
+
+def check_promotion(mesh: Mesh) -> None:
+    """Sums of many numbers of one sign, of which tensor cores alone lose some hundredths: see docs/eight_bits.md."""
+    k, n, sizes = 4096, 256, np.array([100, 3, 25], np.int32)
+    draw = np.random.default_rng(0)
+    lhs, rhs = (draw.uniform(0.5, 1, shape).astype(jnp.float8_e4m3fn) for shape in ((128, k), (3, n, k)))
+
+    def local(lhs: jax.Array, rhs: jax.Array, turned: bool) -> jax.Array:
+        one = jnp.ones((), jnp.float32)
+        out = jtf.ragged_dot(
+            lhs, rhs, sizes, rhs_transposed=True, lhs_scale=one, preferred_element_type=np.float32,
+            implementation="fused", config={"kernel": "hopper", "turned": turned, "block_m": 64},
+        )  # fmt: skip
+        return out[None]
+
+    wanted = Grouped(128, k, n, tuple(sizes.tolist())).product(lhs, rhs.swapaxes(1, 2))
+    for turned in (False, True):
+        call = functools.partial(local, turned=turned)
+        program = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False))
+        for found in np.asarray(program(lhs, rhs), np.float64):
+            np.testing.assert_allclose(found, wanted, rtol=2e-3)
+
+
 CHECKS = (check_groups, check_sizes)

@@ -32,7 +32,6 @@ FAULTS: dict[str, tuple[Any, str, tuple, str, str]] = {
         ("step of rows", (*SHARED, f"{BOTH} block"), "blocks.rows + block * blocks.count + m", "blocks.rows + m"),
         ("row", (*PARTS, f"{BOTH} row"), "m = place.row + before + gl", "m = place.row + gl"),
         ("column", (*SHARED, "int8 row"), "n = place.column + gl.arange(0, ring", "n = gl.arange(0, ring"),
-        ("byte", (*SHARED, "int8 row"), "gl.join(low, high)", "gl.join(high, low)"),
         ("part", (*PARTS, f"{BOTH} block"), "following, ring, rest, ring.lhs.shape[1])", "following, ring, rest, 0)"),
     )
 } | {

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtaxfree.kernels.blocks import ragged
+from jaxtaxfree.kernels.blocks import ragged, widen
 from jaxtaxfree.kernels.ragged_dot import hopper, portable
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot.common import Call as RaggedCall
@@ -104,7 +104,78 @@ class Kind:
         self.call(seed).run(getattr(module, function), seed=seed, policy=policy, slots=(1, 2, None)[seed % 3], calls=1)
 
 
-KINDS = {
+# Of operands of 8 bits: steps of K, of which the last one is not full.
+TURNED = {"turned": True, "block_m": 16, "block_n": 64, "block_k": 32, "num_stages": 2, "programs": 2, "group_m": 2}
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+@dataclasses.dataclass(frozen=True)
+class EightBits(Kind):
+    """The kernel for Hopper with operands of 8 bits and scales.
+
+    Attributes:
+      dtypes: of lhs and of the weights.
+      gated: there is a gate, with SwiGLU.
+      scaled: which have scales.
+    """
+
+    dtypes: tuple[str, str] = (E4M3, E4M3)
+    gated: bool = False
+    scaled: tuple[str, ...] = ("lhs", "rhs", "gate")
+
+    def call(self, seed: int, k: int = 48, n: int | None = None) -> Call:
+        n = n or max(72, self.settings["block_n"] - 48 if not self.gated else 0)
+        m, sizes = SIZES[seed % len(SIZES)]
+        case = Grouped(m, k, n, sizes)
+        lhs, rhs, groups, _ = case.arrays(np.float32, seed)
+        weights = {"rhs": rhs, "gate": rhs[::-1] / 2} if self.gated else {"rhs": rhs}
+        draw = np.random.default_rng(seed)
+        # Powers of 2, with which every order of multiplying gives the same; of rows that nobody has, NaN.
+        scales = {"lhs": 2.0 ** draw.integers(-3, 3, m)} | {
+            name: 2.0 ** draw.integers(-3, 3, (len(sizes), n)) for name in weights
+        }
+        scales["lhs"][sum(sizes) :] = np.nan
+        scales = {name: scale.astype(np.float32) for name, scale in scales.items() if name in self.scaled}
+        left, right = (jnp.dtype(dtype) for dtype in self.dtypes)
+        call = RaggedCall(
+            m=m, k=k, n=n, groups=len(sizes), operand=Operand(dtype=left), narrow=Operand(dtype=right),
+            scales=tuple(scales), out_dtype=np.dtype(np.float32), precision="", target=HOPPER, gated=self.gated,
+            activation="silu" if self.gated else None, rhs_transposed=True,
+        )  # fmt: skip
+        if right == np.int8:  # of which there are no halves
+            weights = {name: np.round(x) for name, x in weights.items()}
+        rows = np.arange(m) < sum(sizes)
+        of_rows = np.where(rows, scales["lhs"], 1)[:, None] if "lhs" in scales else 1
+        products = []
+        for name, x in weights.items():
+            products.append(case.product(lhs, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
+        expected = products[0] if not self.gated else products[0] * products[1] / (1 + np.exp(-products[1]))
+        variant = named("ragged_dot", VARIANTS, "hopper")
+        config = variant.Config(**self.settings)
+        assert variant.refuses(call, config) == []
+        keywords = variant.launch(call, config)
+        del keywords["axis_name"], keywords["name"]
+        turned = {name: [x.swapaxes(1, 2).astype(right)] for name, x in weights.items()}
+        arrays = variant.arrays(
+            call, [lhs.astype(left)], turned, [groups], {name: [scale] for name, scale in scales.items()}
+        )
+        tolerance = 1e-4 if self.gated else 0
+        return Call(arrays=arrays, keywords={"world": 1, **keywords}, expected=[expected], tolerance=tolerance)
+
+
+EIGHT = {
+    "e4m3": EightBits("hopper", 0, RING | {"block_k": 32}),
+    "e4m3-halves": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 256, "block_m": 64}, scaled=("rhs",)),
+    "e4m3-gated": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 64}, gated=True),
+    "e4m3-gated-halves": EightBits("hopper", 0, RING | {"block_k": 32, "block_n": 256}, (E4M3, E5M2), gated=True),
+    "int8": EightBits("hopper", 0, RING | {"block_k": 32}, ("int8", "int8")),
+    "e4m3-turned": EightBits("hopper", 0, TURNED),
+    "int8-turned": EightBits("hopper", 0, TURNED | {"block_n": 128}, ("int8", "int8"), scaled=("lhs",)),
+    "bf16-int8": EightBits("hopper", 0, TURNED, ("bfloat16", "int8"), scaled=("rhs",)),
+    "bf16-e4m3": EightBits("hopper", 0, TURNED | {"block_n": 128}, ("bfloat16", E4M3), scaled=("rhs",)),
+    "f16-e5m2-gated": EightBits("hopper", 0, TURNED | {"block_n": 256}, ("float16", E5M2), True, ("rhs", "gate")),
+}
+KINDS = EIGHT | {
     f"{name}-{'-'.join(map(str, MODES[mode])) or 'plain'}{more}": Kind(name, mode, settings)
     for (name, settings, more), mode in itertools.product(
         (("portable", TILE, ""), ("hopper", RING, ""), ("hopper", RING | {"block_m": 64}, "-64")), range(len(MODES))
@@ -136,14 +207,14 @@ class Mutant:
       kind: which kernel is run.
       edits: (text, what to put in its place).
       errors: of which kind the finding must be; an AssertionError is a wrong result.
-      groups: the text is one of `blocks/ragged.py`.
+      module: the text is one of this, which the kernel uses.
     """
 
     name: str
     kind: str
     edits: tuple[tuple[str, str], ...]
     errors: tuple[type[Exception], ...]
-    groups: bool = False
+    module: ModuleType | None = None
 
 
 WRONG = (AssertionError, DataRaceError, OutOfBoundsError, UninitializedReadError)
@@ -166,7 +237,7 @@ MUTANTS = (
         "hopper-of_weights",
         ((" | ((other == own) & (i < groups.index))", ""),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "the last tile of nobody",
@@ -185,14 +256,14 @@ MUTANTS = (
         "hopper-plain",
         (("END - at.size + row", "END - at.size + row + 1"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "rows behind a group are contracted",
         "hopper-of_weights",
         (("at.begin + at.size, END - at.size + row", "at.begin + at.size + 1, END - at.size - 1 + row"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "rows behind a group are contracted",
@@ -211,21 +282,21 @@ MUTANTS = (
         "hopper-plain",
         (("begin = tl.max(tl.where(before, groups.ends, 0), 0)", "begin = first * 0"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "sizes counted without the blocks that are not full",
         "portable-plain",
         (("(sizes + (BLOCK_M - 1)) // BLOCK_M", "sizes // BLOCK_M"),),
         (*WRONG, UnfinishedOperationError),
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "nobody fills the rows behind the last group",
         "portable-plain",
         (("sizes = tl.where(index == GROUPS, rest, sizes)", "sizes = tl.where(index == GROUPS, 0, sizes)"),),
         WRONG,
-        groups=True,
+        module=ragged,
     ),
     Mutant(
         "a stage is free too early",
@@ -250,8 +321,44 @@ MUTANTS = (
     Mutant(
         "no fence before a store",
         "hopper-plain",
-        (("        fence_async_shared()\n", ""),),
+        (("    fence_async_shared()\n", ""),),
         (SimulationError,),
+    ),
+    *(
+        Mutant(f"8 bits, {name}", kind, ((old, new),), WRONG)
+        for name, kind, old, new in (
+            ("scales of another group", "e4m3", "of_columns + at.group.to(gl.int64) * work.N", "of_columns"),
+            ("scales of other columns", "e4m3-halves", "column += NUMBER * WIDTH", "column += 0"),
+            ("scales of the other partition's columns", "bf16-e4m3", "PARTITION * (work.BLOCK_N // work.PARTITIONS)",
+             "0 * (work.BLOCK_N // work.PARTITIONS)"),
+            ("scales of the group before", "int8", "of_rows + at.begin + m", "of_rows + m"),
+            ("scales of rows that nobody has", "e4m3", "there = (m < at.size) & (at.group < work.GROUPS)",
+             "there = m < at.size"),
+            ("scales of rhs for the gate", "f16-e5m2-gated", 'scale(gate, scales, "gate"', 'scale(gate, scales, "rhs"'),
+            ("sums of one step alone", "e4m3", "left += sums_of", "left = sums_of"),
+            ("sums of one half", "e4m3-halves", "right += sums_of", "left += sums_of"),
+            ("columns for those of the gate", "f16-e5m2-gated", "stage, work.BLOCK_N + FIRST", "stage, FIRST"),
+            ("columns of the first partition", "int8-turned", "FIRST: gl.constexpr = PARTITION * COLUMNS",
+             "FIRST: gl.constexpr = 0 * COLUMNS"),
+        )
+    ),
+    Mutant("bytes in each other's place", "bf16-int8", (("gl.join(low, high)", "gl.join(high, low)"),), WRONG, widen),
+    Mutant(
+        "a stage is free before it is multiplied",
+        "e4m3-turned",
+        (("        product = add_turned(product, ring, stage, FIRST, LAYOUT, work)\n",
+          "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"
+          "        product = add_turned(product, ring, stage, FIRST, LAYOUT, work)\n"),
+         ("            gate = add_turned(gate, ring, stage, work.BLOCK_N + FIRST, LAYOUT, work)\n"
+          "        mbarrier.arrive(ring.empty.index(stage), count=1)\n",
+          "            gate = add_turned(gate, ring, stage, work.BLOCK_N + FIRST, LAYOUT, work)\n")),
+        RACES,
+    ),
+    Mutant(
+        "a tile is put where the one before is still stored from",
+        "bf16-int8",
+        (("tma.store_wait(0)\n        put", "put"),),
+        (DataRaceError,),
     ),
 )  # fmt: skip
 
@@ -259,9 +366,10 @@ MUTANTS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.kind}: {mutant.name}")
 def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     kind = KINDS[mutant.kind]
-    if mutant.groups:
-        groups = load(edit(ragged, mutant.edits, tmp_path), ragged.__name__)
-        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, ragged=groups)
+    if mutant.module:
+        name = mutant.module.__name__
+        other = load(edit(mutant.module, mutant.edits, tmp_path), name)
+        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{name.rpartition(".")[2]: other})
     else:
         module = load(edit(kind.module, mutant.edits, tmp_path), kind.module.__name__)
     for seed in range(SEEDS):

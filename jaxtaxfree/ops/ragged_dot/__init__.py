@@ -17,7 +17,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
-from jaxtaxfree.ops.ragged_dot.common import Call
+from jaxtaxfree.ops.ragged_dot.common import Call, as_int32
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
@@ -76,11 +76,12 @@ def ragged_dot(
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
       rhs_transposed: `rhs` is [G, N, K]. The kernel reads it as it lies.
-      lhs_scale: by what a `lhs` of 8 bits (see `quantize`) is multiplied, f32: [] or [M, 1]. The kernel for 16 bits
-        multiplies: operands of 8 bits are cast, which is exact, and its sums are scaled behind it. The result has the
-        dtype of the operand that has not 8 bits, else bfloat16.
+      lhs_scale: by what a `lhs` of 8 bits (see `quantize`) is multiplied, f32: [] or [M, 1]. Sums are multiplied. The
+        result has the dtype of the operand that has not 8 bits, else bfloat16. A kernel for Hopper multiplies operands
+        of 8 bits as they are, and reads weights of 8 bits under a `lhs` of 16, with `rhs_transposed`; elsewhere they
+        are cast to 16 bits before, which is exact.
       rhs_scale, gate_scale: the same of `rhs` and of the gate: [] or [G, 1, N], turned over as `rhs` is.
-      gate: [G, K, N], a second `rhs`, as in SwiGLU. The result is
+      gate: [G, K, N], a second `rhs`, as in SwiGLU. With scales it lies as `rhs` does. The result is
         `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       fill: False: nothing is said of rows behind the last group, in the result and in the gradient of `lhs`. Nobody
@@ -103,9 +104,9 @@ def ragged_dot(
     """
     scales = {"lhs": lhs_scale, "rhs": rhs_scale, "gate": gate_scale}
     if any(scale is not None for scale in scales.values()):
-        form = {"precision": precision, "implementation": implementation, "config": config}
+        form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
         return scaled.ragged_dot(
-            ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
+            scaled_p, ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
             preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
         )  # fmt: skip
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
@@ -159,14 +160,6 @@ def _epilogue(
             f"ragged_dot takes a gate like rhs, {rhs.dtype}{list(rhs.shape)}, not {gate.dtype}{list(gate.shape)}."
         )
     return Epilogue(name, ("gate",)), [gate]
-
-
-def as_int32(sizes: jax.Array) -> jax.Array:
-    """Sizes for a kernel. What has more bits becomes garbage as well, and not another size."""
-    if sizes.dtype != np.int32:
-        info = jnp.iinfo(sizes.dtype)
-        sizes = jnp.clip(sizes, max(-1, int(info.min)), min(int(info.max), np.iinfo(np.int32).max)).astype(jnp.int32)
-    return sizes
 
 
 def reference(
@@ -340,6 +333,7 @@ weights_p = collective(
     slower=functools.partial(_slower, of_weights=True),
     case=functools.partial(_case, of_weights=True),
 )
+scaled_p = scaled.define(ragged_dot)
 needs_devices(ragged_dot_p)
 needs_devices(weights_p)
 

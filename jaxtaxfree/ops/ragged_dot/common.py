@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtaxfree.ops.operand import Operand
@@ -11,6 +12,14 @@ from jaxtaxfree.target import Target
 
 # Groups whose sizes a warp keeps in registers.
 MOST_GROUPS = 511
+
+
+def as_int32(sizes: jax.Array) -> jax.Array:
+    """Sizes for a kernel. What has more bits becomes garbage as well, and not another size."""
+    if sizes.dtype != np.int32:
+        info = jnp.iinfo(sizes.dtype)
+        sizes = jnp.clip(sizes, max(-1, int(info.min)), min(int(info.max), np.iinfo(np.int32).max)).astype(jnp.int32)
+    return sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,7 +30,9 @@ class Call:
       m: rows of lhs, of all groups together.
       k, n: lengths of the other dimensions of the weights.
       groups: their number.
-      operand: of lhs and rhs.
+      operand: of lhs, and of the weights, unless these are `narrow`.
+      narrow: of weights with fewer bits than lhs has, or None.
+      scales: which of "lhs", "rhs" and "gate" have scales. Operands of 8 bits are multiplied by kernels that take some.
       out_dtype: of the result.
       precision: Triton's name of it, of f32 operands.
       activation: a key of `epilogue.ACTIVATIONS`, or None.
@@ -37,6 +48,8 @@ class Call:
     n: int
     groups: int
     operand: Operand
+    narrow: Operand | None = None
+    scales: tuple[str, ...] = ()
     out_dtype: np.dtype
     precision: str
     activation: str | None = None
@@ -51,6 +64,14 @@ class Call:
         return 2 if self.gated else 1
 
     @property
+    def weights(self) -> Operand:
+        return self.narrow or self.operand
+
+    @property
+    def scaled(self) -> bool:
+        return self.weights.bits == 8
+
+    @property
     def rows_of_a_group(self) -> float:
         """On average."""
         return self.m / self.groups
@@ -63,10 +84,10 @@ class Call:
     @property
     def cost_estimate(self) -> dict[str, int]:
         rows, weights = self.m, self.groups * self.k * self.n
-        elements = rows * self.k + self.products * weights + rows * self.n
+        nbytes = self.operand.nbytes(rows * self.k) + self.weights.nbytes(self.products * weights)
         return {
             "flops": 2 * rows * self.k * self.n * self.products,
-            "bytes_accessed": self.operand.nbytes(elements),
+            "bytes_accessed": nbytes + rows * self.n * self.out_dtype.itemsize,
         }
 
     def keywords(self, config: Any) -> dict[str, Any]:

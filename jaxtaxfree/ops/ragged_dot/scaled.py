@@ -1,6 +1,7 @@
-"""`ragged_dot` of operands of 8 bits: scales of rows and columns are applied to the sums of the kernel for 16 bits."""
+"""`ragged_dot` of operands of 8 bits, whose scales are applied to sums."""
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,12 +9,34 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import scaled
+from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
+from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits
+from jaxtaxfree.ops.ragged_dot.common import Call, as_int32
+from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
+from jaxtaxfree.ops.variant import Choice, choose, settings_of
+from jaxtaxfree.primitive import DTYPES as RESULTS
+from jaxtaxfree.primitive import Unsupported, collective, needs_devices, symbolic
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.target import target_of
+
+
+def define(operation: Callable[..., jax.Array]) -> Any:
+    """The primitive of the kernel for 8 bits; without it the product is `operation`, `jaxtaxfree.ragged_dot`, of 16."""
+    given = {"operation": operation}
+    primitive = collective(
+        "ragged_dot_scaled",
+        reference=functools.partial(_reference, **given),
+        fused=functools.partial(_fused, **given),
+        slower=_slower,
+    )
+    needs_devices(primitive)
+    return primitive
 
 
 def ragged_dot(
+    primitive: Any,
     operation: Callable[..., jax.Array],
     lhs: jax.Array,
     rhs: jax.Array,
@@ -24,12 +47,14 @@ def ragged_dot(
     activation: Any,
     preferred_element_type: Any,
     rhs_transposed: bool,
+    implementation: str | None,
+    config: Any,
     **form: Any,
 ) -> jax.Array:
-    """The product of what the scales make of the operands. Numbers of 8 bits are exact in the 16 bits of the kernel.
+    """The product of what the scales make of the operands.
 
     Args:
-      operation: `jaxtaxfree.ragged_dot`.
+      primitive, operation: see `define`.
       scales: of "lhs", "rhs" and "gate"; None for one that there is not.
       **form: other keywords.
 
@@ -37,23 +62,126 @@ def ragged_dot(
       ValueError: if a scale does not fit.
     """
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes)
-    weights = [rhs] if gate is None else [rhs, jnp.asarray(gate)]
-    dtype = scaled.result_dtype(lhs, rhs, preferred_element_type)
-    given = {"lhs": lhs, **dict(zip(("rhs", "gate"), weights))}
+    weights = {"rhs": rhs} if gate is None else {"rhs": rhs, "gate": jnp.asarray(gate)}
+    given = {"lhs": lhs, **weights}
     found = {name: _check(name, given.get(name), scale, rhs_transposed) for name, scale in scales.items()}
-    # Each row's group; rows behind the last one are zeros, whatever multiplies them.
+    found = {name: scale for name, scale in found.items() if scale is not None}
+    params: dict[str, Any] = {
+        "axes": (),
+        "names": (*weights, *found),
+        "activation": epilogues.activation_name("ragged_dot", activation),
+        "dtype": scaled.result_dtype(lhs, rhs, preferred_element_type),
+        "rhs_transposed": bool(rhs_transposed),
+        **form,
+    }
+    operands = (lhs, sizes, *weights.values(), *found.values())
+    if implementation == "xla" or not _may_fit(lhs, list(weights.values()), sizes, params):
+        return _cast(*operands, operation=operation, implementation=implementation, config=config, **params)
+    settings = settings_of("ragged_dot", VARIANTS, config)
+    operands = matmul.vary_alike(*operands, axes=())
+    return primitive.bind(*operands, implementation=implementation, config=settings, **params)[0]
+
+
+def _cast(
+    lhs: jax.Array,
+    sizes: jax.Array,
+    *operands: jax.Array,
+    names: Sequence[str],
+    activation: str | None,
+    dtype: np.dtype,
+    operation: Callable[..., jax.Array],
+    axes: tuple[str, ...] = (),
+    **form: Any,
+) -> jax.Array:
+    """By the kernel for 16 bits, in which numbers of 8 are exact. Its f32 sums are scaled behind it."""
+    del axes
+    weights, scales = _named(names, operands)
+    # Each row's group. Rows behind the last one have none, and no scales.
     group = jnp.repeat(jnp.arange(sizes.shape[0]), jnp.maximum(sizes, 0), total_repeat_length=lhs.shape[0])
+    there = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
     products = []
-    for name, w in zip(("rhs", "gate"), weights):
-        left, right = (x.astype(_wide(lhs, rhs)) if is_eight_bits(x) else x for x in (lhs, w))
-        form |= {"rhs_transposed": rhs_transposed, "preferred_element_type": jnp.float32}
-        out = operation(left, right, sizes, **form)
-        for scale in (found["lhs"], found[name]):
+    for name, w in weights.items():
+        left, right = (x.astype(_wide(lhs, w)) if is_eight_bits(x) else x for x in (lhs, w))
+        out = operation(left, right, sizes, preferred_element_type=jnp.float32, **form)
+        for scale in (scales.get("lhs"), scales.get(name)):
             if scale is not None:
-                out *= scale if scale.ndim < 3 else scale.reshape(scale.shape[0], -1)[group]
+                scale = scale if scale.ndim < 3 else scale.reshape(scale.shape[0], -1)[group]
+                out *= jnp.where(there, scale, 1.0)
         products.append(out)
-    name = epilogues.activation_name("ragged_dot", activation)
-    return Epilogue(name, ("gate",) * (len(weights) - 1)).apply(products, {}, dtype)
+    return Epilogue(activation, ("gate",) * (len(weights) - 1)).apply(products, {}, dtype)
+
+
+def _named(names: Sequence[str], operands: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights and the scales: operands whose names are those of the weights, and then of what has scales."""
+    count = 2 if "gate" in names[1:2] else 1
+    return dict(zip(names[:count], operands)), dict(zip(names[count:], operands[count:], strict=True))
+
+
+def _may_fit(lhs: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, params: Mapping[str, Any]) -> bool:
+    """Whether a kernel for 8 bits may take operands, on some GPU."""
+    return (
+        params["rhs_transposed"]
+        and all(is_eight_bits(w) and w.dtype == weights[0].dtype and w.shape == weights[0].shape for w in weights)
+        and params["dtype"].name in RESULTS
+        and not symbolic(lhs, *weights, sizes)
+        and all(x.size for x in (lhs, *weights))
+    )
+
+
+def _choose(operands: Sequence[Any], compute_capability: int, config: Any, params: Mapping[str, Any]) -> Choice:
+    lhs, _, *others = operands
+    weights, scales = _named(params["names"], others)
+    groups, n, k = weights["rhs"].shape
+    call = Call(
+        m=lhs.shape[0],
+        k=k,
+        n=n,
+        groups=groups,
+        operand=Operand(dtype=np.dtype(lhs.dtype)),
+        narrow=Operand(dtype=np.dtype(weights["rhs"].dtype), transposed=True),
+        scales=tuple(scales),
+        out_dtype=params["dtype"],
+        precision="",
+        activation=params["activation"],
+        gated="gate" in weights,
+        rhs_transposed=True,
+        fill=params["fill"],
+        target=target_of(compute_capability),
+    )
+    return choose("ragged_dot", VARIANTS, call, dict(config))
+
+
+def _fused(
+    *operands: jax.Array, operation: Any, config: Any, compute_capability: int, implementation: str | None = None,
+    **params: Any,
+) -> list[jax.Array]:  # fmt: skip
+    """By the kernel for 8 bits, or where it refuses by the one for 16."""
+    try:
+        chosen = _choose(operands, compute_capability, config, params)
+    except Unsupported:
+        how = {"operation": operation, "implementation": implementation or "fused", "config": dict(config)}
+        return [_cast(*operands, **how, **params)]
+    lhs, sizes, *others = operands
+    weights, scales = _named(params["names"], others)
+    scales = {name: _of_kernel(name, scale, chosen.call) for name, scale in scales.items()}
+    arrays = chosen.variant.arrays(chosen.call, lhs, weights, as_int32(sizes), scales)
+    return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
+
+
+def _of_kernel(name: str, scale: jax.Array, call: Call) -> jax.Array:
+    """[M] of lhs, [G, N] of weights."""
+    if name == "lhs":
+        return jnp.broadcast_to(scale.reshape(-1), call.m)
+    return jnp.broadcast_to(scale.reshape((call.groups, call.n) if scale.ndim else ()), (call.groups, call.n))
+
+
+def _slower(*_: Any, **__: Any) -> str | None:
+    return matmul.UNMEASURED
+
+
+def _reference(*operands: jax.Array, config: Any = None, **params: Any) -> list[jax.Array]:
+    del config  # is of another kernel
+    return [_cast(*operands, implementation=None, config=None, **params)]
 
 
 def _wide(lhs: jax.Array, rhs: jax.Array) -> np.dtype:

@@ -1,0 +1,190 @@
+"""Errors and times of `ragged_dot` with operands of 8 bits, beside ours of 16 bits and XLA's dense product, on a GPU.
+
+    python benchmarks/ragged_dot_of_8_bits.py                       # all shapes and kinds
+    python benchmarks/ragged_dot_of_8_bits.py --shapes 4096,4096,14336,4,2 --kinds e4m3 bf16 --json rows.jsonl
+
+A shape is as in `benchmarks/ragged_dot.py`: TOKENS,D,F,GROUPS,TOP_K or with ROUTING. Weights are [G, N, K]. Kinds are
+those of `KINDS`, programs:
+
+* "kernel" is the kernel of the kind; "kernel {...}" has settings of its own (`--configs`, JSON).
+* "cast" is what there was before it: operands become 16 bits in front of the kernel, and sums are scaled behind it.
+* "dense" is XLA's batched product of groups of equal size, of bf16: the floor is as much, or for 8 bits half of it, or
+  what it takes to read the weights.
+
+Each program calls the operation with several sets of weights, one after the other, so that none is in the L2 cache.
+Results are compared with f32 products of the dequantised operands. An error is the largest difference over the sum of
+what is expected and the root mean square of all that is expected.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import jaxtaxfree as jtf
+from benchmarks.operations import OPERATIONS
+from benchmarks.ragged_dot import sizes_of
+from jaxtaxfree.ops.shapes import GroupedShape
+
+# Dtypes of lhs and of the weights.
+KINDS = {
+    "bf16": ("bfloat16", "bfloat16"),
+    "e4m3": ("float8_e4m3fn", "float8_e4m3fn"),
+    "int8": ("int8", "int8"),
+    "int8 weights": ("bfloat16", "int8"),
+    "e4m3 weights": ("bfloat16", "float8_e4m3fn"),
+}
+MEMORY = 3.35e12  # bytes a second of an H100
+TOLERANCE = 0.02
+
+
+def of_kind(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
+    """Values, and a scale for each row if they have 8 bits."""
+    return (x.astype(dtype), None) if dtype == "bfloat16" else jtf.quantize(x, dtype, block=(1, -1))
+
+
+def make(shape: GroupedShape, kind: str, count: int) -> Any:
+    """A program that makes lhs [M, K] and so many sets of weights [G, N, K], each with its scales."""
+    left, right = KINDS[kind]
+
+    def arrays() -> Any:
+        keys = jax.random.split(jax.random.key(0), count + 1)
+        x = of_kind(jax.random.normal(keys[0], (shape.rows, shape.d)), left)
+        sets = [
+            lax.map(lambda key: of_kind(jax.random.normal(key, (shape.f, shape.d)) / shape.d**0.5, right),
+                    jax.random.split(key, shape.groups))
+            for key in keys[1:]
+        ]  # fmt: skip
+        return x, sets
+
+    return jax.jit(arrays)
+
+
+def calls(kind: str, how: str, config: Any, implementation: str) -> Callable[..., Any]:
+    """Of lhs, sets of weights, and sizes: a result of each set."""
+
+    def one(x: Any, w: Any, sizes: jax.Array) -> jax.Array:
+        (x, x_scale), (w, w_scale) = x, w
+        if how == "dense":
+            rows = x.reshape(w.shape[0], -1, x.shape[1])
+            return jnp.einsum("gmk,gnk->gmn", rows, w).reshape(x.shape[0], -1)
+        given: dict[str, Any] = {"rhs_transposed": True, "implementation": implementation}
+        if how == "cast":
+            out = jtf.ragged_dot(
+                x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.float32, **given
+            )
+            group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
+            out *= w_scale[..., 0][group]
+            return (out if x_scale is None else out * x_scale).astype(jnp.bfloat16)
+        scales = {} if kind == "bf16" else {"lhs_scale": x_scale, "rhs_scale": w_scale}
+        return jtf.ragged_dot(x, w, sizes, config=config, **scales, **given)
+
+    return lambda x, sets, sizes: [one(x, w, sizes) for w in sets]
+
+
+def error_of(out: jax.Array, x: Any, w: Any, sizes: jax.Array) -> jax.Array:
+    x, w = (values.astype(jnp.float32) if scale is None else jtf.dequantize(values, scale) for values, scale in (x, w))
+    row, ends = jnp.arange(x.shape[0])[:, None], jnp.cumsum(sizes)
+
+    def with_group(i: Any, found: jax.Array) -> jax.Array:
+        inside = (row >= ends[i] - sizes[i]) & (row < ends[i])
+        return jnp.where(inside, jnp.matmul(x, w[i].T, precision="highest"), found)
+
+    wanted = lax.fori_loop(0, w.shape[0], with_group, jnp.zeros(out.shape, jnp.float32))
+    usual = jnp.sqrt(jnp.mean(jnp.square(wanted)))
+    return jnp.max(jnp.abs(out.astype(jnp.float32) - wanted) / (usual + jnp.abs(wanted)))
+
+
+def floor_us(shape: GroupedShape, kind: str, dense: float | None) -> float:
+    """The larger of the product, by XLA's of bf16, and the bytes of weights."""
+    left, right = (jnp.dtype(dtype).itemsize for dtype in KINDS[kind])
+    product = (dense or 0) * (0.5 if left == 1 else 1)
+    return max(product, shape.groups * shape.d * shape.f * right / MEMORY * 1e6)
+
+
+def times(programs: dict[str, Any], rounds: int, count: int) -> dict[str, float]:
+    """Medians of microseconds of a call, the programs in turns."""
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(rounds):
+        for name, (run, arrays) in programs.items():
+            jax.block_until_ready(run(*arrays))
+            start = time.perf_counter()
+            for _ in range(9):
+                run(*arrays)
+            jax.block_until_ready(run(*arrays))
+            found[name].append((time.perf_counter() - start) / (10 * count) * 1e6)
+    return {name: float(np.median(samples)) for name, samples in found.items()}
+
+
+def program_names(kind: str, shape: GroupedShape, configs: Sequence[str]) -> list[tuple[str, Any]]:
+    """The programs of a kind, and their settings."""
+    found: list[tuple[str, Any]] = [("kernel", None if kind == "bf16" else {"kernel": "hopper"})]
+    if kind == "bf16":
+        found += [("dense", None)] if shape.routing == "even" else []
+    else:
+        found += [("cast", None), *((f"kernel {each}", {"kernel": "hopper"} | json.loads(each)) for each in configs)]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    operation = OPERATIONS["ragged_dot"]
+    parser.add_argument("--shapes", nargs="+", type=operation.parse_shape, default=list(operation.shapes))
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--configs", nargs="+", default=[], help="JSON, of programs beside that by shape")
+    parser.add_argument("--sets", type=int, default=4, help="of weights")
+    parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")
+    parser.add_argument("--budget", type=float, default=600, help="seconds (default: %(default)s)")
+    parser.add_argument("--json", metavar="PATH", help="where rows are appended")
+    parser.add_argument("--implementation", default="fused", choices=("fused", "xla"))
+    options = parser.parse_args(arguments)
+    start = time.monotonic()
+
+    def say(**fields: Any) -> None:
+        print(f"[{time.monotonic() - start:5.1f}]", ", ".join(f"{k} {v}" for k, v in fields.items()), flush=True)
+        if options.json:
+            with Path(options.json).open("a") as file:
+                file.write(json.dumps(fields) + "\n")
+
+    for shape in options.shapes:
+        if time.monotonic() - start > options.budget:
+            break
+        count = min(options.sets, max(1, int(8e9 // (2 * shape.groups * shape.d * shape.f))))
+        sizes = jnp.asarray(sizes_of(shape))
+        programs: dict[str, Any] = {}
+        for kind in options.kinds:
+            x, sets = make(shape, kind, count)()
+            for how, config in program_names(kind, shape, options.configs):
+                left, right = KINDS[kind]
+                row = {"shape": shape.name, "lhs_dtype": left, "rhs_dtype": right, "program": how}
+                row["scales"] = "none" if kind == "bf16" else "rows" if left == right else "rows of rhs"
+                try:
+                    run = jax.jit(calls(kind, how, config, options.implementation))
+                    outs = run(x, sets, sizes)
+                    error = float(jax.jit(error_of)(outs[-1], x, sets[-1], sizes)) if how != "dense" else 0.0
+                    say(**row, error=error, ok=error < TOLERANCE)
+                except Exception as fault:
+                    say(**row, fault=f"{type(fault).__name__}: {str(fault)[:300]}")
+                    continue
+                programs[f"{kind}: {how}"] = run, (x, sets, sizes)
+        if not options.rounds or time.monotonic() - start > options.budget:
+            continue
+        medians = times(programs, options.rounds, count)
+        for name, us in medians.items():
+            kind, _, how = name.partition(": ")
+            floor = floor_us(shape, kind, medians.get("bf16: dense"))
+            say(shape=shape.name, kind=kind, program=how, us=round(us, 1), floor=round(floor, 1))
+
+
+if __name__ == "__main__":
+    main()
