@@ -77,23 +77,26 @@ def test_tensor_cores_multiply_eight_bits(case: tuple) -> None:
     sums = "s32" if case[0] == "int8" else "f32"
     found = set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.(m\d+n\d+k\d+)\.(\w+)\.(\w+)\.(\w+)", ptx))
     gathers = len(case) == 3 or case[3] == "gated"
-    # Wide tiles are multiplied by halves of 128 columns; of narrow ones the kernel that gathers has half ones, too.
-    tiles = (64, 128) if gathers and case[2] else (128,)
-    assert found == {(f"m64n{n}k32", sums, names[case[0]], names[case[1]]) for n in tiles}
+    # Wide tiles are multiplied by halves of 128 columns.
+    assert found == {("m64n128k32", sums, names[case[0]], names[case[1]])}
     report = ptxas_report(code)
-    # Where the tile is wide, or scales are of blocks, some registers are put aside.
-    assert spilled_bytes(report) <= (160 if gathers else 0 if case[2] else 640), report
+    # Where the tile is wide, or scales are of blocks, some registers are put aside: of stack, stores and loads.
+    assert spilled_bytes(report) <= (288 if gathers else 0 if case[2] else 640), report
     assert products_that_do_not_overlap(report) == []
 
 
-@pytest.mark.parametrize(
-    "operation",
-    ["all_gather_matmul", *(pytest.param(each, marks=pytest.mark.soak) for each in ("gated", "matmul_all_reduce"))],
-)
-def test_tiles_of_256_columns_hold_scales_of_blocks(operation: str) -> None:
-    chunk = {} if operation in ("all_gather_matmul", "gated") else {"chunk": 1024}
-    code = compiled("float8_e4m3fn", "float8_e4m3fn", True, operation, block_n=256, num_stages=4, **chunk)
+def test_narrow_tiles_of_a_gather_have_half_ones_too() -> None:
+    code = compiled("float8_e4m3fn", "float8_e4m3fn", True, block_n=128, num_stages=6)
+    assert set(re.findall(r"m64n(\d+)k32\.f32\.e4m3\.e4m3", code.ptx)) == {"64", "128"}
     report = ptxas_report(code)
+    assert spilled_bytes(report) <= 160, report
+    assert products_that_do_not_overlap(report) == []
+
+
+@pytest.mark.soak
+def test_wide_tiles_of_a_reduction_hold_scales_of_blocks() -> None:
+    code = compiled("float8_e4m3fn", "float8_e4m3fn", True, "matmul_all_reduce", block_n=256, num_stages=4, chunk=1024)
     assert "m64n128k32.f32.e4m3.e4m3" in code.ptx
+    report = ptxas_report(code)
     assert spilled_bytes(report) <= 640, report
     assert products_that_do_not_overlap(report) == []

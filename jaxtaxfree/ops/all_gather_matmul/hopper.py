@@ -60,7 +60,7 @@ class Hopper(Variant[Call]):
         config = Config(pace=0.7, group_m=8) if call.along_columns else Config()
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128, part=1024)
-            if hopper.narrow_of_8_bits(call):
+            if hopper.narrow_of_8_bits(call, reduction=False):
                 return dataclasses.replace(config, block_n=128, num_stages=6)
         waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.

@@ -57,7 +57,7 @@ class Hopper(Variant[Call]):
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128)
-        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call):
+        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, reduction=True):
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         elif portable.tiles(call.rows, call.n, config) < config.programs:
             # Nothing hides what is sent, so it is sent at once, and by more programs.

@@ -49,7 +49,7 @@ class Hopper(Variant[Call]):
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128)
-        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call):
+        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, reduction=True):
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         elif 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
             return config
