@@ -15,6 +15,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.target import HOPPER, target_of
 from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
+from tests.helpers.support import TRITON_CALL, lower_for_cuda
 
 PROMPTS = (5, 1, 7)  # tokens of each sequence
 NEW = 3  # tokens after them
@@ -197,6 +198,25 @@ def test_what_the_kernel_takes(family, world):
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
         assert rows * groups * width <= config.stage, name
+
+
+@pytest.mark.parametrize(("sequences", "world", "kernel"), [(1, 2, True), (8, 2, True), (9, 2, False), (1, 1, False)])
+def test_what_none_takes(sequences, world, kernel):
+    """On Hopper the kernel on several ranks, for as many sequences as it takes."""
+    model = tiny("llama-3-8b", layers=1, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=128)
+    shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    params = {name: shape(*w.shape) for name, w in make_params(model).items()}
+    cos, sin = rotary_tables(model, SLOTS)
+    cache = (shape(1, sequences, 2, SLOTS, 64),) * 2
+
+    def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
+        return jtf.decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin)
+
+    mesh, of_cache = Mesh(np.array(jax.devices()[:world]), ("tp",)), P(None, None, "tp")
+    in_specs = specs(model), P(), (of_cache, of_cache), P()
+    call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
+    text = lower_for_cuda(call, params, shape(sequences, 128), cache, shape(sequences, dtype=jnp.int32))
+    assert (TRITON_CALL in text) == kernel
 
 
 @pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 2), (4096, 24, 4), (16384, 6, 2), (32768, 3, 2)])
