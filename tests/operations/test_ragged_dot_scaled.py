@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtaxfree as jtf
-from tests.helpers.support import fails
+from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda
 
 SIZES = (5, 0, 11, 3)
 M, K, N = 24, 64, 40  # five rows are behind the last group
@@ -58,3 +58,21 @@ def test_what_does_not_fit_is_said() -> None:
         jtf.ragged_dot(x, w, sizes, gate_scale=jnp.float32(1))
     with fails(ValueError, "takes lhs_scale as float32, not int32"):
         jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.int32(1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "lhs", "kernel"),
+    [(256, "int8", True), (255, "int8", False), (2048, "bfloat16", True), (2049, "bfloat16", False)],
+)
+def test_which_calls_take_the_kernel_of_8_bits(rows: int, lhs: str, kernel: bool) -> None:
+    """So many rows of a group; else values of 8 bits become bf16 in front of a kernel."""
+    shape = jax.ShapeDtypeStruct
+    operands = [shape((4 * rows, 256), lhs), shape((4, 128, 256), "int8"), shape((4,), "int32")]
+
+    def call(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
+        how = {"lhs_scale": jnp.float32(1)} if lhs == "int8" else {}
+        return jtf.ragged_dot(x, w, sizes, rhs_transposed=True, rhs_scale=jnp.ones((4, 128, 1)), **how)
+
+    text = lower_for_cuda(call, *operands)
+    assert ("tensor<4x128x256xbf16>" not in text) == kernel
+    assert TRITON_CALL in text

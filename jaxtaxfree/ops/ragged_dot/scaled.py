@@ -175,8 +175,13 @@ def _of_kernel(name: str, scale: jax.Array, call: Call) -> jax.Array:
     return jnp.broadcast_to(scale.reshape((call.groups, call.n) if scale.ndim else ()), (call.groups, call.n))
 
 
-def _slower(*_: Any, **__: Any) -> str | None:
-    return matmul.UNMEASURED
+def _slower(*operands: Any, compute_capability: int, config: Any, **params: Any) -> str | None:
+    """Why operands are cast: no kernel for 8 bits takes the call, or the one that would has not been measured."""
+    try:
+        chosen = _choose(operands, compute_capability, config, params)
+    except Unsupported as error:
+        return "; ".join(error.reasons)
+    return chosen.variant.slower(chosen.call, chosen.config)
 
 
 def _reference(*operands: jax.Array, config: Any = None, **params: Any) -> list[jax.Array]:
