@@ -1,9 +1,10 @@
 """A whole layer of experts, forward, and with all its gradients; and its products alone.
 
 Ranks have experts of their own, or some columns of all experts (`moe_tensor`). Then a few tokens lie on all ranks, as
-in a decode step. Routing is drawn, and read on the device. The floor of a shape is `dense`, measured in the same run: the three products
-of a rank as XLA's batched ones, of as many rows in groups of equal size. For few tokens that is the reading of the
-weights. Nothing travels in it, and no row is sorted. The capacity is what the busiest rank needs: nothing is dropped.
+in a decode step. Routing is drawn, and read on the device. The floor of a shape is `dense`, measured in the same run:
+the three products of a rank as XLA's batched ones, of as many rows in groups of equal size. For few tokens that is the
+reading of the weights. Nothing travels in it, and no row is sorted. The capacity is what the busiest rank needs:
+nothing is dropped.
 
 XLA's peer is the same layer by `lax.ragged_dot`, which multiplies all rows by all experts of a rank and takes as much
 memory; so a chain of it is short.
@@ -26,8 +27,8 @@ from benchmarks.timing import measure_bandwidths
 from jaxtaxfree.ops.moe.shapes import SHAPES, TINY_SHAPES
 from jaxtaxfree.ops.shapes import MoeShape
 
-# Of a rank, x: tokens [tokens, d]. y: their experts and weights [tokens, top_k]; w_gate, w_up [experts, d, f] and w_down
-# [experts, f, d] of the rank; a cotangent like x; and an array as long as the capacity, of which only that is read.
+# Of a rank, x: tokens [tokens, d]. y: their experts and weights [tokens, top_k]; w_gate, w_up [experts, d, f], w_down
+# [experts, f, d]; a cotangent like x; and an array as long as the capacity, of which only that is read.
 # The results of experts are rounded, and their sum may be less than each of them; so may gradients of products.
 _make = partial(Implementation, in_specs=(P(AXIS), (P(AXIS),) * 7), out_spec=P(AXIS), tolerance=2e-2)
 
