@@ -219,7 +219,7 @@ def test_every_interleaving_is_right(kernel: str, world: int, first: int) -> Non
 
 def in_order(world: int, module: ModuleType | None = None) -> None:
     """Compares sums of any numbers bit for bit: by choices, and then by ranks."""
-    kernel, moved = ("combine", TOGETHER[world][0]) if world > 1 else ("collect", ALONE[0])
+    kernel, moved = ("combine", TOGETHER[world][0]) if world > 1 else ("collect", Moved(9, 40, 4, 40))
     module = module or (exchange if world > 1 else rows)
     call = moved.call(kernel, 1)
     draw = np.random.default_rng(0)
