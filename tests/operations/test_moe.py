@@ -217,7 +217,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("along", ("expert", "tensor"))
 def test_by_kernels(along: str) -> None:
     """All of them in the simulator: rows travel or are gathered, are multiplied, and travel back or are added up."""
-    check(Layer(**{along: 2}, t=3), 0, implementation="simulate")
+    check(Layer(**{along: 2}, t=3, shared=along == "tensor"), 0, implementation="simulate")
 
 
 def test_tokens_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,8 +96,8 @@ def moe(
 
     Returns: [T, D] of the dtype of x. A token's results on a rank are added in f32 in the order of its choices, and the
       sums of the ranks in f32 in their order. Of more than 512 KB of tokens a rank each of these sums is rounded to the
-      dtype of x on its way. With fewer choices than ranks all results of a token are added by its owner, in the order
-      of its choices.
+      dtype of x on its way, unless shared experts lie along a tensor axis: their results are added before. With fewer
+      choices than ranks all results of a token are added by its owner, in the order of its choices.
 
     Raises:
       ValueError: if the arrays do not fit together, or a keyword is none of these.
