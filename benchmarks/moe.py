@@ -50,7 +50,7 @@ def _rows(tokens: int, choices: int, world: int, parallel: str) -> int:
 
 def _moe(x: jax.Array, y: Any, *, parallel: str, implementation: str, config: Config | None = None) -> jax.Array:
     experts, weights, w_gate, w_up, w_down = y[:5]
-    how = {"parallel": parallel, "tokens": _tokens(x.shape[0], parallel), "capacity": y[-1].shape[0]}
+    how: dict[str, Any] = {"parallel": parallel, "tokens": _tokens(x.shape[0], parallel), "capacity": y[-1].shape[0]}
     how |= {"implementation": implementation, "config": config}
     return jtf.moe(x, experts, weights, w_gate, w_up, w_down, AXIS, **how)
 
