@@ -6,7 +6,7 @@ from benchmarks.columns import AllGatherMatmulColumns, MatmulReduceScatterColumn
 from benchmarks.decode_step import DecodeStep
 from benchmarks.matmuls import AllGatherMatmul, GatedAllGatherMatmul, MatmulAllReduce, MatmulReduceScatter
 from benchmarks.mlp import MlpGradients
-from benchmarks.moe import Moe, MoeGradients
+from benchmarks.moe import Moe, MoeGradients, MoeTensor
 from benchmarks.operation import Operation
 from benchmarks.qkv import AllGatherMatmulQkv
 from benchmarks.ragged import RaggedAllToAll
@@ -36,6 +36,7 @@ PROGRAMS: tuple[Operation, ...] = (
     RaggedDot(),
     Moe(),
     MoeGradients(),
+    MoeTensor(),
     MlpGradients(),
     DecodeStep(),
 )

@@ -156,8 +156,9 @@ def test_a_rank_that_does_not_arrive_is_named(mesh, operation):
         (attention_parity.small_call, "decode_attention", "message merged"),
         (collectives_parity.small_call, "psum", "message parts"),
         (moe_parity.small_call, "moe_dispatch", "signal arrived"),
+        (ragged_parity.small_call, "ragged_all_to_all", "signal arrived"),
     ),
-    ids=("decode_attention", "psum", "moe"),
+    ids=("decode_attention", "psum", "moe", "ragged_all_to_all"),
 )
 def test_a_rank_that_sends_no_messages_is_named(mesh, small_call, name, awaited):
     """As above, of kernels that wait for messages, and of one outside of the register."""

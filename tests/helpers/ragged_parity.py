@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 import jaxtaxfree as jtf
 from jaxtaxfree.ops.ragged_all_to_all import by_all_gather
 from tests.helpers.collectives_parity import on_ranks, totals, wrong_bits
-from tests.helpers.parity import run_all
+from tests.helpers.parity import program, run_all
 from tests.helpers.ragged_cases import Routing, garbage
 
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16", "bool")
@@ -121,6 +122,20 @@ def check_repetition(mesh: Mesh, times: int = 1000) -> None:
 
     assert not np.stack(run_all([totals(mesh, functools.partial(count, d=d)) for d in (8, 1024)])).any()
     jtf.heap.check()
+
+
+def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
+    """As many rows of each rank to each other one."""
+    world, rows = mesh.devices.size, 64
+
+    def local() -> jax.Array:
+        rank = lax.axis_index("tp")
+        operand = jnp.full((world * rows, 128), rank + 1, jnp.float32)
+        begin, sizes = jnp.arange(world, dtype=jnp.int32) * rows, jnp.full(world, rows, jnp.int32)
+        there = jnp.full(world, rank * rows, jnp.int32)
+        return call(operand, jnp.zeros_like(operand), begin, sizes, there, sizes)
+
+    return program(mesh, local), ()
 
 
 def check_gradients(mesh: Mesh) -> None:

@@ -174,6 +174,8 @@ LAYERS = (
     Layer(tensor=2, shared=True),
     Layer(tensor=4, tokens="replicated", experts=3, gated=False),
     Layer(tensor=2, capacity=6),
+    Layer(expert=2, tensor=2, shared=True),
+    Layer(expert=4, tensor=2, k=2, shared=True),
     Layer(expert=2, tensor=2, tokens="replicated", capacity=4, shared=True),
     Layer(expert=2, tensor=2, capacity=7),
 )
@@ -215,7 +217,7 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("along", ("expert", "tensor"))
 def test_by_kernels(along: str) -> None:
     """All of them in the simulator: rows travel or are gathered, are multiplied, and travel back or are added up."""
-    check(Layer(**{along: 2}, t=3), 0, implementation="simulate")
+    check(Layer(**{along: 2}, t=3, shared=along == "tensor"), 0, implementation="simulate")
 
 
 def test_tokens_by_kernels_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +369,9 @@ def test_lowered_for_cuda(k: int, calls: int) -> None:
 
 
 @pytest.mark.usefixtures("no_code")
-def test_columns_lowered_for_cuda() -> None:
-    """Kernels alone, as many as above where tokens are gathered."""
+@pytest.mark.parametrize("shared", (False, True))
+def test_columns_lowered_for_cuda(shared: bool) -> None:
+    """Kernels alone, as many as above where tokens are gathered; shared experts gather and add up nothing again."""
     mesh = mesh_of(2, "tp")
     places = {"x": P("tp"), "experts": P("tp"), "weights": P("tp"), "w_down": P(None, "tp")}
     places |= dict.fromkeys(("w_gate", "w_up"), P(None, None, "tp"))
@@ -378,6 +381,10 @@ def test_columns_lowered_for_cuda() -> None:
         name: sharded(mesh, places[name], shape, "int32" if name == "experts" else "bfloat16")
         for name, shape in shapes.items()
     }
+    if shared:
+        places["shared"] = P(None, "tp"), P(None, "tp"), P("tp")
+        sizes = (256, 512), (256, 512), (512, 256)
+        arrays["shared"] = tuple(sharded(mesh, *each, "bfloat16") for each in zip(places["shared"], sizes))
     call = functools.partial(jtf.moe, axis_name="tp", parallel="tensor", implementation="fused")
     mapped = jax.shard_map(lambda a: call(**a), mesh=mesh, in_specs=(places,), out_specs=P("tp"))
     text = lower_for_cuda(mapped, arrays)

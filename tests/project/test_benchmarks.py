@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh
@@ -62,7 +63,7 @@ ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
 RAGGED = OPERATIONS["ragged_all_to_all"]
 GROUPED = OPERATIONS["ragged_dot"]
-LAYERS = [OPERATIONS[name] for name in ("moe", "moe_gradients")]
+LAYERS = [OPERATIONS[name] for name in ("moe", "moe_gradients", "moe_tensor")]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 QKV = OPERATIONS["all_gather_matmul_qkv"]
 COLUMNS = [OPERATIONS[f"{name}_columns"] for name in ("all_gather_matmul", "matmul_reduce_scatter")]
@@ -816,6 +817,18 @@ def test_arguments_that_say_nothing(arguments: list[str], message: str, capsys: 
     with pytest.raises(SystemExit):
         run.parse_args(arguments)
     assert message in capsys.readouterr().err
+
+
+def test_errors_are_of_rows(mesh: Mesh) -> None:
+    """The worst row counts, one that is zero has to be so exactly, and NaN is no result."""
+    at = jax.NamedSharding(mesh, jax.P(operation.AXIS))
+    want = np.ones((8, 4), np.float32)
+    want[2] = 0
+    for row, value, error in ((0, 1.0, 0.0), (5, 1.25, 0.25), (2, 0.5, np.inf), (7, np.nan, np.nan)):
+        found = want.copy()
+        found[row] = value
+        put = [jax.device_put(x, at) for x in (found, want)]
+        np.testing.assert_allclose(measure.relative_error(*put), error)
 
 
 def test_commit_is_unknown_without_git(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,31 +159,46 @@ each_placement = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
-@each_placement
-def test_a_process_that_does_not_arrive_is_named(world, gpus):
-    """The last process builds the program and does not run it the second time."""
+def name_the_last_process(world, gpus, call, name):
+    """The last process builds the program of a call and its operands, and does not run it the second time."""
     body = """
     import os, time
+    from tests.helpers import moe_parity, ragged_parity
     heap.set_timeout(2.0)
-    call = parity.gather_matmul(mesh, implementation="fused")
-    lhs, rhs = parity.operands(64, 128, 128, jnp.float32, mesh)
-    jtf.block_until_ready(call(lhs, rhs))
+    call, operands = CALL
+    jtf.block_until_ready(call(*operands))
     if rank == world - 1:
         time.sleep(8)
     else:
         start = time.monotonic()
         try:
-            jtf.block_until_ready(call(lhs, rhs))
+            jtf.block_until_ready(call(*operands))
         except jtf.PeerTimeoutError as error:
             print(f"rank {rank} raised after {time.monotonic() - start:.1f} s: {error}", flush=True)
         time.sleep(8 - (time.monotonic() - start))
     os._exit(0)
     """
-    for rank, output in enumerate(run_processes(world, body, gpus=gpus)[:-1]):
+    for rank, output in enumerate(run_processes(world, body.replace("CALL", call), gpus=gpus)[:-1]):
         assert f"rank {rank} raised after" in output, output[-3000:]
-        assert f"waited 2 s for rank {world - 1} (device {world - 1})" in output
+        assert f"waited 2 s for rank {world - 1} (device {world - 1})" in output and name in output
         assert float(output.split("raised after ")[1].split(" s")[0]) < 4
+
+
+@pytest.mark.slow
+@each_placement
+def test_a_process_that_does_not_arrive_is_named(world, gpus):
+    operands = "parity.operands(64, 128, 128, jnp.float32, mesh)"
+    call = f'parity.gather_matmul(mesh, implementation="fused"), {operands}'
+    name_the_last_process(world, gpus, call, "all_gather_matmul")
+
+
+@pytest.mark.slow
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize(
+    "helper, name", (("moe_parity", "moe_dispatch"), ("ragged_parity", "ragged_all_to_all")), ids=("moe", "ragged")
+)
+def test_a_process_that_sends_no_rows_is_named(helper, name):
+    name_the_last_process(2, "own", f"{helper}.small_call(mesh)", name)
 
 
 @pytest.mark.slow

@@ -217,14 +217,17 @@ def test_every_interleaving_is_right(kernel: str, world: int, first: int) -> Non
         moved[seed % len(moved)].run(kernel, seed)
 
 
-def in_order(world: int, module: ModuleType = exchange) -> None:
+def in_order(world: int, module: ModuleType | None = None) -> None:
     """Compares sums of any numbers bit for bit: by choices, and then by ranks."""
-    call = TOGETHER[world][0].call("combine", 1)
+    kernel, moved = ("combine", TOGETHER[world][0]) if world > 1 else ("collect", Moved(9, 40, 4, 40))
+    module = module or (exchange if world > 1 else rows)
+    call = moved.call(kernel, 1)
     draw = np.random.default_rng(0)
     values, places_of, bundle = call.arrays
     of_ranks = []
     for x, place, weight in zip(values, places_of, bundle["weights"]):
         x[:] = draw.normal(size=x.shape) * 10.0 ** draw.integers(-3, 4, (len(x), 1))
+        weight[:] = draw.normal(size=weight.shape)
         total = np.zeros((len(place), x.shape[1]), np.float32)
         for j in range(place.shape[1]):
             there = place[:, j, None] >= 0
@@ -234,11 +237,13 @@ def in_order(world: int, module: ModuleType = exchange) -> None:
     for part in of_ranks:
         total += part
     expected = np.split(total, world)
-    dataclasses.replace(call, expected=expected).run(module.combine_kernel, seed=0)
+    how = {} if world > 1 else {"calls": 1}
+    dataclasses.replace(call, expected=expected).run(getattr(module, f"{kernel}_kernel"), seed=0, **how)
 
 
-def test_sums_have_an_order() -> None:
-    in_order(3)
+@pytest.mark.parametrize("world", (1, 3))
+def test_sums_have_an_order(world: int) -> None:
+    in_order(world)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -278,6 +283,16 @@ COUNTED = (*EARLY, SignalCountError)
 WAIT = "(me.epoch - 1) * STAGES + stage + 1"
 SIGNAL = "            shmem.signal_all(me, meeting + me.rank, WORLD)\n"
 BEGIN = "        for stage in range(STAGES):\n            begin, end"
+OF_STAGE = "            begin, end = tiles_of(stage, part, TOKENS, PROGRAMS, STAGES, TILE)\n"
+SPREAD = "            for i in range(1, WORLD):\n                source ="
+ADDED = "            for tile in range(begin, end):\n                token"
+ONE_MORE = "            end += 1\n"
+# From a copy of the inbox to the other one, in elements.
+OTHER_COPY = "(1 - 2 * (me.epoch & 1)) * (inbox[1] * 128 // (box.dtype.element_ty.primitive_bitwidth // 8))"
+CHOICE = "    for choice in tl.static_range(CHOICES):\n"
+SUMMED = (
+    "        place = tl.load(places_ptr + token * CHOICES + choice, mask=there, other=-1)\n        value = load_tile"
+)
 MUTANTS = (
     Mutant("a row more than there is room for", places, (("MOST - (end", "MOST + 1 - (end"),), _placed, WRONG),
     Mutant(
@@ -310,6 +325,34 @@ MUTANTS = (
         "sums are taken one stage too early",
         exchange,
         ((WAIT, "(me.epoch - 1) * STAGES + stage", 2),),
+        _combined,
+        EARLY,
+    ),
+    Mutant(
+        "a tile that does not wait for its last row",
+        exchange,
+        ((OF_STAGE + SPREAD, OF_STAGE + ONE_MORE + SPREAD),),
+        _dispatched,
+        EARLY,
+    ),
+    Mutant(
+        "a sum that does not wait for its last row",
+        exchange,
+        ((OF_STAGE + ADDED, OF_STAGE + ONE_MORE + ADDED),),
+        _combined,
+        EARLY,
+    ),
+    Mutant(
+        "the inbox of the call before",
+        exchange,
+        (("of_source = box + source", f"of_source = box + {OTHER_COPY} + source"),),
+        _dispatched,
+        EARLY,
+    ),
+    Mutant(
+        "sums in the inbox of the call before",
+        exchange,
+        (("load_tile(box + source * TOKENS", f"load_tile(box + {OTHER_COPY} + source * TOKENS"),),
         _combined,
         EARLY,
     ),
@@ -363,6 +406,25 @@ MUTANTS = (
         (("(tile * PROGRAMS + part) * TILE +", "(tile * PROGRAMS + part // 2) * TILE +"),),
         _dispatched,
         WRONG,
+    ),
+    Mutant(
+        "a tile of sums that two programs take",
+        exchange,
+        (("(tile * PROGRAMS + part) * TILE +", "(tile * PROGRAMS + part // 2) * TILE +"),),
+        _combined,
+        WRONG,
+    ),
+    Mutant(
+        "choices are added in another order",
+        rows,
+        (
+            (
+                CHOICE + SUMMED,
+                "    for i in tl.static_range(CHOICES):\n        choice = CHOICES - 1 - i\n" + SUMMED,
+            ),
+        ),
+        lambda seed, module: in_order(1, module),
+        (AssertionError,),
     ),
     Mutant(
         "sums begin with one's own",

@@ -145,6 +145,17 @@ MUTANTS = (
         errors=TOO_EARLY,
     ),
     Mutant(
+        name="inbox of the call before",
+        edits=(
+            (
+                "rows = (box + to.to(tl.int64) * D)",
+                "rows = (box + (1 - 2 * (me.epoch & 1)) * (inbox[1] * 128 // (box.dtype.element_ty.primitive_bitwidth "
+                "// 8)) + to.to(tl.int64) * D)",
+            ),
+        ),
+        errors=TOO_EARLY,
+    ),
+    Mutant(
         name="no signal of the last stage",
         edits=((SIGNAL, "            if stage + 1 < STAGES:\n    " + SIGNAL),),
         errors=(DeadlockError,),

@@ -96,8 +96,8 @@ def moe(
 
     Returns: [T, D] of the dtype of x. A token's results on a rank are added in f32 in the order of its choices, and the
       sums of the ranks in f32 in their order. Of more than 512 KB of tokens a rank each of these sums is rounded to the
-      dtype of x on its way. With fewer choices than ranks all results of a token are added by its owner, in the order
-      of its choices.
+      dtype of x on its way, unless shared experts lie along a tensor axis: their results are added before. With fewer
+      choices than ranks all results of a token are added by its owner, in the order of its choices.
 
     Raises:
       ValueError: if the arrays do not fit together, or a keyword is none of these.
@@ -121,26 +121,27 @@ def moe(
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
     experts = jnp.where(inside, experts, -1).astype(jnp.int32)
     gathers = kind.gathers(experts.shape[1])
-    along = (*(kind.expert if gathers else ()), *kind.tensor)  # the axes along which all ranks have all tokens
-    axes = () if kind.replicated else along  # and of these, those along which they get them
+    # Along these axes all ranks have all tokens; and of these, along `axes` they get them.
+    along = (*(kind.expert if gathers else ()), *kind.tensor)
+    axes = () if kind.replicated else along
     all_experts, all_weights = _gathered(experts, weights, axes, implementation)
+    # Tokens are gathered along the tensor axes first where rows are exchanged behind, or shared experts take them too.
+    is_first = shared is not None or (kind.expert and not gathers)
+    first = kind.tensor if is_first and not kind.replicated else ()
+    all_x = all_gather(x, first, tiled=True, implementation=implementation) if first else x
     if gathers or not kind.expert:
         # What is still to be added up is not rounded before.
-        dtype = wide_type(x.dtype) if kind.replicated else x.dtype
-        out, kept = layer.own(x, all_experts, all_weights, axes, dtype)
+        dtype = wide_type(x.dtype) if kind.replicated or first else x.dtype
+        rest = tuple(axis for axis in axes if axis not in first)
+        out, kept = layer.own(all_x, all_experts, all_weights, rest, dtype)
     else:
-        all_x = all_gather(x, axes, tiled=True, implementation=implementation) if axes else x
         out, kept = layer.exchanged(all_x, all_experts, all_weights)
-        out = _summed(out, kind.tensor, kind.replicated, implementation)
-    if kind.replicated:
-        out = _summed(out, along, True, implementation).astype(x.dtype)
+    left = along if kind.replicated else first  # the axes along which it is still to be added up
     if shared is not None:
         # Ranks along an expert axis have the same shared experts, each for its own tokens.
-        all_x = x
-        if kind.tensor and not kind.replicated:
-            all_x = all_gather(x, kind.tensor, tiled=True, implementation=implementation)
-        both = _shared(all_x, shared, activation, precision)
-        out = (out + _summed(both, kind.tensor, kind.replicated, implementation)).astype(x.dtype)
+        out = _summed(out, tuple(axis for axis in left if axis not in kind.tensor), True, implementation)
+        out, left = out + _shared(all_x, shared, activation, precision), kind.tensor
+    out = _summed(out, left, kind.replicated, implementation).astype(x.dtype)
     return (out, _dropped(all_experts.size, kept, kind, gathers)) if return_dropped else out
 
 
