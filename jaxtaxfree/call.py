@@ -4,9 +4,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.export
 import numpy as np
 import triton
+from jax import lax
+from jax._src.lib import version as jaxlib_version
 
 
 def check_kernel(kernel: Any, what: str) -> None:
@@ -53,6 +56,18 @@ def members(parameter: str, value: Any) -> list[tuple[str, Any]]:
 def is_alone(kernel: Any) -> bool:
     """Whether a kernel reaches nobody: it does not ask for its team."""
     return "team" not in kernel.arg_names
+
+
+# XLA makes one instruction of a call and the slices of arrays that it takes, so that they need no copy. In jaxlib 0.11
+# it leaves the call in the program as well, if it has side effects and several results: the kernel runs twice.
+RUNS_TWICE_WITH_SLICES = jaxlib_version < (0, 12)
+
+
+def runs_once[T](operands: T, results: Sequence[Any], has_side_effect: bool) -> T:
+    """The arrays that a launch takes, any pytree, such that XLA does not launch it a second time."""
+    if RUNS_TWICE_WITH_SLICES and has_side_effect and len(results) > 1:
+        return lax.optimization_barrier(operands)
+    return operands
 
 
 def pointers_of(kernel: Any, named: Iterable[str]) -> list[str]:

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from jaxtaxfree.call import described_as, is_alone, members
+from jaxtaxfree.call import described_as, is_alone, members, runs_once
 from jaxtaxfree.kernels import shmem_gluon
 from jaxtaxfree.target import is_amd, name_of
 
@@ -110,6 +110,7 @@ def gluon_call(
     launch = _bindings().TritonKernelCall(launched, *(*grid, 1, 1)[:3], parameters)
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
     call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, results, has_side_effect=has_side_effect)
+    operands = runs_once(operands, results, has_side_effect)
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)[: len(out_type)]
 
 

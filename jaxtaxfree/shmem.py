@@ -27,6 +27,7 @@ from jaxtaxfree.call import (
     constants_of,
     is_alone,
     pointers_of,
+    runs_once,
     sizes_of,
     unbundled,
 )
@@ -436,7 +437,7 @@ def _triton_call(*args: Any, kernel: Any, multiples: tuple[str, ...], **named: A
     # By name, because parameters before these may be None.
     arguments = (tuple(arg.values()) if isinstance(arg, dict) else arg for arg in args)
     pointers = pointers_of(kernel, named)
-    operands = dict(zip(pointers, arguments))
+    operands = runs_once(dict(zip(pointers, arguments)), named["out_type"], named["has_side_effect"])
     if multiples:
         own = {key: value for key, value in named.items() if key in kernel.arg_names}
         kernel, told = telling(kernel, own, pointers, multiples)

@@ -24,6 +24,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 import jaxtaxfree as jtf
+from jaxtaxfree import call as call_module
 from jaxtaxfree import heap, shmem_call
 from jaxtaxfree.gluon import _not_assembled
 from jaxtaxfree.kernels import shmem
@@ -308,6 +309,14 @@ def test_in_loops() -> None:
     program = lower(lambda x: lax.fori_loop(0, 3, lambda _, x: exchange(x, own_descriptor=True), x))
     assert "stablehlo.while" in program
     launch_of(program)
+
+
+@pytest.mark.parametrize("own_descriptor", (True, False))
+def test_xla_takes_no_slice_of_what_would_run_twice(monkeypatch: pytest.MonkeyPatch, own_descriptor: bool) -> None:
+    """Scratch memory for descriptors is a result of the launch: with it there are several."""
+    monkeypatch.setattr(call_module, "RUNS_TWICE_WITH_SLICES", True)
+    program = lower(lambda x: exchange(x, own_descriptor=own_descriptor))
+    assert program.count("stablehlo.optimization_barrier") == own_descriptor
 
 
 def test_older_nvidia_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

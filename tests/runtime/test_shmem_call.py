@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from jax_triton import triton_lib
 
 import jaxtaxfree as jtf
+from jaxtaxfree import call as call_module
 from jaxtaxfree import heap, shmem_call
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.shmem import _place
@@ -424,6 +425,26 @@ def test_results_are_a_pytree(mesh: Mesh) -> None:
     text = lower_for_cuda(on_mesh(mesh, call), operand(mesh))
     assert text.count(TRITON_CALL) == 1
     assert "has_side_effect = true" in text
+
+
+@pytest.mark.parametrize("affected", (True, False))
+@pytest.mark.parametrize("results", (1, 2))
+def test_xla_takes_no_slice_of_what_would_run_twice(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, affected: bool, results: int
+) -> None:
+    """XLA of jaxlib 0.11 repeats a call with side effects, several results and an operand that is a slice."""
+    monkeypatch.setattr(call_module, "RUNS_TWICE_WITH_SLICES", affected)
+    one = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+
+    def of_layer(x: jax.Array) -> Any:
+        x = jnp.broadcast_to(x, (3, SIZE))[1]
+        if results == 1:
+            return rotate(x)
+        return shmem_call(twice_kernel, x, axis_name="tp", out_type=[one] * 2, grid=1, SIZE=SIZE)
+
+    text = lower_for_cuda(on_mesh(mesh, of_layer), operand(mesh))
+    assert text.count(TRITON_CALL) == 1
+    assert text.count("stablehlo.optimization_barrier") == (affected and results > 1)
 
 
 @pytest.mark.parametrize("wrong", ("9.0", "abc", "9", "-90", "", "sm_90"))
