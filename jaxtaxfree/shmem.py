@@ -404,7 +404,7 @@ def _launch(
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS_FOR_AMD if is_amd(team.compute_capability) else _COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
-        has_side_effect="team" in place,  # the peers count on it
+        has_side_effect="team" in place and team.world > 1,  # the peers count on it
         **place,
         **layout.buffer_lines,
         **layout.signal_index,
