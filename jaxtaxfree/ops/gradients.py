@@ -256,7 +256,11 @@ def _several_jvp(
     for i, rhs_dot in enumerate(rhs_dots):
         if type(rhs_dot) is not ad.Zero:
             more = _times_gathered(
-                outs[-1], rhs_dot, outs[i].dtype, rhs_transposed=False, precision=params["precision"]
+                outs[-1],
+                rhs_dot,
+                outs[i].dtype,
+                rhs_transposed=params["rhs_transposed"],
+                precision=params["precision"],
             )
             dots[i] = ad.add_tangents(dots[i], more)
     count = len(rhs) + return_gathered
@@ -273,8 +277,9 @@ def _several_separate(
 
 
 def _several_transpose(
-    cts: Any, lhs: Any, *rhs: Any, axis: int, epilogue: tuple[Epilogue, ...], return_gathered: bool, **params: Any
-) -> list[Any]:
+    cts: Any, lhs: Any, *rhs: Any, axis: int, epilogue: tuple[Epilogue, ...], return_gathered: bool,
+    rhs_transposed: bool, **params: Any,
+) -> list[Any]:  # fmt: skip
     """Of products by several rhs as a linear function of one operand; the rule above leaves them as one of lhs."""
     del epilogue, return_gathered
     pairs = [(ct, each) for ct, each in zip(cts, rhs) if type(ct) is not ad.Zero]
@@ -283,7 +288,7 @@ def _several_transpose(
         return [
             None,
             *(
-                _contract(gathered, ct, False, each.aval, params)
+                _contract(gathered, ct, rhs_transposed, each.aval, params)
                 if ad.is_undefined_primal(each) and type(ct) is not ad.Zero
                 else None
                 for ct, each in zip(cts, rhs)
@@ -292,8 +297,8 @@ def _several_transpose(
     parts = []
     if pairs:
         # One product for all, so that the sum is scattered once.
-        ct, weights = (jnp.concatenate(each, axis=-1) for each in zip(*pairs))
-        parts.append(_scatter(ct, weights, axis, True, lhs.aval, params))
+        ct, weights = (jnp.concatenate(each, axis=along) for each, along in zip(zip(*pairs), (-1, -1 - rhs_transposed)))
+        parts.append(_scatter(ct, weights, axis, not rhs_transposed, lhs.aval, params))
     if len(cts) > len(rhs) and type(cts[-1]) is not ad.Zero:
         parts.append(psum_scatter(cts[-1], params["axes"], scatter_dimension=axis, tiled=True))
     return [functools.reduce(ad.add_tangents, parts), *(None for _ in rhs)]

@@ -74,6 +74,36 @@ def test_both_kernels_for_any_gpu(kernel: str) -> None:
         np.testing.assert_array_equal(out, lhs @ weights)
 
 
+@pytest.mark.parametrize(
+    ("implementation", "config"),
+    [(None, {}), *(("simulate", {"kernel": kernel, "block_m": 16}) for kernel in ("few", "portable"))],
+)
+def test_transposed(implementation: str | None, config: dict[str, Any]) -> None:
+    """Weights that lie as [N_i, K], with a bias for one of them; and the gradients of all operands."""
+    lhs, rhs = whole_numbers(0, 6, 16), [whole_numbers(i, 2 * n, 16) for i, n in ((1, 9), (2, 5))]
+    bias, how = whole_numbers(3, 10), {"implementation": implementation, "config": config}
+
+    def local(lhs: jax.Array, rhs: tuple, bias: jax.Array, transposed: bool = True, **how: Any) -> Any:
+        rhs = rhs if transposed else tuple(each.T for each in rhs)
+        return all_gather_matmul(lhs, rhs, "tp", rhs_transposed=transposed, bias=(None, bias), **how)
+
+    def local_gradients(*operands: Any, **how: Any) -> Any:
+        outs, back = jax.vjp(functools.partial(local, **how), *operands)
+        return back(tuple(jnp.ones_like(out) + i for i, out in enumerate(outs)))
+
+    specs = {"mesh": mesh_of(2), "in_specs": (ROWS, (ROWS, ROWS), ROWS)}
+    outs = one_program(functools.partial(local, **how), out_specs=(COLUMNS,) * 2, **specs)(lhs, tuple(rhs), bias)
+    np.testing.assert_array_equal(outs[0], lhs @ rhs[0].T)
+    np.testing.assert_array_equal(outs[1], lhs @ rhs[1].T + bias)
+    found, expected = (
+        one_program(functools.partial(local_gradients, **each), out_specs=specs["in_specs"], **specs)(
+            lhs, tuple(rhs), bias
+        )
+        for each in (how, {"transposed": False, "implementation": "xla"})
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
 @pytest.mark.parametrize("implementation", (None, "simulate"))
 def test_along_columns_and_of_more_dimensions(implementation: str | None) -> None:
     """[B, T, K], of which ranks have tokens, or channels."""
@@ -264,8 +294,6 @@ def test_errors() -> None:
         call(residual=np.zeros((4, 6), np.float32))
     with fails(ValueError, "no gate with a tuple of rhs"):
         call(gate=rhs[0])
-    with fails(ValueError, "no rhs_transposed with a tuple of rhs"):
-        call(rhs_transposed=True)
     with fails(ValueError, "not an empty tuple"):
         call(())
     with fails(ValueError, "one bias for all 2 rhs or a tuple of 2, not of 3"):

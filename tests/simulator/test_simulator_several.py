@@ -21,7 +21,7 @@ SEEDS = 6
 
 def several(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     """all_gather(lhs [M, K]) times each rhs [K, N_i], and a bias for those that have one."""
-    m, k, widths, biased, return_gathered, settings = shape
+    m, k, widths, biased, return_gathered, settings, *transposed = shape
     lhs = [integers(rank, (m, k), dtype) for rank in range(world)]
     rhs = [[integers(100 * i + rank, (k, n), dtype) for rank in range(world)] for i, n in enumerate(widths, 1)]
     biases = {i: [integers(1000 * i + rank, (widths[i],), dtype) for rank in range(world)] for i in biased}
@@ -35,8 +35,10 @@ def several(world: int, dtype: np.dtype, shape: tuple, *, kernel: str) -> Call:
     config = getattr(gather_ops, kernel).Config(**settings)
     epilogue = joined([Epilogue(None, ("bias",)) if i in biases else Epilogue() for i in range(len(widths))])
     form = {"widths": widths, "epilogue": epilogue, "return_gathered": return_gathered}
+    form |= {"rhs_transposed": bool(transposed)}
     keywords = launched(gather_ops, world * m, k, sum(widths), world, dtype, config, **form)
-    weights = {f"rhs{i}": w for i, w in enumerate(rhs)}
+    lie = (lambda x: np.ascontiguousarray(x.T)) if transposed else (lambda x: x)
+    weights = {f"rhs{i}": [lie(of_rank) for of_rank in w] for i, w in enumerate(rhs)}
     bundle = {f"bias{i}": bias for i, bias in biases.items()}
     arrays: tuple[Any, ...] = (lhs, weights, bundle)
     if kernel.endswith("few"):
@@ -57,7 +59,8 @@ HOPPER = {
 HOPPER_FEW = {
     "block_m": 8, "block_n": 16, "block_k": 8, "part": 16, "num_stages": 2, "num_warps": 1, "pushers": 2, "chunk": 64,
 }  # fmt: skip
-# M, K, the widths, which of them have a bias, return_gathered, settings
+TRANSPOSED = "transposed"
+# M, K, the widths, which of them have a bias, return_gathered, settings; and whether the weights lie as [N_i, K].
 KERNELS = (
     Simulated(
         name="portable",
@@ -67,6 +70,7 @@ KERNELS = (
         shapes=lambda world: (
             (17, 21, (20, 9, 3), (0, 2), False, PUSHED),
             (16, 40, (16, 33), (1,), True, PUSHED),
+            (17, 21, (20, 9, 3), (0,), False, PUSHED, TRANSPOSED),
         ),
     ),
     Simulated(
@@ -77,6 +81,7 @@ KERNELS = (
         shapes=lambda world: (
             (5, 21, (20, 9, 3), (0, 2), False, FEW),
             (4, 32, (7, 16, 16, 40), (3,), True, FEW),
+            (5, 21, (20, 9, 3), (1,), False, FEW, TRANSPOSED),
         ),
     ),
     Simulated(
@@ -88,6 +93,7 @@ KERNELS = (
         shapes=lambda world: (
             (2, 24, (40, 8, 16), (0, 2), False, HOPPER_FEW),
             (3, 48, (24, 16), (1,), False, HOPPER_FEW | {"block_m": 16, "splits": 2, "whole": 1}),
+            (2, 24, (40, 8, 16), (0, 2), False, HOPPER_FEW, TRANSPOSED),
         ),
     ),
     Simulated(
@@ -98,6 +104,7 @@ KERNELS = (
         shapes=lambda world: (
             (9, 24, (24, 8, 16), (0, 2), False, HOPPER),
             (16, 16, (8, 40), (1,), True, HOPPER | {"programs": 3}),
+            (9, 24, (24, 8, 16), (0, 2), False, HOPPER, TRANSPOSED),
         ),
     ),
 )

@@ -206,7 +206,7 @@ def all_gather_matmul(
         says more.
       preferred_element_type: dtype of the result. Sums are always f32, those of int8 by int8 exact. With scales the
         result has the dtype of the operand that has not 8 bits, else bfloat16.
-      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. Not with several rhs.
+      rhs_transposed: `rhs` is [N, K]. The kernel reads it as it lies. With several rhs each of them.
       lhs_scale: by what a `lhs` of 8 bits (float8_e4m3fn, float8_e5m2, int8) is multiplied, f32, of this rank: [],
         [..., M, ..., 1] or [..., M, ..., ceil(K / 128)], as `quantize` makes them. The wire carries 8 bits. A kernel
         takes them where `rhs` has 8 bits, too, and is [N, K]; by default only one that was measured.
@@ -266,8 +266,8 @@ def all_gather_matmul(
         if lhs_scale is not None or rhs_scale is not None:
             return _several_scaled(
                 lhs, rhs, axis_name, lhs_scale, rhs_scale, axis=axis, precision=precision,
-                preferred_element_type=preferred_element_type, bias=bias, activation=activation,
-                return_gathered=return_gathered, implementation=implementation, config=config,
+                preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, bias=bias,
+                activation=activation, return_gathered=return_gathered, implementation=implementation, config=config,
             )  # fmt: skip
         return _several(
             jnp.asarray(lhs),
@@ -275,8 +275,8 @@ def all_gather_matmul(
             axes,
             axis,
             matmul.check_precision(precision, preferred_element_type),
-            {"activation": activation, "bias": bias, "gate": gate, "residual": residual}
-            | {"rhs_transposed": rhs_transposed or None},
+            {"activation": activation, "bias": bias, "gate": gate, "residual": residual},
+            rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
             implementation=implementation,
             config=settings_of("all_gather_matmul", VARIANTS, config),
@@ -332,11 +332,13 @@ def _several(
     axis: int,
     precision: dict[str, Any],
     epilogue: dict[str, Any],
+    rhs_transposed: bool,
     **others: Any,
 ) -> Any:
     """The operation with a tuple of rhs. The kernels know no tuple of one: that is the product by the one."""
-    found, biases = several.check(lhs, rhs, **epilogue)
-    (axis,) = {_check_operands(lhs, each, axis, axes, False) for each in rhs}
+    found, biases = several.check(lhs, rhs, rhs_transposed=rhs_transposed, **epilogue)
+    (axis,) = {_check_operands(lhs, each, axis, axes, rhs_transposed) for each in rhs}
+    others |= {"rhs_transposed": rhs_transposed}
     if len(rhs) > 1:
         return several.call(lhs, rhs, biases, axes=axes, axis=axis, epilogue=found, **precision, **others)
     others |= {"config": dict(others["config"]), "activation": found[0].activation}

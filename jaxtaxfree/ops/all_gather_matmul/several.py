@@ -19,7 +19,7 @@ NAME = "all_gather_matmul"
 
 
 def check(
-    lhs: jax.Array, rhs: Sequence[jax.Array], activation: Any, bias: Any, **others: Any
+    lhs: jax.Array, rhs: Sequence[jax.Array], activation: Any, bias: Any, rhs_transposed: bool = False, **others: Any
 ) -> tuple[tuple[Epilogue, ...], list[jax.Array]]:
     """The epilogue of each product, and the biases that there are.
 
@@ -38,7 +38,7 @@ def check(
         *(for_each(NAME, *each, len(rhs)) for each in (("activation", activation), ("bias", bias))), strict=True
     )
     for each, (function, own) in zip(rhs, pairs, strict=True):
-        epilogue, operands = epilogues.check(NAME, lhs, each, each.shape[-1:], function, bias=own)
+        epilogue, operands = epilogues.check(NAME, lhs, each, matmul.columns(each, rhs_transposed), function, bias=own)
         found.append(epilogue)
         biases += operands
     return tuple(found), biases
@@ -104,6 +104,7 @@ def reference(
     preferred_element_type: Any,
     epilogue: tuple[Epilogue, ...],
     return_gathered: bool = False,
+    rhs_transposed: bool = False,
     config: Any = None,
 ) -> list[jax.Array]:
     """One gather, and a product by each rhs, in plain `lax`; the gathered lhs comes last, if it is returned."""
@@ -114,6 +115,7 @@ def reference(
     for weights, each, own in zip(rhs, epilogue, others, strict=True):
         dtype = preferred_element_type or jnp.result_type(lhs, weights)
         wide = epilogues.wide_type(dtype) if each else preferred_element_type
+        weights = weights.T if rhs_transposed else weights
         out = jnp.matmul(gathered, weights, precision=precision, preferred_element_type=wide)
         outs.append(each.apply([out], own, dtype) if each else out)
     return [*outs, gathered] if return_gathered else outs
@@ -133,13 +135,16 @@ def fused(
     compute_capability: int,
     config: tuple[tuple[str, Any], ...] | None,
     return_gathered: bool = False,
+    rhs_transposed: bool = False,
     implementation: str | None = None,
 ) -> list[jax.Array]:
     """The products by one kernel."""
-    form = {"precision": precision, "preferred_element_type": preferred_element_type, "epilogue": epilogue}
+    form: dict[str, Any] = {"precision": precision, "preferred_element_type": preferred_element_type}
+    form |= {"epilogue": epilogue}
     if reasons := _unsupported(lhs, *operands, axes=axes, axis=axis, **form):
         raise Unsupported(NAME, reasons)
-    form |= {"return_gathered": return_gathered, "compute_capability": compute_capability}
+    form |= {"return_gathered": return_gathered, "rhs_transposed": rhs_transposed}
+    form |= {"compute_capability": compute_capability}
     call = _call(lhs, *operands, axes=axes, axis=axis, **form)
     dimension = 0 if call.along_columns else axis
     rows, lengths = matmul.rows_first(lhs, dimension)
@@ -162,14 +167,17 @@ def _unsupported(
 
 
 def _call(
-    lhs: Any, *operands: Any, axes: tuple[str, ...], axis: int, epilogue: tuple[Epilogue, ...], **form: Any
-) -> product.Call:
+    lhs: Any, *operands: Any, axes: tuple[str, ...], axis: int, epilogue: tuple[Epilogue, ...], rhs_transposed: bool,
+    **form: Any,
+) -> product.Call:  # fmt: skip
     """The call with these operands (arrays or their types)."""
     rhs, _, _ = split(operands, epilogue)
-    widths = tuple(each.shape[1] for each in rhs)
+    k = rhs[0].shape[1 if rhs_transposed else 0]
+    widths = tuple(each.shape[0 if rhs_transposed else 1] for each in rhs)
     return PRODUCT.call(
         lhs,
-        jax.ShapeDtypeStruct((rhs[0].shape[0], sum(widths)), rhs[0].dtype),
+        jax.ShapeDtypeStruct((sum(widths), k) if rhs_transposed else (k, sum(widths)), rhs[0].dtype),
+        rhs_transposed=rhs_transposed,
         world=lax.axis_size(axes),
         epilogue=epilogues.joined(epilogue),
         along_columns=axis == lhs.ndim - 1,
@@ -214,6 +222,7 @@ def _dimensions(
     axis: int,
     epilogue: tuple[Epilogue, ...],
     return_gathered: bool = False,
+    rhs_transposed: bool = False,
     **_: Any,
 ) -> tuple[Labels, Labels]:
     del operands
@@ -221,7 +230,8 @@ def _dimensions(
     columns = [f"column {i}" for i in range(len(epilogue))]
     biases = [[column] for column, each in zip(columns, epilogue, strict=True) for _ in each.operands]
     outs = [[*rows, column] for column in columns]
-    ins = [[*rows, None], *([None, column] for column in columns), *biases]
+    weights = [[column, None] if rhs_transposed else [None, column] for column in columns]
+    ins = [[*rows, None], *weights, *biases]
     return ins, [*outs, [*rows, None]] if return_gathered else outs
 
 
