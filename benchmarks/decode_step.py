@@ -12,6 +12,7 @@ Every rank has the whole residual stream, so a layer's two row-parallel products
 fused: `jtf.decode_step` by what implementation=None takes, with its weights [out, in] stacked over layers, and a cache
     sharded along its heads.
 fused/one_launch: the same by its kernel, which is all layers in one launch. --config is of this kernel.
+fused/operations: the same by our operations, one by one.
 fused_sequence: our operations one by one. The cache is sharded along the sequence: `all_gather` of the new token's
     queries, keys and values, `append_kv`, `decode_attention`, and `matmul_all_reduce` with the residual.
 fused_heads: the cache is sharded along its heads, so each rank attends to its own; by the kernel of `decode_attention`
@@ -379,9 +380,16 @@ class DecodeStep(Operation):
             _by_heads(name="fused_heads", call=_replicated_call(_attend_by_heads, "fused"), mixed=True),
             _by_heads(name="fused_local", call=_replicated_call(_attend_by_heads, "fused", _multiply_by_kernel)),
             _by_sequence(name="fused_tokens", call=partial(_decode, _sharded), out_spec=_BY_TOKENS, mixed=True),
-            _by_stack(name="fused/one_launch", call=_whole_call("fused")),
             *(
-                _by_stack(name=config_name(config), call=_whole_call("fused", config=config), config=config)
+                _by_stack(name=f"fused/{name}", call=_whole_call("fused", config={"kernel": kernel}))
+                for name, kernel in {"operations": "operations", "one_launch": "hopper"}.items()
+            ),
+            *(
+                _by_stack(
+                    name=config_name(config),
+                    call=_whole_call("fused", config={"kernel": "hopper"} | config),
+                    config=config,
+                )
                 for config in configs
             ),
         )

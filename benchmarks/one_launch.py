@@ -117,6 +117,8 @@ class Problem:
         return self.params, self.x, self.cache, self.lengths, self.tables
 
     def step(self, implementation, config=None):
+        config = {"kernel": "hopper"} | (config or {}) if implementation == "fused" else None
+
         def step(params, x, cache, lengths, tables):
             return jtf.decode_step(
                 params, x, cache, lengths, AXIS, model=self.model, cos=tables[0], sin=tables[1],

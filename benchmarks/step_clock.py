@@ -20,7 +20,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.one_launch import AXIS, DEFAULT, STEPS, Problem, model_of
-from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
+from jaxtaxfree.ops.decode_step import VARIANTS
+from jaxtaxfree.ops.decode_step.hopper import Call
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import HOPPER
@@ -36,7 +37,7 @@ def times_of(problem, config=None, steps=STEPS, implementation=None):
         model=model, world=world, batch=problem.b, tokens=1, slots=problem.slots, positions=problem.slots,
         dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
     )  # fmt: skip
-    chosen = choose("decode_step", VARIANTS, call, {**(config or {}), "times": True})
+    chosen = choose("decode_step", VARIANTS, call, {"kernel": "hopper", **(config or {}), "times": True})
 
     def run(params, x, cache, lengths, tables):
         def step(carry, _):

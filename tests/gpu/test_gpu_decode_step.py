@@ -34,6 +34,11 @@ def test_parity(world: int) -> None:
     step_parity.check_cases(mesh_of(world))
 
 
+@pytest.mark.parametrize("world", [1, 2])
+def test_parity_by_operations(world: int) -> None:
+    step_parity.check_operations(mesh_of(world))
+
+
 def test_parity_of_full_layers() -> None:
     step_parity.check_full_layers(mesh_of(2))
 

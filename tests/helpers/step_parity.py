@@ -94,10 +94,13 @@ def decode(
     return logits, cache
 
 
-def errors_of(model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS) -> jax.Array:
+def errors_of(
+    model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper"
+) -> jax.Array:
     """Relative errors of the kernel's logits, keys and values beside XLA's."""
     params, xs, cache = operands(model, len(lengths), slots, steps)
-    ways = [decode(model, params, xs, cache, lengths, implementation=how) for how in ("fused", "xla")]
+    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config={"kernel": kernel})]
+    ways.append(decode(model, params, xs, cache, lengths, implementation="xla"))
     pairs = zip(*map(jax.tree.leaves, ways), strict=True)
     return jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
 
@@ -110,14 +113,20 @@ def check_cases(mesh: Mesh, *names: str) -> None:
     _check_all(mesh, {name: CASES[name] for name in names or taken})
 
 
+def check_operations(mesh: Mesh) -> None:
+    """Every model and batch by operations, and one that the kernel does not take."""
+    cases = {**CASES, "seventeen sequences": (LLAMA, tuple(range(0, 510, 30)))}
+    _check_all(mesh, cases, kernel="operations")
+
+
 def check_full_layers(mesh: Mesh) -> None:
     models = full_layers(mesh.devices.size)
     assert len(models) >= 6, list(models)
     _check_all(mesh, {name: (model, (300,)) for name, model in models.items()}, steps=2)
 
 
-def _check_all(mesh: Mesh, cases: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]], **sizes: int) -> None:
-    programs = [program(mesh, functools.partial(errors_of, *case, **sizes)) for case in cases.values()]
+def _check_all(mesh: Mesh, cases: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]], **how: Any) -> None:
+    programs = [program(mesh, functools.partial(errors_of, *case, **how)) for case in cases.values()]
     found = dict(zip(cases, run_all(programs), strict=True))
     wrong = [f"{name}: {error}" for name, error in found.items() if not np.all(error < TOLERANCE)]
     assert not wrong, wrong
@@ -240,6 +249,7 @@ def small_call(mesh: Mesh) -> Callable[[], jax.Array]:
 # With several processes as well.
 CHECKS = (
     check_cases,
+    check_operations,
     check_repetition,
     check_growing,
     check_between_collectives,

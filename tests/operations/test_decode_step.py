@@ -12,7 +12,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.ops.kv_cache import placement_of
 from jaxtaxfree.target import HOPPER, target_of
 from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
@@ -27,8 +29,14 @@ def specs(model: jtf.DecoderSpec, by_heads: bool = True) -> dict[str, P]:
     return {name: P() if at is None else P(*[None] * at, "tp") for name, at in sharded.items()}
 
 
-def generate(model: jtf.DecoderSpec, world: int, **keywords: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Logits [1 + NEW, B, V] after ragged prompts and each new token; and what they are to be."""
+def generate(
+    model: jtf.DecoderSpec, world: int, by_operations: bool = False, **keywords: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logits [1 + NEW, B, V] after ragged prompts and each new token; and what they are to be.
+
+    Args:
+      by_operations: the new tokens are `operations.run`'s, whose operations are their references.
+    """
     params = make_params(model)
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(1)
@@ -62,7 +70,14 @@ def generate(model: jtf.DecoderSpec, world: int, **keywords: Any) -> tuple[np.nd
 
         def step(state: Any, new: jax.Array) -> Any:
             lengths, cache = state
-            found, cache = call(new, cache, lengths)
+            if by_operations:
+                block = keywords.get("block_size")
+                place = None if by_heads else placement_of(keywords["placement"], block, slots, None, "decode_step")
+                how = {"axes": ("tp",), "model": model, "placement": place, "implementation": "xla"}
+                tables = (table if table.ndim == 3 else table[None] for table in map(jnp.asarray, (cos, sin)))
+                found, cache = operations.run(params, new, cache, lengths, *tables, **how)
+            else:
+                found, cache = call(new, cache, lengths)
             return (lengths + 1, cache), found
 
         return jnp.concatenate([logits[None], jax.lax.scan(step, (counts, cache), news)[1]])
@@ -93,11 +108,18 @@ def test_every_family_on_every_world(family, world):
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("family, world", list(zip(FAMILIES, itertools.cycle([2, 4, 1]))))
+def test_every_family_by_operations(family, world):
+    logits, expected = generate(tiny(family), world, by_operations=True)
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("by_operations", [False, True])
 @pytest.mark.parametrize("placement", [pytest.param("contiguous", marks=pytest.mark.soak), "round_robin"])
-def test_more_ranks_than_heads(placement):
+def test_more_ranks_than_heads(placement, by_operations):
     """The cache is sharded along the sequence where the ranks do not divide the key/value heads."""
     block = {"block_size": 2} if placement == "round_robin" else {}
-    logits, expected = generate(tiny("qwen2-7b", kv_heads=2), 4, placement=placement, **block)
+    logits, expected = generate(tiny("qwen2-7b", kv_heads=2), 4, by_operations, placement=placement, **block)
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -200,14 +222,27 @@ def test_what_the_kernel_takes(family, world):
         assert rows * groups * width <= config.stage, name
 
 
-@pytest.mark.parametrize(("sequences", "world", "kernel"), [(1, 2, True), (8, 2, True), (9, 2, False), (1, 1, False)])
-def test_what_none_takes(sequences, world, kernel):
-    """On Hopper the kernel on several ranks, for as many sequences as it takes."""
-    model = tiny("llama-3-8b", layers=1, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=128)
+def test_what_operations_do_not_take():
+    call = Call(
+        model=FAMILIES["llama-3-8b"], world=2, batch=9, tokens=2, slots=64, positions=64, dtype=np.dtype(np.float32),
+        cache_dtype=np.dtype(np.int8), by_heads=True, target=HOPPER,
+    )  # fmt: skip
+    found = operations.Operations().refuses(call, operations.Config())
+    wanted = ("bfloat16 and float16, not float32", "weights' dtype, float32, not int8", "of each sequence, not 2")
+    assert len(found) == 3 and all(part in reason for part, reason in zip(wanted, found)), found
+
+
+# Of a layer by operations: three products by one left-hand side, attention, two sums and the gated product.
+@pytest.mark.parametrize(
+    ("sequences", "world", "kernels"), [(1, 2, 1), (4, 2, 1), (5, 2, 2 * 5 + 1), (33, 2, 2 * 5 + 1), (1, 1, 0)]
+)
+def test_what_none_takes(sequences, world, kernels):
+    """On several Hopper GPUs the kernel for few sequences, and for more of them operations."""
+    model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=128)
     shape = lambda *sizes, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
     params = {name: shape(*w.shape) for name, w in make_params(model).items()}
     cos, sin = rotary_tables(model, SLOTS)
-    cache = (shape(1, sequences, 2, SLOTS, 64),) * 2
+    cache = (shape(2, sequences, 2, SLOTS, 64),) * 2
 
     def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
         return jtf.decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin)
@@ -216,7 +251,7 @@ def test_what_none_takes(sequences, world, kernel):
     in_specs = specs(model), P(), (of_cache, of_cache), P()
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
     text = lower_for_cuda(call, params, shape(sequences, 128), cache, shape(sequences, dtype=jnp.int32))
-    assert (TRITON_CALL in text) == kernel
+    assert text.count(TRITON_CALL) == kernels
 
 
 @pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 2), (4096, 24, 4), (16384, 6, 2), (32768, 3, 2)])
@@ -236,16 +271,22 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
             kernel.by_shape(call, {"stage": wrong})
 
 
+@pytest.mark.parametrize("kernel", ["hopper", "operations"])
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_kernel_in_a_program(world):
-    """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them."""
+def test_the_kernel_in_a_program(world, kernel):
+    """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them.
+
+    In the second one a sequence has no token.
+    """
     model = tiny("qwen2-7b", layers=1, d_model=64, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=64)
     params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.bfloat16)
     cache = tuple(jnp.asarray(rng.standard_normal((1, 2, 2, SLOTS, 64)), jnp.bfloat16) for _ in range(2))
-    config = {"programs": 2, "stage": 1024, "num_stages": 2, "merged": 32}
+    config = {"kernel": kernel}
+    if kernel == "hopper":
+        config |= {"programs": 2, "stage": 1024, "num_stages": 2, "merged": 32}
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
     of_cache = P(None, None, "tp")
 
@@ -255,14 +296,12 @@ def test_the_kernel_in_a_program(world):
             for i in range(2):
                 logits, cache = jtf.decode_step(
                     params, x[i], cache, jnp.array([5, 0]) + i, "tp", model=model, cos=cos, sin=sin,
-                    implementation=implementation, config=config,
+                    implementation=implementation, config=config, counts=jnp.array([1, 1 - i]),
                 )  # fmt: skip
                 found.append(logits)
-            return jnp.stack(found), cache
+            return (found[0], found[1][:1]), cache
 
-        call = jax.shard_map(
-            steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, None, "tp"), of_cache)
-        )
+        call = jax.shard_map(steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, "tp"), of_cache))
         return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
 
     for found, expected in zip(run("simulate"), run("xla"), strict=True):

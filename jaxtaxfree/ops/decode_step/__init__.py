@@ -10,12 +10,13 @@ import numpy as np
 from jax import lax
 
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step import reference as plain
-from jaxtaxfree.ops.decode_step.hopper import VARIANTS, Call
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, placement_of
-from jaxtaxfree.ops.variant import choose, settings_of
+from jaxtaxfree.ops.variant import Variant, choose, settings_of
 from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.shmem import shmem_call
@@ -24,6 +25,8 @@ from jaxtaxfree.teams import Team, check_axes
 
 Cache = tuple[jax.Array, jax.Array]
 PLACEMENTS = ("heads", "contiguous", "round_robin")
+# Of those that do not refuse a call the cheapest one takes it.
+VARIANTS: tuple[Variant[Call], ...] = (Hopper(), operations.Operations())
 
 
 def decode_step(
@@ -72,10 +75,13 @@ def decode_step(
       counts: i32[B], with T tokens: how many of them each sequence has; None: T. Those behind them leave no trace.
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
-      implementation: as in `all_gather_matmul`. "fused" is all layers in one launch, on Hopper: of one token of 1 to 8
-        sequences in bf16 or f16, with a cache by heads; of more than 4 where no row of a weight has more than 4096
-        numbers. None takes it on several ranks, where it has been measured.
-      config: how the kernel splits its work. The shape decides whatever it leaves out.
+      implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
+        in one launch, on Hopper: of 1 to 4 sequences with a cache by heads. It is our operations, some kernels a layer,
+        of more sequences, with a cache along the sequence, and on other GPUs. None takes it on several ranks, where it
+        has been measured.
+      config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
+        leaves out. It takes up to 8 sequences, more than 4 where no row of a weight has more than 4096 numbers.
+        {"kernel": "operations"} is our operations.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.
@@ -84,7 +90,7 @@ def decode_step(
       ValueError: if the operands do not fit together.
       NameError: if `axis_name` is not bound.
       NotImplementedError: for experts; for several tokens, or layers with different windows, and a cache along the
-        sequence; and if the kernel is asked for and cannot run here.
+        sequence; and if "fused" is asked for and cannot run here.
     """
     axes = check_axes(axis_name, "decode_step")
     check_implementation(implementation)
@@ -133,13 +139,17 @@ def fused(
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
     implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """The operation by one kernel, and one scatter of the new keys and values."""
-    del counts
+    """The operation by one kernel, and one scatter of the new keys and values; or by operations."""
     operands = [x, key, value]
     if reasons := symbolic(*operands):
         raise Unsupported("decode_step", reasons)
     call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, compute_capability)
     chosen = choose("decode_step", VARIANTS, call, dict(config))
+    lengths = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
+    if chosen.variant.name == operations.Operations.name:
+        how = {"axes": axes, "model": model, "placement": placement, "implementation": implementation or "fused"}
+        logits, cache = operations.run(dict(zip(names, weights)), x[:, 0], (key, value), lengths, cos, sin, **how)
+        return [logits, *cache]
     stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
     arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)

@@ -322,7 +322,3 @@ def _words(rows: int, vectors: int, block: int, programs: int) -> int:
     blocks = math.ceil(rows / block)
     most = math.ceil(blocks / (unit * programs)) * unit
     return programs * most * vectors * block
-
-
-# The kernels. Of those that do not refuse a call the cheapest one takes it.
-VARIANTS: tuple[Variant[Call], ...] = (Hopper(),)

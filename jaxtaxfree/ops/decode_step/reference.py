@@ -64,7 +64,7 @@ def run(
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
         if placement is None:
-            cache = _appended(cache, i, k, v, at, counts)
+            cache = appended(cache, i, k, v, at, counts)
             y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
             past = _of_layer(cache, i)
@@ -149,7 +149,7 @@ def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax
     return keys, values
 
 
-def _appended(
+def appended(
     cache: tuple[jax.Array, jax.Array], layer: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T]."""

@@ -1,0 +1,140 @@
+"""A decode step by operations: the products, sums and attention of each layer are kernels of their own.
+
+It takes what the kernel for all layers does not: any number of sequences, and a cache along the sequence. Layers are
+not scanned, because each has its own window, and because XLA hands a slice at a known place to a kernel without a copy.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
+from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.decode_step.hopper import FEW, Call
+from jaxtaxfree.ops.decode_step.reference import (
+    LAYER_FREE,
+    Params,
+    appended,
+    as_heads,
+    attend_along_the_sequence,
+    capped,
+    rms_norm,
+    scaled,
+)
+from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.kv_cache import Placement
+from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
+from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.primitive import Lasting
+from jaxtaxfree.settings import Settings
+from jaxtaxfree.teams import vary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(Settings):
+    """There is nothing to set: each operation decides by its shape."""
+
+
+class Operations(Variant[Call]):
+    """Five kernels a layer, and XLA's for norms, rotations and the new keys and values."""
+
+    name, Config, kernel = "operations", Config, None
+
+    def refuses(self, call: Call, config: Config) -> list[str]:
+        del config
+        reasons: list[str] = []
+        if call.dtype.name not in ("bfloat16", "float16"):
+            reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
+        if call.cache_dtype != call.dtype:
+            reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
+        if call.tokens != 1:
+            reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
+        return reasons
+
+    def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
+        del call, asked
+        return Config()
+
+    def cost(self, call: Call, config: Config) -> float:
+        """Next to that of one launch, 0, which is slower for more sequences than its tables in registers are for."""
+        del config
+        return 1 if call.batch <= FEW else -1
+
+    def launch(self, call: Call, config: Config) -> dict[str, Any]:
+        raise NotImplementedError("This is no single launch.")
+
+
+def run(
+    params: Params, x: jax.Array, cache: tuple[jax.Array, jax.Array], lengths: jax.Array, cos: jax.Array,
+    sin: jax.Array, *, axes: tuple[str, ...], model: DecoderSpec, placement: Placement | None, implementation: str,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+    """As `reference.run`, of one new token of each sequence, x [B, D]."""
+    step = _Step(axes, model, placement, lengths, implementation)
+    x = x * jnp.asarray(model.embedding_scale, x.dtype)
+    row = jnp.clip(lengths[:, None], 0, cos.shape[1] - 1)
+    by_layer = {name: w for name, w in params.items() if name not in LAYER_FREE}
+    cache = vary(cache[0], axes), vary(cache[1], axes)
+    for i in range(model.layers):
+        w = {name: of[i] for name, of in by_layer.items()}
+        table = model.table_by_layer[i]
+        rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]
+        y, cache = step.attention(i, w, rms_norm(x, w["attn_norm"], model), cache, rotation)
+        x = step.added(x, y, w["o_proj"], w.get("post_attn_norm"))
+        y = step.times(
+            rms_norm(x, w["mlp_norm"], model), w["up_proj"], gate=w["gate_proj"], activation=model.gate_activation
+        )
+        x = step.added(x, y, w["down_proj"], w.get("post_mlp_norm"))
+    unembed = params["embed" if model.tied else "unembed"]
+    logits = step.times(rms_norm(x, params["final_norm"], model), unembed, preferred_element_type=jnp.float32)
+    return capped(logits * model.logit_scale, model.logit_soft_cap), cache
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What is alike in all layers."""
+
+    axes: tuple[str, ...]
+    model: DecoderSpec
+    placement: Placement | None
+    lengths: jax.Array
+    implementation: str
+
+    def times(self, y: jax.Array, weight: Any, **epilogue: Any) -> Any:
+        """y [B, in] times this rank's weight [out, in], or a tuple of products by several."""
+        return all_gather_matmul(y, weight, (), rhs_transposed=True, implementation=self.implementation, **epilogue)
+
+    def added(self, x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None) -> jax.Array:
+        """The residual stream x [B, D] and a block's result, y [B, in / W] times weight [D, in / W], of all ranks."""
+        model, how = self.model, {"rhs_transposed": True, "implementation": self.implementation}
+        if norm is None and model.residual_scale == 1:
+            return matmul_all_reduce(y, weight, self.axes, residual=x, **how)
+        y = matmul_all_reduce(y, weight, self.axes, **how)
+        return x + scaled(y if norm is None else rms_norm(y, norm, model), model)
+
+    def attention(
+        self, layer: int, w: Params, y: jax.Array, cache: tuple[jax.Array, jax.Array],
+        rotation: tuple[jax.Array, jax.Array],
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        """Of normalised y [B, D] what this rank's heads find, [B, heads * H], and the cache with the new token."""
+        model, names = self.model, ("q", "k", "v")
+        bias = {"bias": tuple(w[f"{name}_bias"] for name in names)} if model.qkv_bias else {}
+        made = self.times(y, tuple(w[f"{name}_proj"] for name in names), **bias)
+        q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
+        window = model.window_by_layer[layer]
+        if self.placement is None:
+            cache = appended(cache, jnp.int32(layer), k, v, self.lengths[:, None], jnp.ones_like(self.lengths))
+            y = decode_attention(
+                q, cache[0][layer], cache[1][layer], (), scale=model.score_factor, local_window_size=window,
+                key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",
+                implementation=self.implementation,
+            )  # fmt: skip
+        else:
+            past = cache[0][layer], cache[1][layer]
+            past, y = attend_along_the_sequence(
+                q, k, v, past, self.lengths, (window,), 0, self.placement, self.axes, model, self.implementation
+            )
+            cache = cache[0].at[layer].set(past[0]), cache[1].at[layer].set(past[1])
+        return y.reshape(len(y), -1), cache
