@@ -94,6 +94,9 @@ class Workers:
         memory = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.3")) / 2
         environment = {**os.environ, "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{memory:.3f}", "JAX_PLATFORMS": self.platform}
         environment.pop("JAX_NUM_CPU_DEVICES", None)
+        if self.platform == "cuda":  # the reference of `ragged_all_to_all`, which XLA refuses without peer access
+            flag = "--xla_gpu_allow_ragged_all_to_all_nccl_send_recv_fallback=true"
+            environment["XLA_FLAGS"] = f"{environment.get('XLA_FLAGS', '')} {flag}".strip()
         for rank in range(self.world):
             answers, say = os.pipe()
             log = tempfile.TemporaryFile("w+")  # noqa: SIM115  `stop` closes it
