@@ -117,7 +117,12 @@ def few_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def is_for_cpus(op: Operation, name: str) -> bool:
-    return operation.family(name) not in op.optional_peers and operation.variant(name) in ("", "default", "one_launch")
+    return operation.family(name) not in op.optional_peers and operation.variant(name) in (
+        "",
+        "default",
+        "one_launch",
+        "operations",
+    )
 
 
 # `test_all_ways_to_make_a_step_agree` checks the steps.
