@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtaxfree.kernels.blocks import hopper as blocks
 from jaxtaxfree.kernels.blocks import ragged, widen
 from jaxtaxfree.kernels.ragged_dot import hopper, portable
 from jaxtaxfree.ops.operand import Operand
@@ -369,6 +370,24 @@ MUTANTS = (
              "FIRST: gl.constexpr = 0 * COLUMNS"),
         )
     ),
+    *(
+        Mutant(f"scales of blocks, {name}", kind, ((old, new),), WRONG, module)
+        for name, kind, old, new, module in (
+            ("those of another group", "e4m3-blocks", "above = gl.minimum(at.group, work.GROUPS - 1)",
+             "above = gl.minimum(at.group, 0)", None),
+            ("rows of another group", "int8-blocks", "at.begin + row, work.M, count", "row, work.M, count", None),
+            ("rows that nobody has", "e4m3-blocks", "at.size - row, 0)", "at.size - row + 1, 0) * 0 + work.M", None),
+            ("columns of the first block", "e4m3-blocks-narrow", "column // SCALED\n        if gates",
+             "column * 0\n        if gates", blocks),
+            ("the left half for the right one", "e4m3-blocks", "further = gl.minimum(1,",
+             "further = gl.minimum(0,", blocks),
+            ("rhs for the gate", "e4m3-blocks-gated", "gl.load(factors.gates +", "gl.load(factors.columns +", blocks),
+            ("the step before", "int8-blocks", "factors_of(factors, gl.minimum(2 * pair + 2, last)",
+             "factors_of(factors, gl.minimum(2 * pair + 1, last)", blocks),
+            ("the step before, of halves", "e4m3-blocks", "factors_of(factors, gl.minimum(step + 1, last)",
+             "factors_of(factors, gl.minimum(step, last)", blocks),
+        )
+    ),
     Mutant("bytes in each other's place", "bf16-int8", (("gl.join(low, high)", "gl.join(high, low)"),), WRONG, widen),
     Mutant(
         "a stage is free before it is multiplied",
@@ -396,7 +415,8 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     if mutant.module:
         name = mutant.module.__name__
         other = load(edit(mutant.module, mutant.edits, tmp_path), name)
-        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{name.rpartition(".")[2]: other})
+        called = next(key for key, value in vars(kind.module).items() if value is mutant.module)
+        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{called: other})
     else:
         module = load(edit(kind.module, mutant.edits, tmp_path), kind.module.__name__)
     for seed in range(SEEDS):
