@@ -8,7 +8,8 @@ those of `KINDS`, programs:
 
 * "kernel" is the kernel of the kind; "kernel {...}" has settings of its own (`--configs`, JSON).
 * "cast" is what there was before it: operands become 16 bits in front of the kernel, and sums are scaled behind it.
-  With scales of blocks, 1 x 128 of lhs and 128 x 128 of weights, operands become f32, and are scaled before.
+  With scales of blocks, 1 x 128 of lhs and 128 x 128 of weights, operands become f32, are scaled, and
+  are multiplied by the portable kernel (TF32).
 * "dense" is XLA's batched product of groups of equal size, of bf16: the floor is as much, or for 8 bits half of it, or
   what it takes to read the weights.
 
@@ -46,6 +47,7 @@ KINDS = {
     "int8 weights": ("bfloat16", "int8"),
     "e4m3 weights": ("bfloat16", "float8_e4m3fn"),
 }
+PROGRAMS = ("kernel", "cast", "dense")
 MEMORY = 3.35e12  # bytes a second of an H100
 TOLERANCE = 0.02
 
@@ -89,7 +91,7 @@ def calls(kind: str, how: str, config: Any, implementation: str) -> Callable[...
         given: dict[str, Any] = {"rhs_transposed": True, "implementation": implementation}
         scales = {} if kind == "bf16" else {"lhs_scale": x_scale, "rhs_scale": w_scale}
         if how == "cast" and kind.endswith("blocks"):
-            return jtf.ragged_dot(x, w, sizes, rhs_transposed=True, **scales)  # None takes the product of f32
+            return jtf.ragged_dot(x, w, sizes, config={"kernel": "portable"}, **scales, **given)
         if how == "cast":
             out = jtf.ragged_dot(
                 x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.float32, **given
@@ -151,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     operation = OPERATIONS["ragged_dot"]
     parser.add_argument("--shapes", nargs="+", type=operation.parse_shape, default=list(operation.shapes))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--configs", nargs="+", default=[], help="JSON, of programs beside that by shape")
     parser.add_argument("--sets", type=int, default=4, help="of weights")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")
@@ -175,6 +178,8 @@ def main(arguments: list[str] | None = None) -> None:
         for kind in options.kinds:
             x, sets = make(shape, kind, count)()
             for how, config in program_names(kind, shape, options.configs):
+                if how.split()[0] not in options.programs:
+                    continue
                 left, right = KINDS[kind]
                 row = {"shape": shape.name, "lhs_dtype": left, "rhs_dtype": right, "program": how}
                 row["scales"] = "none" if kind == "bf16" else "rows" if left == right else "rows of rhs"
