@@ -8,6 +8,8 @@ those of `KINDS`, programs:
 
 * "kernel" is the kernel of the kind; "kernel {...}" has settings of its own (`--configs`, JSON).
 * "cast" is what there was before it: operands become 16 bits in front of the kernel, and sums are scaled behind it.
+  With scales of blocks, 1 x 128 of lhs and 128 x 128 of weights, operands become f32, are scaled, and
+  are multiplied by the portable kernel (TF32).
 * "dense" is XLA's batched product of groups of equal size, of bf16: the floor is as much, or for 8 bits half of it, or
   what it takes to read the weights.
 
@@ -40,28 +42,36 @@ from jaxtaxfree.ops.shapes import GroupedShape
 KINDS = {
     "bf16": ("bfloat16", "bfloat16"),
     "e4m3": ("float8_e4m3fn", "float8_e4m3fn"),
+    "e4m3 blocks": ("float8_e4m3fn", "float8_e4m3fn"),
     "int8": ("int8", "int8"),
     "int8 weights": ("bfloat16", "int8"),
     "e4m3 weights": ("bfloat16", "float8_e4m3fn"),
 }
+PROGRAMS = ("kernel", "cast", "dense")
 MEMORY = 3.35e12  # bytes a second of an H100
 TOLERANCE = 0.02
 
 
-def of_kind(x: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array | None]:
-    """Values, and a scale for each row if they have 8 bits."""
-    return (x.astype(dtype), None) if dtype == "bfloat16" else jtf.quantize(x, dtype, block=(1, -1))
+def of_kind(x: jax.Array, dtype: str, block: tuple[int, int]) -> tuple[jax.Array, jax.Array | None]:
+    """Values, and a scale for each block if they have 8 bits."""
+    return (x.astype(dtype), None) if dtype == "bfloat16" else jtf.quantize(x, dtype, block=block)
+
+
+def blocks_of(kind: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of lhs and of the weights: rows, or those of DeepSeek-V3."""
+    return ((1, 128), (128, 128)) if kind.endswith("blocks") else ((1, -1), (1, -1))
 
 
 def make(shape: GroupedShape, kind: str, count: int) -> Any:
     """A program that makes lhs [M, K] and so many sets of weights [G, N, K], each with its scales."""
     left, right = KINDS[kind]
+    of_lhs, of_weights = blocks_of(kind)
 
     def arrays() -> Any:
         keys = jax.random.split(jax.random.key(0), count + 1)
-        x = of_kind(jax.random.normal(keys[0], (shape.rows, shape.d)), left)
+        x = of_kind(jax.random.normal(keys[0], (shape.rows, shape.d)), left, of_lhs)
         sets = [
-            lax.map(lambda key: of_kind(jax.random.normal(key, (shape.f, shape.d)) / shape.d**0.5, right),
+            lax.map(lambda key: of_kind(jax.random.normal(key, (shape.f, shape.d)) / shape.d**0.5, right, of_weights),
                     jax.random.split(key, shape.groups))
             for key in keys[1:]
         ]  # fmt: skip
@@ -79,6 +89,9 @@ def calls(kind: str, how: str, config: Any, implementation: str) -> Callable[...
             rows = x.reshape(w.shape[0], -1, x.shape[1])
             return jnp.einsum("gmk,gnk->gmn", rows, w).reshape(x.shape[0], -1)
         given: dict[str, Any] = {"rhs_transposed": True, "implementation": implementation}
+        scales = {} if kind == "bf16" else {"lhs_scale": x_scale, "rhs_scale": w_scale}
+        if how == "cast" and kind.endswith("blocks"):
+            return jtf.ragged_dot(x, w, sizes, config={"kernel": "portable"}, **scales, **given)
         if how == "cast":
             out = jtf.ragged_dot(
                 x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), sizes, preferred_element_type=jnp.float32, **given
@@ -86,7 +99,6 @@ def calls(kind: str, how: str, config: Any, implementation: str) -> Callable[...
             group = jnp.repeat(jnp.arange(sizes.shape[0]), sizes, total_repeat_length=x.shape[0])
             out *= w_scale[..., 0][group]
             return (out if x_scale is None else out * x_scale).astype(jnp.bfloat16)
-        scales = {} if kind == "bf16" else {"lhs_scale": x_scale, "rhs_scale": w_scale}
         return jtf.ragged_dot(x, w, sizes, config=config, **scales, **given)
 
     return lambda x, sets, sizes: [one(x, w, sizes) for w in sets]
@@ -141,6 +153,7 @@ def main(arguments: list[str] | None = None) -> None:
     operation = OPERATIONS["ragged_dot"]
     parser.add_argument("--shapes", nargs="+", type=operation.parse_shape, default=list(operation.shapes))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=list(KINDS))
+    parser.add_argument("--programs", nargs="+", default=list(PROGRAMS), choices=PROGRAMS)
     parser.add_argument("--configs", nargs="+", default=[], help="JSON, of programs beside that by shape")
     parser.add_argument("--sets", type=int, default=4, help="of weights")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")
@@ -165,9 +178,12 @@ def main(arguments: list[str] | None = None) -> None:
         for kind in options.kinds:
             x, sets = make(shape, kind, count)()
             for how, config in program_names(kind, shape, options.configs):
+                if how.split()[0] not in options.programs:
+                    continue
                 left, right = KINDS[kind]
                 row = {"shape": shape.name, "lhs_dtype": left, "rhs_dtype": right, "program": how}
                 row["scales"] = "none" if kind == "bf16" else "rows" if left == right else "rows of rhs"
+                row["scales"] = "blocks" if kind.endswith("blocks") else row["scales"]
                 try:
                     run = jax.jit(calls(kind, how, config, options.implementation))
                     outs = run(x, sets, sizes)

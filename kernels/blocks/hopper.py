@@ -112,6 +112,11 @@ def is_transposed(ring):
     return ring.half.shape[1] != ring.rhs.shape[1]
 
 
+@gluon.constexpr_function
+def stages_of(ring):
+    return ring.rhs.shape[0]
+
+
 @gluon.jit
 def load_steps(
     ring, position, lhs_desc, source, row, ROWS: gl.constexpr, rhs_desc, column, first, end, HALF: gl.constexpr,
@@ -223,13 +228,25 @@ def layout_of(ring, columns, num_warps):
 
 @gluon.jit
 def operands_of(ring, stage, HALF: gl.constexpr, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr):
-    """A partition's rows of a stage, and so many of its columns from the FIRST on."""
-    BLOCK_M: gl.constexpr = ring.lhs.shape[2]
-    BLOCK_K: gl.constexpr = ring.lhs.shape[3]
-    ROWS: gl.constexpr = ring.results.shape[2]
-    lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K]).slice(PARTITION * ROWS, ROWS)
-    columns = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
-    if is_transposed(ring):
+    """A partition's rows of a stage, and so many of its columns from the FIRST on.
+
+    Args:
+      ring: a `Ring`, or that of a product by groups, whose partitions have blocks of rows of their own, and columns as
+        [STAGES, 1, columns, BLOCK_K].
+    """
+    if len(ring.lhs.shape) == 3:
+        PARTITIONS: gl.constexpr = ring.lhs.shape[0] // ring.rhs.shape[0]
+        lhs = ring.lhs.index(stage * PARTITIONS + PARTITION)
+        columns = ring.rhs.index(stage).reshape([ring.rhs.shape[2], ring.rhs.shape[3]])
+        TRANSPOSED: gl.constexpr = True
+    else:
+        BLOCK_M: gl.constexpr = ring.lhs.shape[2]
+        BLOCK_K: gl.constexpr = ring.lhs.shape[3]
+        ROWS: gl.constexpr = ring.results.shape[2]
+        lhs = ring.lhs.index(stage).reshape([BLOCK_M, BLOCK_K]).slice(PARTITION * ROWS, ROWS)
+        columns = ring.half.index(2 * stage) if HALF else ring.rhs.index(stage)
+        TRANSPOSED: gl.constexpr = is_transposed(ring)
+    if TRANSPOSED:
         if columns.shape[0] > COLUMNS:
             columns = columns.slice(FIRST, COLUMNS, 0)
         columns = columns.permute([1, 0])
@@ -242,7 +259,7 @@ def sums_of_step(ring, stage, HALF: gl.constexpr, PARTITION: gl.constexpr, FIRST
     rows, columns = operands_of(ring, stage, HALF, PARTITION, FIRST, COLUMNS)
     LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
     SUMS: gl.constexpr = gl.int32 if ring.lhs.dtype == gl.int8 else gl.float32
-    sums = gl.zeros((ring.results.shape[2], COLUMNS), SUMS, LAYOUT)
+    sums = gl.zeros((ring.results.shape[-2], COLUMNS), SUMS, LAYOUT)
     sums = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
     sums = warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
     return sums.to(gl.float32)
@@ -279,7 +296,7 @@ def multiply_scaled(
     ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr, factors, GATED: gl.constexpr,
     WIDE: gl.constexpr,
 ):  # fmt: skip
-    """A product whose steps have scales of their own.
+    """A product whose steps have scales of their own, of no steps zeros.
 
     Scales are loaded as soon as those of the same registers have been used, two steps before their own: they come from
     the L2 cache, which takes longer than a step.
@@ -288,10 +305,11 @@ def multiply_scaled(
       WIDE: the registers hold the sums of a step of half of the columns at a time, and each half has its own scale.
         Such a step takes longer than the scales, and there are no registers for those of two.
     """
-    ROWS: gl.constexpr = ring.results.shape[2]
-    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[1] // (2 if WIDE else 1)
+    ROWS: gl.constexpr = ring.results.shape[-2]
+    COLUMNS: gl.constexpr = (ring.half if HALF else ring.rhs).shape[-2] // (2 if WIDE else 1)
     LAYOUT: gl.constexpr = layout_of(ring, COLUMNS, gl.num_warps())
     stage, phase = position
+    last = gl.maximum(steps - 1, 0)
     product = (gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT),)
     if WIDE:
         product = product + (gl.zeros((ROWS, COLUMNS), gl.float32, LAYOUT),)
@@ -299,15 +317,15 @@ def multiply_scaled(
     if WIDE:
         for step in range(steps):
             product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
-            scales = factors_of(factors, gl.minimum(step + 1, steps - 1), ROWS, LAYOUT, WIDE)
+            scales = factors_of(factors, gl.minimum(step + 1, last), ROWS, LAYOUT, WIDE)
         found = beside(ring, product[0], product[1])
     else:
-        coming = factors_of(factors, gl.minimum(1, steps - 1), ROWS, LAYOUT, WIDE)
+        coming = factors_of(factors, gl.minimum(1, last), ROWS, LAYOUT, WIDE)
         for pair in range(steps // 2):
             product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
-            scales = factors_of(factors, gl.minimum(2 * pair + 2, steps - 1), ROWS, LAYOUT, WIDE)
+            scales = factors_of(factors, gl.minimum(2 * pair + 2, last), ROWS, LAYOUT, WIDE)
             product, stage, phase = add_step(ring, stage, phase, product, coming, HALF, PARTITION, GATED)
-            coming = factors_of(factors, gl.minimum(2 * pair + 3, steps - 1), ROWS, LAYOUT, WIDE)
+            coming = factors_of(factors, gl.minimum(2 * pair + 3, last), ROWS, LAYOUT, WIDE)
         if steps % 2 == 1:
             product, stage, phase = add_step(ring, stage, phase, product, scales, HALF, PARTITION, GATED)
         found = product[0]
@@ -334,7 +352,7 @@ def add_step(ring, stage, phase, product, scales, HALF: gl.constexpr, PARTITION:
             column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
             factor = rows * gl.where(column < COLUMNS // 2, left, right)
         total = (product[0] + sums * factor,)
-    stage, phase = following(stage, phase, ring.lhs.shape[0])
+    stage, phase = following(stage, phase, stages_of(ring))
     return total, stage, phase
 
 
@@ -397,21 +415,36 @@ def scales_of_blocks(
         of N], all f32.
       source, row, column: where the tile begins.
     """
+    first = row + PARTITION * ring.results.shape[2]
+    return factors_from(scales, NAMES, source * M + first, SOURCES * M, M - first, column, N, 0)
+
+
+@gluon.jit
+def factors_from(
+    scales, NAMES: gl.constexpr, row, ROWS: gl.constexpr, count, column, N: gl.constexpr, above
+):  # fmt: skip
+    """The scales of blocks of some rows and columns, or None if there are none.
+
+    Args:
+      scales: as of `scales_of_blocks`.
+      row, count: the first row of all ROWS, and how many from there on have scales.
+      column: the first one of N.
+      above: how many steps of other weights lie before those of these.
+    """
     rows = bundle.member(scales, NAMES, "lhs_blocks")
     columns = bundle.member(scales, NAMES, "rhs_blocks")
     gates = bundle.member(scales, NAMES, "gate_blocks")
     found = None
     if rows is not None or columns is not None or gates is not None:
-        first = row + PARTITION * ring.results.shape[2]
-        if rows is not None:
-            rows += source * M + first
-        if columns is not None:
-            columns += column // SCALED
-        if gates is not None:
-            gates += column // SCALED
         BLOCKS: gl.constexpr = gl.cdiv(N, SCALED)
+        if rows is not None:
+            rows += row
+        if columns is not None:
+            columns += above * BLOCKS + column // SCALED
+        if gates is not None:
+            gates += above * BLOCKS + column // SCALED
         further = gl.minimum(1, BLOCKS - 1 - column // SCALED)
-        found = Factors(rows, SOURCES * M, M - first, columns, gates, further, BLOCKS)
+        found = Factors(rows, ROWS, count, columns, gates, further, BLOCKS)
     return found
 
 

@@ -10,8 +10,9 @@ behind the end are neither loaded nor multiplied. In the gradient of the weights
 no further: what is behind the end comes as zeros. Both by ragged descriptors, see `described_as` in jaxtaxfree/call.py.
 
 Operands of 8 bits lie along K alone (`TRANSPOSED`), as the tensor cores take them, and what is added up is multiplied
-by scales of rows and of each group's columns before anything else becomes of it. Sums of 8-bit floating-point numbers
-leave the tensor cores after every step, see `blocks.hopper.promotes`.
+by scales of rows and of each group's columns before anything else becomes of it. Scales of blocks are those of every
+step, with the functions of `blocks/hopper.py`. Sums of 8-bit floating-point numbers leave the tensor cores after every
+step, see `blocks.hopper.promotes`.
 
 With few rows of a group a tile is turned round (`TURNED`), as in `kernels/blocks/hopper_few.py`: the weights' columns
 are what the tensor cores take as rows, and each partition has some of the columns, and all rows. So few rows waste
@@ -64,6 +65,7 @@ class Work(NamedTuple):
     TURNED: Any
     OUTER: Any
     SCALES: Any
+    BY_BLOCKS: Any  # some scales are of blocks
     ACTIVATION: Any
     FILL: Any
 
@@ -77,7 +79,8 @@ def ragged_dot_hopper_kernel(
     weights,  # rhs, and gate if any, [GROUPS, K, N] in blocks [1, BLOCK_K, BLOCK_N], or with TRANSPOSED [GROUPS, N, K]
     # in blocks [1, BLOCK_N, BLOCK_K]; with OUTER [M, N], ragged, in blocks [1, 1, BLOCK_K, BLOCK_N]
     sizes_ptr,  # i32 [GROUPS]
-    scales,  # of operands of 8 bits what there is of lhs [M], rhs [GROUPS, N] and gate [GROUPS, N], f32
+    scales,  # of operands of 8 bits what there is of lhs [M], rhs [GROUPS, N] and gate [GROUPS, N], f32; of blocks
+    # lhs_blocks [blocks of K, M], rhs_blocks and gate_blocks [GROUPS, blocks of K, blocks of N]
     out_desc,  # [M, N], ragged, in blocks [1, 1, ROWS, columns]; with OUTER [GROUPS, K, N], blocks [1, ROWS, columns]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -101,7 +104,7 @@ def ragged_dot_hopper_kernel(
     PART: gl.constexpr = BLOCK_M if TURNED else BLOCK_M // PARTITIONS
     work: gl.constexpr = Work(
         M, N, K, GROUPS, BLOCK_M, PARTITIONS, PART, BLOCK_N, BLOCK_K, GROUP_M, STAGES, GATED, TRANSPOSED, TURNED,
-        OUTER, SCALES, ACTIVATION, FILL,
+        OUTER, SCALES, has_blocks(SCALES), ACTIVATION, FILL,
     )  # fmt: skip
     ring = allocate(lhs_desc, weights[0], out_desc, work)
     if PARTITIONS == 1:
@@ -147,6 +150,11 @@ def allocate(lhs_desc, rhs_desc, out_desc, work):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=work.PARTITIONS)
     return Ring(ready, empty, lhs, rhs, results)
+
+
+@gluon.constexpr_function
+def has_blocks(SCALES):
+    return any(name.endswith("_blocks") for name in SCALES)
 
 
 @gluon.constexpr_function
@@ -281,6 +289,8 @@ def multiply(ring, out_desc, sizes_ptr, scales, work, PARTITION: gl.constexpr):
         if is_there(at, row, work):
             if work.TURNED:
                 parts, stage, phase = multiply_turned(ring, stage, phase, steps, work, PARTITION)
+            elif work.BY_BLOCKS:
+                parts, stage, phase = multiply_blocks(ring, stage, phase, steps, scales, at, row, work, PARTITION)
             elif blocks.promotes(ring):
                 parts, stage, phase = multiply_promoted(ring, stage, phase, steps, work, PARTITION)
             else:
@@ -378,6 +388,25 @@ def multiply_promoted(ring, stage, phase, steps, work, PARTITION: gl.constexpr):
         stage, phase = blocks.following(stage, phase, work.STAGES)
     parts = (left, right) if WIDTH < COLUMNS else (left,)
     return parts, stage, phase
+
+
+@gluon.jit
+def multiply_blocks(ring, stage, phase, steps, scales, at, row, work, PARTITION: gl.constexpr):
+    """The same with TRANSPOSED and scales of blocks, as BLOCK_K is long: one part.
+
+    Rows behind the last group take no steps. Their scales, which are read all the same, are those of the last one.
+    """
+    COLUMNS: gl.constexpr = (2 if work.GATED else 1) * work.BLOCK_N
+    WIDE: gl.constexpr = COLUMNS > blocks.PROMOTED
+    above = gl.minimum(at.group, work.GROUPS - 1).to(gl.int64) * gl.cdiv(work.K, work.BLOCK_K)
+    count = gl.where(at.group < work.GROUPS, at.size - row, 0)
+    factors = blocks.factors_from(
+        scales, work.SCALES, at.begin + row, work.M, count, at.column, work.N, above
+    )  # fmt: skip
+    product, stage, phase = blocks.multiply_scaled(
+        ring, (stage, phase), steps, False, PARTITION, factors, work.GATED, WIDE
+    )  # fmt: skip
+    return (product,), stage, phase
 
 
 @gluon.jit

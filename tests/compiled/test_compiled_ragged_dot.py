@@ -136,3 +136,25 @@ def test_gfx942(name: str) -> None:
     code = compile_for_amd(compiled(name, 80)).asm["amdgcn"]
     assert "v_mfma_f32" in code
     assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
+
+
+@pytest.mark.parametrize("block_n", [256, pytest.param(128, marks=pytest.mark.soak)])
+def test_scales_of_blocks(block_n: int) -> None:
+    """Tensor cores multiply 8 bits. Of wide tiles some registers are put aside: of stack, stores and loads."""
+    m, k, n, groups = 8192, 4096, 14336, 4
+    config = {"kernel": "hopper", "block_n": block_n}
+
+    def call(lhs: Any, rhs: Any, sizes: Any, lhs_scale: Any, rhs_scale: Any) -> jax.Array:
+        return jtf.ragged_dot(
+            lhs, rhs, sizes, lhs_scale=lhs_scale, rhs_scale=rhs_scale, rhs_transposed=True, implementation="fused",
+            config=config,
+        )  # fmt: skip
+
+    scales = [S((m, k // 128), "float32"), S((groups, n // 128, k // 128), "float32")]
+    lhs, rhs, sizes = shapes(m, k, n, groups, "float8_e4m3fn", rhs_transposed=True)
+    kernel = launch_of(lower_for_cuda(call, lhs, rhs, sizes, *scales))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64(n\d+k\d+)\.f32\.e4m3\.e4m3", code.ptx)) == {"n128k32"}
+    report = ptxas_report(code)
+    assert spilled_bytes(report) <= (64 if block_n == 256 else 0), report
+    assert "C75" not in report

@@ -390,3 +390,71 @@ def test_columns_lowered_for_cuda(shared: bool) -> None:
     text = lower_for_cuda(mapped, arrays)
     assert text.count(TRITON_CALL) == 9
     assert re.findall(XLA, text) == []
+
+
+def _narrow(w: np.ndarray, dtype: str, scales: str, transposed: bool) -> tuple[jax.Array, jax.Array, np.ndarray]:
+    """Weights of 8 bits, their scales, and f64 of what both are, [E, rows, columns]."""
+    block = {"columns": (-1, 1), "blocks": (128, 128)}[scales]
+    values, scale = jax.vmap(lambda each: jtf.quantize(each, dtype, block=block))(jnp.asarray(w))
+    wide = np.asarray(jax.vmap(jtf.dequantize)(values, scale), np.float64)
+    return (values.swapaxes(1, 2), scale.swapaxes(1, 2), wide) if transposed else (values, scale, wide)
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype", "scales", "transposed", "quantize_rows", "tolerance"),
+    (
+        (Layer(expert=1), "int8", "columns", False, None, 1e-3),
+        (Layer(expert=2), "float8_e4m3fn", "blocks", True, None, 1e-3),
+        (Layer(expert=4, gated=False), "float8_e4m3fn", "blocks", False, "block", 0.06),
+        (Layer(expert=2, shared=True), "int8", "columns", True, "row", 0.02),
+        (Layer(tensor=2), "float8_e4m3fn", "blocks", True, "row", 0.06),
+        (Layer(expert=4, k=4), "int8", "blocks", True, "block", 0.02),
+    ),
+    ids=str,
+)
+def test_weights_of_8_bits(
+    layer: Layer, dtype: str, scales: str, transposed: bool, quantize_rows: str | None, tolerance: float
+) -> None:
+    """Against f64 of the dequantised weights. Rows that are quantised, too, are as far away as 8 bits are."""
+    draw = np.random.default_rng(0)
+    d, f = 136, 256
+    arrays, specs = layer.arrays(0), layer.specs
+    arrays["x"] = draw.normal(size=(layer.all_tokens, d)).astype(np.float32)
+    if layer.shared:
+        arrays["shared"] = tuple(draw.normal(size=shape).astype(np.float32) / 16 for shape in ((d, f), (d, f), (f, d)))
+    wanted = dict(arrays)
+    for name, shape in (("w_gate", (d, f)), ("w_up", (d, f)), ("w_down", (f, d))):
+        if arrays[name] is None:
+            continue
+        w = (draw.normal(size=(layer.count, *shape)) / 16).astype(np.float32)
+        arrays[name], arrays[f"{name}_scale"], wanted[name] = _narrow(w, dtype, scales, transposed)
+        if transposed:
+            e, *rest = (*specs[name], None)[:3]
+            specs[name] = P(e, *reversed(rest))
+        specs[f"{name}_scale"] = specs[name]
+    sizes = [size for size in (layer.expert, layer.tensor) if size]
+    mesh = Mesh(np.array(jax.devices("cpu")[: int(np.prod(sizes))]).reshape(sizes), layer.axes)
+    how = {"weights_transposed": transposed, "quantize_rows": quantize_rows, **layer.how}
+    run = one_program(
+        lambda arrays: jtf.moe(**arrays, **how), mesh=mesh, in_specs=(specs,), out_specs=layer.rows
+    )  # fmt: skip
+    expected, _ = layer.expected(wanted)
+    error = np.sqrt(np.mean((run(arrays) - expected) ** 2) / np.mean(expected**2))
+    assert error < tolerance
+
+
+def test_errors_of_weights_of_8_bits() -> None:
+    layer = Layer(expert=1, gated=False)
+    arrays = layer.arrays(0)
+    narrow, one = arrays["w_up"].astype(np.int8), np.float32(1)
+    for more, message in (
+        ({"w_up": narrow}, "moe takes w_up_scale with a w_up of float8_e4m3fn, float8_e5m2, int8, and with no other"),
+        ({"w_up_scale": one}, "not with float32: leave out w_up_scale."),
+        ({"w_gate_scale": one}, "not with none: leave out w_gate_scale."),
+        ({"quantize_rows": "row"}, "moe takes quantize_rows with weights of float8_e4m3fn, float8_e5m2, int8 only"),
+        ({"weights_transposed": True}, "moe takes weights_transposed with weights of"),
+        ({"quantize_rows": "column"}, "moe takes quantize_rows as None, 'row' or 'block', not 'column'."),
+    ):
+        local = functools.partial(jtf.moe, **arrays | more, **layer.how)
+        with fails(ValueError, message):
+            jax.shard_map(local, mesh=mesh_of(1, "ep"), in_specs=(), out_specs=P(), check_vma=False)()

@@ -48,11 +48,66 @@ def test_ragged_dot(dtypes: tuple[str, str], transposed: bool, gated: bool) -> N
     assert jtf.ragged_dot(x, weights[0][0], sizes, rhs_scale=weights[0][1], rhs_transposed=True).dtype == jnp.bfloat16
 
 
+SCALES_OF_BLOCKS = ((True, True), (True, False), (False, True))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("blocks", SCALES_OF_BLOCKS)
+@pytest.mark.parametrize("dtypes", [("float8_e4m3fn", "float8_e4m3fn"), ("int8", "int8"), ("bfloat16", "int8")])
+def test_scales_of_blocks(dtypes: tuple[str, str], blocks: tuple[bool, bool], transposed: bool) -> None:
+    """Blocks that are not full, one that is 0, and NaN where no row of a group meets it."""
+    m, k, n = 24, 272, 200
+    draw = np.random.default_rng(0)
+    small = lambda *shape: draw.integers(-8, 9, shape).astype(np.float32)  # noqa: E731
+    x, weights = small(m, k), [small(4, n, k) for _ in range(2)]
+    x_scale = draw.uniform(0.5, 2, (m, 3 if blocks[0] else 1)).astype(np.float32)
+    scales = [draw.uniform(0.5, 2, (4, 2, 3) if blocks[1] else (4, n, 1)).astype(np.float32) for _ in range(2)]
+    scales[0][2, 1, 0] = 0.0
+    expand = lambda scale, shape: np.kron(scale, np.ones((1, 128) if len(shape) == 2 else (1, 128, 128)))[  # noqa: E731
+        tuple(map(slice, shape))
+    ]
+    left = x.astype(np.float64)
+    if dtypes[0] != "bfloat16":
+        left = left * (expand(x_scale, x.shape) if blocks[0] else x_scale)
+    group = np.repeat(np.arange(4), SIZES)
+    products = []
+    for w, scale in zip(weights, scales, strict=True):
+        right = w.astype(np.float64) * (expand(scale, w.shape) if blocks[1] else scale)
+        out = np.einsum("mk,mnk->mn", left[: len(group)], right[group])
+        products.append(np.concatenate([out, np.zeros((m - len(out), n))]))
+        scale[1] = np.nan  # of the empty group
+    x_scale[len(group) :] = np.nan  # of nobody's rows
+    wanted = products[0] * products[1]
+    lie = lambda w: w if transposed else w.swapaxes(1, 2)  # noqa: E731
+    how: dict[str, Any] = {"gate": jnp.asarray(lie(weights[1])).astype(dtypes[1]), "rhs_scale": lie(scales[0])}
+    how |= {"lhs_scale": x_scale} if dtypes[0] != "bfloat16" else {}
+
+    @jax.jit
+    def call(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jtf.ragged_dot(
+            x, w, jnp.array(SIZES), rhs_transposed=transposed, gate_scale=lie(scales[1]), precision="highest",
+            preferred_element_type=jnp.float32, **how,
+        )  # fmt: skip
+
+    found = call(jnp.asarray(x).astype(dtypes[0]), jnp.asarray(lie(weights[0])).astype(dtypes[1]))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_nan_of_a_block_stays_with_its_rows_and_columns() -> None:
+    x, w = jnp.ones((6, 256), jnp.int8), jnp.ones((2, 256, 256), jnp.int8)
+    x_scale, w_scale = np.ones((6, 2), np.float32), np.ones((2, 2, 2), np.float32)
+    x_scale[1, 1], w_scale[1, 0, 1] = np.nan, np.nan
+    out = jtf.ragged_dot(x, w, jnp.array([3, 2]), rhs_transposed=True, lhs_scale=x_scale, rhs_scale=w_scale)
+    wanted = np.zeros((6, 256), bool)
+    wanted[1] = wanted[3:5, :128] = True
+    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32)), wanted)
+
+
 def test_what_does_not_fit_is_said() -> None:
     x, w, sizes = jnp.ones((8, 16), jnp.int8), jnp.ones((2, 16, 4), jnp.int8), jnp.array([4, 4])
-    with fails(ValueError, "ragged_dot takes rhs_scale of shape [], [2, 1, 4] here, not [2, 4, 1]"):
+    with fails(ValueError, "ragged_dot takes rhs_scale of shape [], [2, 1, 4] or [2, 1, 1] here, not [2, 4, 1]"):
         jtf.ragged_dot(x, w, sizes, rhs_scale=jnp.ones((2, 4, 1)))
-    with fails(ValueError, "ragged_dot takes lhs_scale of shape [], [8, 1] here, not [8]"):
+    with fails(ValueError, "ragged_dot takes lhs_scale of shape [], [8, 1] or [8, 1] here, not [8]"):
         jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.ones(8))
     with fails(ValueError, "takes gate_scale for a gate of float8_e4m3fn, float8_e5m2, int8, and there is none"):
         jtf.ragged_dot(x, w, sizes, gate_scale=jnp.float32(1))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtaxfree.kernels.blocks import hopper as blocks
 from jaxtaxfree.kernels.blocks import ragged, widen
 from jaxtaxfree.kernels.ragged_dot import hopper, portable
 from jaxtaxfree.ops.operand import Operand
@@ -106,6 +107,7 @@ class Kind:
 
 # Of operands of 8 bits: steps of K, of which the last one is not full.
 TURNED = {"turned": True, "block_m": 16, "block_n": 64, "block_k": 32, "num_stages": 2, "programs": 2, "group_m": 2}
+BY_BLOCKS = RING | {"block_n": 256, "block_k": 128}
 E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
 
 
@@ -116,7 +118,7 @@ class EightBits(Kind):
     Attributes:
       dtypes: of lhs and of the weights.
       gated: there is a gate, with SwiGLU.
-      scaled: which have scales.
+      scaled: which have scales, "lhs_blocks" and so on of blocks.
     """
 
     dtypes: tuple[str, str] = (E4M3, E4M3)
@@ -124,6 +126,8 @@ class EightBits(Kind):
     scaled: tuple[str, ...] = ("lhs", "rhs", "gate")
 
     def call(self, seed: int, k: int = 48, n: int | None = None) -> Call:
+        if any(name.endswith("_blocks") for name in self.scaled):
+            k, n = k + 256, n or 400
         n = n or max(72, self.settings["block_n"] - 48 if not self.gated else 0)
         m, sizes = SIZES[seed % len(SIZES)]
         case = Grouped(m, k, n, sizes)
@@ -134,7 +138,14 @@ class EightBits(Kind):
         scales = {"lhs": 2.0 ** draw.integers(-3, 3, m)} | {
             name: 2.0 ** draw.integers(-3, 3, (len(sizes), n)) for name in weights
         }
-        scales["lhs"][sum(sizes) :] = np.nan
+        steps, wide = -(-k // 128), -(-n // 128)
+        scales["lhs_blocks"] = 2.0 ** draw.integers(-3, 3, (steps, m))
+        scales |= {f"{name}_blocks": 2.0 ** draw.integers(-3, 3, (len(sizes), steps, wide)) for name in weights}
+        for name in weights:
+            scales[f"{name}_blocks"][len(sizes) // 2, 0] = 0.0
+        scales["lhs"][sum(sizes) :] = scales["lhs_blocks"][:, sum(sizes) :] = np.nan
+        for name in weights:  # and NaN of empty groups
+            scales[f"{name}_blocks"][np.array(sizes) == 0] = np.nan
         scales = {name: scale.astype(np.float32) for name, scale in scales.items() if name in self.scaled}
         left, right = (jnp.dtype(dtype) for dtype in self.dtypes)
         call = RaggedCall(
@@ -147,8 +158,14 @@ class EightBits(Kind):
         rows = np.arange(m) < sum(sizes)
         of_rows = np.where(rows, scales["lhs"], 1)[:, None] if "lhs" in scales else 1
         products = []
+        left_factors = np.ones((m, k))
+        if "lhs_blocks" in scales:
+            left_factors = np.where(rows[:, None], np.repeat(scales["lhs_blocks"].T, 128, 1)[:, :k], 1)
         for name, x in weights.items():
-            products.append(case.product(lhs, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
+            if f"{name}_blocks" in scales:
+                factors = np.repeat(np.repeat(scales[f"{name}_blocks"], 128, 1), 128, 2)[:, :k, :n]
+                x = x * np.where(np.isnan(factors), 0, factors)
+            products.append(case.product(lhs * left_factors, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
         expected = products[0] if not self.gated else products[0] * products[1] / (1 + np.exp(-products[1]))
         variant = named("ragged_dot", VARIANTS, "hopper")
         config = variant.Config(**self.settings)
@@ -174,6 +191,17 @@ EIGHT = {
     "bf16-int8": EightBits("hopper", 0, TURNED, ("bfloat16", "int8"), scaled=("rhs",)),
     "bf16-e4m3": EightBits("hopper", 0, TURNED | {"block_n": 128}, ("bfloat16", E4M3), scaled=("rhs",)),
     "f16-e5m2-gated": EightBits("hopper", 0, TURNED | {"block_n": 256}, ("float16", E5M2), True, ("rhs", "gate")),
+    "e4m3-blocks": EightBits("hopper", 0, BY_BLOCKS, scaled=("lhs_blocks", "rhs_blocks")),
+    "e4m3-blocks-narrow": EightBits(
+        "hopper", 0, BY_BLOCKS | {"block_n": 64, "block_m": 64}, scaled=("lhs", "rhs_blocks")
+    ),
+    "int8-blocks": EightBits("hopper", 0, BY_BLOCKS | {"block_n": 128}, ("int8", "int8"), scaled=("lhs_blocks", "rhs")),
+    "e4m3-blocks-gated": EightBits(
+        "hopper", 0, BY_BLOCKS, (E5M2, E4M3), True, ("lhs_blocks", "rhs_blocks", "gate_blocks")
+    ),
+    "e4m3-blocks-gated-narrow": EightBits(
+        "hopper", 0, BY_BLOCKS | {"block_n": 128}, gated=True, scaled=("lhs_blocks", "rhs_blocks", "gate_blocks")
+    ),
 }
 KINDS = EIGHT | {
     f"{name}-{'-'.join(map(str, MODES[mode])) or 'plain'}{more}": Kind(name, mode, settings)
@@ -342,6 +370,24 @@ MUTANTS = (
              "FIRST: gl.constexpr = 0 * COLUMNS"),
         )
     ),
+    *(
+        Mutant(f"scales of blocks, {name}", kind, ((old, new),), WRONG, module)
+        for name, kind, old, new, module in (
+            ("those of another group", "e4m3-blocks", "above = gl.minimum(at.group, work.GROUPS - 1)",
+             "above = gl.minimum(at.group, 0)", None),
+            ("rows of another group", "int8-blocks", "at.begin + row, work.M, count", "row, work.M, count", None),
+            ("rows that nobody has", "e4m3-blocks", "at.size - row, 0)", "at.size - row + 1, 0) * 0 + work.M", None),
+            ("columns of the first block", "e4m3-blocks-narrow", "column // SCALED\n        if gates",
+             "column * 0\n        if gates", blocks),
+            ("the left half for the right one", "e4m3-blocks", "further = gl.minimum(1,",
+             "further = gl.minimum(0,", blocks),
+            ("rhs for the gate", "e4m3-blocks-gated", "gl.load(factors.gates +", "gl.load(factors.columns +", blocks),
+            ("the step before", "int8-blocks", "factors_of(factors, gl.minimum(2 * pair + 2, last)",
+             "factors_of(factors, gl.minimum(2 * pair + 1, last)", blocks),
+            ("the step before, of halves", "e4m3-blocks", "factors_of(factors, gl.minimum(step + 1, last)",
+             "factors_of(factors, gl.minimum(step, last)", blocks),
+        )
+    ),
     Mutant("bytes in each other's place", "bf16-int8", (("gl.join(low, high)", "gl.join(high, low)"),), WRONG, widen),
     Mutant(
         "a stage is free before it is multiplied",
@@ -369,7 +415,8 @@ def test_the_fault_is_found(mutant: Mutant, tmp_path: Path) -> None:
     if mutant.module:
         name = mutant.module.__name__
         other = load(edit(mutant.module, mutant.edits, tmp_path), name)
-        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{name.rpartition(".")[2]: other})
+        called = next(key for key, value in vars(kind.module).items() if value is mutant.module)
+        module = load(Path(kind.module.__file__ or ""), kind.module.__name__, **{called: other})
     else:
         module = load(edit(kind.module, mutant.edits, tmp_path), kind.module.__name__)
     for seed in range(SEEDS):

@@ -18,12 +18,15 @@ from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
+from jaxtaxfree.ops.quantize import BLOCK, DTYPES, is_eight_bits, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.primitive import check_implementation, check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 
 PARALLEL = ("expert", "tensor")
+# What has a scale where rows are quantised.
+ROWS = {"row": (1, -1), "block": (1, BLOCK)}
 
 
 class _Kind(NamedTuple):
@@ -61,6 +64,11 @@ def moe(
     tokens: str = "sharded",
     capacity: int | None = None,
     shared: Sequence[jax.Array | None] | None = None,
+    w_gate_scale: jax.Array | None = None,
+    w_up_scale: jax.Array | None = None,
+    w_down_scale: jax.Array | None = None,
+    weights_transposed: bool = False,
+    quantize_rows: str | None = None,
     return_dropped: bool = False,
     precision: Any = None,
     implementation: str | None = None,
@@ -89,6 +97,13 @@ def moe(
         by expert, those of an expert by token; what comes behind `capacity` is dropped, and adds nothing to its token.
       shared: (w_gate, w_up, w_down) of an expert that every token has, with weight 1: [D, F'] and [F', D], the same on
         all ranks; along a tensor axis [D, F' / W] and [F' / W, D].
+      w_gate_scale, w_up_scale, w_down_scale: by what weights of 8 bits (see `quantize`) are multiplied, f32, of this
+        rank's experts, as `rhs_scale` of `ragged_dot`: [], [E / W, 1, columns], or of blocks [E / W, ceil(rows / 128),
+        ceil(columns / 128)], turned over with weights_transposed. A block must not lie on two ranks of a tensor axis.
+      weights_transposed: of 8 bits only: w_gate and w_up are [E / W, F, D], and w_down [E / W, D, F], as the kernel for
+        8 bits reads them.
+      quantize_rows: "row" or "block" (1 x 128): the rows of both products become 8 bits as well, of the dtype of the
+        weights, after they have travelled. None: they stay. Their gradients are those of `quantize`, not of the rows.
       return_dropped: return also how many choices were dropped on all ranks, i32[], the same on each.
       precision: as of `ragged_dot`, of all products.
       implementation: as of `ragged_dot`, of all kernels.
@@ -110,13 +125,18 @@ def moe(
     w_up, w_down = jnp.asarray(w_up), jnp.asarray(w_down)
     check_implementation(implementation)
     activation_name("moe", activation)
-    _check_operands(x, experts, weights, w_gate, w_up, w_down)
+    scales = {"w_gate": w_gate_scale, "w_up": w_up_scale, "w_down": w_down_scale}
+    lie = _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
+    _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
     if capacity is not None and check_whole("moe", "capacity", capacity) < 1:
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
         return (x, jnp.int32(0)) if return_dropped else x
-    how = {"precision": precision, "implementation": implementation, "config": config}
-    multiply = functools.partial(_multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, activation=activation, how=how)
+    how = {"precision": precision, "implementation": implementation, "config": config, **lie}
+    multiply = functools.partial(
+        _multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, scales=scales, quantize_rows=quantize_rows,
+        activation=activation, how=how,
+    )  # fmt: skip
     layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
     experts = jnp.where(inside, experts, -1).astype(jnp.int32)
@@ -163,7 +183,28 @@ def _kind(axis_name: Any, parallel: Any, tokens: str) -> _Kind:
     return _Kind(expert, tensor, tokens == "replicated")
 
 
-def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, w_down: Any) -> None:
+def _check_narrow(
+    weights: Mapping[str, Any], scales: Mapping[str, Any], transposed: bool, quantize_rows: str | None
+) -> dict[str, Any]:
+    """What `ragged_dot` has to know of how weights lie."""
+    narrow = {name: w is not None and is_eight_bits(jnp.asarray(w)) for name, w in weights.items()}
+    for name, scale in scales.items():
+        if narrow[name] != (scale is not None):
+            found = "none" if weights[name] is None else jnp.asarray(weights[name]).dtype
+            raise ValueError(
+                f"moe takes {name}_scale with a {name} of {', '.join(DTYPES)}, and with no other, not with {found}: "
+                f"{'give' if narrow[name] else 'leave out'} {name}_scale."
+            )
+    all_narrow = all(narrow[name] for name, w in weights.items() if w is not None)
+    if quantize_rows not in (None, *ROWS):
+        raise ValueError(f"moe takes quantize_rows as None, 'row' or 'block', not {quantize_rows!r}.")
+    for name, given in (("weights_transposed", transposed), ("quantize_rows", quantize_rows)):
+        if given and not all_narrow:
+            raise ValueError(f"moe takes {name} with weights of {', '.join(DTYPES)} only: quantize all of them.")
+    return {"rhs_transposed": True} if transposed else {}
+
+
+def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, w_down: Any, transposed: bool) -> None:
     if x.ndim != 2 or experts.ndim != 2 or experts.shape[0] != x.shape[0] or weights.shape != experts.shape:
         raise ValueError(
             f"moe takes x [T, D], experts [T, k] and weights [T, k], not {list(x.shape)}, {list(experts.shape)} and "
@@ -173,10 +214,12 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
         raise ValueError(
             f"moe takes experts as integers [T, k], k at least 1, not {experts.dtype}{list(experts.shape)}."
         )
-    e, d, f = w_up.shape if w_up.ndim == 3 else (0, 0, 0)
-    if w_up.ndim != 3 or d != x.shape[1] or w_down.shape != (e, f, d):
+    e, *extents = w_up.shape if w_up.ndim == 3 else (0, 0, 0)
+    d = extents[-1 if transposed else 0]
+    if w_up.ndim != 3 or d != x.shape[1] or w_down.shape != (e, *reversed(extents)):
+        up, down = ("[E, F, D]", "[E, D, F]") if transposed else ("[E, D, F]", "[E, F, D]")
         raise ValueError(
-            f"moe takes w_up [E, D, F] and w_down [E, F, D] for x [T, D], of this rank, not {list(w_up.shape)} and "
+            f"moe takes w_up {up} and w_down {down} for x [T, D], of this rank, not {list(w_up.shape)} and "
             f"{list(w_down.shape)} for {list(x.shape)}."
         )
     if w_gate is not None and jnp.shape(w_gate) != w_up.shape:
@@ -204,16 +247,35 @@ def _summed(out: jax.Array, axes: tuple[str, ...], replicated: bool, implementat
 
 
 def _multiply(
-    rows: jax.Array, sizes: jax.Array, *, w_gate: Any, w_up: Any, w_down: Any, activation: Any, how: dict[str, Any]
+    rows: jax.Array,
+    sizes: jax.Array,
+    *,
+    w_gate: Any,
+    w_up: Any,
+    w_down: Any,
+    scales: Mapping[str, Any],
+    quantize_rows: str | None,
+    activation: Any,
+    how: dict[str, Any],
 ) -> jax.Array:
     """The experts' results of rows that are in groups, one for each expert of this rank: [M, D]."""
     # One operand decides how all vary, and none may be left behind.
     along = set().union(*map(varying, (rows, sizes, w_up, w_down)))
     rows, sizes, w_up, w_down = (vary(each, along) for each in (rows, sizes, w_up, w_down))
     gate = None if w_gate is None else vary(jnp.asarray(w_gate), along)
-    # Nobody reads rows that no choice has.
-    hidden = ragged_dot(rows, w_up, sizes, gate=gate, activation=activation, fill=False, **how)
-    return ragged_dot(hidden, w_down, sizes, fill=False, **how)
+    found = {name: vary(jnp.asarray(scale), along) for name, scale in scales.items() if scale is not None}
+    gate_scale, up_scale, down_scale = (found.get(name) for name in scales)
+    if found:
+        how = how | {"preferred_element_type": rows.dtype}
+
+    def multiply(rows: jax.Array, w: jax.Array, scale: Any, **more: Any) -> jax.Array:
+        if quantize_rows:
+            rows, more["lhs_scale"] = quantize(rows, w.dtype, block=ROWS[quantize_rows])
+        # Nobody reads rows that no choice has.
+        return ragged_dot(rows, w, sizes, rhs_scale=scale, fill=False, **more, **how)
+
+    hidden = multiply(rows, w_up, up_scale, gate=gate, gate_scale=gate_scale, activation=activation)
+    return multiply(hidden, w_down, down_scale)
 
 
 class _Layer(NamedTuple):

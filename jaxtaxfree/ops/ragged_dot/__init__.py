@@ -76,11 +76,13 @@ def ragged_dot(
         says more.
       preferred_element_type: dtype of the result. Sums are always f32.
       rhs_transposed: `rhs` is [G, N, K]. The kernel reads it as it lies.
-      lhs_scale: by what a `lhs` of 8 bits (see `quantize`) is multiplied, f32: [] or [M, 1]. Sums are multiplied. The
-        result has the dtype of the operand that has not 8 bits, else bfloat16. A kernel for Hopper multiplies operands
-        of 8 bits as they are, and reads weights of 8 bits under a `lhs` of 16, with `rhs_transposed`; elsewhere they
-        are cast to 16 bits before, which is exact.
-      rhs_scale, gate_scale: the same of `rhs` and of the gate: [] or [G, 1, N], turned over as `rhs` is.
+      lhs_scale: by what a `lhs` of 8 bits (see `quantize`) is multiplied, f32: [], [M, 1], or [M, ceil(K / 128)] of
+        blocks. Sums are multiplied, with blocks those of every 128 of K. The result has the dtype of the operand that
+        has not 8 bits, else bfloat16. A kernel for Hopper multiplies operands of 8 bits as they are, and reads weights
+        of 8 bits under a `lhs` of 16, with `rhs_transposed`; elsewhere they are cast to 16 bits before, which is exact,
+        or with scales of blocks become f32.
+      rhs_scale, gate_scale: the same of `rhs` and of the gate: [], [G, 1, N], or [G, ceil(K / 128), ceil(N / 128)],
+        turned over as `rhs` is.
       gate: [G, K, N], a second `rhs`, as in SwiGLU. With scales it lies as `rhs` does. The result is
         `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".

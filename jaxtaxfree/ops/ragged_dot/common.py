@@ -12,6 +12,8 @@ from jaxtaxfree.target import Target
 
 # Groups whose sizes a warp keeps in registers.
 MOST_GROUPS = 511
+# Behind the name of what has scales of blocks of 128.
+BLOCKS = "_blocks"
 
 
 def as_int32(sizes: jax.Array) -> jax.Array:
@@ -32,7 +34,8 @@ class Call:
       groups: their number.
       operand: of lhs, and of the weights, unless these are `narrow`.
       narrow: of weights with fewer bits than lhs has, or None.
-      scales: which of "lhs", "rhs" and "gate" have scales. Operands of 8 bits are multiplied by kernels that take some.
+      scales: which of "lhs", "rhs" and "gate" have scales, of blocks "lhs_blocks" and so on. Operands of 8 bits are
+        multiplied by kernels that take some.
       out_dtype: of the result.
       precision: Triton's name of it, of f32 operands.
       activation: a key of `epilogue.ACTIVATIONS`, or None.
@@ -70,6 +73,10 @@ class Call:
     @property
     def scaled(self) -> bool:
         return self.weights.bits == 8
+
+    @property
+    def by_blocks(self) -> bool:
+        return any(name.endswith(BLOCKS) for name in self.scales)
 
     @property
     def rows_of_a_group(self) -> float:

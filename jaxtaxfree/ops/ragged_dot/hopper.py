@@ -11,7 +11,8 @@ from jaxtaxfree import gluon
 from jaxtaxfree.kernels.ragged_dot.hopper import ROWS, ragged_dot_hopper_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.matmul import UNMEASURED
-from jaxtaxfree.ops.ragged_dot.common import MOST_GROUPS, Call
+from jaxtaxfree.ops.quantize import BLOCK
+from jaxtaxfree.ops.ragged_dot.common import BLOCKS, MOST_GROUPS, Call
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings, setting
@@ -99,7 +100,7 @@ class Hopper(Variant[Call]):
         """
         del config
         most = MOST_MEASURED if call.operand.bits == 16 else math.inf
-        measured = not call.gated and LEAST_MEASURED <= call.rows_of_a_group <= most
+        measured = not call.gated and not call.by_blocks and LEAST_MEASURED <= call.rows_of_a_group <= most
         return None if measured or not call.scaled else UNMEASURED
 
     def launch(self, call: Call, config: Config) -> dict[str, Any]:
@@ -168,6 +169,8 @@ def _refuses_tile(call: Call, config: Config) -> list[str]:
 
 def _refuses_scaled(call: Call, config: Config) -> list[str]:
     reasons = []
+    if call.by_blocks:
+        reasons += _refuses_blocks(call, config)
     if not call.rhs_transposed:
         reasons.append("tensor cores take 8 bits along K: give rhs as [G, N, K], with rhs_transposed=True")
     pair = {call.operand.dtype.name, call.weights.dtype.name}
@@ -178,9 +181,20 @@ def _refuses_scaled(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def _refuses_blocks(call: Call, config: Config) -> list[str]:
+    reasons = []
+    if config.turned or call.operand.bits != 8:
+        reasons.append("scales of blocks: it takes both operands of 8 bits, of tiles that are not turned round")
+    if config.block_k != BLOCK:
+        reasons.append(f"scales of blocks: a step of K has {BLOCK}, not {config.block_k}: give block_k")
+    if call.gated and (f"rhs{BLOCKS}" in call.scales) != (f"gate{BLOCKS}" in call.scales):
+        reasons.append("scales of blocks: it takes them of rhs and of its gate, or of neither")
+    return reasons
+
+
 def _of_8_bits(call: Call) -> Config:
     """A step of K is one of 128, after which sums leave the tensor cores."""
-    if call.operand.bits == 8 and call.rows_of_a_group > FEW_ROWS:
+    if call.operand.bits == 8 and (call.rows_of_a_group > FEW_ROWS or call.by_blocks):
         return Config(block_k=128)
     block_m = min(128, max(16, next_power_of_2(math.ceil(call.rows_of_a_group))))
     block_n = 128 * call.products

@@ -1,6 +1,7 @@
 """`ragged_dot` of operands of 8 bits, whose scales are applied to sums."""
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +13,8 @@ from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.operand import Operand
-from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits
-from jaxtaxfree.ops.ragged_dot.common import Call, as_int32
+from jaxtaxfree.ops.quantize import BLOCK, DTYPES, dequantize, expand, is_eight_bits
+from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call, as_int32
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import DTYPES as RESULTS
@@ -93,15 +94,24 @@ def _cast(
     axes: tuple[str, ...] = (),
     **form: Any,
 ) -> jax.Array:
-    """By the kernel for 16 bits, in which numbers of 8 are exact. Its f32 sums are scaled behind it."""
+    """By the kernel for 16 bits, in which numbers of 8 are exact. Its f32 sums are scaled behind it.
+
+    Scales of blocks are applied to the operands, which are then multiplied as f32.
+    """
     del axes
     weights, scales = _named(names, operands)
+    given = {"lhs": lhs, **weights}
+    transposed = form["rhs_transposed"]
+    by_blocks = [name for name, scale in scales.items() if _of_blocks(name, given[name], scale, transposed)]
+    for name in by_blocks:
+        given[name], scales[name] = _apply(name, given[name], scales[name], transposed)
     # Each row's group. Rows behind the last one have none, and no scales.
     group = jnp.repeat(jnp.arange(sizes.shape[0]), jnp.maximum(sizes, 0), total_repeat_length=lhs.shape[0])
     there = jnp.arange(lhs.shape[0])[:, None] < jnp.sum(sizes)
     products = []
-    for name, w in weights.items():
-        left, right = (x.astype(_wide(lhs, w)) if is_eight_bits(x) else x for x in (lhs, w))
+    for name in weights:
+        wide = np.dtype(np.float32) if by_blocks else _wide(lhs, weights[name])
+        left, right = (x.astype(wide) if by_blocks or is_eight_bits(x) else x for x in (given["lhs"], given[name]))
         out = operation(left, right, sizes, preferred_element_type=jnp.float32, **form)
         for scale in (scales.get("lhs"), scales.get(name)):
             if scale is not None:
@@ -109,6 +119,17 @@ def _cast(
                 out *= jnp.where(there, scale, 1.0)
         products.append(out)
     return Epilogue(activation, ("gate",) * (len(weights) - 1)).apply(products, {}, dtype)
+
+
+def _apply(name: str, x: jax.Array, scale: jax.Array, transposed: bool) -> tuple[jax.Array, jax.Array]:
+    """What scales of blocks make of an operand, f32, and what is left for the sums: 1, or NaN where a scale is none.
+
+    `lax.ragged_dot` multiplies every row by the weights of every group, of which it needs some, so that a NaN among
+    the operands would reach all.
+    """
+    along = -1 if name == "lhs" or transposed else 1
+    rest = 1.0 + 0.0 * jnp.sum(scale, axis=along, keepdims=True)
+    return dequantize(x, jnp.where(jnp.isfinite(scale), scale, 0.0)), expand(rest, _row(name, x, transposed))
 
 
 def _named(names: Sequence[str], operands: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -139,7 +160,7 @@ def _choose(operands: Sequence[Any], compute_capability: int, config: Any, param
         groups=groups,
         operand=Operand(dtype=np.dtype(lhs.dtype)),
         narrow=Operand(dtype=np.dtype(weights["rhs"].dtype), transposed=True),
-        scales=tuple(scales),
+        scales=tuple(_kernel_names(lhs, weights, scales).values()),
         out_dtype=params["dtype"],
         precision="",
         activation=params["activation"],
@@ -163,13 +184,22 @@ def _fused(
         return [_cast(*operands, **how, **params)]
     lhs, sizes, *others = operands
     weights, scales = _named(params["names"], others)
-    scales = {name: _of_kernel(name, scale, chosen.call) for name, scale in scales.items()}
+    names = _kernel_names(lhs, weights, scales)
+    scales = {names[name]: _of_kernel(names[name], scale, chosen.call) for name, scale in scales.items()}
     arrays = chosen.variant.arrays(chosen.call, lhs, weights, as_int32(sizes), scales)
     return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
 
 
+def _kernel_names(lhs: Any, weights: Mapping[str, Any], scales: Mapping[str, Any]) -> dict[str, str]:
+    """What the kernel calls the scales, whose weights are [G, N, K]."""
+    given = {"lhs": lhs, **weights}
+    return {name: name + BLOCKS * _of_blocks(name, given[name], scale, True) for name, scale in scales.items()}
+
+
 def _of_kernel(name: str, scale: jax.Array, call: Call) -> jax.Array:
-    """[M] of lhs, [G, N] of weights."""
+    """[M] of lhs, [G, N] of weights; of blocks [blocks of K, M] and [G, blocks of K, blocks of N]."""
+    if name.endswith(BLOCKS):
+        return scale.swapaxes(-1, -2)
     if name == "lhs":
         return jnp.broadcast_to(scale.reshape(-1), call.m)
     return jnp.broadcast_to(scale.reshape((call.groups, call.n) if scale.ndim else ()), (call.groups, call.n))
@@ -205,7 +235,24 @@ def _check(name: str, x: jax.Array | None, scale: Any, transposed: bool) -> jax.
         )
     if scale.dtype != np.float32:
         raise ValueError(f"ragged_dot takes {name}_scale as float32, not {scale.dtype}.")
-    row = (*x.shape[:-1], 1) if name == "lhs" or transposed else (x.shape[0], 1, x.shape[2])
-    if scale.shape not in ((), row):
-        raise ValueError(f"ragged_dot takes {name}_scale of shape [], {list(row)} here, not {list(scale.shape)}.")
+    row, blocks = _row(name, x, transposed), _blocks(x)
+    if scale.shape not in ((), row, blocks):
+        raise ValueError(
+            f"ragged_dot takes {name}_scale of shape [], {list(row)} or {list(blocks)} here, not {list(scale.shape)}."
+        )
     return scale
+
+
+def _row(name: str, x: jax.Array, transposed: bool) -> tuple[int, ...]:
+    """The shape of a scale for each row of lhs, or each column of a group's weights."""
+    return (*x.shape[:-1], 1) if name == "lhs" or transposed else (x.shape[0], 1, x.shape[2])
+
+
+def _blocks(x: jax.Array) -> tuple[int, ...]:
+    """The shape of scales of 1 x 128 of lhs, or 128 x 128 of a group's weights, as these lie."""
+    first, *extents = x.shape
+    return (first, *(math.ceil(extent / BLOCK) for extent in extents))
+
+
+def _of_blocks(name: str, x: jax.Array, scale: jax.Array, transposed: bool) -> bool:
+    return scale.ndim > 0 and scale.shape != _row(name, x, transposed)
