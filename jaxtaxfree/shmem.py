@@ -379,7 +379,6 @@ def _launch(
     programs: int | None = None,
 ) -> Any:
     """The launch of a kernel as a traceable function; with `programs`, of so many only, and with tiny results."""
-    del shared  # which is in the region
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
@@ -404,7 +403,8 @@ def _launch(
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS_FOR_AMD if is_amd(team.compute_capability) else _COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
-        has_side_effect="team" in place and team.world > 1,  # the peers count on it
+        # The peers count on it, or later launches.
+        has_side_effect="team" in place and (team.world > 1 or shared is not None),
         **place,
         **layout.buffer_lines,
         **layout.signal_index,

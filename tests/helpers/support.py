@@ -26,6 +26,7 @@ from jaxtaxfree.target import target_of
 from tests.helpers import compiling
 
 TRITON_CALL = "triton_kernel_call_ffi"
+SIDE_EFFECT = "has_side_effect = true"
 DTYPES = ("float32", "bfloat16", "float16")
 ROWS, COLUMNS = P("tp"), P(None, "tp")
 

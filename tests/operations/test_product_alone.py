@@ -9,7 +9,16 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from tests.helpers.support import assert_fused, fails, lower_for_cuda, mesh_of, one_program, whole_numbers
+from tests.helpers.support import (
+    SIDE_EFFECT,
+    TRITON_CALL,
+    assert_fused,
+    fails,
+    lower_for_cuda,
+    mesh_of,
+    one_program,
+    whole_numbers,
+)
 
 X = whole_numbers(0, 2, 16, dtype="bfloat16", limit=1)
 W, GATE = (whole_numbers(seed, 16, 64, dtype="bfloat16", limit=1) for seed in (1, 2))
@@ -37,6 +46,20 @@ def test_it_is_one_kernel():
     assert_fused(lower_for_cuda(program(implementation="fused"), X, W, GATE))
     text = lower_for_cuda(program(), X, W, GATE)
     assert "triton" not in text and "all_gather" not in text  # by default XLA's product, and nothing else
+
+
+@pytest.mark.parametrize(("axis_name", "has_peers"), [((), False), ("one", False), ("tp", True)])
+def test_a_call_without_peers_has_results_alone(axis_name, has_peers):
+    """So XLA hands it slices of stacked weights without a copy."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(2, 1), ("tp", "one"))
+
+    def local(x: jax.Array, w: jax.Array, gate: jax.Array) -> Any:
+        return jtf.all_gather_matmul(x, w, axis_name, gate=gate, activation="silu", implementation="fused")
+
+    call = one_program(local, mesh=mesh, in_specs=(P(), COLUMNS, COLUMNS), out_specs=COLUMNS, check_vma=False)
+    text = lower_for_cuda(call, X, W, GATE)
+    assert text.count(SIDE_EFFECT) == (text.count(TRITON_CALL) if has_peers else 0)
+    assert TRITON_CALL in text
 
 
 def test_its_gradient():

@@ -21,7 +21,7 @@ from jaxtaxfree import iris, simulator
 from jaxtaxfree.iris import wrapper
 from jaxtaxfree.written import compiled_from
 from tests.helpers import gluon_kernels, iris_programs
-from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
+from tests.helpers.support import SIDE_EFFECT, TRITON_CALL, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 SIZE = 32
 FLAG = iris.symmetric((1,), jnp.int32, fill=0)
@@ -203,6 +203,13 @@ def test_atomics(mesh: Mesh) -> None:
 @pytest.mark.parametrize(("call", "launches"), ((rotated, 1), (in_two, 3), (scattered, 3)))
 def test_launches(mesh: Mesh, no_code: None, call: Callable, launches: int) -> None:
     assert lower_for_cuda(on_mesh(mesh, call), operand(mesh)).count(TRITON_CALL) == launches
+
+
+def test_one_rank_leaves_something_to_later_launches(no_code: None) -> None:
+    """XLA must not think that a launch only has results, where another one finds what it has left."""
+    alone = mesh_of(1)
+    text = lower_for_cuda(on_mesh(alone, in_two), operand(alone))
+    assert text.count(SIDE_EFFECT) == text.count(TRITON_CALL) == 3
 
 
 def launches_of(mesh: Mesh, run: Callable) -> list[list[str]]:
