@@ -3,13 +3,14 @@
 import pytest
 
 from tests.conftest import MeshFactory
-from tests.helpers.ragged_dot_parity import check_eight_bits, check_promotion
+from tests.helpers.ragged_dot_parity import check_blocks, check_eight_bits, check_promotion
 
 pytestmark = pytest.mark.gpu(1, "9.0")
 
 
 def test_parity_of_8_bits(gpu_mesh: MeshFactory) -> None:
     check_eight_bits(gpu_mesh(1, "tp"))
+    check_blocks(gpu_mesh(1, "tp"))
 
 
 def test_sums_leave_the_tensor_cores(gpu_mesh: MeshFactory) -> None:

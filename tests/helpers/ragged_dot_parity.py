@@ -102,6 +102,39 @@ def _check_eight_bits(mesh: Mesh, left: str, right: str, gated: bool, case: Grou
         assert np.isnan(np.asarray(program(wrong))).all(), name
 
 
+def check_blocks(mesh: Mesh, implementation: str = "fused") -> None:
+    """Scales of blocks, exactly, as in `check_eight_bits`; those of the empty group are NaN."""
+    case = Grouped(957, 272, 520, (1, 129, 0, 300, 511, 3))
+    lhs, rhs, sizes, _ = case.arrays(np.float32)
+    draw = np.random.default_rng(1)
+    steps, wide = 3, 5
+    of_rows = 2.0 ** draw.integers(-2, 3, (case.m, steps))
+    scales = [2.0 ** draw.integers(-2, 3, (6, steps, wide)) for _ in range(2)]
+    scales[0][3, 1, 2] = 0.0
+    left = lhs * np.repeat(of_rows, 128, 1)[:, : case.k]
+    weights = [rhs, np.roll(rhs, 1, axis=0)]
+    factors = [np.repeat(np.repeat(each, 128, 1), 128, 2)[:, : case.k, : case.n] for each in scales]
+    products = [case.product(left, w * factor) for w, factor in zip(weights, factors, strict=True)]
+    of_rows[sum(sizes) :] = np.nan
+    scales[0][2] = scales[1][2] = np.nan
+    of_weights = [scale.swapaxes(1, 2).astype(np.float32) for scale in scales]
+    for dtype in ("float8_e4m3fn", "int8"):
+        turned = [jnp.asarray(w.swapaxes(1, 2)).astype(dtype) for w in weights]
+        for gated in (False, True):
+            how: dict[str, Any] = {"gate": turned[1], "gate_scale": of_weights[1]} if gated else {}
+            how |= {"rhs_transposed": True, "preferred_element_type": jnp.float32, "precision": "highest"}
+            how |= {"lhs_scale": of_rows.astype(np.float32), "rhs_scale": of_weights[0]}
+            x = jnp.asarray(lhs).astype(dtype)
+            call = functools.partial(jtf.ragged_dot, x, turned[0], implementation=implementation, **how)
+            local = lambda sizes, call=call: call(sizes)[None]  # noqa: E731
+            program = jax.jit(
+                jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(mesh.axis_names), check_vma=False)
+            )
+            wanted = products[0] * products[1] if gated else products[0]
+            for found in np.asarray(program(sizes), np.float64):
+                np.testing.assert_array_equal(found, np.asarray(wanted, np.float32), err_msg=f"{dtype}, {gated}")
+
+
 def check_promotion(mesh: Mesh) -> None:
     """Sums of many numbers of one sign, of which tensor cores alone lose some hundredths: see docs/eight_bits.md."""
     k, n, sizes = 4096, 256, np.array([100, 3, 25], np.int32)

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 import jaxtaxfree as jtf
-from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda
+from jaxtaxfree.ops.operand import Operand
+from jaxtaxfree.ops.ragged_dot.common import Call
+from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
+from jaxtaxfree.ops.variant import named
+from jaxtaxfree.target import HOPPER
+from tests.helpers.ragged_dot_parity import check_blocks
+from tests.helpers.support import TRITON_CALL, fails, lower_for_cuda, mesh_of
 
+E4M3 = "float8_e4m3fn"
 SIZES = (5, 0, 11, 3)
 M, K, N = 24, 64, 40  # five rows are behind the last group
 
@@ -91,6 +98,39 @@ def test_scales_of_blocks(dtypes: tuple[str, str], blocks: tuple[bool, bool], tr
 
     found = call(jnp.asarray(x).astype(dtypes[0]), jnp.asarray(lie(weights[0])).astype(dtypes[1]))
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+
+
+def test_scales_of_blocks_by_the_kernel() -> None:
+    """From the call to the kernel's bundle of scales, in the simulator."""
+    check_blocks(mesh_of(1, "tp"), "simulate")
+
+
+@pytest.mark.parametrize(
+    ("scales", "lhs", "config", "reason"),
+    [
+        (("lhs_blocks",), E4M3, {"block_k": 128}, None),
+        (
+            ("rhs_blocks",),
+            "bfloat16",
+            {"turned": True, "block_k": 128},
+            "both operands of 8 bits, of tiles that are not",
+        ),
+        (("rhs_blocks",), E4M3, {"turned": True, "block_k": 128}, "both operands of 8 bits, of tiles that are not"),
+        (("lhs_blocks",), E4M3, {"block_k": 64}, "a step of K has 128, not 64: give block_k"),
+        (("rhs_blocks", "gate"), E4M3, {"block_k": 128}, "it takes them of rhs and of its gate, or of neither"),
+    ],
+)
+def test_what_the_kernel_does_not_take_of_blocks(
+    scales: tuple[str, ...], lhs: str, config: dict[str, Any], reason: str | None
+) -> None:
+    call = Call(
+        m=4096, k=512, n=512, groups=4, operand=Operand(dtype=jnp.dtype(lhs)), narrow=Operand(dtype=jnp.dtype(E4M3)),
+        scales=scales, out_dtype=np.dtype(np.float32), precision="", rhs_transposed=True, gated="gate" in scales,
+        target=HOPPER,
+    )  # fmt: skip
+    variant = named("ragged_dot", VARIANTS, "hopper")
+    found = variant.refuses(call, variant.Config(**config))
+    assert len(found) == (reason is not None) and (reason or "") in "".join(found)
 
 
 def test_nan_of_a_block_stays_with_its_rows_and_columns() -> None:

@@ -804,11 +804,11 @@ GATHERED_SCALES = (
     ("rank", 1, "of_rows + source * M + m", "of_rows + m"),
     ("partition", 1, "m = row + PARTITION * ring.results.shape[2] + gl", "m = row + gl"),
     ("columns", 1, "of_columns + n, mask", "of_columns + n - column, mask"),
-    ("rank of a block", 3, "rows += source * M + first", "rows += first"),
-    ("block of columns", 3, "columns += column // SCALED", "columns += 0"),
-    ("step of rows", 3, "Factors(rows, SOURCES * M,", "Factors(rows, 0,"),
+    ("rank of a block", 3, "NAMES, source * M + first, SOURCES", "NAMES, first, SOURCES"),
+    ("block of columns", 3, "columns += above * BLOCKS + column // SCALED", "columns += 0"),
+    ("step of rows", 3, "Factors(rows, ROWS,", "Factors(rows, 0,"),
     ("step of columns", 3, "gates, further, BLOCKS)", "gates, further, 0)"),
-    ("block of a gate", 7, "gates += column // SCALED", "gates += 0"),
+    ("block of a gate", 7, "gates += above * BLOCKS + column // SCALED", "gates += 0"),
     ("columns of a gate", 7, "column < COLUMNS // 2, left", "column < COLUMNS, left"),
     (
         "half of a wide tile",
@@ -830,7 +830,7 @@ GATHERED_SCALES = (
         "product[0] + sums * (rows * right)\n        sums",
     ),
     ("gate of a wide tile", 11, "product[1] + sums * (rows * right)", "product[1] + sums * (rows * left)"),
-    ("next step of a wide tile", 9, "gl.minimum(step + 1, steps - 1)", "step"),
+    ("next step of a wide tile", 9, "gl.minimum(step + 1, last)", "step"),
     ("step after next", 3, "2 * pair + 2", "2 * pair + 1"),
 )
 SCATTERED_SCALES = (
