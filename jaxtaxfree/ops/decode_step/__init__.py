@@ -12,7 +12,7 @@ from jax import lax
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step import reference as plain
-from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.ops.decode_step.hopper import FEW, Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, placement_of
@@ -209,7 +209,7 @@ def _slower(*_: Any, axes: tuple[str, ...], placement: Placement | None, **__: A
 def case(
     x: Any, key: Any, *others: Any, team: Team, model: DecoderSpec, placement: Placement | None, **_: Any
 ) -> Case | None:
-    """What the tables know a call by; None if none of its kind is in them.
+    """What the tables know a call by; None if none of its kind is in them, as where operations take it.
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
@@ -217,8 +217,9 @@ def case(
         return None
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, team.compute_capability)
-    if all(variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS):
-        return None
+    kernel = Hopper()
+    if call.batch > FEW or kernel.refuses(call, kernel.by_shape(call, {})):
+        return None  # operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(
         operation="decode_step",
