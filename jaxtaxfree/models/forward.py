@@ -7,6 +7,7 @@ has experts. Everything here runs inside `jax.shard_map`.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,7 @@ from jaxtaxfree import routing
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
+    added,
     as_heads,
     attend,
     attend_along_the_sequence,
@@ -215,10 +217,7 @@ def _heads(
 
 def _added(x: jax.Array, y: jax.Array, w: Weights, name: str, norm: jax.Array | None, how: How) -> jax.Array:
     """The residual stream x [M / W, D] and a block's result, y [M, in / W] times weight [D, in / W]."""
-    if norm is None and how.model.residual_scale == 1:
-        return how.scatter(y, w, name, residual=x)
-    y = how.scatter(y, w, name)
-    return x + scaled(y if norm is None else rms_norm(y, norm, how.model), how.model)
+    return added(x, functools.partial(how.scatter, y, w, name), norm, how.model)
 
 
 def _mlp(x: jax.Array, y: jax.Array, w: Mapping[str, jax.Array], how: How) -> jax.Array:

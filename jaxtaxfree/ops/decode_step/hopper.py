@@ -72,6 +72,18 @@ class Call:
         return self.model.vocab // self.world
 
 
+def refusals_of_form(call: Call) -> list[str]:
+    """What keeps both variants from taking a call."""
+    reasons: list[str] = []
+    if call.dtype.name not in ("bfloat16", "float16"):
+        reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
+    if call.cache_dtype != call.dtype:
+        reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
+    if call.tokens != 1:
+        reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
+    return reasons
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Settings):
     """How the kernel splits its work.
@@ -126,12 +138,7 @@ class Hopper(Variant[Call]):
         reasons = []
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
-        if call.dtype.name not in ("bfloat16", "float16"):
-            reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
-        if call.cache_dtype != call.dtype:
-            reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
-        if call.tokens != 1:
-            reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
+        reasons += refusals_of_form(call)
         if call.batch > MOST:
             reasons.append(
                 f"it takes 1 to {MOST} sequences, not {call.batch}: more are for tensor cores, which it has not"

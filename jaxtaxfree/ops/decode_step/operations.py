@@ -5,6 +5,7 @@ not scanned, because each has its own window, and because XLA hands a slice at a
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,22 +14,21 @@ import jax.numpy as jnp
 
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_attention import decode_attention
-from jaxtaxfree.ops.decode_step.hopper import FEW, Call
+from jaxtaxfree.ops.decode_step.hopper import FEW, Call, refusals_of_form
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
     Params,
+    added,
     appended,
     as_heads,
     attend_along_the_sequence,
     capped,
     rms_norm,
-    scaled,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.variant import Variant
-from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import vary
 
@@ -45,14 +45,7 @@ class Operations(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        reasons: list[str] = []
-        if call.dtype.name not in ("bfloat16", "float16"):
-            reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
-        if call.cache_dtype != call.dtype:
-            reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
-        if call.tokens != 1:
-            reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
-        return reasons
+        return refusals_of_form(call)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del call, asked
@@ -108,11 +101,8 @@ class _Step:
 
     def added(self, x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None) -> jax.Array:
         """The residual stream x [B, D] and a block's result, y [B, in / W] times weight [D, in / W], of all ranks."""
-        model, how = self.model, {"rhs_transposed": True, "implementation": self.implementation}
-        if norm is None and model.residual_scale == 1:
-            return matmul_all_reduce(y, weight, self.axes, residual=x, **how)
-        y = matmul_all_reduce(y, weight, self.axes, **how)
-        return x + scaled(y if norm is None else rms_norm(y, norm, model), model)
+        how: dict[str, Any] = {"rhs_transposed": True, "implementation": self.implementation}
+        return added(x, functools.partial(matmul_all_reduce, y, weight, self.axes, **how), norm, self.model)
 
     def attention(
         self, layer: int, w: Params, y: jax.Array, cache: tuple[jax.Array, jax.Array],
@@ -125,7 +115,7 @@ class _Step:
         q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
         window = model.window_by_layer[layer]
         if self.placement is None:
-            cache = appended(cache, jnp.int32(layer), k, v, self.lengths[:, None], jnp.ones_like(self.lengths))
+            cache = appended(cache, layer, k, v, self.lengths[:, None], jnp.ones_like(self.lengths))
             y = decode_attention(
                 q, cache[0][layer], cache[1][layer], (), scale=model.score_factor, local_window_size=window,
                 key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",

@@ -1,6 +1,6 @@
 """What `decode_step` means, in plain `lax`: a dense decoder of any family that `DecoderSpec` describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -150,8 +150,9 @@ def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax
 
 
 def appended(
-    cache: tuple[jax.Array, jax.Array], layer: jax.Array, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    cache: tuple[jax.Array, jax.Array], layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array,
+    counts: jax.Array,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T]."""
     b, t = at.shape
     slots = cache[0].shape[3]
@@ -227,6 +228,19 @@ def attend_along_the_sequence(
 def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
     """A block's result y, as it is added to the residual stream."""
     return y if model.residual_scale == 1 else y * jnp.asarray(model.residual_scale, y.dtype)
+
+
+def added(x: jax.Array, product: Callable[..., jax.Array], norm: jax.Array | None, model: DecoderSpec) -> jax.Array:
+    """The residual stream x and a block's result, which a product over the ranks ends in.
+
+    Args:
+      product: (**epilogue) -> the result; with `residual`, which it takes where nothing comes between, x plus it.
+      norm: the weight of the norm behind the block, or None.
+    """
+    if norm is None and model.residual_scale == 1:
+        return product(residual=x)
+    y = product()
+    return x + scaled(y if norm is None else rms_norm(y, norm, model), model)
 
 
 def capped(x: jax.Array, cap: float | None) -> jax.Array:
