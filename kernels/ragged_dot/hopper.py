@@ -65,7 +65,6 @@ class Work(NamedTuple):
     TURNED: Any
     OUTER: Any
     SCALES: Any
-    BY_BLOCKS: Any  # some scales are of blocks
     ACTIVATION: Any
     FILL: Any
 
@@ -104,7 +103,7 @@ def ragged_dot_hopper_kernel(
     PART: gl.constexpr = BLOCK_M if TURNED else BLOCK_M // PARTITIONS
     work: gl.constexpr = Work(
         M, N, K, GROUPS, BLOCK_M, PARTITIONS, PART, BLOCK_N, BLOCK_K, GROUP_M, STAGES, GATED, TRANSPOSED, TURNED,
-        OUTER, SCALES, has_blocks(SCALES), ACTIVATION, FILL,
+        OUTER, SCALES, ACTIVATION, FILL,
     )  # fmt: skip
     ring = allocate(lhs_desc, weights[0], out_desc, work)
     if PARTITIONS == 1:
@@ -289,7 +288,7 @@ def multiply(ring, out_desc, sizes_ptr, scales, work, PARTITION: gl.constexpr):
         if is_there(at, row, work):
             if work.TURNED:
                 parts, stage, phase = multiply_turned(ring, stage, phase, steps, work, PARTITION)
-            elif work.BY_BLOCKS:
+            elif has_blocks(work.SCALES):
                 parts, stage, phase = multiply_blocks(ring, stage, phase, steps, scales, at, row, work, PARTITION)
             elif blocks.promotes(ring):
                 parts, stage, phase = multiply_promoted(ring, stage, phase, steps, work, PARTITION)
@@ -380,10 +379,9 @@ def multiply_promoted(ring, stage, phase, steps, work, PARTITION: gl.constexpr):
     right = gl.zeros((work.ROWS, WIDTH), gl.float32, LAYOUT)
     for _ in range(steps):
         mbarrier.wait(ring.ready.index(stage), phase)
-        rows = ring.lhs.index(stage * work.PARTITIONS + PARTITION)
-        left += sums_of(rows, columns_of(ring, stage, 0, WIDTH, work).permute([1, 0]), LAYOUT)
+        left += blocks.sums_of_step(ring, stage, False, PARTITION, 0, WIDTH)
         if WIDTH < COLUMNS:
-            right += sums_of(rows, columns_of(ring, stage, WIDTH, WIDTH, work).permute([1, 0]), LAYOUT)
+            right += blocks.sums_of_step(ring, stage, False, PARTITION, WIDTH, WIDTH)
         mbarrier.arrive(ring.empty.index(stage), count=1)
         stage, phase = blocks.following(stage, phase, work.STAGES)
     parts = (left, right) if WIDTH < COLUMNS else (left,)
