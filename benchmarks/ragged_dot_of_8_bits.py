@@ -182,8 +182,8 @@ def main(arguments: list[str] | None = None) -> None:
                     continue
                 left, right = KINDS[kind]
                 row = {"shape": shape.name, "lhs_dtype": left, "rhs_dtype": right, "program": how}
-                row["scales"] = "none" if kind == "bf16" else "rows" if left == right else "rows of rhs"
-                row["scales"] = "blocks" if kind.endswith("blocks") else row["scales"]
+                rows = "blocks" if kind.endswith("blocks") else "rows" if left == right else "rows of rhs"
+                row["scales"] = "none" if kind == "bf16" else rows
                 try:
                     run = jax.jit(calls(kind, how, config, options.implementation))
                     outs = run(x, sets, sizes)

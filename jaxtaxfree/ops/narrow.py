@@ -11,7 +11,7 @@ import numpy as np
 from jaxtaxfree.ops.quantize import BLOCK, DTYPES, divide, is_eight_bits, quantize
 
 # What of lhs has one scale.
-_BLOCKS = {"row": (1, -1), "block": (1, BLOCK)}
+LHS_BLOCKS = {"row": (1, -1), "block": (1, BLOCK)}
 
 
 def asked(quantize_lhs: Any, out_scale: Any) -> bool:
@@ -94,8 +94,8 @@ def _straight_through(
 
 def _check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) -> tuple[int, int]:
     """The block of lhs that has one scale."""
-    if quantize_lhs not in _BLOCKS:
-        raise ValueError(f"{name} takes quantize_lhs as {', '.join(map(repr, _BLOCKS))}, not {quantize_lhs!r}.")
+    if quantize_lhs not in LHS_BLOCKS:
+        raise ValueError(f"{name} takes quantize_lhs as {', '.join(map(repr, LHS_BLOCKS))}, not {quantize_lhs!r}.")
     lhs, rhs = operands["lhs"], operands["rhs"]
     if "lhs_scale" in operands or not jnp.issubdtype(lhs.dtype, jnp.floating) or is_eight_bits(lhs):
         raise ValueError(
@@ -105,7 +105,7 @@ def _check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) 
         raise ValueError(
             f"{name} takes quantize_lhs with a rhs of {', '.join(DTYPES)} and its rhs_scale, and rhs is {rhs.dtype}."
         )
-    return _BLOCKS[quantize_lhs]
+    return LHS_BLOCKS[quantize_lhs]
 
 
 def _check_result(name: str, preferred_element_type: Any, out_scale: Any) -> tuple[np.dtype, Any]:

@@ -191,7 +191,7 @@ def check(
             raise ValueError(
                 f"{operation} takes {name} for an operand of {', '.join(DTYPES)}, and this one is {operand.dtype}."
             )
-        allowed = _shapes(operand, k, of_lhs=name == "lhs_scale", transposed=rhs_transposed)
+        allowed = shapes_of(operand, k, of_lhs=name == "lhs_scale", transposed=rhs_transposed)
         if scale.shape not in allowed.values():
             shapes = ", ".join(f"{list(shape)} ({kind})" for kind, shape in allowed.items())
             raise ValueError(
@@ -210,14 +210,16 @@ def check(
     return Scaling(tuple(kinds)), found
 
 
-def _shapes(operand: jax.Array, k: int, *, of_lhs: bool, transposed: bool) -> dict[Scales, tuple[int, ...]]:
-    """The shapes that a scale may have, by what has one."""
+def shapes_of(operand: jax.Array, k: int, *, of_lhs: bool, transposed: bool) -> dict[Scales, tuple[int, ...]]:
+    """The shapes that a scale may have, by what has one; of weights [K, N], or of groups of them, [G, K, N]."""
     steps = math.ceil(k / BLOCK)
     if of_lhs:
         return {"tensor": (), "row": (*operand.shape[:-1], 1), "block": (*operand.shape[:-1], steps)}
-    n = operand.shape[0] if transposed else operand.shape[1]
+    groups = operand.shape[:-2]
+    n = operand.shape[len(groups) + (0 if transposed else 1)]
     row, block = (1, n), (steps, math.ceil(n / BLOCK))
-    return {"tensor": (), "row": row[::-1] if transposed else row, "block": block[::-1] if transposed else block}
+    turn = -1 if transposed else 1
+    return {"tensor": (), "row": (*groups, *row[::turn]), "block": (*groups, *block[::turn])}
 
 
 def _turned(scale: jax.Array) -> jax.Array:

@@ -173,7 +173,7 @@ def _call(
     """The call with these operands (arrays or their types)."""
     rhs, _, _ = split(operands, epilogue)
     k = rhs[0].shape[1 if rhs_transposed else 0]
-    widths = tuple(each.shape[0 if rhs_transposed else 1] for each in rhs)
+    widths = tuple(n for each in rhs for n in matmul.columns(each, rhs_transposed))
     return PRODUCT.call(
         lhs,
         jax.ShapeDtypeStruct((sum(widths), k) if rhs_transposed else (k, sum(widths)), rhs[0].dtype),

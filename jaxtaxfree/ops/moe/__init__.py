@@ -18,15 +18,14 @@ from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
-from jaxtaxfree.ops.quantize import BLOCK, DTYPES, is_eight_bits, quantize
+from jaxtaxfree.ops.narrow import LHS_BLOCKS
+from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
 from jaxtaxfree.primitive import check_implementation, check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 
 PARALLEL = ("expert", "tensor")
-# What has a scale where rows are quantised.
-ROWS = {"row": (1, -1), "block": (1, BLOCK)}
 
 
 class _Kind(NamedTuple):
@@ -126,13 +125,14 @@ def moe(
     check_implementation(implementation)
     activation_name("moe", activation)
     scales = {"w_gate": w_gate_scale, "w_up": w_up_scale, "w_down": w_down_scale}
-    lie = _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
+    _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
     _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
     if capacity is not None and check_whole("moe", "capacity", capacity) < 1:
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
         return (x, jnp.int32(0)) if return_dropped else x
-    how = {"precision": precision, "implementation": implementation, "config": config, **lie}
+    how: dict[str, Any] = {"precision": precision, "implementation": implementation, "config": config}
+    how["rhs_transposed"] = weights_transposed
     multiply = functools.partial(
         _multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, scales=scales, quantize_rows=quantize_rows,
         activation=activation, how=how,
@@ -185,8 +185,8 @@ def _kind(axis_name: Any, parallel: Any, tokens: str) -> _Kind:
 
 def _check_narrow(
     weights: Mapping[str, Any], scales: Mapping[str, Any], transposed: bool, quantize_rows: str | None
-) -> dict[str, Any]:
-    """What `ragged_dot` has to know of how weights lie."""
+) -> None:
+    """Raises ValueError unless weights of 8 bits have scales, and what is only for them comes with them."""
     narrow = {name: w is not None and is_eight_bits(jnp.asarray(w)) for name, w in weights.items()}
     for name, scale in scales.items():
         if narrow[name] != (scale is not None):
@@ -196,12 +196,11 @@ def _check_narrow(
                 f"{'give' if narrow[name] else 'leave out'} {name}_scale."
             )
     all_narrow = all(narrow[name] for name, w in weights.items() if w is not None)
-    if quantize_rows not in (None, *ROWS):
+    if quantize_rows not in (None, *LHS_BLOCKS):
         raise ValueError(f"moe takes quantize_rows as None, 'row' or 'block', not {quantize_rows!r}.")
     for name, given in (("weights_transposed", transposed), ("quantize_rows", quantize_rows)):
         if given and not all_narrow:
             raise ValueError(f"moe takes {name} with weights of {', '.join(DTYPES)} only: quantize all of them.")
-    return {"rhs_transposed": True} if transposed else {}
 
 
 def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, w_down: Any, transposed: bool) -> None:
@@ -270,7 +269,7 @@ def _multiply(
 
     def multiply(rows: jax.Array, w: jax.Array, scale: Any, **more: Any) -> jax.Array:
         if quantize_rows:
-            rows, more["lhs_scale"] = quantize(rows, w.dtype, block=ROWS[quantize_rows])
+            rows, more["lhs_scale"] = quantize(rows, w.dtype, block=LHS_BLOCKS[quantize_rows])
         # Nobody reads rows that no choice has.
         return ragged_dot(rows, w, sizes, rhs_scale=scale, fill=False, **more, **how)
 

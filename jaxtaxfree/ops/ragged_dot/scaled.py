@@ -1,7 +1,6 @@
 """`ragged_dot` of operands of 8 bits, whose scales are applied to sums."""
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,8 +11,8 @@ import numpy as np
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
-from jaxtaxfree.ops.operand import Operand
-from jaxtaxfree.ops.quantize import BLOCK, DTYPES, dequantize, expand, is_eight_bits
+from jaxtaxfree.ops.operand import Operand, Scales
+from jaxtaxfree.ops.quantize import DTYPES, dequantize, expand, is_eight_bits
 from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call, as_int32
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
@@ -129,7 +128,7 @@ def _apply(name: str, x: jax.Array, scale: jax.Array, transposed: bool) -> tuple
     """
     along = -1 if name == "lhs" or transposed else 1
     rest = 1.0 + 0.0 * jnp.sum(scale, axis=along, keepdims=True)
-    return dequantize(x, jnp.where(jnp.isfinite(scale), scale, 0.0)), expand(rest, _row(name, x, transposed))
+    return dequantize(x, jnp.where(jnp.isfinite(scale), scale, 0.0)), expand(rest, _shapes(name, x, transposed)["row"])
 
 
 def _named(names: Sequence[str], operands: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -235,24 +234,19 @@ def _check(name: str, x: jax.Array | None, scale: Any, transposed: bool) -> jax.
         )
     if scale.dtype != np.float32:
         raise ValueError(f"ragged_dot takes {name}_scale as float32, not {scale.dtype}.")
-    row, blocks = _row(name, x, transposed), _blocks(x)
-    if scale.shape not in ((), row, blocks):
+    whole, row, blocks = map(list, _shapes(name, x, transposed).values())
+    if list(scale.shape) not in (whole, row, blocks):
         raise ValueError(
-            f"ragged_dot takes {name}_scale of shape [], {list(row)} or {list(blocks)} here, not {list(scale.shape)}."
+            f"ragged_dot takes {name}_scale of shape {whole}, {row} or {blocks} here, not {list(scale.shape)}."
         )
     return scale
 
 
-def _row(name: str, x: jax.Array, transposed: bool) -> tuple[int, ...]:
-    """The shape of a scale for each row of lhs, or each column of a group's weights."""
-    return (*x.shape[:-1], 1) if name == "lhs" or transposed else (x.shape[0], 1, x.shape[2])
-
-
-def _blocks(x: jax.Array) -> tuple[int, ...]:
-    """The shape of scales of 1 x 128 of lhs, or 128 x 128 of a group's weights, as these lie."""
-    first, *extents = x.shape
-    return (first, *(math.ceil(extent / BLOCK) for extent in extents))
+def _shapes(name: str, x: jax.Array, transposed: bool) -> dict[Scales, tuple[int, ...]]:
+    """Those that its scale may have."""
+    k = x.shape[-1 if name == "lhs" or transposed else -2]
+    return scaled.shapes_of(x, k, of_lhs=name == "lhs", transposed=transposed)
 
 
 def _of_blocks(name: str, x: jax.Array, scale: jax.Array, transposed: bool) -> bool:
-    return scale.ndim > 0 and scale.shape != _row(name, x, transposed)
+    return scale.ndim > 0 and scale.shape != _shapes(name, x, transposed)["row"]
