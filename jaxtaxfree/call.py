@@ -113,14 +113,24 @@ def is_ragged(shape: Sequence[int], block: Sequence[int]) -> bool:
     return len(shape) >= 2 and len(block) == len(shape) + 2 and tuple(block[:2]) == (1, 1)
 
 
+def is_grouped(shape: Sequence[int], block: Sequence[int]) -> bool:
+    """Whether a descriptor of such blocks is of groups of columns, one of which is in front of the rows."""
+    return len(shape) == 2 and len(block) == 3
+
+
 def described_as(shape: Sequence[int], block: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape and strides, in elements, of the TMA descriptor of an array [rows, ...] that is read in such blocks.
 
     With blocks [1, 1, rows, ...] it is ragged: two dimensions in front, whose indices move the end of the rows to where
     a slice ends. Addresses wrap around at 64 bits, so that what the first index adds is 0. The idea is that of
     `triton.tools.ragged_tma`.
+
+    With blocks [groups, rows, width] an array [rows, columns] is [columns / width, rows, width].
     """
     strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+    if is_grouped(shape, block):
+        (rows, columns), width = shape, block[2]
+        return (max(1, columns // width), rows, width), (width, columns, 1)
     if not is_ragged(shape, block):
         return tuple(shape), strides
     return (0x7FFF0000, 0x7FFF0000, _END, *shape[1:]), (_STRIDE - strides[0], strides[0], *strides)
@@ -249,7 +259,8 @@ def _check_parameters(
         reasons.append(f"it has no pointer {', '.join(map(repr, unknown))} to be a descriptor")
     for pointer, array in described.items():
         block = descriptors.get(pointer, array.shape)
-        if len(block) != len(array.shape) and not is_ragged(array.shape, block):
+        of_shape = len(block) == len(array.shape) or is_ragged(array.shape, block) or is_grouped(array.shape, block)
+        if not of_shape:
             reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor has blocks {list(block)}")
     if reasons:
         raise TypeError(f"The kernel of {name} does not fit its call: {'; '.join(reasons)}.")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import ampere, hopper
@@ -16,7 +17,7 @@ from triton.experimental.gluon.language.nvidia import ampere, hopper
 from jaxtaxfree.simulator import functions, interpreter
 from jaxtaxfree.simulator.agents import GluonMachine
 from jaxtaxfree.simulator.machine import Machine
-from jaxtaxfree.simulator.shared import Memory, TensorDescriptor, integer
+from jaxtaxfree.simulator.shared import Memory, TensorDescriptor, integer, tensor
 
 
 def _machine() -> GluonMachine:
@@ -127,6 +128,7 @@ def _key(value: Any) -> Any:
 
 for _layout in (
     gl.BlockedLayout,
+    gl.DotOperandLayout,
     gl.NVMMADistributedLayout,
     gl.NVMMASharedLayout,
     gl.SliceLayout,
@@ -267,6 +269,13 @@ def _warpgroup_mma_wait(num_outstanding: Any = 0, deps: Sequence[Any] | None = N
         raise ValueError("warpgroup_mma_wait needs deps.")
     values = _machine().wait_products(integer(num_outstanding), deps)
     return values[0] if len(values) == 1 else tuple(values)
+
+
+@interpreter.replace(ampere.mma_v2)
+def _mma_v2(a: Any, b: Any, acc: Any, input_precision: Any = None) -> Any:
+    del input_precision
+    left, right = (operand.to(tl.float32).handle.data for operand in (a, b))
+    return tensor(acc.handle.data + np.matmul(left, right), acc.dtype)
 
 
 # Inline assembly.

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import phases
+from jaxtaxfree.kernels.decode_step import phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -19,26 +19,33 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 @gluon.jit
 def lengths_of(given, SIZES: gl.constexpr):
-    """Tokens in the cache, of each sequence."""
-    B: gl.constexpr = SIZES.B
+    """Tokens in the cache, of each sequence; () if there are more than registers should be spent on."""
     lengths = ()
-    for b in gl.static_range(B):
-        lengths = lengths + (gl.maximum(gl.load(given.lengths + b), 0),)
+    if not SIZES.TENSOR_CORES:
+        for b in gl.static_range(SIZES.B):
+            lengths = lengths + (length_at(given, b),)
     return lengths
+
+
+@gluon.jit
+def length_at(given, sequence):
+    return gl.maximum(gl.load(given.lengths + sequence), 0)
 
 
 @gluon.jit
 def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
     """What an item has: (sequence, key/value head, tokens in the cache, slots from `begin` to before `end`, blocks from
     `first` to before `last`)."""
-    B: gl.constexpr = SIZES.B
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
-    length = lengths[0]
-    for b in gl.static_range(1, B):
-        length = gl.where(sequence == b, lengths[b], length)
+    if len(lengths) == 0:
+        length = length_at(given, sequence)
+    else:
+        length = lengths[0]
+        for b in gl.static_range(1, len(lengths)):
+            length = gl.where(sequence == b, lengths[b], length)
     end = gl.minimum(length, SIZES.SLOTS)
     begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
@@ -277,7 +284,10 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def merge(me, kept, heads, factor, SIZES: gl.constexpr):
-    """Sends heads, messages f32 [B, HEADS * H]: adds up the parts of some columns, which all items have left."""
+    """Adds up the parts of some columns, which all items have left, and sends them: heads, messages f32 [B, HEADS * H].
+
+    For tensor cores it stores them, in heads [16, HEADS * H].
+    """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     MERGED: gl.constexpr = SIZES.MERGED
@@ -305,4 +315,7 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        shmem.send(me, heads + head * H + column, result, me.rank)
+        if SIZES.TENSOR_CORES:
+            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H)
+        else:
+            shmem.send(me, heads + head * H + column, result, me.rank)

@@ -35,7 +35,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import attention, many, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 
@@ -44,6 +44,7 @@ class Sizes(NamedTuple):
 
     LAYERS: Any
     B: Any
+    TENSOR_CORES: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -109,6 +110,8 @@ class Kept(NamedTuple):
 
     stream: Any
     block: Any
+    scaled: Any
+    squares: Any
     qkv: Any
     accs: Any
     tops: Any
@@ -161,11 +164,13 @@ def decode_step_kernel(
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
     block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
+    scaled,  # for tensor cores: scratch [16, D] of the weights' dtype, the stream times the gains of the next norm
+    squares,  # and f32 [PROGRAMS, 16], sums of squares of the stream
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # messages f32 [L, B, HEADS * H]
-    hidden,  # messages f32 [L, B, F]
+    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [16, HEADS * H] of the weights' dtype
+    hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
@@ -175,6 +180,7 @@ def decode_step_kernel(
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
+    TENSOR_CORES: gl.constexpr,  # which multiply, see `many.py`
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -208,7 +214,7 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
+        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
         SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
         IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
@@ -218,16 +224,29 @@ def decode_step_kernel(
         key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
         sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
+    if TENSOR_CORES:
+        heads_ptr = shmem.scratch(me, heads, query_desc.dtype)
+        hidden_ptr = shmem.scratch(me, hidden, query_desc.dtype)
+    else:
+        heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32), shmem.scratch(me, qkv, gl.float32),
-        shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32), shmem.messages(me, heads),
-        shmem.messages(me, hidden), shmem.messages(me, told),
+        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
+        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
     ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
-    gl.warp_specialize(
-        [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))], [1], [24]
-    )
+    if TENSOR_CORES:
+        gl.warp_specialize(
+            [(many.compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (many.load, (ring, given, SIZES))],
+            [1], [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))],
+            [1], [24],
+        )  # fmt: skip
     shmem.finish(me)
 
 

@@ -91,6 +91,8 @@ def stamp(times, which: gl.constexpr):
 @triton.constexpr_function
 def meetings_of(sizes):
     """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
+    if sizes.TENSOR_CORES:
+        return PHASES.value
     return 2 if sizes.STREAM_TOLD else 4
 
 
@@ -115,7 +117,7 @@ def pass_by(times):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = SIZES.LAYERS * meetings_of(SIZES) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = (SIZES.LAYERS * meetings_of(SIZES) + SIZES.TENSOR_CORES) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)

@@ -11,7 +11,7 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 
@@ -75,8 +75,19 @@ def take(ring, position, desc):
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
     block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
-    mbarrier.arrive(ring.empty.index(stage), count=1)
+    give_back(ring, stage)
     return block.to(gl.float32), after(ring, position)
+
+
+@gluon.jit
+def give_back(ring, stage):
+    """Lets the next block into a stage, which all warps have read.
+
+    TMA does not wait for reads that are still on their way, and an mbarrier does not either: behind the loads of global
+    memory some took longer than the next block, so that rows of it were multiplied instead. The fence waits for them.
+    """
+    fence_async_shared()
+    mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit

@@ -11,6 +11,7 @@ import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
+from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
@@ -18,11 +19,11 @@ from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
+TILE = 8  # rows that an instruction of tensor cores takes
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
-FEW = 4  # sequences, whose vectors 8 warps have registers for
-MOST = 8  # 16 warps, up to vectors of so many numbers:
-LONGEST = 4096
+FEW = 4  # sequences, whose vectors are in registers
+MOST = 16  # which tensor cores take at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,11 @@ class Call:
     cache_dtype: np.dtype
     by_heads: bool
     target: Target
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether these multiply: the vectors of so many sequences are too many for registers."""
+        return self.batch > FEW
 
     @property
     def heads(self) -> int:
@@ -140,15 +146,9 @@ class Hopper(Variant[Call]):
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
         if call.batch > MOST:
-            reasons.append(
-                f"it takes 1 to {MOST} sequences, not {call.batch}: more are for tensor cores, which it has not"
-            )
-        longest = max(model.d_model, call.d_mlp, call.heads * model.head_dim)
-        if FEW < call.batch <= MOST and longest > LONGEST:
-            reasons.append(
-                f"it takes {FEW + 1} to {MOST} sequences, for lack of registers, only with rows of at most {LONGEST} "
-                f"(d_model, d_mlp / ranks, heads * head_dim / ranks), not {longest}"
-            )
+            reasons.append(f"it takes 1 to {MOST} sequences, not {call.batch}")
+        if call.tensor_cores:
+            reasons += self._refused_by_tensor_cores(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -166,36 +166,58 @@ class Hopper(Variant[Call]):
             reasons.append(f"merged={config.merged} does not divide the head size, {model.head_dim}")
         return reasons
 
+    def _refused_by_tensor_cores(self, call: Call, config: Config) -> list[str]:
+        """Why more sequences than FEW cannot be taken."""
+        many = f"of more than {FEW} sequences"
+        reasons: list[str] = []
+        if call.model.post_norms:
+            reasons.append(f"{many} it takes no norms behind a block (post_norms)")
+        if call.dtype.name != "bfloat16":
+            # The stream times a norm's gains, before it is scaled, is kept in this dtype.
+            reasons.append(Lasting(f"{many} it takes weights of bfloat16, not {call.dtype}"))
+        groups = config.stage // (TILE * GROUP)
+        if groups < config.num_warps or groups > LARGEST_BOX:
+            least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
+            reasons.append(f"{many} it takes stages of {least} to {most} elements, not {config.stage}")
+        return reasons
+
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
         stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
-        room = 192 << 10 if call.batch <= FEW else 176 << 10
-        stages = min(32, room // (2 * stage))
+        stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        warps = 8 if call.batch <= FEW else 16
+        merged = Config.merged
+        heads, h = call.batch * call.heads, call.model.head_dim
+        while call.tensor_cores and merged < min(h, 128) and heads * (h // merged) > programs:
+            merged *= 2  # each time that a program merges costs two ways to the L2 cache
         return Config(
-            programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage),
-            num_warps=warps,
+            programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
+            in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
-        inner = block_of(f, d, config)
         old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
+        if call.tensor_cores:
+            tile = config.stage // (TILE * GROUP), TILE, GROUP
+            project = out = inner = down = unembed = tile
+        else:
+            project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
+            inner = block_of(f, d, config)
+            out, down, unembed = (block_of(r, c, config) for r, c in ((d, queries), (d, f), (call.vocab, d)))
         return {
             "query_desc": project,
             "key_desc": project,
             "value_desc": project,
-            "out_desc": block_of(d, queries, config),
+            "out_desc": out,
             "gate_desc": inner,
             "up_desc": inner,
-            "down_desc": block_of(d, f, config),
-            "unembed_desc": block_of(call.vocab, d, config),
+            "down_desc": down,
+            "unembed_desc": unembed,
             "old_keys_desc": old,
             "old_values_desc": old,
         }
@@ -206,11 +228,19 @@ class Hopper(Variant[Call]):
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
-        vectors = next_power_of_2(b)
-        words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
+        vectors = 16 if call.tensor_cores else next_power_of_2(b)
+        if call.tensor_cores:
+            words_of = {config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * 16 * TILE}
+        else:
+            words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
+        kept = lambda columns: jax.ShapeDtypeStruct((16, columns), call.dtype)  # noqa: E731
+        by_tensor_cores = {
+            "scaled": kept(d), "squares": f32(config.programs, 16), "heads": kept(heads * h), "hidden": kept(call.d_mlp),
+        }
+        by_messages = {"heads": (layers, b, heads * h), "hidden": (layers, b, call.d_mlp)}
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
-        told = not model.post_norms and len(words_of) == 1
+        told = not model.post_norms and len(words_of) == 1 and not call.tensor_cores
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
@@ -219,15 +249,15 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                "stream": f32(2, b, d),
+                **(by_tensor_cores if call.tensor_cores else {"scaled": f32(0), "squares": f32(0)}),
+                "stream": f32(1 if call.tensor_cores else 2, b, d),
                 "block": f32(2 if model.post_norms else 0, b, d),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
             },
             "messages": {
-                "heads": (layers, b, heads * h),
-                "hidden": (layers, b, call.d_mlp),
+                **({} if call.tensor_cores else by_messages),
                 "told": (2 * layers + 1 if told else 0, b, d),
                 "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
             },
@@ -244,6 +274,7 @@ class Hopper(Variant[Call]):
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
+            "TENSOR_CORES": int(call.tensor_cores),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -272,7 +303,7 @@ class Hopper(Variant[Call]):
             "MERGED": config.merged,
             "WINDOW": _windows(model)[0],
             "TABLE": model.table_by_layer[0],
-            "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * h),
+            "SUMS": max(512 * vectors, 0 if call.tensor_cores else vectors * config.stage // 32, 2 * config.num_warps * h),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
@@ -288,9 +319,10 @@ class Hopper(Variant[Call]):
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
+        of_weights = (lambda w: w.reshape(-1, w.shape[-1])) if call.tensor_cores else rows
         return (
             x,
-            *(rows(params[name]) for name in weights),
+            *(of_weights(params[name]) for name in weights),
             *map(rows, cache),
             *(params[name] for name in vectors),
             cos,

@@ -1,0 +1,422 @@
+"""A decode step of many sequences: its phases with the products of tensor cores.
+
+They are those of `hopper.py`, but all programs meet at the end of each one, also behind `merge`, `add` and `gate`: so
+many vectors would be too much to send to every program as messages. What a phase multiplies lies in scratch, 16 vectors
+in the weights' dtype, as `tensor_cores.place_of` has them.
+
+A norm multiplies the stream by a gain for each column and a scale for each vector. Who adds to the stream leaves it
+times the gains of the next norm, and the sum of squares of its own rows; the scale comes last, behind the product.
+
+Vectors behind the last sequence are zeros, and nobody reads their products.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import epilogue
+from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import ring as rings
+from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
+
+MOST = gl.constexpr(16)  # products that a program has in registers at a time
+PORTION = gl.constexpr(8)  # and whose sums it has in shared memory
+
+
+@gluon.jit
+def load(ring, given, SIZES: gl.constexpr):
+    """Fetches all that the program reads once, in the order in which `compute` takes it."""
+    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    lengths = attention.lengths_of(given, SIZES)
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    for layer in range(SIZES.LAYERS):
+        position = fetch_projections(ring, position, given, layer, SIZES)
+        position = attention.fetch(ring, position, given, lengths, layer, SIZES)
+        position = fetch_share(ring, position, given.out, None, layer, SIZES.D, QUERIES, SIZES)
+        position = fetch_share(ring, position, given.gate, given.up, layer, SIZES.F, SIZES.D, SIZES)
+        position = fetch_share(ring, position, given.down, None, layer, SIZES.D, SIZES.F, SIZES)
+    fetch_share(ring, position, given.unembed, None, 0, SIZES.V, SIZES.D, SIZES)
+
+
+@gluon.jit
+def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
+    """The phases of all layers, and the logits."""
+    D: gl.constexpr = SIZES.D
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    position = (me.rank * 0, me.rank * 0)
+    factor = gl.where(me.ready, 1.0, float("nan"))
+    lengths = attention.lengths_of(given, SIZES)
+    x = x_ptr
+    begin(kept, x, given.attn_norm, SIZES)
+    factor = phases.meet(me, met, 0, factor, None, SIZES)
+    for layer in range(SIZES.LAYERS):
+        phase = 1 + layer * phases.meetings_of(SIZES)
+        window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
+        table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
+        times = phases.times_of(results.times, layer, 0, SIZES)
+        position = project(ring, position, given, kept, layer, times, factor, SIZES)
+        factor = phases.meet(me, met, phase, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 1, SIZES)
+        position = attention.attend(ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES)
+        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 2, SIZES)
+        attention.merge(me, kept, kept.heads, factor, SIZES)
+        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 3, SIZES)
+        position = add(
+            me, ring, position, given.out, kept.heads, x, given.mlp_norm + layer * D, kept, sums, 2 * layer, times,
+            factor, QUERIES, SIZES,
+        )  # fmt: skip
+        factor = phases.meet(me, met, phase + 3, factor, times, SIZES)
+        x = kept.stream
+        times = phases.times_of(results.times, layer, 4, SIZES)
+        position = gate(ring, position, given, kept, times, factor, SIZES)
+        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 5, SIZES)
+        norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
+        position = add(
+            me, ring, position, given.down, kept.hidden, x, norm, kept, sums, 2 * layer + 1, times, factor, SIZES.F,
+            SIZES,
+        )  # fmt: skip
+        factor = phases.meet(me, met, phase + 5, factor, times, SIZES)
+    times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
+    unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
+
+
+# How the rows of a matrix are shared: in tiles of 8, of which a program takes some at a time, in so many turns.
+
+
+@triton.constexpr_function
+def turns_of(rows, each, programs):
+    """In how many turns a program takes its tiles, of which each makes so many products."""
+    most = -(-(-(-rows // 8)) // programs)
+    return -(-most * each // MOST.value)
+
+
+@triton.constexpr_function
+def tiles_of(rows, each, programs):
+    """How many tiles a program takes in a turn."""
+    most = -(-(-(-rows // 8)) // programs)
+    return -(-most // turns_of(rows, each, programs))
+
+
+@gluon.jit
+def first_row(turn, ROWS: gl.constexpr, EACH: gl.constexpr, SIZES: gl.constexpr):
+    """The first of ROWS rows that the program takes in a turn; ROWS or more if there is none."""
+    TURNS: gl.constexpr = turns_of(ROWS, EACH, SIZES.PROGRAMS)
+    TILES: gl.constexpr = tiles_of(ROWS, EACH, SIZES.PROGRAMS)
+    return (gl.program_id(0) * TURNS + turn) * (8 * TILES)
+
+
+@gluon.jit
+def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
+    """Begins to load the program's rows of queries, keys and values, which are counted one after the other."""
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    WIDTH: gl.constexpr = QUERIES + 2 * KEYS
+    for turn in range(turns_of(WIDTH, 1, SIZES.PROGRAMS)):
+        first = first_row(turn, WIDTH, 1, SIZES)
+        if first < WIDTH:
+            for chunk in range(tensor.chunks_of(SIZES.D, given.query)):
+                for tile in range(tiles_of(WIDTH, 1, SIZES.PROGRAMS)):
+                    row = first + tile * 8
+                    if row < QUERIES:
+                        position = tensor.fetch(
+                            ring, position, given.query, chunk, layer * QUERIES + row, SIZES.IN_FLIGHT
+                        )
+                    elif row < QUERIES + KEYS:
+                        position = tensor.fetch(
+                            ring, position, given.key, chunk, layer * KEYS + row - QUERIES, SIZES.IN_FLIGHT
+                        )
+                    else:  # behind the last row whatever is there
+                        position = tensor.fetch(
+                            ring, position, given.value, chunk, layer * KEYS + row - QUERIES - KEYS, SIZES.IN_FLIGHT
+                        )
+    return position
+
+
+@gluon.jit
+def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
+    """Begins to load the program's rows of a layer's matrix, in turns with those of another one that may be None."""
+    EACH: gl.constexpr = 1 if other is None else 2
+    for turn in range(turns_of(ROWS, EACH, SIZES.PROGRAMS)):
+        first = first_row(turn, ROWS, EACH, SIZES)
+        if first < ROWS:
+            for chunk in range(tensor.chunks_of(COLUMNS, desc)):
+                for tile in range(tiles_of(ROWS, EACH, SIZES.PROGRAMS)):
+                    row = layer * ROWS + first + tile * 8
+                    position = tensor.fetch(ring, position, desc, chunk, row, SIZES.IN_FLIGHT)
+                    if other is not None:
+                        position = tensor.fetch(ring, position, other, chunk, row, SIZES.IN_FLIGHT)
+    return position
+
+
+@gluon.jit
+def place_of_sums(first, tile: gl.constexpr, SIZE: gl.constexpr):
+    """Of what `tensor.collect` returns, from a tile on that the program has from row `first` on: (the vector b, the
+    row), which broadcast to [SIZE, 16, 8]."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
+    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    b = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return b, first + (tile + own) * 8 + row
+
+
+@triton.constexpr_function
+def portion_of(tiles, tile, most):
+    """How many of a turn's tiles are collected at a time, from a tile on."""
+    return min(most, tiles - tile)
+
+
+@gluon.jit
+def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr):
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream."""
+    WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
+    TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
+    squares = load_squares(kept, SIZES)
+    phases.stamp(times, 0)
+    for turn in range(turns_of(WIDTH, 1, SIZES.PROGRAMS)):
+        first = first_row(turn, WIDTH, 1, SIZES)
+        if first < WIDTH:
+            products, position = tensor.multiply(ring, position, given.query, None, kept.scaled, SIZES.D, TILES)
+            scale = scale_of(squares, factor, SIZES)
+            for tile in gl.static_range(0, TILES, PORTION):
+                store_projections(
+                    ring, products, given, kept, layer, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES
+                )
+    return position
+
+
+@gluon.jit
+def store_projections(
+    ring, products, given, kept, layer, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """Those of COUNT tiles."""
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    WIDTH: gl.constexpr = QUERIES + 2 * KEYS
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale
+    b, row = place_of_sums(first, tile, SIZE)
+    if given.query_bias is not None:
+        value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
+        value += phases.part_of(phases.of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
+        value += phases.part_of(phases.of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
+    there = (row < gl.minimum(WIDTH, first + (tile + COUNT) * 8)) & (b < SIZES.B)
+    gl.store(kept.qkv + b * WIDTH + row, value, mask=there)
+
+
+@gluon.jit
+def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
+    """kept.hidden [16, F] = activation(gate) * up, of the normalised stream."""
+    TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
+    squares = load_squares(kept, SIZES)
+    phases.stamp(times, 0)
+    for turn in range(turns_of(SIZES.F, 2, SIZES.PROGRAMS)):
+        first = first_row(turn, SIZES.F, 2, SIZES)
+        if first < SIZES.F:
+            products, position = tensor.multiply(ring, position, given.gate, given.up, kept.scaled, SIZES.D, TILES)
+            scale = scale_of(squares, factor, SIZES)
+            for tile in gl.static_range(0, TILES, PORTION):
+                store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES)
+    return position
+
+
+@gluon.jit
+def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr):
+    """That of COUNT tiles."""
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
+    ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
+    b, row = place_of_sums(first, tile, SIZE)
+    there = (row < gl.minimum(SIZES.F, first + (tile + COUNT) * 8)) & (b >= 0)
+    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, there)
+
+
+@gluon.jit
+def add(
+    me, ring, position, desc, source, old, norm, kept, sums, which, times, factor, COLUMNS: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """kept.stream f32 [B, D] = old + scale * (product of `source`, summed over the ranks): the program's rows.
+
+    A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
+    in the order of the ranks: all have the same bits.
+
+    Args:
+      source: [16, COLUMNS].
+      old: f32 [B, D], the stream before.
+      norm: [D], the gains of the next norm.
+      which: number of the sum in this call.
+    """
+    D: gl.constexpr = SIZES.D
+    WORLD: gl.constexpr = SIZES.WORLD
+    TURNS: gl.constexpr = turns_of(D, 1, SIZES.PROGRAMS)
+    TILES: gl.constexpr = tiles_of(D, 1, SIZES.PROGRAMS)
+    SHARE: gl.constexpr = TURNS * TILES * 128
+    box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
+    begin = gl.program_id(0) * SHARE
+    LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
+    squares = gl.full([16], 0.0, gl.float32, LAYOUT)
+    phases.stamp(times, 0)
+    for turn in range(TURNS):
+        first = first_row(turn, D, 1, SIZES)
+        if first < D:
+            products, position = tensor.multiply(ring, position, desc, None, source, COLUMNS, TILES)
+            for tile in gl.static_range(0, TILES, PORTION):
+                squares += pass_on(
+                    me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
+                    portion_of(TILES, tile, PORTION), SIZES,
+                )  # fmt: skip
+    phases.stamp(times, 1)
+    if WORLD > 1:
+        if first_row(0, D, 1, SIZES) < D:
+            squares = gl.convert_layout(receive(me, box, begin, old, norm, kept, factor, SIZES), LAYOUT)
+        phases.stamp(times, 2)
+    FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, FEW), gl.convert_layout(squares, FEW))
+    return position
+
+
+@gluon.jit
+def pass_on(
+    me, ring, products, box, old, norm, kept, first, factor, tile: gl.constexpr, COUNT: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
+    """Sends COUNT tiles of a sum to the twins; without any it adds them to the stream, and returns squares f32 [16]."""
+    D: gl.constexpr = SIZES.D
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor
+    b, row = place_of_sums(first, tile, SIZE)
+    own = row < gl.minimum(D, first + (tile + COUNT) * 8)
+    there = own & (b < SIZES.B)
+    squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
+    if SIZES.WORLD == 1:
+        value = gl.load(old + b * D + row, mask=there, other=0.0) + value * SIZES.RESIDUAL_SCALE
+        squares += gl.sum(gl.sum(leave(kept, value, norm, b, row, own, SIZES), 2), 0)
+    else:
+        word = (row - first) // 8 * 128 + b * 8 + row % 8
+        phases.send(me, box, word, gl.where(there, value, 0.0), (row < first + (tile + COUNT) * 8) & (b >= 0), SIZES)
+    return squares
+
+
+@gluon.jit
+def receive(me, box, begin, old, norm, kept, factor, SIZES: gl.constexpr):
+    """Adds the program's rows of a sum of all ranks to the stream; returns their squares f32 [16]."""
+    D: gl.constexpr = SIZES.D
+    WORLD: gl.constexpr = SIZES.WORLD
+    TURNS: gl.constexpr = turns_of(D, 1, SIZES.PROGRAMS)
+    EACH: gl.constexpr = tiles_of(D, 1, SIZES.PROGRAMS)
+    TILES: gl.constexpr = TURNS * EACH
+    # Rows of 4 words, which a thread polls at a time.
+    MOST_ROWS: gl.constexpr = triton.next_power_of_2(TILES) * 128 // 4
+    SIZE: gl.constexpr = max(4 * MOST_ROWS, 4 * 32 * gl.num_warps())
+    word = gl.arange(0, SIZE, shmem.vectors_of(4, gl.num_warps()))
+    row = gl.program_id(0) * (TILES * 8) + word // 128 * 8 + word % 8
+    b = word // 8 % 16
+    own = (word < TILES * 128) & (row < D)
+    there = own & (b < SIZES.B)
+    before = gl.load(old + b * D + row, mask=there, other=0.0)
+    turns = gl.minimum(((D + 7) // 8 - gl.program_id(0) * TILES + (EACH - 1)) // EACH, TURNS)
+    end = begin // 4 + turns * (EACH * 32)
+    words, late = shmem.receive_vectors(me, box, begin // 4, end, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
+    total = words[0].to(gl.float32, bitcast=True)
+    for rank in gl.static_range(1, WORLD):
+        total += words[rank].to(gl.float32, bitcast=True)
+    squares = leave(kept, before + total * SIZES.RESIDUAL_SCALE, norm, b, row, own, SIZES)
+    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
+    return gl.sum(gl.sum(squares.reshape([SIZE // 128, 16, 8]), 2), 0)
+
+
+@gluon.jit
+def begin(kept, x, norm, SIZES: gl.constexpr):
+    """Leaves what the first phase needs of x f32 [B, D], and zeros for vectors behind the last sequence."""
+    D: gl.constexpr = SIZES.D
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    b = gl.arange(0, 16, gl.SliceLayout(1, LAYOUT))[:, None]
+    OWN: gl.constexpr = triton.cdiv(D, SIZES.PROGRAMS)
+    place = gl.arange(0, triton.next_power_of_2(OWN), gl.SliceLayout(0, LAYOUT))[None, :]
+    row = gl.program_id(0) * OWN + place
+    own = (place < OWN) & (row < D) & (b >= 0)
+    value = gl.load(x + b * D + row, mask=own & (b < SIZES.B), other=0.0)
+    gain = gain_of(norm, row, own, SIZES)
+    tensor.keep(kept.scaled, value * gain, b, row, own)
+    squares = gl.sum(value * value, 1)
+    gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), squares)
+    ROUGH: gl.constexpr = triton.cdiv(QUERIES, SIZES.PROGRAMS)
+    place = gl.arange(0, triton.next_power_of_2(ROUGH), gl.SliceLayout(0, LAYOUT))[None, :]
+    column = gl.program_id(0) * ROUGH + place
+    behind = (place < ROUGH) & (column < QUERIES) & (b >= SIZES.B)
+    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind)
+
+
+@gluon.jit
+def leave(kept, value, norm, b, row, own, SIZES: gl.constexpr):
+    """Leaves rows of the stream, and what the next phase needs of them; returns their squares, 0 of what is not."""
+    gl.store(kept.stream + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
+    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own)
+    return gl.where(own, value * value, 0.0)
+
+
+@gluon.jit
+def gain_of(norm, row, own, SIZES: gl.constexpr):
+    """By what a norm multiplies rows of the stream."""
+    gain = gl.load(norm + row, mask=own, other=0.0).to(gl.float32)
+    if SIZES.PLUS_ONE:
+        gain += 1.0
+    return gain
+
+
+@triton.constexpr_function
+def scale_layout(warps):
+    """The layout of what each of 16 vectors has one of."""
+    return gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(1, tensor.collected(warps))))
+
+
+@gluon.jit
+def load_squares(kept, SIZES: gl.constexpr):
+    """What the programs have left of squares: f32 [programs, 16]. Nobody waits for it before `scale_of`."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    program = gl.arange(0, triton.next_power_of_2(SIZES.PROGRAMS), gl.SliceLayout(1, LAYOUT))[:, None]
+    b = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
+    return gl.load(kept.squares + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
+
+
+@gluon.jit
+def scale_of(squares, factor, SIZES: gl.constexpr):
+    """What the norm multiplies the products of each vector by, times `factor`: f32 [1, 16, 1]."""
+    scale = factor * gl.rsqrt(gl.sum(squares, 0) / SIZES.D + SIZES.EPS)
+    return gl.convert_layout(scale, scale_layout(gl.num_warps()))[None, :, None]
+
+
+@gluon.jit
+def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.constexpr):
+    """The program's logits f32 [B, V] of the normalised stream."""
+    TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
+    squares = load_squares(kept, SIZES)
+    phases.stamp(times, 0)
+    for turn in range(turns_of(SIZES.V, 1, SIZES.PROGRAMS)):
+        first = first_row(turn, SIZES.V, 1, SIZES)
+        if first < SIZES.V:
+            products, position = tensor.multiply(ring, position, given.unembed, None, kept.scaled, SIZES.D, TILES)
+            scale = scale_of(squares, factor, SIZES)
+            for tile in gl.static_range(0, TILES, PORTION):
+                store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES)
+    phases.stamp(times, 1)
+
+
+@gluon.jit
+def store_logits(
+    ring, products, logits_ptr, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+):  # fmt: skip
+    """Those of COUNT tiles."""
+    CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    logit = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE)
+    if CAP > 0:
+        logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
+    b, row = place_of_sums(first, tile, SIZE)
+    there = (row < gl.minimum(SIZES.V, first + (tile + COUNT) * 8)) & (b < SIZES.B)
+    gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)

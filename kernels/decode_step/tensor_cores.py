@@ -1,0 +1,143 @@
+"""Products by tensor cores: of 16 vectors and the rows of weights that come through the ring.
+
+A block of weights is a tile of 8 rows, [groups, 8, 64]: so many groups of 64 columns. Warps share the groups: each adds
+up the products of its own columns, and `collect` adds up what the warps have. The blocks of all tiles of a program that
+have the same columns follow each other, so each part of the vectors is loaded once, and only a part is in registers.
+
+The vectors lie in memory as a warp needs them (`place_of`), in the weights' dtype.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from jaxtaxfree.kernels.decode_step import ring as rings
+
+VECTORS = gl.constexpr(16)  # of an instruction
+ROWS = gl.constexpr(8)
+
+
+@triton.constexpr_function
+def product_layout(warps):
+    """The layout of products [warps, 16, 8]: each warp has its own."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.jit
+def place_of(b, column):
+    """Where a number of vectors [16, columns] lies: the 8 of a thread next to each other, of a warp's instruction.
+
+    That is [columns / 16, 8, 4, 2, 2, 2]: b modulo 8, the pair of 8 columns, which 8 of 16 columns, which 8 of 16
+    vectors, and which of the pair.
+    """
+    thread = b % 8 * 4 + column % 8 // 2
+    return (column // 16 * 32 + thread) * 8 + column % 16 // 8 * 4 + b // 8 * 2 + column % 2
+
+
+@gluon.jit
+def keep(vectors, value, b, column, there):
+    """Stores numbers of vectors [16, columns] that a phase multiplies."""
+    gl.store(vectors + place_of(b, column), value.to(vectors.dtype.element_ty), mask=there)
+
+
+@gluon.jit
+def load_part(source, group, GROUPS: gl.constexpr):
+    """Vectors [16, 64 * GROUPS] as operands: for each warp 64 columns from a group on; 0 behind the last group."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    own = group + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    step = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
+    number = gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    there = (own < GROUPS) & (step >= 0) & (number >= 0)
+    part = gl.load(source + (own * 4 + step) * 256 + number, mask=there, other=0.0)
+    part = part.reshape([WARPS, 4, 8, 4, 2, 2, 2]).permute([0, 5, 2, 1, 4, 3, 6]).reshape([WARPS, 16, 64])
+    return gl.convert_layout(part, gl.DotOperandLayout(0, product_layout(WARPS), 2), assert_trivial=True)
+
+
+@gluon.jit
+def load_chunk(source, chunk, desc, COLUMNS: gl.constexpr):
+    """What the columns of a block are multiplied by: parts for one group of each warp after the other."""
+    WARPS: gl.constexpr = gl.num_warps()
+    parts = ()
+    for i in gl.static_range(desc.block_shape[0] // WARPS):
+        parts = parts + (load_part(source, chunk * desc.block_shape[0] + i * WARPS, COLUMNS // 64),)
+    return parts
+
+
+@triton.constexpr_function
+def chunks_of(columns, desc):
+    """Into how many blocks 8 rows of so many columns fall."""
+    return -(-columns // (64 * desc.block_shape[0]))
+
+
+@gluon.jit
+def fetch(ring, position, desc, chunk, row, IN_FLIGHT: gl.constexpr):
+    """Begins to load the block of 8 rows from `row` on and of a chunk of the columns; returns the next position."""
+    return rings.fetch(ring, position, desc, chunk * desc.block_shape[0], row, IN_FLIGHT)
+
+
+@gluon.jit
+def multiply(ring, position, first, second, source, COLUMNS: gl.constexpr, TILES: gl.constexpr):
+    """The blocks that come next times the vectors [16, COLUMNS]: TILES of 8 rows, of which all blocks of the same
+    columns come one after the other.
+
+    Args:
+      first, second: descriptors of what comes in turns; the second one may be None.
+      source: the vectors, as `place_of` has them.
+
+    Returns: (each warp's part of the products, one [warps, 16, 8] after the other; the next position).
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = product_layout(WARPS)
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, first)
+    EACH: gl.constexpr = 1 if second is None else 2
+    products = ()
+    for _ in gl.static_range(EACH * TILES):
+        products = products + (gl.full([WARPS, 16, 8], 0.0, gl.float32, LAYOUT),)
+    later = load_chunk(source, 0, first, COLUMNS)
+    for chunk in range(CHUNKS):
+        parts = later
+        later = load_chunk(source, chunk + 1, first, COLUMNS)  # on its way while this one is multiplied
+        added = ()
+        for i in gl.static_range(EACH * TILES):
+            if i % EACH == 0:
+                product, position = multiply_block(ring, position, first, parts, products[i])
+            else:
+                product, position = multiply_block(ring, position, second, parts, products[i])
+            added = added + (product,)
+        products = added
+    return products, position
+
+
+@gluon.jit
+def multiply_block(ring, position, desc, parts, product):
+    WARPS: gl.constexpr = gl.num_warps()
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(WARPS), 2)
+    stage, phase = position
+    mbarrier.wait(ring.full.index(stage), phase)
+    block = rings.view(ring, stage, desc)
+    for i in gl.static_range(len(parts)):
+        own = block.permute([0, 2, 1]).slice(i * WARPS, WARPS, dim=0)
+        product = mma_v2(parts[i], own.load(OPERAND), product)
+    rings.give_back(ring, stage)
+    return product, rings.after(ring, position)
+
+
+@triton.constexpr_function
+def collected(warps):
+    """The layout of what `collect` reads."""
+    return gl.BlockedLayout([1, warps, 1, 4], [1, 1, 16, 2], [warps, 1, 1, 1], [3, 2, 1, 0])
+
+
+@gluon.jit
+def collect(ring, products, FIRST: gl.constexpr, STEP: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr):
+    """Adds up what the warps have of COUNT products, every STEP-th: f32 [SIZE, 16, 8], anything behind them."""
+    WARPS: gl.constexpr = gl.num_warps()
+    EACH: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    ALL: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
+    sums = ring.sums.reinterpret(gl.float32, [SIZE, WARPS, 16, 8], EACH)
+    for i in gl.static_range(COUNT):
+        sums.index(i).store(products[FIRST + i * STEP])
+    return gl.sum(ring.sums.reinterpret(gl.float32, [SIZE, WARPS, 16, 8], ALL).load(collected(WARPS)), 1)
