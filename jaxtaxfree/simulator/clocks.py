@@ -249,11 +249,13 @@ class Clocks:
 
     def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
         """Checks that a write is ordered after those who read there before."""
-        known = self.known[event.knower][row]
+        known = self.known[event.knower]
         low, high = _extent(units)
         for thread, entries in part.reads.items():
-            ordered = known[thread]
-            if thread == event.thread or not entries or entries[-1][0] <= ordered:
+            if thread == event.thread or not entries:
+                continue
+            ordered = known[self._row_of_readers(part, event, entries[-1][-1], row), thread]
+            if entries[-1][0] <= ordered:
                 continue
             for clock, first, last, others, reader in reversed(entries):
                 if clock <= ordered:
@@ -265,11 +267,22 @@ class Clocks:
                 touched[units - low] = True
                 common = np.sort(inside[touched[inside - low]])
                 if common.size:
-                    raise DataRaceError(
-                        f"Data race on {self._element(part, int(common[0]), size)}: {event} overwrites what {reader} "
-                        "reads, and nothing orders the one after the other: on a GPU the reader may still be at it."
-                        f"{self._until(reader)}"
-                    )
+                    what = f"Data race on {self._element(part, int(common[0]), size)}: {event} overwrites what "
+                    raise self._late(part, f"{what}{reader} reads, ", event, reader)
+
+    @staticmethod
+    def _row_of_readers(part: Part, event: Event, reader: Event, row: int) -> int:
+        """What a write has to know of the reads of one thread, of which `reader` is one."""
+        del part, event, reader
+        return row
+
+    def _late(self, part: Part, what: str, event: Event, reader: Event) -> DataRaceError:
+        """The race of a write with an earlier read."""
+        del part, event
+        return DataRaceError(
+            f"{what}and nothing orders the one after the other: on a GPU the reader may still be at it."
+            f"{self._until(reader)}"
+        )
 
     def _until(self, reader: Event) -> str:
         """What makes it known that a read has ended, if more is to be said of it."""
@@ -460,5 +473,17 @@ class AgentClocks(Clocks):
     def _same_program(event: Event, writer: Event) -> bool:
         return (event.rank, event.program, event.call) == (writer.rank, writer.program, writer.call)
 
-    def check_readers(self, part: Part, units: np.ndarray, event: Event, row: int, size: int) -> None:
-        super().check_readers(part, units, event, SHARED if part.kind == "shared" else row, size)
+    @staticmethod
+    def _row_of_readers(part: Part, event: Event, reader: Event, row: int) -> int:
+        if part.kind != "shared":
+            return row
+        return SHARED_PROXIED if event.issuer is not None and reader.issuer is None else SHARED
+
+    def _late(self, part: Part, what: str, event: Event, reader: Event) -> DataRaceError:
+        row = self._row_of_readers(part, event, reader, ORDERED)
+        if row == SHARED_PROXIED and self._knows(SHARED, event, reader):
+            return MissingFenceError(
+                f"{what}and nothing orders the one after the other but an mbarrier: asynchronous operations go by "
+                "another path, and need fence_async_shared() between the reads and the arrival."
+            )
+        return super()._late(part, what, event, reader)

@@ -20,9 +20,10 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 @gluon.jit
 def lengths_of(given, SIZES: gl.constexpr):
     """Tokens in the cache, of each sequence; () if there are more than registers should be spent on."""
+    B: gl.constexpr = SIZES.B
     lengths = ()
     if not SIZES.TENSOR_CORES:
-        for b in gl.static_range(SIZES.B):
+        for b in gl.static_range(B):
             lengths = lengths + (length_at(given, b),)
     return lengths
 

@@ -19,7 +19,8 @@ With norms behind the blocks a program needs all rows of a result before it adds
 at the end of `add`.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
-its blocks.
+its blocks. Those are of few sequences, whose vectors lie in registers in f32. `many.py` has the same phases for more of
+them, by tensor cores (`tensor_cores.py`).
 
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
@@ -214,9 +215,9 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
-        SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED,
-        IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
+        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
+        WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -239,7 +240,10 @@ def decode_step_kernel(
     ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
-            [(many.compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (many.load, (ring, given, SIZES))],
+            [
+                (many.compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)),
+                (many.load, (ring, given, SIZES)),
+            ],
             [1], [24],
         )  # fmt: skip
     else:

@@ -17,7 +17,6 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import attention, phases
-from jaxtaxfree.kernels.decode_step import ring as rings
 from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 MOST = gl.constexpr(16)  # products that a program has in registers at a time
@@ -90,15 +89,13 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
 @triton.constexpr_function
 def turns_of(rows, each, programs):
     """In how many turns a program takes its tiles, of which each makes so many products."""
-    most = -(-(-(-rows // 8)) // programs)
-    return -(-most * each // MOST.value)
+    return triton.cdiv(triton.cdiv(triton.cdiv(rows, 8), programs) * each, MOST.value)
 
 
 @triton.constexpr_function
 def tiles_of(rows, each, programs):
     """How many tiles a program takes in a turn."""
-    most = -(-(-(-rows // 8)) // programs)
-    return -(-most // turns_of(rows, each, programs))
+    return triton.cdiv(triton.cdiv(triton.cdiv(rows, 8), programs), turns_of(rows, each, programs))
 
 
 @gluon.jit

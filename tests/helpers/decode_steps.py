@@ -93,7 +93,8 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
         cache[:, :, row, :, length:] = np.nan  # behind the last key anything
     call = call_of(model, world, b)
     variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
-    assert variant.refuses(call, config) == []
+    if reasons := variant.refuses(call, config):
+        raise ValueError(f"No call of the kernel: {'; '.join(reasons)}.")  # no AssertionError, which finds faults
     stream = x.astype(np.float32) * model.embedding_scale
     arrays = []
     for rank in range(world):

@@ -11,12 +11,13 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, phases, ring
+from jaxtaxfree.kernels.decode_step import attention, hopper, many, phases, ring, tensor_cores
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
     MbarrierError,
     MessageError,
+    MissingFenceError,
     SignalCountError,
     UninitializedReadError,
     WaitOrderError,
@@ -50,11 +51,47 @@ STEPS = {
         ),
     ),
 }  # fmt: skip
+# By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
+TILES = (("stage", 2048),)
+TENSOR_CORES = {
+    "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
+    "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
+    "eight sequences of qwen 2, in parts": Step(
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
+    ),
+    "qwen 3 with scales and caps": Step(
+        world=1,
+        family="qwen3-8b",
+        lengths=(7, 3, 0, 12, 19),
+        changes=(
+            ("residual_scale", 0.5),
+            ("logit_scale", 0.5),
+            ("logit_soft_cap", 2.0),
+            ("score_soft_cap", 3.0),
+            ("norm_plus_one", True),
+            ("activation", "gelu_tanh"),
+            ("embedding_scale", 2.0),
+            ("windows", (4,)),
+        ),
+        config=TILES,
+    ),
+    # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
+    "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
+}
+STEPS |= TENSOR_CORES
 MANY = {
+    "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
+    "tensor cores, one rank, rows in turns": Step(
+        world=1, lengths=(3, 0, 17, 9, 5), changes=(("d_model", 448),), config=(*TILES, ("in_flight", 3))
+    ),
+    # 152 tiles for 9 programs, of which two turns take 18: the last program has 8.
+    "a turn without rows": Step(
+        lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 1216),), config=(*TILES, ("programs", 9))
+    ),
     "four ranks": Step(world=4, layers=2),
     "eight ranks": Step(world=8, lengths=(5, 12)),
     "vectors in two parts": Step(changes=(("d_model", 960),)),
-    "seven sequences": Step(world=1, lengths=(3, 0, 17, 9, 5, 20, 1), group=1),
     "any number of loads": Step(layers=2, lengths=(5, 12), config=(("in_flight", 3),)),
 }
 
@@ -130,9 +167,15 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 """
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
-ARRIVE = "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"
+ARRIVE = "    give_back(ring, stage)\n"
+FENCE = "    fence_async_shared()\n"
 TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
+RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
+        total += words[rank].to(gl.float32, bitcast=True)
+"""
+CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
+SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
@@ -184,6 +227,10 @@ MUTANTS = {
     "a stage is given back before it is read": Mutant(
         module=ring, edits=((TAKEN, ARRIVE + TAKEN), (TAKEN + ARRIVE, TAKEN)), errors=(DataRaceError,)
     ),
+    "a stage is given back without a fence": Mutant(
+        module=ring, edits=((FENCE, ""),), errors=(MissingFenceError,)
+    ),
+    "the same by tensor cores": Mutant(module=ring, edits=((FENCE, ""),), errors=(MissingFenceError,), step=SEVERAL),
     "a block is read before it has come": Mutant(module=ring, edits=((FULL, ""),), errors=TOO_EARLY),
     "roles disagree on the order": Mutant(
         module=phases,
@@ -243,6 +290,58 @@ MUTANTS = {
     "the new token does not see itself": Mutant(
         module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
     ),
+    # By tensor cores.
+    "the first phase does not wait for the stream": Mutant(
+        module=many, edits=(("met, 0, factor, None, SIZES)", "met, -1, factor, None, SIZES)"),), errors=TOO_EARLY,
+        step=SEVERAL,
+    ),
+    **{
+        f"{name} does not wait": Mutant(
+            module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
+        )
+        for name, after in (
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3"),
+            ("the product behind the gate", " + 4"), ("the next layer", " + 5"),
+        )
+    },
+    "a tile of the wrong columns": Mutant(
+        module=tensor_cores, edits=(("chunk * desc.block_shape[0], row, IN", "0 * desc.block_shape[0], row, IN"),),
+        errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
+    ),
+    "vectors lie otherwise than a warp reads them": Mutant(
+        module=tensor_cores, edits=(("column % 16 // 8 * 4 + b // 8 * 2", "column % 16 // 8 * 2 + b // 8 * 4"),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "a warp's sums are left out": Mutant(
+        module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),
+        errors=(AssertionError,), step=TENSOR_CORES["rows in turns"],
+    ),
+    "the gate's tiles for those that it gates": Mutant(
+        module=many, edits=(("products, 2 * tile + 1, 2", "products, 2 * tile, 2"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "the norm's scale is of some programs": Mutant(
+        module=many, edits=(("program < SIZES.PROGRAMS", "program < SIZES.PROGRAMS - 1"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "the gains of the layer's other norm": Mutant(
+        module=many, edits=(("given.mlp_norm + layer * D, kept", "given.attn_norm + layer * D, kept"),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "a turn that has no rows is waited for": Mutant(
+        module=many, edits=(("end = begin // 4 + turns *", "end = begin // 4 + TURNS *"),),
+        errors=(DeadlockError, MessageError), step=MANY["a turn without rows"],
+    ),
+    "vectors behind the last sequence are anything": Mutant(
+        module=many, edits=(("(b >= SIZES.B)", "(b >= 16)"),), errors=(UninitializedReadError,), step=SEVERAL
+    ),
+    "the twin's sum is missed by tensor cores": Mutant(
+        module=many, edits=((RECEIVED_BY_TURNS, ""),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "its words are not cleared": Mutant(
+        module=many, edits=((CLEARED, ""),), errors=(MessageError, *TOO_EARLY), step=SEVERAL
+    ),
     "no barrier before the release": Mutant(
         module=shmem, edits=((RELEASE, RELEASE.replace("tl.debug_barrier()", "pass")),), errors=TOO_EARLY
     ),
@@ -263,23 +362,16 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
         text = text.replace(old, new)
     path = folder / Path(mutant.module.__file__ or "").name
     path.write_text(text)
-    changed = load(path, mutant.module.__name__)
-    again = lambda module, **names: load(Path(module.__file__ or ""), module.__name__, **names)  # noqa: E731
-    if mutant.module is hopper:
-        return changed.decode_step_kernel
+    # Each file anew, with the others that it knows, in the order in which they know each other.
+    again: dict[ModuleType, ModuleType] = {}
+    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, many, hopper):
+        names = {name: again[of] for name, of in vars(module).items() if isinstance(of, ModuleType) and of in again}
+        source = path if module is mutant.module else Path(module.__file__ or "")
+        again[module] = load(source, module.__name__, **names)
     if mutant.module is shmem:
-        gluon = again(shmem_gluon, shmem=changed)
         for name in ("start", "finish", "scratch", "messages", "arrive", "send", "send_words"):
-            setattr(gluon, name, getattr(changed, name))
-        return again(hopper, shmem=gluon, phases=again(phases, shmem=gluon)).decode_step_kernel
-    files = {"rings": ring, "phases": phases, "attention": attention}
-    if mutant.module is ring:
-        files["rings"] = changed
-        files["phases"] = again(phases, rings=changed)
-        files["attention"] = again(attention, rings=changed)
-    else:
-        files["phases" if mutant.module is phases else "attention"] = changed
-    return again(hopper, **files).decode_step_kernel
+            setattr(again[shmem_gluon], name, getattr(again[shmem], name))
+    return again[hopper].decode_step_kernel
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -12,7 +12,7 @@ from jax import lax
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step import reference as plain
-from jaxtaxfree.ops.decode_step.hopper import FEW, Call, Hopper
+from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, placement_of
@@ -198,8 +198,9 @@ def _slower(*_: Any, axes: tuple[str, ...], placement: Placement | None, **__: A
     """Why XLA is taken. Us a step of ours and of XLA's same program, each at its best flags:
 
     One launch, on 2 H100: Llama 3 8B's share of 8 GPUs, 1 and 4 sequences, 283 and 458, and 866 and 1235; Llama 3 70B's
-    share, one sequence, 787 and 2410; Llama 3 8B on 4 GPUs 756 and 2412. Operations, on 2 H200: Llama 3 8B's share of 8
-    GPUs, 8 sequences, 477 and 1145; on 4 GPUs, 16 sequences, 913 where the best of XLA's by hand took 1176.
+    share, one sequence, 787 and 2410; Llama 3 8B on 4 GPUs 756 and 2412. On 2 H200, Llama 3 8B's share of 8 GPUs, 8
+    sequences: one launch 362, operations 477 to 504, XLA 1145. On 4 GPUs, 16 sequences: 757, 868 to 913, and 1176 by
+    the best of XLA's by hand.
     """
     if placement is not None:
         return "operations were measured with a cache by heads alone"
@@ -218,7 +219,7 @@ def case(
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, team.compute_capability)
     kernel = Hopper()
-    if call.batch > FEW or kernel.refuses(call, kernel.by_shape(call, {})):
+    if kernel.refuses(call, kernel.by_shape(call, {})):
         return None  # operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(

@@ -11,19 +11,16 @@ import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
-from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
 from jaxtaxfree.ops.blocks.portable import each
+from jaxtaxfree.ops.decode_step import many
+from jaxtaxfree.ops.decode_step.many import GROUP, LARGEST_BOX
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
-TILE = 8  # rows that an instruction of tensor cores takes
-GROUP = 64  # columns that TMA's swizzle keeps together
-LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors are in registers
-MOST = 16  # which tensor cores take at a time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,10 +142,10 @@ class Hopper(Variant[Call]):
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
-        if call.batch > MOST:
-            reasons.append(f"it takes 1 to {MOST} sequences, not {call.batch}")
+        if call.batch > many.VECTORS:
+            reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
         if call.tensor_cores:
-            reasons += self._refused_by_tensor_cores(call, config)
+            reasons += many.refused(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -166,21 +163,6 @@ class Hopper(Variant[Call]):
             reasons.append(f"merged={config.merged} does not divide the head size, {model.head_dim}")
         return reasons
 
-    def _refused_by_tensor_cores(self, call: Call, config: Config) -> list[str]:
-        """Why more sequences than FEW cannot be taken."""
-        many = f"of more than {FEW} sequences"
-        reasons: list[str] = []
-        if call.model.post_norms:
-            reasons.append(f"{many} it takes no norms behind a block (post_norms)")
-        if call.dtype.name != "bfloat16":
-            # The stream times a norm's gains, before it is scaled, is kept in this dtype.
-            reasons.append(Lasting(f"{many} it takes weights of bfloat16, not {call.dtype}"))
-        groups = config.stage // (TILE * GROUP)
-        if groups < config.num_warps or groups > LARGEST_BOX:
-            least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
-            reasons.append(f"{many} it takes stages of {least} to {most} elements, not {config.stage}")
-        return reasons
-
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
         stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
@@ -188,10 +170,7 @@ class Hopper(Variant[Call]):
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        merged = Config.merged
-        heads, h = call.batch * call.heads, call.model.head_dim
-        while call.tensor_cores and merged < min(h, 128) and heads * (h // merged) > programs:
-            merged *= 2  # each time that a program merges costs two ways to the L2 cache
+        merged = many.merged_of(call, programs, splits, Config.merged) if call.tensor_cores else Config.merged
         return Config(
             programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
             in_flight=_in_flight(stage),
@@ -203,8 +182,7 @@ class Hopper(Variant[Call]):
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
         old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
         if call.tensor_cores:
-            tile = config.stage // (TILE * GROUP), TILE, GROUP
-            project = out = inner = down = unembed = tile
+            project = out = inner = down = unembed = many.tile_of(config)
         else:
             project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
             inner = block_of(f, d, config)
@@ -228,19 +206,7 @@ class Hopper(Variant[Call]):
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
-        vectors = 16 if call.tensor_cores else next_power_of_2(b)
-        if call.tensor_cores:
-            words_of = {config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * 16 * TILE}
-        else:
-            words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
-        words = max(words_of)
-        kept = lambda columns: jax.ShapeDtypeStruct((16, columns), call.dtype)  # noqa: E731
-        by_tensor_cores = {
-            "scaled": kept(d), "squares": f32(config.programs, 16), "heads": kept(heads * h), "hidden": kept(call.d_mlp),
-        }
-        by_messages = {"heads": (layers, b, heads * h), "hidden": (layers, b, call.d_mlp)}
-        # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
-        told = not model.post_norms and len(words_of) == 1 and not call.tensor_cores
+        own = many.buffers(call, config) if call.tensor_cores else self._buffers(call, config, blocks)
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
@@ -249,18 +215,12 @@ class Hopper(Variant[Call]):
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
-                **(by_tensor_cores if call.tensor_cores else {"scaled": f32(0), "squares": f32(0)}),
-                "stream": f32(1 if call.tensor_cores else 2, b, d),
-                "block": f32(2 if model.post_norms else 0, b, d),
+                **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
                 "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
                 "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
             },
-            "messages": {
-                **({} if call.tensor_cores else by_messages),
-                "told": (2 * layers + 1 if told else 0, b, d),
-                "sums": jax.ShapeDtypeStruct((2 * layers, call.world, words) if call.world > 1 else (0,), jnp.int32),
-            },
+            "messages": own.pop("messages"),
             "signals": {"met": 1},
             "descriptors": blocks,
             "name": "decode_step",
@@ -295,15 +255,41 @@ class Hopper(Variant[Call]):
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
-            "WORDS": words,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
-            "STREAM_TOLD": int(told),
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
             "WINDOW": _windows(model)[0],
             "TABLE": model.table_by_layer[0],
-            "SUMS": max(512 * vectors, 0 if call.tensor_cores else vectors * config.stage // 32, 2 * config.num_warps * h),
+            **own,
+        }
+
+    def _buffers(self, call: Call, config: Config, blocks: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
+        """Scratch and messages of the launch, and the constants that go with them, without tensor cores."""
+        model, b, d = call.model, call.batch, call.model.d_model
+        f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        vectors = next_power_of_2(b)
+        words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
+        words = max(words_of)
+        # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
+        told = not model.post_norms and len(words_of) == 1
+        sums = (2 * model.layers, call.world, words) if call.world > 1 else (0,)
+        return {
+            "scratch": {
+                "stream": f32(2, b, d),
+                "block": f32(2 if model.post_norms else 0, b, d),
+                "scaled": f32(0),
+                "squares": f32(0),
+            },
+            "messages": {
+                "heads": (model.layers, b, call.heads * model.head_dim),
+                "hidden": (model.layers, b, call.d_mlp),
+                "told": (2 * model.layers + 1 if told else 0, b, d),
+                "sums": jax.ShapeDtypeStruct(sums, jnp.int32),
+            },
+            "WORDS": words,
+            "STREAM_TOLD": int(told),
+            "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * model.head_dim),
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
