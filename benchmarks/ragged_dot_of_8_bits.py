@@ -10,8 +10,9 @@ those of `KINDS`, programs:
 * "cast" is what there was before it: operands become 16 bits in front of the kernel, and sums are scaled behind it.
   With scales of blocks, 1 x 128 of lhs and 128 x 128 of weights, operands become f32, are scaled, and
   are multiplied by the portable kernel (TF32).
-* "dense" is XLA's batched product of groups of equal size, of bf16: the floor is as much, or for 8 bits half of it, or
-  what it takes to read the weights.
+* "dense" is XLA's product of groups of equal size: of bf16 batched, of e4m3 one for each group, as they are and without
+  scales, because cuBLASLt has those of whole operands alone. The floor is as much, or where both operands have 8 bits
+  and no product of them was timed half of that of bf16, or what it takes to read the weights.
 
 Each program calls the operation with several sets of weights, one after the other, so that none is in the L2 cache.
 Results are compared with f32 products of the dequantised operands. An error is the largest difference over the sum of
@@ -83,11 +84,13 @@ def make(shape: GroupedShape, kind: str, count: int) -> Any:
 def calls(kind: str, how: str, config: Any, implementation: str) -> Callable[..., Any]:
     """Of lhs, sets of weights, and sizes: a result of each set."""
 
-    def one(x: Any, w: Any, sizes: jax.Array) -> jax.Array:
+    def one(x: Any, w: Any, sizes: jax.Array) -> Any:
         (x, x_scale), (w, w_scale) = x, w
         if how == "dense":
             rows = x.reshape(w.shape[0], -1, x.shape[1])
-            return jnp.einsum("gmk,gnk->gmn", rows, w).reshape(x.shape[0], -1)
+            if kind == "bf16":
+                return jnp.einsum("gmk,gnk->gmn", rows, w).reshape(x.shape[0], -1)
+            return [jnp.dot(left, right.T, preferred_element_type=jnp.bfloat16) for left, right in zip(rows, w)]
         given: dict[str, Any] = {"rhs_transposed": True, "implementation": implementation}
         scales = {} if kind == "bf16" else {"lhs_scale": x_scale, "rhs_scale": w_scale}
         if how == "cast" and kind.endswith("blocks"):
@@ -117,10 +120,12 @@ def error_of(out: jax.Array, x: Any, w: Any, sizes: jax.Array) -> jax.Array:
     return jnp.max(jnp.abs(out.astype(jnp.float32) - wanted) / (usual + jnp.abs(wanted)))
 
 
-def floor_us(shape: GroupedShape, kind: str, dense: float | None) -> float:
-    """The larger of the product, by XLA's of bf16, and the bytes of weights."""
+def floor_us(shape: GroupedShape, kind: str, dense: dict[str, float]) -> float:
+    """The larger of the product, by XLA's of bf16 or of e4m3, and the bytes of weights."""
     left, right = (jnp.dtype(dtype).itemsize for dtype in KINDS[kind])
-    product = (dense or 0) * (0.5 if left == 1 else 1)
+    product = dense.get("bf16", 0.0)
+    if left == 1:
+        product = dense.get("e4m3", product / 2)
     return max(product, shape.groups * shape.d * shape.f * right / MEMORY * 1e6)
 
 
@@ -141,9 +146,9 @@ def times(programs: dict[str, Any], rounds: int, count: int) -> dict[str, float]
 def program_names(kind: str, shape: GroupedShape, configs: Sequence[str]) -> list[tuple[str, Any]]:
     """The programs of a kind, and their settings."""
     found: list[tuple[str, Any]] = [("kernel", None if kind == "bf16" else {"kernel": "hopper"})]
-    if kind == "bf16":
-        found += [("dense", None)] if shape.routing == "even" else []
-    else:
+    if kind in ("bf16", "e4m3") and shape.routing == "even":
+        found.append(("dense", None))
+    if kind != "bf16":
         found += [("cast", None), *((f"kernel {each}", {"kernel": "hopper"} | json.loads(each)) for each in configs)]
     return found
 
@@ -196,9 +201,10 @@ def main(arguments: list[str] | None = None) -> None:
         if not options.rounds or time.monotonic() - start > options.budget:
             continue
         medians = times(programs, options.rounds, count)
+        dense = {name.partition(":")[0]: us for name, us in medians.items() if name.endswith(": dense")}
         for name, us in medians.items():
             kind, _, how = name.partition(": ")
-            floor = floor_us(shape, kind, medians.get("bf16: dense"))
+            floor = floor_us(shape, kind, dense)
             say(shape=shape.name, kind=kind, program=how, us=round(us, 1), floor=round(floor, 1))
 
 

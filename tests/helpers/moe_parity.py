@@ -81,6 +81,30 @@ def check_gradients(mesh: Mesh) -> None:
     jtf.heap.check()
 
 
+def check_eight_bits(mesh: Mesh, implementation: str = "fused", shape: tuple[int, int, int, int] = SHAPES[0]) -> None:
+    """Weights of 8 bits by scales of columns and of blocks, under rows as they are and of 8 bits."""
+    world = mesh.devices.size
+    kinds = (("int8", (1, -1), None), ("float8_e4m3fn", (1, -1), "row"), ("float8_e4m3fn", (128, 128), "block"))
+
+    def local(rank: jax.Array) -> jax.Array:
+        found = []
+        for dtype, block, quantize_rows in kinds:
+            *tokens, w_gate, w_up, w_down = operands(rank, shape, world, world)
+            how: dict[str, Any] = {"weights_transposed": True, "quantize_rows": quantize_rows}
+            turned = []
+            for name, w in (("w_gate", w_gate), ("w_up", w_up), ("w_down", w_down)):
+                turn = functools.partial(jtf.quantize, dtype=dtype, block=block)
+                values, how[f"{name}_scale"] = jax.vmap(turn)(w.swapaxes(1, 2))
+                turned.append(values)
+            both = [jtf.moe(*tokens, *turned, "tp", implementation=name, **how) for name in (implementation, "xla")]
+            found.append(apart(*both))
+        return jnp.stack(found)
+
+    errors = on_ranks(mesh, local)
+    assert (errors < 0.02 * world).all(), errors
+    jtf.heap.check()
+
+
 def check_repetition(mesh: Mesh, times: int = 1000) -> None:
     """Call after call in a loop, with other choices each time, gives the same bits."""
     world = mesh.devices.size
@@ -114,4 +138,4 @@ def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     return program(mesh, local), ()
 
 
-CHECKS = (check_layers, check_gradients, check_repetition)
+CHECKS = (check_layers, check_gradients, check_eight_bits, check_repetition)
