@@ -1,5 +1,6 @@
 """`ragged_dot` of operands of 8 bits with scales, against f64 of what the scales make of the operands."""
 
+import functools
 from typing import Any
 
 import jax
@@ -141,6 +142,36 @@ def test_nan_of_a_block_stays_with_its_rows_and_columns() -> None:
     wanted = np.zeros((6, 256), bool)
     wanted[1] = wanted[3:5, :128] = True
     np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("transposed", "config", "reason"),
+    [
+        (
+            True,
+            {"block_k": 64},
+            "ragged_dot ('hopper')",
+        ),
+        (False, {}, "it takes all operands of 8 bits, rhs as [G, N, K] with rhs_transposed=True"),
+    ],
+)
+def test_a_kernel_that_is_named_says_why_it_refuses_blocks(
+    transposed: bool, config: dict[str, Any], reason: str
+) -> None:
+    """And nothing of f32, which operands would become for another kernel. XLA takes the call where it is left to us."""
+    x, w = jnp.ones((6, 256), jnp.int8), jnp.ones((2, 256, 256), jnp.int8)
+    x_scale, w_scale = np.ones((6, 2), np.float32), np.ones((2, 2, 2), np.float32)
+
+    def call(x: jax.Array, w: jax.Array, implementation: str | None) -> jax.Array:
+        return jtf.ragged_dot(
+            x, w, jnp.array([3, 2]), rhs_transposed=transposed, lhs_scale=x_scale, rhs_scale=w_scale,
+            implementation=implementation, config={"kernel": "hopper"} | config,
+        )  # fmt: skip
+
+    with fails(NotImplementedError, reason) as caught:
+        lower_for_cuda(functools.partial(call, implementation="fused"), x, w)
+    assert "float" not in str(caught.value)
+    assert TRITON_CALL not in lower_for_cuda(functools.partial(call, implementation=None), x, w)
 
 
 def test_what_does_not_fit_is_said() -> None:

@@ -14,8 +14,9 @@ from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.quantize import DTYPES, dequantize, expand, is_eight_bits
 from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call, as_int32
+from jaxtaxfree.ops.ragged_dot.hopper import Hopper
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
-from jaxtaxfree.ops.variant import Choice, choose, settings_of
+from jaxtaxfree.ops.variant import KERNEL, Choice, choose, settings_of
 from jaxtaxfree.primitive import DTYPES as RESULTS
 from jaxtaxfree.primitive import Unsupported, collective, needs_devices, symbolic
 from jaxtaxfree.shmem import shmem_call
@@ -75,9 +76,10 @@ def ragged_dot(
         **form,
     }
     operands = (lhs, sizes, *weights.values(), *found.values())
-    if implementation == "xla" or not _may_fit(lhs, list(weights.values()), sizes, params):
-        return _cast(*operands, operation=operation, implementation=implementation, config=config, **params)
     settings = settings_of("ragged_dot", VARIANTS, config)
+    if implementation == "xla" or not _may_fit(lhs, list(weights.values()), sizes, params):
+        how = {"operation": operation, "implementation": implementation, "config": dict(settings)}
+        return _cast(*operands, **how, **params)
     operands = matmul.vary_alike(*operands, axes=())
     return primitive.bind(*operands, implementation=implementation, config=settings, **params)[0]
 
@@ -102,6 +104,9 @@ def _cast(
     given = {"lhs": lhs, **weights}
     transposed = form["rhs_transposed"]
     by_blocks = [name for name, scale in scales.items() if _of_blocks(name, given[name], scale, transposed)]
+    if by_blocks and form["implementation"] in ("fused", "simulate") and _names_hopper(form["config"]):
+        why = "scales of blocks: it takes all operands of 8 bits, rhs as [G, N, K] with rhs_transposed=True"
+        raise Unsupported(f"ragged_dot ({Hopper.name!r})", [why])
     for name in by_blocks:
         given[name], scales[name] = _apply(name, given[name], scales[name], transposed)
     # Each row's group. Rows behind the last one have none, and no scales.
@@ -175,15 +180,17 @@ def _fused(
     *operands: jax.Array, operation: Any, config: Any, compute_capability: int, implementation: str | None = None,
     **params: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    """By the kernel for 8 bits, or where it refuses by the one for 16."""
-    try:
-        chosen = _choose(operands, compute_capability, config, params)
-    except Unsupported:
-        how = {"operation": operation, "implementation": implementation or "fused", "config": dict(config)}
-        return [_cast(*operands, **how, **params)]
+    """By the kernel for 8 bits, or where it refuses by the one for 16; of scales of blocks by one for f32."""
     lhs, sizes, *others = operands
     weights, scales = _named(params["names"], others)
     names = _kernel_names(lhs, weights, scales)
+    try:
+        chosen = _choose(operands, compute_capability, config, params)
+    except Unsupported:
+        if _names_hopper(config) and any(name.endswith(BLOCKS) for name in names.values()):
+            raise  # the caller has no f32, which this kernel would refuse next
+        how = {"operation": operation, "implementation": implementation or "fused", "config": dict(config)}
+        return [_cast(*operands, **how, **params)]
     scales = {names[name]: _of_kernel(names[name], scale, chosen.call) for name, scale in scales.items()}
     arrays = chosen.variant.arrays(chosen.call, lhs, weights, as_int32(sizes), scales)
     return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
@@ -216,6 +223,10 @@ def _slower(*operands: Any, compute_capability: int, config: Any, **params: Any)
 def _reference(*operands: jax.Array, config: Any = None, **params: Any) -> list[jax.Array]:
     del config  # is of another kernel
     return [_cast(*operands, implementation=None, config=None, **params)]
+
+
+def _names_hopper(config: Any) -> bool:
+    return dict(config or {}).get(KERNEL) == Hopper.name
 
 
 def _wide(lhs: jax.Array, rhs: jax.Array) -> np.dtype:
