@@ -106,7 +106,8 @@ def shmem_call(
       descriptors: the shape of a block for each name of a pointer ("scales.lhs" in a bundle), for Gluon kernels. The
         parameter is then a TMA descriptor of the whole operand or result. Its layout is
         `gl.NVMMASharedLayout.get_default_for` of the block. To take an operand in several ways, pass it several times,
-        which costs nothing.
+        which costs nothing. With a block of [groups, rows, width] an array [rows, columns] is read as [columns / width,
+        rows, width].
       name: the operation's name in profiles and errors; the kernel's name if None.
       num_warps, num_stages: as in Triton. In a Gluon kernel `num_warps` are those of the first partition.
       together: how many programs with consecutive ids may wait for each other. If other work leaves the GPU too few

@@ -9,6 +9,8 @@ their layout with them. `start` and `finish` stand in the kernel itself, the oth
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
   `tma.store_wait(0, read_only=False)`; what other partitions have stored, only behind an mbarrier at which they arrive.
+* A stage that was read by ordinary loads goes back to TMA only behind `fence_async_shared` and an mbarrier, because TMA
+  does not wait for reads that are on their way.
 * TMA reads what peers have stored only behind `wait` and `fence_proxy`, in that order, in the partition that loads.
 * A partition that waited in vain goes on to the end, past all its mbarriers: other partitions wait at those for ever.
 * Descriptors of scratch a kernel makes itself, with `tma.make_tensor_descriptor`, in the partition that uses them.

@@ -64,6 +64,22 @@ def test_a_share_of_llama_3_8b(world):
     assert "release.sys" not in code.ptx
 
 
+def test_sixteen_sequences():
+    """By tensor cores: their operands come as they are taken, and stages go back behind a fence."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    kernel = launch_of(lowered(model, 2, 16))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert code.shared <= SHARED_MEMORY[90]
+    assert spilled_bytes(ptxas_report(code)) == 0
+    assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    products = code.ptx.count("mma.sync")
+    # 32 columns of 8 rows at a time, which two products take; nothing goes through shared memory in between.
+    assert set(re.findall(r"ldmatrix\.[\w.:]+", code.ptx)) == {"ldmatrix.sync.aligned.m8n8.x4.shared.b16"}
+    assert 2 * code.ptx.count("ldmatrix.sync") == products
+    returns = len(re.findall(r"mbarrier\.arrive\.shared::cta", code.ptx))  # the loading warp's expect bytes
+    assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
+
+
 def test_norms_behind_the_blocks():
     """A share of Gemma 2, of two sequences."""
     model = DecoderSpec(

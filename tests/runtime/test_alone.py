@@ -64,6 +64,7 @@ def test_errors() -> None:
 def test_descriptors_of_slices() -> None:
     """Indices of `ragged.to_ragged` lead to the row that they say, and end where the slice does."""
     assert described_as((10, 8), (4, 8)) == ((10, 8), (8, 1))
+    assert described_as((10, 256), (2, 8, 64)) == ((4, 10, 64), (64, 256, 1))  # groups of columns, then rows
     shape, strides = described_as((1000, 24), (1, 1, 64, 8))
     begin, size, row, column = 130, 70, 64, 8
     end = 1 << 30
