@@ -1,13 +1,18 @@
-"""Dispatch and the first product of the experts in one Gluon kernel for Hopper: rows cross while the others are multiplied.
+"""Dispatch and the experts' first product in one Gluon kernel for Hopper: rows cross while others are multiplied.
 
-Persistent programs as those of `kernels/ragged_dot/hopper.py`, with two roles more. `send` sends this rank's tokens to
-all peers in stages. `place_rows` spreads this rank's own tokens to their experts' rows, and then a stage at a time those
-that come. Tiles whose rows are all of this rank's own tokens come first, for the first EARLY groups; the others wait
-until all rows have their place.
+Persistent programs as in `kernels/ragged_dot/hopper.py`, whose roles `load` and `multiply` these are, with two more:
+
+* `send` sends this rank's tokens to all peers in stages, each with a signal, and waits for nobody.
+* `scatter` stores this rank's own tokens to their experts' rows, and then, a stage at a time, those that come.
+
+Tiles of whole blocks of this rank's own rows come first, and wait for all programs' own tokens alone. All other tiles
+wait for all rows. A group with such tiles has its weights loaded twice, so only the first EARLY groups have them: as
+many as it takes until the peers' rows are there.
 """
 
 from typing import Any, NamedTuple
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
@@ -19,18 +24,18 @@ from jaxtaxfree.kernels.ragged_dot import hopper as product
 
 
 class Early(NamedTuple):
-    """Of each group the row blocks that need no peer."""
+    """Of each group the row blocks that have this rank's own rows alone."""
 
     first: Any  # the first one
     count: Any  # how many
-    own: Any  # how many those of the groups before are, with its own
-    rest: Any  # and how many the others are
+    own: Any  # those of this group and all before, counted
+    others: Any  # and all other blocks of these
 
 
 class Tokens(NamedTuple):
-    """What of the tokens is constant."""
+    """What of a call's tokens is constant."""
 
-    TOKENS: Any
+    TOKENS: Any  # of a rank
     D: Any
     CHOICES: Any
     WORLD: Any
@@ -42,14 +47,14 @@ def dispatch_product_kernel(
     y_ptr,  # [TOKENS, K], of this rank
     y_desc,  # the same, in blocks [64, BLOCK_K]
     places_ptr,  # i32 [WORLD * TOKENS, CHOICES]
-    ends_ptr,  # i32 [WORLD, GROUPS]: rows of each group of this source and those before
+    ends_ptr,  # i32 [WORLD, GROUPS]: rows of each group that this source has, and those before
     weights,  # rhs and gate [GROUPS, K, N] in blocks [1, BLOCK_K, BLOCK_N]
     team,
     inbox,  # scratch [WORLD, TOKENS, K]
     arrived,  # signals [programs, WORLD]
     placed,  # signals [2]: programs whose own tokens, and all tokens, are in their rows
-    out_desc,  # [M, N], ragged
-    rows_ptr,  # [M, K]
+    out_desc,  # [M, N], ragged, in blocks [1, 1, 64, columns stored at a time]
+    rows_ptr,  # [M, K]; whatever was there where no choice has its row
     M: gl.constexpr,
     N: gl.constexpr,
     K: gl.constexpr,
@@ -64,10 +69,9 @@ def dispatch_product_kernel(
     CHOICES: gl.constexpr,
     WORLD: gl.constexpr,
     SEND_STAGES: gl.constexpr,
-    EARLY: gl.constexpr,  # groups
-    PLACE_WARPS: gl.constexpr,
-    PLACE_REGISTERS: gl.constexpr,
+    EARLY: gl.constexpr,  # groups whose own rows are multiplied first
 ):
+    gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     me = shmem.start(team)
     work: gl.constexpr = product.Work(
         M, N, K, GROUPS, BLOCK_M, 2, BLOCK_M // 2, BLOCK_N, BLOCK_K, GROUP_M, STAGES, True, False, False,
@@ -80,29 +84,29 @@ def dispatch_product_kernel(
             (multiply, (me, ring, out_desc, ends_ptr, work, EARLY, WORLD, 0)),
             (multiply, (me, ring, out_desc, ends_ptr, work, EARLY, WORLD, 1)),
             (load, (me, ring, rows_ptr, y_desc, weights, ends_ptr, placed, work, EARLY, WORLD)),
-            (place_rows, (me, y_ptr, places_ptr, inbox, arrived, placed, rows_ptr, tokens)),
+            (scatter, (me, y_ptr, places_ptr, inbox, arrived, placed, rows_ptr, tokens)),
             (send, (me, y_ptr, inbox, arrived, tokens)),
         ],
-        [4, 1, PLACE_WARPS, 1],
-        [208, PLACE_REGISTERS, PLACE_REGISTERS, PLACE_REGISTERS],
+        [4, 1, 2, 1],
+        [208, 88, 88, 88],
     )
     shmem.finish(me)
 
 
 @gluon.jit
 def read(me, ends_ptr, work, EARLY: gl.constexpr, WORLD: gl.constexpr):
-    """The groups, and which of their row blocks need no peer."""
+    """The groups, and which of their row blocks need no peer.
+
+    A block that is not full is none of these: TMA loads the first rows of the next group with it.
+    """
     LENGTH: gl.constexpr = ragged.length_of(work.GROUPS)
     LAYOUT: gl.constexpr = gl.BlockedLayout([LENGTH // 32], [32], [gl.num_warps()], [0])
     index = gl.arange(0, LENGTH, LAYOUT)
-    groups = ragged.read(
-        ends_ptr + (WORLD - 1) * work.GROUPS, index, work.M, work.GROUPS, work.BLOCK_M, False
-    )
+    groups = ragged.read(ends_ptr + (WORLD - 1) * work.GROUPS, index, work.M, work.GROUPS, work.BLOCK_M, False)
     there = index < work.GROUPS
     before = gl.load(ends_ptr + (me.rank - 1) * work.GROUPS + index, mask=there & (me.rank > 0), other=0)
     end = gl.load(ends_ptr + me.rank * work.GROUPS + index, mask=there, other=0)
     first = (before + work.BLOCK_M - 1) // work.BLOCK_M
-    # Of a block that is not full TMA loads rows of the next group as well.
     last = end // work.BLOCK_M
     count = gl.where(there & (index < EARLY), gl.maximum(last - first, 0), 0)
     own = gl.cumsum(count, 0)
@@ -111,18 +115,18 @@ def read(me, ends_ptr, work, EARLY: gl.constexpr, WORLD: gl.constexpr):
 
 @gluon.jit
 def count_tiles(early, work):
-    """How many tiles need no peer, and how many there are."""
+    """How many tiles have own rows alone, and how many tiles there are."""
     columns = gl.cdiv(work.N, work.BLOCK_N)
     own = gl.max(early.own, 0) * columns
-    return own, own + gl.max(early.rest, 0) * columns
+    return own, own + gl.max(early.others, 0) * columns
 
 
 @gluon.jit
 def place(groups, early, tile, own_tiles, work):
-    """Where a tile lies."""
+    """Where a tile lies. As `ragged.place`, with those of own rows alone first."""
     columns = gl.cdiv(work.N, work.BLOCK_N)
     is_own = tile < own_tiles
-    ends = gl.where(is_own, early.own, early.rest)
+    ends = gl.where(is_own, early.own, early.others)
     tile = gl.where(is_own, tile, tile - own_tiles)
     before = ends <= tile // columns
     group = gl.sum(before.to(gl.int32), 0)
@@ -133,9 +137,7 @@ def place(groups, early, tile, own_tiles, work):
     first = gl.sum(gl.where(here, early.first, 0), 0)
     count = gl.sum(gl.where(here, early.count, 0), 0)
     all_blocks = (size + work.BLOCK_M - 1) // work.BLOCK_M
-    m, n = tiles.grouped(
-        tile - ahead * columns, gl.where(is_own, count, all_blocks - count), columns, work.GROUP_M
-    )
+    m, n = tiles.grouped(tile - ahead * columns, gl.where(is_own, count, all_blocks - count), columns, work.GROUP_M)
     m += gl.where(is_own, first, gl.where(m >= first, count, 0))
     return ragged.Place(group, begin, size, m * work.BLOCK_M, n * work.BLOCK_N)
 
@@ -143,13 +145,13 @@ def place(groups, early, tile, own_tiles, work):
 @gluon.jit
 def load(me, ring, rows_ptr, y_desc, weights, ends_ptr, placed, work, EARLY: gl.constexpr, WORLD: gl.constexpr):
     """Loads this program's tiles, once their rows have their places."""
-    rows_desc = tma.make_tensor_descriptor(
-        rows_ptr, [work.M, work.K], [work.K, 1], y_desc.block_shape, y_desc.layout
-    )
     groups, early = read(me, ends_ptr, work, EARLY, WORLD)
+    # What is behind the last group nobody has written.
+    length = gl.maximum(gl.max(groups.ends, 0), 1)
+    rows_desc = tma.make_tensor_descriptor(rows_ptr, [length, work.K], [work.K, 1], y_desc.block_shape, y_desc.layout)
     own, count = count_tiles(early, work)
     stage, phase = 0, 1
-    waited = 0
+    waited = 0  # signals of `placed` that have been waited for
     for tile in range(gl.program_id(0), count, gl.num_programs(0)):
         needed = gl.where(tile < own, 1, 2)
         if needed > waited:
@@ -164,9 +166,7 @@ def load(me, ring, rows_ptr, y_desc, weights, ends_ptr, placed, work, EARLY: gl.
 
 
 @gluon.jit
-def multiply(
-    me, ring, out_desc, ends_ptr, work, EARLY: gl.constexpr, WORLD: gl.constexpr, PARTITION: gl.constexpr
-):
+def multiply(me, ring, out_desc, ends_ptr, work, EARLY: gl.constexpr, WORLD: gl.constexpr, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's part of this program's tiles."""
     groups, early = read(me, ends_ptr, work, EARLY, WORLD)
     own, count = count_tiles(early, work)
@@ -210,7 +210,7 @@ def send(me, y_ptr, inbox, arrived, tokens):
     box = shmem.scratch(me, inbox, y_ptr.dtype.element_ty)
     meeting = arrived + gl.program_id(0) * tokens.WORLD
     row = gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))[:, None]
-    BLOCK: gl.constexpr = min(1024, tokens.D)
+    BLOCK: gl.constexpr = min(1024, triton.next_power_of_2(tokens.D))
     element = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
     for stage in range(tokens.STAGES):
         begin, end = tokens_of_stage(stage, tokens)
@@ -227,8 +227,8 @@ def send(me, y_ptr, inbox, arrived, tokens):
 
 
 @gluon.jit
-def place_rows(me, y_ptr, places_ptr, inbox, arrived, placed, rows_ptr, tokens):
-    """Spreads tokens to their rows: this rank's own ones, and then those that come."""
+def scatter(me, y_ptr, places_ptr, inbox, arrived, placed, rows_ptr, tokens):
+    """Stores tokens to their rows: this rank's own ones, and then those that come."""
     box = shmem.scratch(me, inbox, y_ptr.dtype.element_ty)
     meeting = arrived + gl.program_id(0) * tokens.WORLD
     begin, _ = tokens_of_stage(0, tokens)
@@ -251,7 +251,7 @@ def spread(rows_ptr, y_ptr, places_ptr, source, begin, end, ready, tokens):
     """Stores tokens of a source to all of their rows."""
     LAYOUT: gl.constexpr = layout_of(y_ptr.dtype.element_ty, gl.num_warps())
     row = gl.arange(0, 2, gl.SliceLayout(1, LAYOUT))
-    BLOCK: gl.constexpr = min(2048, tokens.D)
+    BLOCK: gl.constexpr = min(2048, triton.next_power_of_2(tokens.D))
     element = gl.arange(0, BLOCK, gl.SliceLayout(0, LAYOUT))[None, :]
     for first in range(begin, end, 2):
         number = (source * tokens.TOKENS + first + row).to(gl.int64) * tokens.CHOICES

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxtaxfree.kernels.moe import dispatch_product as one_launch
 from jaxtaxfree.kernels.moe import exchange as kernels
 from jaxtaxfree.kernels.moe import rows
 from jaxtaxfree.ops.moe import exchange
+from jaxtaxfree.ops.moe.dispatch_product import dispatch_product
 from tests.compiled.test_compiled import (
     bytes_of,
     local_memory,
@@ -21,7 +23,8 @@ from tests.compiled.test_compiled import (
     spilled_bytes,
     waits_that_do_not_wait,
 )
-from tests.helpers.support import Compiled, compile_call, mesh_of
+from tests.compiled.test_gluon import NAME, PTX, SHARED_MEMORY, WARPS, launch_of
+from tests.helpers.support import Compiled, compile_call, lower_for_cuda, mesh_of, sharded
 
 TOKENS, MOST, K = 4096, 40960, 8
 
@@ -81,3 +84,38 @@ def test_rows_move_by_16_bytes(name: str, d: int, weighted: bool) -> None:
     call = compiled(name, d, weighted)
     assert wrong(call) == []
     assert widths(call) == {"ld.": {16}, "st.": {16}}
+
+
+def test_dispatch_and_product_in_one_launch() -> None:
+    """Whole vectors travel, products overlap, and nothing spills beside them, at the size of Qwen3-30B-A3B."""
+    world, experts, d, f = 2, 128, 2048, 768
+
+    def call(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return dispatch_product(*operands, MOST, ("tp",), implementation="fused")
+
+    mesh = mesh_of(world)
+    arrays = (
+        ((world * TOKENS, d), jnp.bfloat16), ((world * world * TOKENS, K), jnp.int32),
+        ((world * world, experts // world), jnp.int32), *[((experts, d, f), jnp.bfloat16)] * 2,
+    )  # fmt: skip
+    operands = [sharded(mesh, P("tp"), *array) for array in arrays]
+    layer = jax.shard_map(call, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False)
+    kernel = launch_of(lower_for_cuda(layer, *operands))
+    assert (kernel[NAME], kernel[WARPS]) == (b"dispatch_product_kernel", 12)
+    compiled = Compiled(kernel[PTX].decode(), kernel[SHARED_MEMORY], (), {})
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", compiled.ptx)) == {"256"}
+    report = ptxas_report(compiled)
+    assert spilled_bytes(report) == 0
+    assert "C75" not in report
+    functions, lines = (one_launch.send, one_launch.spread), ("value = gl.load(", "gl.store(")
+    places = [place for function in functions for line in lines for place in places_of(function, line)]
+    assert len(places) == 4
+    moves = [s for s in parse(compiled.ptx) if s.has("global") and s.starts("ld.", "st.") and s.place in places]
+    assert {bytes_of(s) for s in moves} == {16}
+    # Rows go to peers from a single warp, whose barrier is a warp's.
+    program = parse(compiled.ptx)
+    releases = [i for i, s in enumerate(program) if s.starts("red.")]
+    assert all(program[i].has("release") for i in releases)
+    [published] = [i for i in releases if program[i].has("sys")]
+    assert len(releases) == 3
+    assert any(s.starts("bar.warp.sync") for s in program[published - 4 : published])
