@@ -56,7 +56,7 @@ def prepare(x, experts, weights, most):
 
 def part(x, experts, weights, ends, wg, wu, wd, *, most, how):
     place, sizes, _ = prepare(x, experts, weights, most)
-    total = jnp.float32(0)
+    total, out = jnp.float32(0), x
     for _ in range(CHAIN):
         out = hidden(x, place, ends, sizes, wg, wu, most, how)
         x, out = lax.optimization_barrier((x, out))
@@ -65,6 +65,7 @@ def part(x, experts, weights, ends, wg, wu, wd, *, most, how):
 
 
 def layer(x, experts, weights, ends, wg, wu, wd, *, most, how):
+    out = x
     for _ in range(CHAIN):
         place, sizes, w = prepare(x, experts, weights, most)
         h = hidden(x, place, ends, sizes, wg, wu, most, how)
@@ -76,6 +77,7 @@ def layer(x, experts, weights, ends, wg, wu, wd, *, most, how):
 
 def dense(x, experts, weights, ends, wg, wu, wd):
     each = jnp.tile(x[:512][None], (HERE, 1, 1))
+    out = each
     for _ in range(CHAIN):
         h = jax.nn.silu(jnp.einsum("gmd,gdf->gmf", each, wg)) * jnp.einsum("gmd,gdf->gmf", each, wu)
         out = jnp.einsum("gmf,gfd->gmd", h, wd)
@@ -95,9 +97,7 @@ def timed(fs, args, rounds=9, calls=8):
     for _ in range(rounds):
         for name, f in fs.items():
             begin = time.perf_counter()
-            for _ in range(calls):
-                out = f(*args)
-            jax.block_until_ready(out)
+            jax.block_until_ready([f(*args) for _ in range(calls)])
             times[name].append((time.perf_counter() - begin) / calls / CHAIN * 1e6)
     return {name: (np.median(t), np.min(t)) for name, t in times.items()}
 
@@ -140,7 +140,7 @@ def main():
         experts = put(e)
         args = (x, experts, weights, counted(experts), wg, wu, wd)
         want = np.asarray(layers["two launches"](*args), np.float32)
-        good = {}
+        good: dict[str, float | str] = {}
         for name in list(hows)[1:]:
             for _ in range(3 if kind == "even" else 2):
                 try:

@@ -91,7 +91,8 @@ def test_dispatch_and_product_in_one_launch() -> None:
     world, experts, d, f = 2, 128, 2048, 768
 
     def call(*operands: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return dispatch_product(*operands, MOST, ("tp",), implementation="fused")
+        y, places, ends, w_up, w_gate = operands
+        return dispatch_product(y, places, ends, w_up, w_gate, MOST, ("tp",), implementation="fused")
 
     mesh = mesh_of(world)
     arrays = (

@@ -75,7 +75,8 @@ class Drawn:
         how["out_type"][0] = jax.ShapeDtypeStruct((most, self.f), np.float32)
         how["descriptors"] |= {"out_desc": (1, 1, 64, 16)}
         *operands, up, gate = map(list, zip(*arrays))
-        return Call(arrays=(*operands, {"rhs": up, "gate": gate}), keywords=how, expected=expected, tolerance=1e-4)
+        given: Any = (*operands, {"rhs": up, "gate": gate})
+        return Call(arrays=given, keywords=how, expected=expected, tolerance=1e-4)
 
     def run(self, seed: int, module: ModuleType = dispatch_product) -> None:
         policy = POLICIES[seed % len(POLICIES)]

@@ -29,7 +29,7 @@ class Launch:
     stages: int = 2
 
     def keywords(
-        self, tokens: int, choices: int, most: int, weights: tuple[int, int, int], dtype: Any, world: int
+        self, tokens: int, choices: int, most: int, weights: tuple[int, ...], dtype: Any, world: int
     ) -> dict[str, Any]:
         """Of `shmem_call`; `weights` is the shape of those of this rank, [E, D, F]."""
         groups, d, f = weights
