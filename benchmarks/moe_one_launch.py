@@ -149,11 +149,11 @@ def main():
                 except Exception as error:
                     good[name] = repr(error)[:200]
         print(kind, "greatest difference", good, flush=True)
-        good = [n for n, v in good.items() if isinstance(v, float) and v < 1e-2]
+        right = [n for n, v in good.items() if isinstance(v, float) and v < 1e-2]
         if kind == "even":
             print("dense", timed({"dense": dense_f}, args), flush=True)
         for what, fs in (("dispatch + first product", parts), ("layer", layers)):
-            for name, (median, least) in timed({n: fs[n] for n in ["two launches", *good]}, args).items():
+            for name, (median, least) in timed({n: fs[n] for n in ["two launches", *right]}, args).items():
                 print(f"{kind:10} {what:26} {name:28} {median:7.1f} {least:7.1f}", flush=True)
 
 
