@@ -43,6 +43,7 @@ class Ring(NamedTuple):
     empty: Any  # mbarriers [STAGES]: all partitions have multiplied the stage
     lhs: Any  # [STAGES * LHS_PARTS, block of lhs]
     rhs: Any  # [STAGES, block of rhs], with a gate that of both side by side, or with TRANSPOSED one above the other
+    turns: Any  # mbarriers [PARTITIONS]: the partition may begin the next product
     results: Any  # [2 * PARTITIONS, block of the result]; with TURNED, of which a part of a tile has one, half as many
 
 
@@ -67,6 +68,8 @@ class Work(NamedTuple):
     SCALES: Any
     ACTIVATION: Any
     FILL: Any
+    ORDERED: Any
+    HELD: Any
 
 
 ROWS = gl.constexpr(64)  # that a partition multiplies, unless the tile is turned round
@@ -97,13 +100,16 @@ def ragged_dot_hopper_kernel(
     SCALES: gl.constexpr,  # the names of `scales`
     ACTIVATION: gl.constexpr,  # see `epilogue.activate`
     FILL: gl.constexpr,  # rows behind the last group are zeros, or whatever was there
+    ORDERED: gl.constexpr,
+    HELD: gl.constexpr,
+    SPARE: gl.constexpr,
 ):
     gl.static_assert(gl.num_warps() == 4, "each partition that multiplies has four warps")
     GATED: gl.constexpr = len(weights) > 1
     PART: gl.constexpr = BLOCK_M if TURNED else BLOCK_M // PARTITIONS
     work: gl.constexpr = Work(
         M, N, K, GROUPS, BLOCK_M, PARTITIONS, PART, BLOCK_N, BLOCK_K, GROUP_M, STAGES, GATED, TRANSPOSED, TURNED,
-        OUTER, SCALES, ACTIVATION, FILL,
+        OUTER, SCALES, ACTIVATION, FILL, ORDERED, HELD,
     )  # fmt: skip
     ring = allocate(lhs_desc, weights[0], out_desc, work)
     if PARTITIONS == 1:
@@ -123,7 +129,7 @@ def ragged_dot_hopper_kernel(
                 (load, (ring, lhs_desc, weights, sizes_ptr, work)),
             ],
             [4, 1],
-            [208, 88],
+            [232 if SPARE else 208, 40 if SPARE else 88],
         )
 
 
@@ -148,7 +154,10 @@ def allocate(lhs_desc, rhs_desc, out_desc, work):
     for i in gl.static_range(work.STAGES):
         mbarrier.init(ready.index(i), count=1)
         mbarrier.init(empty.index(i), count=work.PARTITIONS)
-    return Ring(ready, empty, lhs, rhs, results)
+    turns = mbarrier.allocate_mbarrier(batch=work.PARTITIONS)
+    for i in gl.static_range(work.PARTITIONS):
+        mbarrier.init(turns.index(i), count=1)
+    return Ring(ready, empty, lhs, rhs, turns, results)
 
 
 @gluon.constexpr_function
@@ -282,6 +291,7 @@ def multiply(ring, out_desc, sizes_ptr, scales, work, PARTITION: gl.constexpr):
     """Multiplies and stores a partition's part of this program's tiles."""
     groups, ranks = groups_of(sizes_ptr, work)
     stage, phase = 0, 0
+    turn = 1 - PARTITION
     for wave in range(wave_count(groups, work)):
         at, steps = place(groups, ranks, tile_of(wave, work), work)
         row, column = part_of(at, work, PARTITION)
@@ -290,6 +300,11 @@ def multiply(ring, out_desc, sizes_ptr, scales, work, PARTITION: gl.constexpr):
                 parts, stage, phase = multiply_turned(ring, stage, phase, steps, work, PARTITION)
             elif has_blocks(work.SCALES):
                 parts, stage, phase = multiply_blocks(ring, stage, phase, steps, scales, at, row, work, PARTITION)
+            elif blocks.promotes(ring) and work.ORDERED and work.PARTITIONS == 2:
+                both = is_there(at, at.row + work.ROWS, work)
+                parts, stage, phase, turn = multiply_ordered(ring, stage, phase, steps, turn, both, work, PARTITION)
+            elif blocks.promotes(ring) and work.HELD:
+                parts, stage, phase = multiply_held(ring, stage, phase, steps, work, PARTITION)
             elif blocks.promotes(ring):
                 parts, stage, phase = multiply_promoted(ring, stage, phase, steps, work, PARTITION)
             else:
@@ -386,6 +401,65 @@ def multiply_promoted(ring, stage, phase, steps, work, PARTITION: gl.constexpr):
         stage, phase = blocks.following(stage, phase, work.STAGES)
     parts = (left, right) if WIDTH < COLUMNS else (left,)
     return parts, stage, phase
+
+
+@gluon.jit
+def multiply_held(ring, stage, phase, steps, work, PARTITION: gl.constexpr):
+    COLUMNS: gl.constexpr = (2 if work.GATED else 1) * work.BLOCK_N
+    WIDTH: gl.constexpr = min(COLUMNS, blocks.PROMOTED)
+    LAYOUT: gl.constexpr = blocks.layout_of(ring, WIDTH, gl.num_warps())
+    HELD: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 4)
+    left = gl.zeros((work.ROWS, WIDTH), gl.float32, LAYOUT)
+    right = gl.zeros((work.ROWS, WIDTH), gl.float32, LAYOUT)
+    for _ in range(steps):
+        mbarrier.wait(ring.ready.index(stage), phase)
+        rows = ring.lhs.index(stage * work.PARTITIONS + PARTITION).load(HELD)
+        left += held_sums(rows, columns_of(ring, stage, 0, WIDTH, work).permute([1, 0]), LAYOUT)
+        if WIDTH < COLUMNS:
+            right += held_sums(rows, columns_of(ring, stage, WIDTH, WIDTH, work).permute([1, 0]), LAYOUT)
+        fence_async_shared()
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        stage, phase = blocks.following(stage, phase, work.STAGES)
+    parts = (left, right) if WIDTH < COLUMNS else (left,)
+    return parts, stage, phase
+
+
+@gluon.jit
+def held_sums(rows, columns, LAYOUT: gl.constexpr):
+    sums = gl.zeros((rows.shape[0], columns.shape[1]), gl.float32, LAYOUT)
+    sums = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
+
+
+@gluon.jit
+def multiply_ordered(ring, stage, phase, steps, turn, both, work, PARTITION: gl.constexpr):
+    COLUMNS: gl.constexpr = (2 if work.GATED else 1) * work.BLOCK_N
+    WIDTH: gl.constexpr = min(COLUMNS, blocks.PROMOTED)
+    LAYOUT: gl.constexpr = blocks.layout_of(ring, WIDTH, gl.num_warps())
+    left = gl.zeros((work.ROWS, WIDTH), gl.float32, LAYOUT)
+    right = gl.zeros((work.ROWS, WIDTH), gl.float32, LAYOUT)
+    for _ in range(steps):
+        mbarrier.wait(ring.ready.index(stage), phase)
+        left += ordered_sums(ring, stage, PARTITION, 0, WIDTH, turn, both)
+        turn = gl.where(both, turn ^ 1, turn)
+        if WIDTH < COLUMNS:
+            right += ordered_sums(ring, stage, PARTITION, WIDTH, WIDTH, turn, both)
+            turn = gl.where(both, turn ^ 1, turn)
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+        stage, phase = blocks.following(stage, phase, work.STAGES)
+    parts = (left, right) if WIDTH < COLUMNS else (left,)
+    return parts, stage, phase, turn
+
+
+@gluon.jit
+def ordered_sums(ring, stage, PARTITION: gl.constexpr, FIRST: gl.constexpr, COLUMNS: gl.constexpr, turn, both):
+    rows, columns = blocks.operands_of(ring, stage, False, PARTITION, FIRST, COLUMNS)
+    LAYOUT: gl.constexpr = blocks.layout_of(ring, COLUMNS, gl.num_warps())
+    sums = gl.zeros((ring.results.shape[-2], COLUMNS), gl.float32, LAYOUT)
+    mbarrier.wait(ring.turns.index(PARTITION), turn, pred=both)
+    sums = warpgroup_mma(rows, columns, sums, use_acc=False, is_async=True)
+    mbarrier.arrive(ring.turns.index(1 - PARTITION), count=1, pred=both)
+    return warpgroup_mma_wait(num_outstanding=0, deps=(sums,))
 
 
 @gluon.jit

@@ -48,6 +48,9 @@ class Config(Settings):
     group_m: int = setting(16, least=1)
     programs: int = setting(HOPPER.multiprocessors, least=1)
     turned: bool = False
+    ordered: bool = False
+    held: bool = False
+    spare: bool = False
 
 
 class Hopper(Variant[Call]):
@@ -134,6 +137,9 @@ class Hopper(Variant[Call]):
             "OUTER": call.of_weights,
             "ACTIVATION": call.activation,
             "FILL": call.fill,
+            "ORDERED": config.ordered,
+            "HELD": config.held,
+            "SPARE": config.spare,
         }
 
     def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
