@@ -139,11 +139,11 @@ class EightBits(Kind):
             name: 2.0 ** draw.integers(-3, 3, (len(sizes), n)) for name in weights
         }
         steps, wide = -(-k // 128), -(-n // 128)
-        scales["lhs_blocks"] = 2.0 ** draw.integers(-3, 3, (steps, m))
-        scales |= {f"{name}_blocks": 2.0 ** draw.integers(-3, 3, (len(sizes), steps, wide)) for name in weights}
+        scales["lhs_blocks"] = 2.0 ** draw.integers(-3, 3, (m, steps))
+        scales |= {f"{name}_blocks": 2.0 ** draw.integers(-3, 3, (len(sizes), wide, steps)) for name in weights}
         for name in weights:
-            scales[f"{name}_blocks"][len(sizes) // 2, 0] = 0.0
-        scales["lhs"][sum(sizes) :] = scales["lhs_blocks"][:, sum(sizes) :] = np.nan
+            scales[f"{name}_blocks"][len(sizes) // 2, :, 0] = 0.0
+        scales["lhs"][sum(sizes) :] = scales["lhs_blocks"][sum(sizes) :] = np.nan
         for name in weights:  # and NaN of empty groups
             scales[f"{name}_blocks"][np.array(sizes) == 0] = np.nan
         scales = {name: scale.astype(np.float32) for name, scale in scales.items() if name in self.scaled}
@@ -160,10 +160,11 @@ class EightBits(Kind):
         products = []
         left_factors = np.ones((m, k))
         if "lhs_blocks" in scales:
-            left_factors = np.where(rows[:, None], np.repeat(scales["lhs_blocks"].T, 128, 1)[:, :k], 1)
+            left_factors = np.where(rows[:, None], np.repeat(scales["lhs_blocks"], 128, 1)[:, :k], 1)
         for name, x in weights.items():
             if f"{name}_blocks" in scales:
-                factors = np.repeat(np.repeat(scales[f"{name}_blocks"], 128, 1), 128, 2)[:, :k, :n]
+                blocks_of_k = scales[f"{name}_blocks"].swapaxes(1, 2)
+                factors = np.repeat(np.repeat(blocks_of_k, 128, 1), 128, 2)[:, :k, :n]
                 x = x * np.where(np.isnan(factors), 0, factors)
             products.append(case.product(lhs * left_factors, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
         expected = products[0] if not self.gated else products[0] * products[1] / (1 + np.exp(-products[1]))
