@@ -6,6 +6,7 @@ Values are exact, and NaN stays NaN.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 
 @triton.constexpr_function
@@ -77,6 +78,8 @@ def block(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr, SUMS: gl.constexpr):
     """
     COLUMNS: gl.constexpr = pairs.shape[0]
     # Two bytes that follow each other along K are those of a thread.
-    low, high = words(pairs.load(gl.DotOperandLayout(0, SUMS, 1)), SOURCE, DEST)
+    loaded = pairs.load(gl.DotOperandLayout(0, SUMS, 1))
+    fence_async_shared()  # between these reads and what TMA, which takes another path, writes here next
+    low, high = words(loaded, SOURCE, DEST)
     both = gl.join(low, high).reshape([COLUMNS, 2 * pairs.shape[1]])
     return gl.convert_layout(both, gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)

@@ -1,78 +1,21 @@
 """The kernel of `decode_step`: all layers in one launch, on Hopper."""
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
+from jaxtaxfree.ops.decode_step.call import Call, Config
 from jaxtaxfree.ops.decode_step.many import GROUP, LARGEST_BOX
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
-from jaxtaxfree.settings import Settings, setting
-from jaxtaxfree.target import Target
-
-FEW = 4  # sequences, whose vectors are in registers
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
-    """All that decides how the kernel works.
-
-    Attributes:
-      model: what the decoder is made of.
-      world: number of ranks.
-      batch, tokens: B and T.
-      slots: positions of the cache.
-      positions: of the rotary tables.
-      dtype, cache_dtype: dtypes of the weights and of the cache.
-      by_heads: whether the cache is by heads.
-      target: the GPU.
-    """
-
-    model: DecoderSpec
-    world: int
-    batch: int
-    tokens: int
-    slots: int
-    positions: int
-    dtype: np.dtype
-    cache_dtype: np.dtype
-    by_heads: bool
-    target: Target
-
-    @property
-    def tensor_cores(self) -> bool:
-        """Whether these multiply: the vectors of so many sequences are too many for registers."""
-        return self.batch > FEW
-
-    @property
-    def heads(self) -> int:
-        """Query heads of a rank."""
-        return self.model.heads // self.world
-
-    @property
-    def kv_heads(self) -> int:
-        """Key/value heads of a rank."""
-        return self.model.kv_heads // self.world
-
-    @property
-    def d_mlp(self) -> int:
-        """F of a rank."""
-        return self.model.d_mlp // self.world
-
-    @property
-    def vocab(self) -> int:
-        """Logits of a rank."""
-        return self.model.vocab // self.world
 
 
 def refusals_of_form(call: Call) -> list[str]:
@@ -85,35 +28,6 @@ def refusals_of_form(call: Call) -> list[str]:
     if call.tokens != 1:
         reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
     return reasons
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(Settings):
-    """How the kernel splits its work.
-
-    Attributes:
-      programs: all of which run at once, one on each multiprocessor.
-      stage: elements of a stage of the ring, a power of 2.
-      num_stages: stages of the ring.
-      splits: parts of the keys of a sequence and key/value head.
-      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
-      num_warps: warps that compute.
-      in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
-        Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
-        busy. By default those that 32 KiB hold, but not less than two, so that one comes while the next one is asked
-        for: two of 8192 elements, which took 283 us a step where four took 300 (docs/experiments.md).
-      times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
-        place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
-    """
-
-    programs: int = setting(132, least=1)
-    stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)
-    num_stages: int = setting(12, least=2, most=32)
-    splits: int = setting(1, least=1)
-    merged: int = setting(8, least=4, most=128, power_of_2=True)
-    num_warps: int = setting(8, least=4, most=16, power_of_2=True)
-    in_flight: int = setting(2, least=1, most=32)
-    times: bool = False
 
 
 def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:

@@ -1,16 +1,14 @@
 """What `decode_step`'s kernel needs for the sequences that tensor cores take (`kernels/decode_step/many.py`)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
+from jaxtaxfree.ops.decode_step.call import Call, Config
 from jaxtaxfree.primitive import Lasting
-
-if TYPE_CHECKING:
-    from jaxtaxfree.ops.decode_step.hopper import Call, Config
 
 VECTORS = 16  # that tensor cores multiply at a time
 TILE = 8  # rows of weights, likewise
@@ -18,7 +16,7 @@ GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # groups of a block
 
 
-def refused(call: "Call", config: "Config") -> list[str]:
+def refused(call: Call, config: Config) -> list[str]:
     """Why a call of so many sequences cannot be taken."""
     of = f"of {call.batch} sequences"
     reasons: list[str] = []
@@ -33,12 +31,12 @@ def refused(call: "Call", config: "Config") -> list[str]:
     return reasons
 
 
-def tile_of(config: "Config") -> tuple[int, int, int]:
+def tile_of(config: Config) -> tuple[int, int, int]:
     """The shape of a block of weights: [groups of columns, rows, 64]."""
     return config.stage // (TILE * GROUP), TILE, GROUP
 
 
-def merged_of(call: "Call", programs: int, splits: int, least: int) -> int:
+def merged_of(call: Call, programs: int, splits: int, least: int) -> int:
     """How many columns of a head a program merges at a time: so many that each program does it once, if it can be.
 
     Each time costs two ways to the L2 cache. 16 sequences of Llama 3 8B on 4 GPUs took 15.3 us a layer for 8 columns,
@@ -51,7 +49,7 @@ def merged_of(call: "Call", programs: int, splits: int, least: int) -> int:
     return merged
 
 
-def buffers(call: "Call", config: "Config") -> dict[str, Any]:
+def buffers(call: Call, config: Config) -> dict[str, Any]:
     """Scratch and messages of the launch, and the constants that go with them."""
     b, d, queries = call.batch, call.model.d_model, call.heads * call.model.head_dim
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
