@@ -150,20 +150,23 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def place_of_sums(first, tile: gl.constexpr, SIZE: gl.constexpr):
-    """Of what `tensor.collect` returns, from a tile on that the program has from row `first` on: (the vector b, the
-    row), which broadcast to [SIZE, 16, 8]."""
+def place_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr):
+    """Of COUNT tiles that `tensor.collect` returns, of those that the program has from row `first` on.
+
+    Returns: (the vector b, the row, whether it is one of ROWS and of these tiles), which broadcast to [SIZE, 16, 8].
+    """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
     own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     b = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    return b, first + (tile + own) * 8 + row
+    row = first + (tile + own) * 8 + row
+    return b, row, (row < gl.minimum(ROWS, first + (tile + COUNT) * 8)) & (b >= 0)
 
 
 @triton.constexpr_function
-def portion_of(tiles, tile, most):
+def portion_of(tiles, tile):
     """How many of a turn's tiles are collected at a time, from a tile on."""
-    return min(most, tiles - tile)
+    return min(PORTION.value, tiles - tile)
 
 
 @gluon.jit
@@ -180,7 +183,7 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
-                    ring, products, given, kept, layer, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES
+                    ring, products, given, kept, layer, first, scale, tile, portion_of(TILES, tile), SIZES
                 )
     return position
 
@@ -195,13 +198,12 @@ def store_projections(
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale
-    b, row = place_of_sums(first, tile, SIZE)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZE, WIDTH)
     if given.query_bias is not None:
         value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
         value += phases.part_of(phases.of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
         value += phases.part_of(phases.of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
-    there = (row < gl.minimum(WIDTH, first + (tile + COUNT) * 8)) & (b < SIZES.B)
-    gl.store(kept.qkv + b * WIDTH + row, value, mask=there)
+    gl.store(kept.qkv + b * WIDTH + row, value, mask=own & (b < SIZES.B))
 
 
 @gluon.jit
@@ -216,7 +218,7 @@ def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
             products, position = tensor.multiply(ring, position, given.gate, given.up, kept.scaled, SIZES.D, TILES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES)
+                store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
     return position
 
 
@@ -226,9 +228,8 @@ def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: 
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
     ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
-    b, row = place_of_sums(first, tile, SIZE)
-    there = (row < gl.minimum(SIZES.F, first + (tile + COUNT) * 8)) & (b >= 0)
-    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, there)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
+    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own)
 
 
 @gluon.jit
@@ -264,7 +265,7 @@ def add(
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
                     me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
-                    portion_of(TILES, tile, PORTION), SIZES,
+                    portion_of(TILES, tile), SIZES,
                 )  # fmt: skip
     phases.stamp(times, 1)
     if WORLD > 1:
@@ -285,8 +286,7 @@ def pass_on(
     D: gl.constexpr = SIZES.D
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor
-    b, row = place_of_sums(first, tile, SIZE)
-    own = row < gl.minimum(D, first + (tile + COUNT) * 8)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZE, D)
     there = own & (b < SIZES.B)
     squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
     if SIZES.WORLD == 1:
@@ -400,7 +400,7 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
             products, position = tensor.multiply(ring, position, given.unembed, None, kept.scaled, SIZES.D, TILES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile, PORTION), SIZES)
+                store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)
     phases.stamp(times, 1)
 
 
@@ -414,6 +414,5 @@ def store_logits(
     logit = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE)
     if CAP > 0:
         logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
-    b, row = place_of_sums(first, tile, SIZE)
-    there = (row < gl.minimum(SIZES.V, first + (tile + COUNT) * 8)) & (b < SIZES.B)
-    gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.V)
+    gl.store(logits_ptr + b * SIZES.V + row, logit, mask=own & (b < SIZES.B))

@@ -8,6 +8,8 @@ from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
+GROUP = 64  # columns that TMA's swizzle keeps together
+LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors are in registers
 
 

@@ -11,8 +11,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import Call, Config
-from jaxtaxfree.ops.decode_step.many import GROUP, LARGEST_BOX
+from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting

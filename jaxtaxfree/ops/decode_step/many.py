@@ -7,13 +7,11 @@ import jax.numpy as jnp
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
-from jaxtaxfree.ops.decode_step.call import Call, Config
+from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
 VECTORS = 16  # that tensor cores multiply at a time
 TILE = 8  # rows of weights, likewise
-GROUP = 64  # columns that TMA's swizzle keeps together
-LARGEST_BOX = 256  # groups of a block
 
 
 def refused(call: Call, config: Config) -> list[str]:
