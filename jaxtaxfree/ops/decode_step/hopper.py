@@ -45,7 +45,7 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
 
 
 def by_tensor_cores(call: Call, config: Config) -> bool:
-    """Whether tensor cores are to multiply, because there are too many sequences for registers, or because it is faster.
+    """Whether tensor cores are to multiply: there are too many sequences for registers, or it is faster.
 
     us a step on one H100, 8 layers, 2048 tokens: Llama 3 8B's share of eight GPUs takes 288 to 290 for 1 to 4
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
