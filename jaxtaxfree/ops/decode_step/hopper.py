@@ -110,7 +110,8 @@ class Hopper(Variant[Call]):
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
+        slots = min(config.stage // h, LARGEST_BOX)
+        old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // GROUP, GROUP)
         if config.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(config)
         else:
@@ -235,11 +236,11 @@ class Hopper(Variant[Call]):
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
-        of_weights = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
+        as_blocks = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
         return (
             x,
-            *(of_weights(params[name]) for name in weights),
-            *map(rows, cache),
+            *(as_blocks(params[name]) for name in weights),
+            *map(as_blocks, cache),
             *(params[name] for name in vectors),
             cos,
             sin,
