@@ -100,10 +100,17 @@ def _of_llama3(name: str, b: int, context: int, **sizes: int) -> DecoderShape:
     )
 
 
+def _whole(name: str, b: int, context: int, **sizes: int) -> DecoderShape:
+    return DecoderShape(name=f"{name}/decode-{b}/{context // 1024}k-context", b=b, context=context, h=128, **sizes)
+
+
 # What two of eight GPUs have to do, where the model is sharded over eight.
 _TWO_OF_EIGHT_8B = {"d_model": 4096, "n": 8, "kv_heads": 2, "d_mlp": 3584}
 _TWO_OF_EIGHT_70B = {"d_model": 8192, "n": 16, "kv_heads": 2, "d_mlp": 7168}
 _LLAMA3_8B = {"d_model": 4096, "n": 32, "kv_heads": 8, "d_mlp": 14336}
+# All layers and the whole vocabulary; an eighth of both, without the norms of queries and keys.
+_WHOLE_8B = {"layers": 32, "vocab": 128256} | _LLAMA3_8B
+_QWEN3_32B = {"layers": 8, "vocab": 18992, "d_model": 5120, "n": 64, "kv_heads": 8, "d_mlp": 25600}
 
 DECODE_STEP = (
     _tenth_of_llama3_70b(1, 32768),
@@ -114,6 +121,10 @@ DECODE_STEP = (
     _of_llama3("llama3-70b/10/2-of-8-gpus", 1, 8192, **_TWO_OF_EIGHT_70B),
     _of_llama3("llama3-8b/4", 1, 8192, **_LLAMA3_8B),
     _of_llama3("llama3-8b/4", 16, 2048, **_LLAMA3_8B),
+    _whole("llama3-8b", 1, 8192, **_WHOLE_8B),
+    _whole("llama3-8b", 16, 2048, **_WHOLE_8B),
+    _whole("qwen3-32b/8", 1, 8192, **_QWEN3_32B),
+    _whole("qwen3-32b/8", 16, 2048, **_QWEN3_32B),
 )
 
 DECODE_STEP_TINY = (

@@ -19,8 +19,8 @@ With norms behind the blocks a program needs all rows of a result before it adds
 at the end of `add`.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
-its blocks. Those are of few sequences, whose vectors lie in registers in f32. `many.py` has the same phases for more of
-them, by tensor cores (`tensor_cores.py`).
+its blocks. Those are of one sequence or few, whose vectors lie in registers in f32. `many.py` has the same phases by
+tensor cores (`tensor_cores.py`), for more of them.
 
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.

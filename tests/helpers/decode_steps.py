@@ -103,7 +103,7 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
             for name, w in params.items()
         }
         own = [np.ascontiguousarray(part[:, :, rank : rank + 1]) for part in cache]
-        arrays.append(list(map(np.asarray, variant.arrays(call, of_rank, stream, own, lengths, cos, sin))))
+        arrays.append(list(map(np.asarray, variant.arrays(call, config, of_rank, stream, own, lengths, cos, sin))))
     keywords = variant.launch(call, config)
     for of_jax in ("cost_estimate", "name"):
         del keywords[of_jax]

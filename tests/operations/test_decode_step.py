@@ -12,16 +12,19 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
-from jaxtaxfree.ops.decode_step import operations
+from jaxtaxfree.ops.decode_step import VARIANTS, operations
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.kv_cache import placement_of
+from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.target import HOPPER, target_of
+from tests.helpers.decode_steps import call_of
 from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
 
 PROMPTS = (5, 1, 7)  # tokens of each sequence
 NEW = 3  # tokens after them
 SLOTS = 16  # of the cache
+LLAMA = FAMILIES["llama-3-8b"]
 
 
 def specs(model: jtf.DecoderSpec, by_heads: bool = True) -> dict[str, P]:
@@ -224,6 +227,36 @@ def test_what_the_kernel_takes(family, world, batch):
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
         assert rows * groups * width <= config.stage, name
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "dtype", "asked", "expected"),
+    [
+        (LLAMA, 1, "bfloat16", {}, False),
+        (FAMILIES["llama-3-70b"], 1, "bfloat16", {}, False),
+        (dataclasses.replace(LLAMA, d_model=5120), 1, "bfloat16", {}, True),
+        (LLAMA, 2, "bfloat16", {}, True),
+        (LLAMA, 2, "bfloat16", {"tensor_cores": False}, False),
+        (LLAMA, 2, "bfloat16", {"stage": 2048}, False),  # tiles are too narrow for eight warps
+        (LLAMA, 2, "bfloat16", {"stage": 2048, "num_warps": 4}, True),
+        (LLAMA, 4, "float16", {}, False),
+        (FAMILIES["gemma-2-9b"], 4, "bfloat16", {}, False),
+        (LLAMA, 5, "bfloat16", {}, True),
+    ],
+)
+def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
+    """From two sequences on and for rows of several blocks, of what they take."""
+    call = call_of(model, 4, batch, 2048, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
+    kernel = Hopper()
+    config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
+    assert config.tensor_cores == expected
+    assert kernel.refuses(call, config) == []
+
+
+def test_too_many_sequences_for_registers():
+    call = call_of(LLAMA, 2, 5, 2048)
+    with pytest.raises(NotImplementedError, match="without tensor cores it takes 1 to 4 sequences, not 5"):
+        choose("decode_step", VARIANTS, call, {"kernel": "hopper", "tensor_cores": False})
 
 
 def test_what_operations_do_not_take():

@@ -52,7 +52,7 @@ STEPS = {
     ),
 }  # fmt: skip
 # By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
-TILES = (("stage", 2048),)
+TILES = (("tensor_cores", True), ("stage", 2048))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),

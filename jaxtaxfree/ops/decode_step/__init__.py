@@ -76,12 +76,11 @@ def decode_step(
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
-        in one launch, on Hopper: of 1 to 4 sequences with a cache by heads. It is our operations, some kernels a layer,
-        of more sequences, with a cache along the sequence, and on other GPUs. None takes it on several ranks, where it
-        has been measured.
+        in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 and with norms behind the blocks 1
+        to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence, and on
+        other GPUs. None takes it on several ranks, where it has been measured.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. It takes up to 8 sequences, more than 4 where no row of a weight has more than 4096 numbers.
-        {"kernel": "operations"} is our operations.
+        leaves out. {"kernel": "operations"} is our operations.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.
@@ -152,7 +151,9 @@ def fused(
         return [logits, *cache]
     stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    arrays = chosen.variant.arrays(call, dict(zip(names, weights)), stream, (key, value), lengths, *tables)
+    arrays = chosen.variant.arrays(
+        call, chosen.config, dict(zip(names, weights)), stream, (key, value), lengths, *tables
+    )
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
     logits, *news = outs[:3]  # and times, if they are taken

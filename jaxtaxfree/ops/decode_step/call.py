@@ -10,7 +10,7 @@ from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
-FEW = 4  # sequences, whose vectors are in registers
+FEW = 4  # sequences, whose vectors registers have room for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,11 +40,6 @@ class Call:
     target: Target
 
     @property
-    def tensor_cores(self) -> bool:
-        """Whether these multiply: the vectors of so many sequences are too many for registers."""
-        return self.batch > FEW
-
-    @property
     def heads(self) -> int:
         """Query heads of a rank."""
         return self.model.heads // self.world
@@ -70,6 +65,7 @@ class Config(Settings):
     """How the kernel splits its work.
 
     Attributes:
+      tensor_cores: whether these multiply, up to 16 vectors at a time. Otherwise up to 4 vectors lie in registers.
       programs: all of which run at once, one on each multiprocessor.
       stage: elements of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
@@ -84,6 +80,7 @@ class Config(Settings):
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
 
+    tensor_cores: bool = False
     programs: int = setting(132, least=1)
     stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)
     num_stages: int = setting(12, least=2, most=32)

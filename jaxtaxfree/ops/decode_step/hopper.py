@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
+from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
@@ -44,6 +44,19 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
     return math.gcd(height, divides), width // GROUP, GROUP
 
 
+def by_tensor_cores(call: Call, config: Config) -> bool:
+    """Whether tensor cores are to multiply: there are too many sequences for registers, or it is faster.
+
+    us a step on one H100, 8 layers, 2048 tokens: Llama 3 8B's share of eight GPUs takes 288 to 290 for 1 to 4
+    sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
+    come in five blocks in registers, takes 808 by tensor cores, and 867.
+    """
+    if call.batch > FEW or many.refused(call, config):
+        return call.batch > FEW
+    _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
+    return call.batch > 1 or call.model.d_model > 2 * groups * width
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -57,8 +70,10 @@ class Hopper(Variant[Call]):
         reasons += refusals_of_form(call)
         if call.batch > many.VECTORS:
             reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
-        if call.tensor_cores:
+        if config.tensor_cores:
             reasons += many.refused(call, config)
+        elif call.batch > FEW:
+            reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -78,14 +93,16 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
-        stage = Config(stage=asked.get("stage", 8192)).stage  # which says what is wrong with it
+        given = Config(**{name: asked[name] for name in ("stage", "num_warps") if name in asked})
+        stage = given.stage
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        merged = many.merged_of(call, programs, splits, Config.merged) if call.tensor_cores else Config.merged
+        tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
+        merged = many.merged_of(call, programs, splits, Config.merged) if tensor_cores else Config.merged
         return Config(
-            programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
+            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
             in_flight=_in_flight(stage),
         )  # fmt: skip
 
@@ -94,7 +111,7 @@ class Hopper(Variant[Call]):
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
         old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
-        if call.tensor_cores:
+        if config.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(config)
         else:
             project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
@@ -119,7 +136,7 @@ class Hopper(Variant[Call]):
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
-        own = many.buffers(call, config) if call.tensor_cores else self._buffers(call, config, blocks)
+        own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
@@ -147,7 +164,7 @@ class Hopper(Variant[Call]):
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             "LAYERS": layers,
             "B": b,
-            "TENSOR_CORES": int(call.tensor_cores),
+            "TENSOR_CORES": int(config.tensor_cores),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -205,7 +222,7 @@ class Hopper(Variant[Call]):
             "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * model.head_dim),
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
         """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled."""
         params, x, cache, lengths, cos, sin = operands
         model = call.model
@@ -218,7 +235,7 @@ class Hopper(Variant[Call]):
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
-        of_weights = (lambda w: w.reshape(-1, w.shape[-1])) if call.tensor_cores else rows
+        of_weights = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
         return (
             x,
             *(of_weights(params[name]) for name in weights),
@@ -231,8 +248,8 @@ class Hopper(Variant[Call]):
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
-        del call
         return [
+            *([{"tensor_cores": not config.tensor_cores}] if call.batch <= FEW else []),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
                 for stage in (4096, 16384)
