@@ -6,7 +6,7 @@ from typing import Any
 Row = dict[str, Any]
 
 # Peers that not every machine can run, as tables name them.
-OTHERS = {"pallas": "Pallas", "torch": "PyTorch"}
+OTHERS = {"pallas": "Pallas", "tokamax": "tokamax", "torch": "PyTorch"}
 MISSING = "–"
 NOISY_MARK = "~"  # samples lie far apart, see sampling.NOISY
 

@@ -348,7 +348,7 @@ def is_ours(name: str) -> bool:
 
 def is_written_by_hand(implementation: Implementation) -> bool:
     """Whether an implementation is a kernel of which XLA times nothing while it compiles."""
-    return not implementation.mixed and family(implementation.name) in ("fused", "local", "pallas", "iris")
+    return not implementation.mixed and family(implementation.name) in ("fused", "local", "pallas", "tokamax", "iris")
 
 
 def make_mesh(devices: Sequence[jax.Device]) -> Mesh:

@@ -1,4 +1,4 @@
-"""`ragged_dot` of the experts of one rank, and what it is compared with: XLA's, and a batched dense product.
+"""`ragged_dot` of the experts of one rank, and what it is compared with: XLA's, tokamax's, and a batched dense product.
 
 Every rank multiplies the rows of its own experts, and nothing travels. The floor of a shape is `dense`, XLA's batched
 product of as many rows in groups of equal size, measured in the same run. Sizes of groups are read on the device.
@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from benchmarks import tokamax_peer
 from benchmarks.operation import AXIS, DTYPE, Config, Implementation, Operands, Operation, fused, normal
 from benchmarks.timing import measure_bandwidths
 from jaxtaxfree.ops.ragged_dot.shapes import SHAPES, TINY_SHAPES
@@ -70,6 +71,7 @@ class RaggedDot(Operation):
     tiny_shapes = TINY_SHAPES
     sizes = GroupedShape.sizes
     parts = ("dense",)
+    optional_peers = ("tokamax",)
     ceiling = "GB/s received by a rank"
     heading = "tokens, D, F, experts of a rank, choices of a token, routing"
 
@@ -77,9 +79,13 @@ class RaggedDot(Operation):
         implementations = (
             _make(name="xla/default", call=_xla),
             _make(name="dense", call=_dense),
+            _make(name="tokamax", call=tokamax_peer.ragged_dot, alternatives=tokamax_peer.CONFIGS),
             *fused(_make, _fused, configs),
         )
         return {implementation.name: implementation for implementation in implementations}
+
+    def unavailable(self, peer: str) -> str:
+        return tokamax_peer.unavailable() if peer == "tokamax" else ""
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         if implementation.name == "dense":

@@ -12,8 +12,9 @@ Each --config is one more fused implementation; what it does not say is chosen b
 --peers says what to compare with; without it, all that the machine can run. xla is the plain program under several
 sets of XLA's flags (FLAG_SETS in `operation.py`), of which the table shows the fastest. xla_auto is XLA's own
 collective matmul. pallas is JAX's collective matmul for Hopper (`pallas_matmul.py`), the fastest of eight
-configurations at each shape; the row names it. torch is PyTorch's asynchronous tensor parallelism, in processes of its
-own after the rest (`torch_async_tp.py`). Neither of these two uses NVLink multicast.
+configurations at each shape; the row names it. tokamax is that library's product by groups for Hopper
+(`tokamax_peer.py`), the fastest of 32. torch is PyTorch's asynchronous tensor parallelism, in processes of its own
+after the rest (`torch_async_tp.py`). Neither pallas nor torch uses NVLink multicast.
 
 Modes, whose figures must not be compared with each other, because GPUs lower their clocks under load:
 

@@ -45,12 +45,13 @@ PROMOTED = gl.constexpr(128)  # columns of which the registers hold the sums of 
 class Factors(NamedTuple):
     """Scales of blocks of a product's operands, BLOCK_K of K long: by what the sums of a step are multiplied."""
 
-    rows: Any  # f32 [steps, rows of all sources], from the first row of a tile on; or None
+    rows: Any  # f32, from that of the first row of a tile on; or None
     row_step: Any  # from one step to the next
-    count: Any  # of rows that the source has from there on
-    columns: Any  # f32 [steps, blocks of columns], from the block of a tile on; or None
+    row_stride: Any  # from one row to the next
+    count: Any  # of rows that have some from there on
+    columns: Any  # f32, from that of the block of columns of a tile on; or None
     gates: Any  # the same of the gate, which are the right half of the columns
-    further: Any  # from the block of columns of a tile to that of its right half if it has two: 1, or 0 beyond the last
+    further: Any  # from the block of columns of a tile to that of its right half if it has two; 0 beyond the last
     column_step: Any
 
 
@@ -362,7 +363,9 @@ def factors_of(factors, step, ROWS: gl.constexpr, LAYOUT: gl.constexpr, WIDE: gl
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
     rows = (row * 0 + 1).to(gl.float32)
     if factors.rows is not None:
-        rows = gl.load(factors.rows + step * factors.row_step + row, mask=row < factors.count, other=1.0)
+        rows = gl.load(
+            factors.rows + step * factors.row_step + row * factors.row_stride, mask=row < factors.count, other=1.0
+        )
     left = gl.to_tensor(1.0)
     right = gl.to_tensor(1.0)
     if factors.columns is not None:
@@ -416,21 +419,6 @@ def scales_of_blocks(
       source, row, column: where the tile begins.
     """
     first = row + PARTITION * ring.results.shape[2]
-    return factors_from(scales, NAMES, source * M + first, SOURCES * M, M - first, column, N, 0)
-
-
-@gluon.jit
-def factors_from(
-    scales, NAMES: gl.constexpr, row, ROWS: gl.constexpr, count, column, N: gl.constexpr, above
-):  # fmt: skip
-    """The scales of blocks of some rows and columns, or None if there are none.
-
-    Args:
-      scales: as of `scales_of_blocks`.
-      row, count: the first row of all ROWS, and how many from there on have scales.
-      column: the first one of N.
-      above: how many steps of other weights lie before those of these.
-    """
     rows = bundle.member(scales, NAMES, "lhs_blocks")
     columns = bundle.member(scales, NAMES, "rhs_blocks")
     gates = bundle.member(scales, NAMES, "gate_blocks")
@@ -438,13 +426,13 @@ def factors_from(
     if rows is not None or columns is not None or gates is not None:
         BLOCKS: gl.constexpr = gl.cdiv(N, SCALED)
         if rows is not None:
-            rows += row
+            rows += source * M + first
         if columns is not None:
-            columns += above * BLOCKS + column // SCALED
+            columns += column // SCALED
         if gates is not None:
-            gates += above * BLOCKS + column // SCALED
+            gates += column // SCALED
         further = gl.minimum(1, BLOCKS - 1 - column // SCALED)
-        found = Factors(rows, ROWS, count, columns, gates, further, BLOCKS)
+        found = Factors(rows, SOURCES * M, 1, M - first, columns, gates, further, BLOCKS)
     return found
 
 

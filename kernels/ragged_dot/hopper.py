@@ -79,7 +79,7 @@ def ragged_dot_hopper_kernel(
     # in blocks [1, BLOCK_N, BLOCK_K]; with OUTER [M, N], ragged, in blocks [1, 1, BLOCK_K, BLOCK_N]
     sizes_ptr,  # i32 [GROUPS]
     scales,  # of operands of 8 bits what there is of lhs [M], rhs [GROUPS, N] and gate [GROUPS, N], f32; of blocks
-    # lhs_blocks [blocks of K, M], rhs_blocks and gate_blocks [GROUPS, blocks of K, blocks of N]
+    # lhs_blocks [M, blocks of K], rhs_blocks and gate_blocks [GROUPS, blocks of N, blocks of K]
     out_desc,  # [M, N], ragged, in blocks [1, 1, ROWS, columns]; with OUTER [GROUPS, K, N], blocks [1, ROWS, columns]
     M: gl.constexpr,
     N: gl.constexpr,
@@ -396,15 +396,35 @@ def multiply_blocks(ring, stage, phase, steps, scales, at, row, work, PARTITION:
     """
     COLUMNS: gl.constexpr = (2 if work.GATED else 1) * work.BLOCK_N
     WIDE: gl.constexpr = COLUMNS > blocks.PROMOTED
-    above = gl.minimum(at.group, work.GROUPS - 1).to(gl.int64) * gl.cdiv(work.K, work.BLOCK_K)
-    count = gl.where(at.group < work.GROUPS, at.size - row, 0)
-    factors = blocks.factors_from(
-        scales, work.SCALES, at.begin + row, work.M, count, at.column, work.N, above
-    )  # fmt: skip
+    factors = scales_of_blocks(scales, at, row, work)
     product, stage, phase = blocks.multiply_scaled(
         ring, (stage, phase), steps, False, PARTITION, factors, work.GATED, WIDE
     )  # fmt: skip
     return (product,), stage, phase
+
+
+@gluon.jit
+def scales_of_blocks(scales, at, row, work):
+    """The `Factors` of a partition's rows of a tile, as callers have them: those of a row, and of a block of columns,
+    lie side by side for all steps. So nothing is turned over in front of the kernel, and a step reads from the cache
+    lines of the step before.
+    """
+    BLOCKS: gl.constexpr = gl.cdiv(work.N, blocks.SCALED)
+    STEPS: gl.constexpr = gl.cdiv(work.K, work.BLOCK_K)
+    block = at.column // blocks.SCALED
+    above = (gl.minimum(at.group, work.GROUPS - 1) * BLOCKS + block).to(gl.int64) * STEPS
+    rows = bundle.member(scales, work.SCALES, "lhs_blocks")
+    columns = bundle.member(scales, work.SCALES, "rhs_blocks")
+    gates = bundle.member(scales, work.SCALES, "gate_blocks")
+    if rows is not None:
+        rows += (at.begin + row).to(gl.int64) * STEPS
+    if columns is not None:
+        columns += above
+    if gates is not None:
+        gates += above
+    count = gl.where(at.group < work.GROUPS, at.size - row, 0)
+    further = gl.minimum(1, BLOCKS - 1 - block) * STEPS
+    return blocks.Factors(rows, 1, STEPS, count, columns, gates, further, 1)
 
 
 @gluon.jit

@@ -82,7 +82,14 @@ def check_gradients(mesh: Mesh) -> None:
 
 
 def check_eight_bits(mesh: Mesh, implementation: str = "fused", shape: tuple[int, int, int, int] = SHAPES[0]) -> None:
-    """Weights of 8 bits by scales of columns and of blocks, under rows as they are and of 8 bits."""
+    """Weights of 8 bits by scales of columns and of blocks, under rows as they are and of 8 bits.
+
+    Without `xla_allow_excess_precision` XLA rounds to e4m3 where the program says so; on GPUs it leaves out a rounding
+    between two conversions otherwise (openxla/xla#41605), here of rows, by which its layer differs by up to 0.08 of the
+    largest result. What is left are the results of the first product that lie next to a boundary of e4m3: with the sums
+    of tensor cores (`benchmarks/accuracy_of_8_bits.py`) 0.024 at most. Another group's scales make 0.14 and more, those
+    of another block of K 0.12.
+    """
     world = mesh.devices.size
     kinds = (("int8", (1, -1), None), ("float8_e4m3fn", (1, -1), "row"), ("float8_e4m3fn", (128, 128), "block"))
 
@@ -100,8 +107,9 @@ def check_eight_bits(mesh: Mesh, implementation: str = "fused", shape: tuple[int
             found.append(apart(*both))
         return jnp.stack(found)
 
-    errors = on_ranks(mesh, local)
-    assert (errors < 0.02 * world).all(), errors
+    options = {"xla_allow_excess_precision": False}
+    errors = np.asarray(jax.jit(totals(mesh, local), compiler_options=options)())
+    assert (errors < np.array([0.02, 0.05, 0.05]) * world).all(), errors
     jtf.heap.check()
 
 

@@ -187,18 +187,30 @@ def test_what_does_not_fit_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "lhs", "kernel"),
-    [(256, "int8", True), (255, "int8", False), (2048, "bfloat16", True), (2049, "bfloat16", False)],
+    ("rows", "lhs", "more", "kernel"),
+    [
+        (256, "int8", "", True),
+        (255, "int8", "", False),
+        (2048, "bfloat16", "", True),
+        (2049, "bfloat16", "", False),
+        (256, "int8", "blocks", True),
+        (255, "int8", "blocks", False),
+        (256, "int8", "gate", True),
+        (2048, "bfloat16", "gate", False),
+    ],
 )
-def test_which_calls_take_the_kernel_of_8_bits(rows: int, lhs: str, kernel: bool) -> None:
-    """So many rows of a group; else values of 8 bits become bf16 in front of a kernel."""
-    shape = jax.ShapeDtypeStruct
+def test_which_calls_take_the_kernel_of_8_bits(rows: int, lhs: str, more: str, kernel: bool) -> None:
+    """So many rows of a group; else values of 8 bits become bf16 in front of a kernel, or f32 with scales of blocks."""
+    shape, blocks = jax.ShapeDtypeStruct, more == "blocks"
     operands = [shape((4 * rows, 256), lhs), shape((4, 128, 256), "int8"), shape((4,), "int32")]
 
     def call(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-        how = {"lhs_scale": jnp.float32(1)} if lhs == "int8" else {}
-        return jtf.ragged_dot(x, w, sizes, rhs_transposed=True, rhs_scale=jnp.ones((4, 128, 1)), **how)
+        scale = jnp.ones((4, 1, 2) if blocks else (4, 128, 1))
+        how: dict[str, Any] = {"gate": w + 1, "gate_scale": scale} if more == "gate" else {}
+        how |= {"lhs_scale": jnp.ones((4 * rows, 2)) if blocks else jnp.float32(1)} if lhs == "int8" else {}
+        return jtf.ragged_dot(x, w, sizes, rhs_transposed=True, rhs_scale=scale, **how)
 
     text = lower_for_cuda(call, *operands)
-    assert ("tensor<4x128x256xbf16>" not in text) == kernel
-    assert TRITON_CALL in text
+    cast = f"tensor<4x128x256x{'f32' if blocks else 'bf16'}>"
+    assert (cast not in text) == kernel
+    assert (TRITON_CALL in text) == (kernel or not blocks)

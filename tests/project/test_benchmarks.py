@@ -583,6 +583,11 @@ def test_peers(monkeypatch: pytest.MonkeyPatch) -> None:
         "local",
         "local+gather/default",
     }
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert chosen("ragged_dot")[2] == ["tokamax is left out: tokamax is not installed"]
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert chosen("ragged_dot")[2] == ["tokamax is left out: it needs Hopper GPUs"]
+    assert chosen("ragged_dot", "--peers", "tokamax") == ({"fused", "dense", "tokamax"}, False, [])
     names, _, left_out = chosen("decode_step")
     assert left_out == ["xla_heads_cudnn is left out: cuDNN is for GPUs"]
     assert names == {name for name in STEP.implementations() if is_for_cpus(STEP, name)}

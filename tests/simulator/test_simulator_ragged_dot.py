@@ -139,11 +139,11 @@ class EightBits(Kind):
             name: 2.0 ** draw.integers(-3, 3, (len(sizes), n)) for name in weights
         }
         steps, wide = -(-k // 128), -(-n // 128)
-        scales["lhs_blocks"] = 2.0 ** draw.integers(-3, 3, (steps, m))
-        scales |= {f"{name}_blocks": 2.0 ** draw.integers(-3, 3, (len(sizes), steps, wide)) for name in weights}
+        scales["lhs_blocks"] = 2.0 ** draw.integers(-3, 3, (m, steps))
+        scales |= {f"{name}_blocks": 2.0 ** draw.integers(-3, 3, (len(sizes), wide, steps)) for name in weights}
         for name in weights:
-            scales[f"{name}_blocks"][len(sizes) // 2, 0] = 0.0
-        scales["lhs"][sum(sizes) :] = scales["lhs_blocks"][:, sum(sizes) :] = np.nan
+            scales[f"{name}_blocks"][len(sizes) // 2, :, 0] = 0.0
+        scales["lhs"][sum(sizes) :] = scales["lhs_blocks"][sum(sizes) :] = np.nan
         for name in weights:  # and NaN of empty groups
             scales[f"{name}_blocks"][np.array(sizes) == 0] = np.nan
         scales = {name: scale.astype(np.float32) for name, scale in scales.items() if name in self.scaled}
@@ -160,10 +160,11 @@ class EightBits(Kind):
         products = []
         left_factors = np.ones((m, k))
         if "lhs_blocks" in scales:
-            left_factors = np.where(rows[:, None], np.repeat(scales["lhs_blocks"].T, 128, 1)[:, :k], 1)
+            left_factors = np.where(rows[:, None], np.repeat(scales["lhs_blocks"], 128, 1)[:, :k], 1)
         for name, x in weights.items():
             if f"{name}_blocks" in scales:
-                factors = np.repeat(np.repeat(scales[f"{name}_blocks"], 128, 1), 128, 2)[:, :k, :n]
+                blocks_of_k = scales[f"{name}_blocks"].swapaxes(1, 2)
+                factors = np.repeat(np.repeat(blocks_of_k, 128, 1), 128, 2)[:, :k, :n]
                 x = x * np.where(np.isnan(factors), 0, factors)
             products.append(case.product(lhs * left_factors, x * scales.get(name, np.ones(1))[:, None]) * of_rows)
         expected = products[0] if not self.gated else products[0] * products[1] / (1 + np.exp(-products[1]))
@@ -373,14 +374,19 @@ MUTANTS = (
     *(
         Mutant(f"scales of blocks, {name}", kind, ((old, new),), WRONG, module)
         for name, kind, old, new, module in (
-            ("those of another group", "e4m3-blocks", "above = gl.minimum(at.group, work.GROUPS - 1)",
-             "above = gl.minimum(at.group, 0)", None),
-            ("rows of another group", "int8-blocks", "at.begin + row, work.M, count", "row, work.M, count", None),
+            ("those of another group", "e4m3-blocks", "above = (gl.minimum(at.group, work.GROUPS - 1)",
+             "above = (gl.minimum(at.group, 0)", None),
+            ("rows of another group", "int8-blocks", "rows += (at.begin + row)", "rows += (at.begin * 0 + row)", None),
             ("rows that nobody has", "e4m3-blocks", "at.size - row, 0)", "at.size - row + 1, 0) * 0 + work.M", None),
-            ("columns of the first block", "e4m3-blocks-narrow", "column // SCALED\n        if gates",
-             "column * 0\n        if gates", blocks),
+            ("columns of the first block", "e4m3-blocks-narrow", "BLOCKS + block).to", "BLOCKS).to", None),
             ("the left half for the right one", "e4m3-blocks", "further = gl.minimum(1,",
-             "further = gl.minimum(0,", blocks),
+             "further = gl.minimum(0,", None),
+            ("the next step for the right half", "e4m3-blocks", "BLOCKS - 1 - block) * STEPS",
+             "BLOCKS - 1 - block)", None),
+            ("rows that lie one behind the other", "int8-blocks", "Factors(rows, 1, STEPS,",
+             "Factors(rows, 1, 1,", None),
+            ("the first step of rows", "int8-blocks", "Factors(rows, 1, STEPS,", "Factors(rows, 0, STEPS,", None),
+            ("the first step of columns", "e4m3-blocks", "gates, further, 1)", "gates, further, 0)", None),
             ("rhs for the gate", "e4m3-blocks-gated", "gl.load(factors.gates +", "gl.load(factors.columns +", blocks),
             ("the step before", "int8-blocks", "factors_of(factors, gl.minimum(2 * pair + 2, last)",
              "factors_of(factors, gl.minimum(2 * pair + 1, last)", blocks),

@@ -203,9 +203,9 @@ def _kernel_names(lhs: Any, weights: Mapping[str, Any], scales: Mapping[str, Any
 
 
 def _of_kernel(name: str, scale: jax.Array, call: Call) -> jax.Array:
-    """[M] of lhs, [G, N] of weights; of blocks [blocks of K, M] and [G, blocks of K, blocks of N]."""
+    """[M] of lhs, [G, N] of weights; those of blocks as they are."""
     if name.endswith(BLOCKS):
-        return scale.swapaxes(-1, -2)
+        return scale
     if name == "lhs":
         return jnp.broadcast_to(scale.reshape(-1), call.m)
     return jnp.broadcast_to(scale.reshape((call.groups, call.n) if scale.ndim else ()), (call.groups, call.n))
