@@ -42,9 +42,7 @@ def times_of(problem, config=None, steps=STEPS, implementation=None):
     def run(params, x, cache, lengths, tables):
         def step(carry, _):
             after = lax.optimization_barrier((x.astype(jnp.float32), carry))[0]
-            arrays = chosen.variant.arrays(
-                call, chosen.config, params, after, cache, lengths, *(table[None] for table in tables)
-            )
+            arrays = chosen.arrays(params, after, cache, lengths, *(table[None] for table in tables))
             logits, _, _, times = shmem_call(
                 chosen.variant.kernel, *arrays, axis_name=AXIS, implementation=implementation, **chosen.keywords
             )

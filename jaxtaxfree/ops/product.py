@@ -230,7 +230,7 @@ class Product:
             chosen.variant.check_compiles(call, chosen.config)
         return shmem_call(
             chosen.variant.kernel,
-            *chosen.variant.arrays(call, *arrays),
+            *chosen.arrays(*arrays),
             axis_name=axes,
             implementation=implementation,
             **chosen.keywords,

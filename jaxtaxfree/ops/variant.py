@@ -62,9 +62,9 @@ class Variant[Call](abc.ABC):
     def launch(self, call: Call, config: Any) -> dict[str, Any]:
         """The keywords with which `shmem_call` launches the kernel."""
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
-        """The operands in the kernel's order."""
-        del call
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
+        """The operands in the kernel's order, as the configuration wants them."""
+        del call, config
         return operands
 
     def variations(self, call: Call, config: Any) -> list[dict[str, Any]]:
@@ -88,6 +88,10 @@ class Choice:
     def settings(self) -> dict[str, Any]:
         """What makes the same choice again, whatever the shape."""
         return {KERNEL: self.variant.name, **dataclasses.asdict(self.config)}
+
+    def arrays(self, *operands: Any) -> tuple[Any, ...]:
+        """The operands as the kernel takes them."""
+        return self.variant.arrays(self.call, self.config, *operands)
 
     @property
     def keywords(self) -> dict[str, Any]:

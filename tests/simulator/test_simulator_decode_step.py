@@ -165,6 +165,9 @@ SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
             total += words[rank].to(gl.float32, bitcast=True)
 """
+BACK = "    rings.give_back(ring, stage)\n"
+OF_KEYS = "    block = view(ring, stage, desc).permute"
+OF_VALUES = "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    give_back(ring, stage)\n"
@@ -308,8 +311,8 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),), errors=(AssertionError,),
-        step=SEVERAL,
+        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),),
+        errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
         module=attention_many, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
@@ -330,14 +333,12 @@ MUTANTS = {
     ),
     "keys are given back before they are read": Mutant(
         module=attention_many,
-        edits=(("    block = view(ring, stage, desc).permute", "    rings.give_back(ring, stage)\n    block = view(ring, stage, desc).permute"),
-               ("    rings.give_back(ring, stage)\n    return scores", "    return scores")),
+        edits=((OF_KEYS, BACK + OF_KEYS), (BACK + "    return scores", "    return scores")),
         errors=(DataRaceError, MissingFenceError), step=SEVERAL,
     ),
     "values are given back before they are read": Mutant(
         module=attention_many,
-        edits=(("    added = ()\n    for group in gl.static_range(len(accs)):\n        values", "    rings.give_back(ring, stage)\n    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
-               ("    rings.give_back(ring, stage)\n    return added", "    return added")),
+        edits=((OF_VALUES, BACK + OF_VALUES), (BACK + "    return added", "    return added")),
         errors=(DataRaceError, MissingFenceError), step=SEVERAL,
     ),
     "the first phase does not wait for the stream": Mutant(

@@ -80,7 +80,8 @@ class Kind:
             precision="ieee", target=HOPPER, **mode,
         )  # fmt: skip
         variant = named("ragged_dot", VARIANTS_OF_WEIGHTS if self.of_weights else VARIANTS, self.name)
-        keywords = variant.launch(call, variant.Config(**self.settings))
+        config = variant.Config(**self.settings)
+        keywords = variant.launch(call, config)
         del keywords["axis_name"], keywords["name"]
         if self.of_weights:
             expected, weights = case.of_weights(lhs, ct), {"rhs": ct}
@@ -92,7 +93,7 @@ class Kind:
             gate = (rhs[::-1] / 8).astype(dtype)
             gates = case.product(lhs, gate)
             expected, weights = expected * gates / (1 + np.exp(-gates)), weights | {"gate": gate}
-        arrays = variant.arrays(call, [lhs], {name: [x] for name, x in weights.items()}, [groups])
+        arrays = variant.arrays(call, config, [lhs], {name: [x] for name, x in weights.items()}, [groups])
         tolerance = 1e-4 if call.gated else 0
         return Call(arrays=arrays, keywords={"world": 1, **keywords}, expected=[expected], tolerance=tolerance)
 
@@ -175,7 +176,7 @@ class EightBits(Kind):
         del keywords["axis_name"], keywords["name"]
         turned = {name: [x.swapaxes(1, 2).astype(right)] for name, x in weights.items()}
         arrays = variant.arrays(
-            call, [lhs.astype(left)], turned, [groups], {name: [scale] for name, scale in scales.items()}
+            call, config, [lhs.astype(left)], turned, [groups], {name: [scale] for name, scale in scales.items()}
         )
         tolerance = 1e-4 if self.gated else 0
         return Call(arrays=arrays, keywords={"world": 1, **keywords}, expected=[expected], tolerance=tolerance)

@@ -41,7 +41,7 @@ class Few(Variant[Call]):
             + refuses_gate(call)
         )
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:

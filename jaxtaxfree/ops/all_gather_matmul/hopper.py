@@ -102,7 +102,7 @@ class Hopper(Variant[Call]):
             "PACE": hopper.pace(config.pace, call.columns, 2, chunk, config.programs),
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         """Each in two ways: the rows by pointers and in blocks, the columns in blocks and in halves of them."""
         rows, weights, epilogue, *scales = operands
         return rows[None], rows[None], weights, weights, epilogue, *(scales or [{}])

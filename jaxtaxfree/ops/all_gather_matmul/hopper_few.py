@@ -40,7 +40,7 @@ class HopperFew(Variant[Call]):
         gathered = ["it does not return the gathered rows"] if call.return_gathered else []
         return hopper_few.refuses(call, config) + portable.refuses_columns(call) + refuses_several(call) + gathered
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:

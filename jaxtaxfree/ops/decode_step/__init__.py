@@ -151,9 +151,7 @@ def fused(
         return [logits, *cache]
     stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    arrays = chosen.variant.arrays(
-        call, chosen.config, dict(zip(names, weights)), stream, (key, value), lengths, *tables
-    )
+    arrays = chosen.arrays(dict(zip(names, weights)), stream, (key, value), lengths, *tables)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
     logits, *news = outs[:3]  # and times, if they are taken

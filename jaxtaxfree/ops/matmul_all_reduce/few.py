@@ -47,7 +47,7 @@ class Few(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         return portable.refuses_scales(call, config)
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:

@@ -103,7 +103,7 @@ class Hopper(Variant[Call]):
             "SUM_PACE": cycles(0, peers, a_group),
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         """With one more dimension, as the kernel that scatters has it for the ranks."""
         rows, rhs, epilogue, *scales = operands
         return hopper.reduce_arrays(rows[None], rhs, epilogue, *scales)

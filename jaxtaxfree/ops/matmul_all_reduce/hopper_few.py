@@ -39,7 +39,7 @@ class HopperFew(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         return hopper_few.refuses(call, config)
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:

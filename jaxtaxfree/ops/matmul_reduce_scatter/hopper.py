@@ -83,7 +83,7 @@ class Hopper(Variant[Call]):
             "PACE": hopper.pace(config.pace, length(call), wire.itemsize, chunk, config.programs),
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         rows, rhs, epilogue, *scales = operands
         return hopper.reduce_arrays(rows.reshape(-1, call.m, call.k), rhs, epilogue, *scales)
 

@@ -35,7 +35,7 @@ class HopperFew(Variant[Call]):
     def refuses(self, call: Call, config: Config) -> list[str]:
         return hopper_few.refuses(call, config) + portable.refuses_columns(call)
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         return portable.with_scales(*operands)
 
     def check_compiles(self, call: Call, config: Config) -> None:

@@ -278,7 +278,7 @@ def _fused(
     call = _call_of(lhs, rhs, sizes, of_weights, compute_capability, **params)
     chosen = _choose(call, dict(config))
     weights = dict(zip(("rhs", "gate"), (rhs, *operands)))
-    arrays = chosen.variant.arrays(call, lhs, weights, sizes)
+    arrays = chosen.arrays(lhs, weights, sizes)
     return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
 
 

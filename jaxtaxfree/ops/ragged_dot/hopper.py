@@ -139,7 +139,7 @@ class Hopper(Variant[Call]):
             "FILL": call.fill,
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         """The scales behind the sizes, none of 16 bits by 16 bits."""
         lhs, weights, sizes, *scales = operands
         return lhs, weights, sizes, *(scales or [{}])

@@ -93,7 +93,7 @@ class PortableWeights(_Measured):
             "PRECISION": call.precision,
         }
 
-    def arrays(self, call: Call, *operands: Any) -> tuple[Any, ...]:
+    def arrays(self, call: Call, config: Any, *operands: Any) -> tuple[Any, ...]:
         lhs, weights, sizes = operands
         return lhs, weights["rhs"], sizes
 

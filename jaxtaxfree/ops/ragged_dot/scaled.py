@@ -192,7 +192,7 @@ def _fused(
         how = {"operation": operation, "implementation": implementation or "fused", "config": dict(config)}
         return [_cast(*operands, **how, **params)]
     scales = {names[name]: _of_kernel(names[name], scale, chosen.call) for name, scale in scales.items()}
-    arrays = chosen.variant.arrays(chosen.call, lhs, weights, as_int32(sizes), scales)
+    arrays = chosen.arrays(lhs, weights, as_int32(sizes), scales)
     return [shmem_call(chosen.variant.kernel, *arrays, implementation=implementation, **chosen.keywords)]
 
 
