@@ -867,7 +867,7 @@ def test_summary_of_every_shape_is_short(op: Operation) -> None:
     assert notes == []
     assert len(tables) == (2 if op in (STEP, QKV) else 1)  # of these there are several forms of ours
     text = printed(tables[0])
-    assert len(text) < 6000
+    assert len(text) < 6500
     # A line more would be a cell that was wrapped.
     assert len(text.strip().splitlines()) == 2 + 2 * len(op.shapes), text
 

@@ -311,7 +311,12 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),),
+        module=attention_many,
+        edits=(
+            ("(part == 0) & own, value", "(part >= 0) & own, value"),
+            ("[:, None] == 0) & own", "[:, None] >= 0) & own"),
+            ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % EACH == 0"),
+        ),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
