@@ -76,6 +76,15 @@ TENSOR_CORES = {
         ),
         config=TILES,
     ),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
+    "gemma 3 by tensor cores, heads of 256": Step(
+        world=1,
+        family="gemma-3-4b",
+        lengths=(12, 1, 5, 19, 8),
+        layers=2,
+        changes=(("head_dim", 256), ("d_model", 448)),
+        config=(("stage", 4096),),
+    ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
 }
@@ -168,6 +177,7 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "    give_back(ring, stage)\n"
+RETURN = "    rings.give_back(ring, stage)\n"
 FENCE = "    fence_async_shared()\n"
 TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
@@ -176,6 +186,7 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
@@ -308,8 +319,13 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),), errors=(AssertionError,),
-        step=SEVERAL,
+        module=attention_many,
+        edits=(
+            ("(part == 0) & own, value", "(part >= 0) & own, value"),
+            ("[:, None] == 0) & own", "[:, None] >= 0) & own"),
+            ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % EACH == 0"),
+        ),
+        errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
         module=attention_many, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
@@ -328,18 +344,17 @@ MUTANTS = {
         module=attention_many, edits=(("(head * G + g[:, None]) * H", "(head * G + G - 1 - g[:, None]) * H"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
-    "keys are given back before they are read": Mutant(
-        module=attention_many,
-        edits=(("    block = view(ring, stage, desc).permute", "    rings.give_back(ring, stage)\n    block = view(ring, stage, desc).permute"),
-               ("    rings.give_back(ring, stage)\n    return scores", "    return scores")),
-        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
-    ),
-    "values are given back before they are read": Mutant(
-        module=attention_many,
-        edits=(("    added = ()\n    for group in gl.static_range(len(accs)):\n        values", "    rings.give_back(ring, stage)\n    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
-               ("    rings.give_back(ring, stage)\n    return added", "    return added")),
-        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
-    ),
+    **{
+        f"{name} are given back before they are read": Mutant(
+            module=attention_many,
+            edits=((f"{RETURN}    return {result}", f"    return {result}"), (read, RETURN + read)),
+            errors=(DataRaceError, MissingFenceError), step=SEVERAL,
+        )
+        for name, result, read in (
+            ("keys", "scores", "    block = view(ring, stage, desc).permute"),
+            ("values", "added", "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
+        )
+    },
     "the first phase does not wait for the stream": Mutant(
         module=many, edits=(("met, 0, factor, None, SIZES)", "met, -1, factor, None, SIZES)"),), errors=TOO_EARLY,
         step=SEVERAL,
@@ -349,10 +364,26 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3"),
-            ("the product behind the gate", " + 4"), ("the next layer", " + 5"),
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3 + POST"),
+            ("the product behind the gate", " + 4 + POST"), ("the next layer", " + 5 + 2 * POST"),
         )
     },
+    "a norm behind a block does not wait": Mutant(
+        module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
+        errors=TOO_EARLY, step=SEVERAL_POST_NORMS,
+    ),
+    "its squares go where those of the stream are": Mutant(
+        module=many, edits=(("kept.squares + SIZES.PROGRAMS * 16", "kept.squares"),), errors=TOO_EARLY,
+        step=SEVERAL_POST_NORMS,
+    ),
+    "the gains of the norm behind the layer's other block": Mutant(
+        module=many, edits=(("given.post_mlp_norm, layer", "given.post_attn_norm, layer"),), errors=(AssertionError,),
+        step=SEVERAL_POST_NORMS,
+    ),
+    "a block's result is added to the stream before its norm, by tensor cores": Mutant(
+        module=many, edits=(("if SIZES.POST_NORMS:\n        gl.store", "if False:\n        gl.store"),),
+        errors=(AssertionError, *TOO_EARLY), step=SEVERAL_POST_NORMS,
+    ),
     "a tile of the wrong columns": Mutant(
         module=tensor_cores, edits=(("chunk * desc.block_shape[0], row, IN", "0 * desc.block_shape[0], row, IN"),),
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
@@ -374,7 +405,7 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "the gains of the layer's other norm": Mutant(
-        module=many, edits=(("given.mlp_norm + layer * D, kept", "given.attn_norm + layer * D, kept"),),
+        module=many, edits=(("given.mlp_norm + layer * D, behind", "given.attn_norm + layer * D, behind"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a turn that has no rows is waited for": Mutant(

@@ -18,8 +18,6 @@ def refused(call: Call, config: Config) -> list[str]:
     """Why a call of so many sequences cannot be taken."""
     of = f"of {call.batch} sequences"
     reasons: list[str] = []
-    if call.model.post_norms:
-        reasons.append(f"{of} it takes no norms behind a block (post_norms)")
     if call.dtype.name != "bfloat16":
         # The stream times a norm's gains is kept in this dtype before it is scaled, and f16 has not its range.
         reasons.append(Lasting(f"{of} it takes weights of bfloat16, not {call.dtype}"))
@@ -60,9 +58,9 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
     return {
         "scratch": {
             "stream": f32(1, b, d),
-            "block": f32(0),
+            "block": f32(b if call.model.post_norms else 0, d),
             "scaled": vectors(d),
-            "squares": f32(config.programs, VECTORS),
+            "squares": f32(2 if call.model.post_norms else 1, config.programs, VECTORS),
             "heads": vectors(queries),
             "hidden": vectors(call.d_mlp),
         },
