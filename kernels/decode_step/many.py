@@ -1,8 +1,8 @@
 """A decode step of many sequences: its phases with the products of tensor cores.
 
 They are those of `hopper.py`, but all programs meet at the end of each one, also behind `merge`, `add` and `gate`: so
-many vectors would be too much to send to every program as messages. What a phase multiplies lies in scratch, 16 vectors
-in the weights' dtype, as `tensor_cores.place_of` has them.
+many vectors would be too much to send to every program as messages. What a phase multiplies lies in scratch, 8 or
+16 vectors in the weights' dtype, as `tensor_cores.place_of` has them.
 
 A norm multiplies the stream by a gain for each column and a scale for each vector. Who adds to the stream leaves it
 times the gains of the next norm, and the sum of squares of its own rows; the scale comes last, behind the product.
@@ -155,9 +155,11 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr):
+def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
     """The vectors of the first columns, for the turn after this one; nothing is loaded behind the last one."""
-    return tensor.load_chunk(source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS)
+    return tensor.load_chunk(
+        source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS, SIZES
+    )
 
 
 @gluon.jit
@@ -187,17 +189,17 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
     squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
             products, position = tensor.multiply(
-                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
@@ -226,21 +228,21 @@ def store_projections(
 
 @gluon.jit
 def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
-    """kept.hidden [16, F] = activation(gate) * up, of the normalised stream."""
+    """kept.hidden [vectors, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
     squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
             products, position = tensor.multiply(
-                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
@@ -254,7 +256,7 @@ def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: 
     gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
     ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
-    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own)
+    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own, SIZES)
 
 
 @gluon.jit
@@ -271,7 +273,7 @@ def add(
     adds its own to the stream, times what the norm multiplies them by.
 
     Args:
-      source: [16, COLUMNS].
+      source: [vectors, COLUMNS].
       old: f32 [B, D], the stream before.
       norm: [D], the gains of the next norm.
       behind: those of the norm behind the block, or None.
@@ -289,14 +291,14 @@ def add(
     begin = gl.program_id(0) * SHARE
     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
     squares = gl.full([16], 0.0, gl.float32, LAYOUT)
-    chunk = tensor.load_chunk(source, 0, desc, COLUMNS)
+    chunk = tensor.load_chunk(source, 0, desc, COLUMNS, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, D, 1, SIZES)
         if first < D:
-            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES)
+            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES, SIZES)
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, source, desc, COLUMNS)
+                chunk = next_turn(turn, TURNS, source, desc, COLUMNS, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
                     me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
@@ -417,21 +419,21 @@ def begin(kept, x, norm, SIZES: gl.constexpr):
     own = (place < OWN) & (row < D) & (b >= 0)
     value = gl.load(x + b * D + row, mask=own & (b < SIZES.B), other=0.0)
     gain = gain_of(norm, row, own, SIZES)
-    tensor.keep(kept.scaled, value * gain, b, row, own)
+    tensor.keep(kept.scaled, value * gain, b, row, own, SIZES)
     squares = gl.sum(value * value, 1)
     gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), squares)
     ROUGH: gl.constexpr = triton.cdiv(QUERIES, SIZES.PROGRAMS)
     place = gl.arange(0, triton.next_power_of_2(ROUGH), gl.SliceLayout(0, LAYOUT))[None, :]
     column = gl.program_id(0) * ROUGH + place
     behind = (place < ROUGH) & (column < QUERIES) & (b >= SIZES.B)
-    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind)
+    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind, SIZES)
 
 
 @gluon.jit
 def leave(kept, value, norm, b, row, own, SIZES: gl.constexpr):
     """Leaves rows of the stream, and what the next phase needs of them; returns their squares, 0 of what is not."""
     gl.store(kept.stream + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
-    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own)
+    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own, SIZES)
     return gl.where(own, value * value, 0.0)
 
 
@@ -485,17 +487,17 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
     TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.V, 1, SIZES.PROGRAMS)
     squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
             products, position = tensor.multiply(
-                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)

@@ -56,6 +56,7 @@ TILES = (("stage", 2048),)
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
         family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
@@ -389,8 +390,16 @@ MUTANTS = {
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("column % 16 // 8 * 4 + b // 8 * 2", "column % 16 // 8 * 2 + b // 8 * 4"),),
+        module=tensor_cores, edits=(("thread) * 2 + column % 16 // 8)", "thread) * 2 + 1 - column % 16 // 8)"),),
         errors=(AssertionError,), step=SEVERAL,
+    ),
+    "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
+        module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
+        step=TENSOR_CORES["nine sequences"],
+    ),
+    "more vectors are stored than lie in memory": Mutant(
+        module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=SEVERAL,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),

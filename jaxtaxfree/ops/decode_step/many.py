@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
+from jaxtaxfree.kernels.decode_step.tensor_cores import vectors_of
 from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
@@ -52,7 +53,7 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
     """Scratch and messages of the launch, and the constants that go with them."""
     b, d, queries = call.batch, call.model.d_model, call.heads * call.model.head_dim
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    vectors = lambda columns: jax.ShapeDtypeStruct((VECTORS, columns), call.dtype)  # noqa: E731
+    vectors = lambda columns: jax.ShapeDtypeStruct((vectors_of(b), columns), call.dtype)  # noqa: E731
     words = config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * VECTORS * TILE
     sums = (2 * call.model.layers, call.world, words) if call.world > 1 else (0,)
     return {
