@@ -231,7 +231,6 @@ class Hopper(Variant[Call]):
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
-        del call
         return [
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
@@ -239,7 +238,7 @@ class Hopper(Variant[Call]):
             ),
             *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
-            *each("merged", 4, 16, 32),
+            *([] if call.tensor_cores else each("merged", 4, 16, 32)),
             *each("splits", config.splits // 2),
         ]
 
