@@ -5,12 +5,23 @@ import dataclasses
 import numpy as np
 
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors are in registers
+EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eight:
+    """A weight of 8 bits: its name, its dtype, and what of it has one scale, "row" or "block"."""
+
+    name: str
+    dtype: str
+    scales: Scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +35,7 @@ class Call:
       slots: positions of the cache.
       positions: of the rotary tables.
       dtype, cache_dtype: dtypes of the weights and of the cache.
+      eight: the weights that have 8 bits instead.
       by_heads: whether the cache is by heads.
       target: the GPU.
     """
@@ -38,6 +50,7 @@ class Call:
     cache_dtype: np.dtype
     by_heads: bool
     target: Target
+    eight: tuple[Eight, ...] = ()
 
     @property
     def tensor_cores(self) -> bool:

@@ -55,6 +55,8 @@ class Hopper(Variant[Call]):
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
+        if call.eight:
+            reasons.append(f"it takes weights of {call.dtype}, not of 8 bits ({call.eight[0].name})")
         if call.batch > many.VECTORS:
             reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
         if call.tensor_cores:
