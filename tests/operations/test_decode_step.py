@@ -440,3 +440,49 @@ def test_what_takes_eight_bits(implementation, kernels):
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
     x, lengths = (jax.ShapeDtypeStruct(*of) for of in (((17, 128), jnp.bfloat16), ((17,), jnp.int32)))
     assert lower_for_cuda(call, types, x, cache, lengths).count(TRITON_CALL) == kernels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_the_kernel_takes_of_eight_bits(family, world):
+    """Every published model whose rows 128 divides, with scales of rows, for 1 to 4 sequences."""
+    model = FAMILIES[family]
+    if model.kv_heads % world:
+        pytest.skip("the ranks do not divide the key/value heads")
+    eight = tuple(Eight(name=name, dtype="int8", scales="row") for name in model.matrices)
+    call = Call(
+        model=model, world=world, batch=4, tokens=1, slots=4096, positions=4096, dtype=np.dtype(jnp.bfloat16),
+        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER, eight=eight,
+    )  # fmt: skip
+    kernel = Hopper()
+    config = kernel.by_shape(call, {})
+    odd = {"qwen2.5-0.5b": [448] if world == 2 else [], "llama-2-7b": [], "gemma-2-9b": []}.get(family, [])
+    odd += [call.d_mlp] if call.d_mlp % 128 else []
+    found = kernel.refuses(call, config)
+    assert len(found) == len(odd) and all("that 128 divides" in reason for reason in found), found
+    for name, (rows, groups, width) in kernel.blocks(call, config).items():
+        narrow = "old" not in name and (name != "unembed_desc" or not model.tied)
+        assert width == (128 if narrow else 64) and max(rows, groups) <= 256, name
+        assert rows * groups * width * (1 if narrow else 2) <= 2 * config.stage, name
+
+
+def test_what_the_kernel_does_not_take_of_eight_bits():
+    model = FAMILIES["llama-3-8b"]
+
+    def refused(batch: int = 1, dtypes: Any = "int8", scales: Any = "row", **changed: Any) -> list[str]:
+        names = model.matrices
+        dtypes = [dtypes] * len(names) if isinstance(dtypes, str) else dtypes
+        eight = tuple(Eight(name=name, dtype=each, scales=scales) for name, each in zip(names, dtypes))
+        call = Call(
+            model=dataclasses.replace(model, **changed), world=2, batch=batch, tokens=1, slots=64, positions=64,
+            dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER, eight=eight,
+        )  # fmt: skip
+        return Hopper().refuses(call, Hopper().by_shape(call, {}))
+
+    assert refused() == refused(4) == []
+    assert refused(dtypes=["int8"] * 7) == []  # the unembedding may have 16 bits
+    assert refused(5)[0] == "of 5 sequences it takes weights of bfloat16, not of 8 bits"
+    assert refused(scales="block") == ["it takes a scale for each row of weights of 8 bits, not for blocks, of q_proj"]
+    mixed = refused(dtypes=[INT8] * 6 + [E4M3])
+    assert len(mixed) == 1 and "all have one dtype, not q_proj int8, " in mixed[0] and "down_proj float8" in mixed[0]
+    assert refused(d_mlp=2 * 64) == ["with weights of 8 bits it takes a d_mlp / ranks that 128 divides, not 64"]

@@ -86,8 +86,9 @@ def decode_step(
         "round_robin", with `block_size`: as in `decode_attention`.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 4 sequences with a cache by heads. It is our operations, some kernels a layer,
-        of more sequences, with a cache along the sequence, on other GPUs, and for weights of 8 bits. None takes it on
-        several ranks, where it has been measured, which is for weights of 16 bits alone.
+        of more sequences, with a cache along the sequence, and on other GPUs. Of weights of 8 bits one launch takes
+        those of layers that all have one dtype, with scales of rows whose lengths 128 divides. None takes what has been
+        measured, on several ranks, which is weights of 16 bits alone.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
         leaves out. It takes up to 8 sequences, more than 4 where no row of a weight has more than 4096 numbers.
         {"kernel": "operations"} is our operations.

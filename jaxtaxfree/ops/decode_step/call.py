@@ -52,6 +52,10 @@ class Call:
     target: Target
     eight: tuple[Eight, ...] = ()
 
+    def dtype_of(self, name: str) -> np.dtype:
+        """That of the weight of this name."""
+        return next((np.dtype(each.dtype) for each in self.eight if each.name == name), self.dtype)
+
     @property
     def tensor_cores(self) -> bool:
         """Whether these multiply: the vectors of so many sequences are too many for registers."""
@@ -84,7 +88,7 @@ class Config(Settings):
 
     Attributes:
       programs: all of which run at once, one on each multiprocessor.
-      stage: elements of a stage of the ring, a power of 2.
+      stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
