@@ -286,18 +286,30 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
             kernel.by_shape(call, {"stage": wrong})
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "operations"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_kernel_in_a_program(world, kernel):
+@pytest.mark.parametrize(
+    "world, kernel, eight",
+    [
+        *itertools.product((1, 2), ("hopper", "operations"), (None,)),
+        (2, "hopper", "int8"),
+        (1, "hopper", "float8_e4m3fn"),
+    ],
+)
+def test_the_kernel_in_a_program(world, kernel, eight):
     """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them.
 
     In the second one a sequence has no token.
     """
-    model = tiny("qwen2-7b", layers=1, d_model=64, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=64)
-    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
+    sizes = {"d_model": 128, "d_mlp": 256} if eight else {"d_model": 64, "d_mlp": 128}
+    model = tiny("qwen2-7b", layers=1, heads=4, kv_heads=2, head_dim=64, vocab=64, **sizes)
+    made, of_params = make_params(model), specs(model)
+    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in made.items()}
+    if eight:
+        narrow, _ = in_eight_bits(made, model, of_params, world, eight, False)
+        params |= {name: jnp.asarray(w) for name, w in narrow.items() if name.removesuffix("_scale") in model.matrices}
+        of_params |= {f"{name}_scale": of_params[name] for name in model.matrices}
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((2, 2, model.d_model)), jnp.bfloat16)
     cache = tuple(jnp.asarray(rng.standard_normal((1, 2, 2, SLOTS, 64)), jnp.bfloat16) for _ in range(2))
     config = {"kernel": kernel}
     if kernel == "hopper":
@@ -316,7 +328,7 @@ def test_the_kernel_in_a_program(world, kernel):
                 found.append(logits)
             return (found[0], found[1][:1]), cache
 
-        call = jax.shard_map(steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, "tp"), of_cache))
+        call = jax.shard_map(steps, mesh=mesh, in_specs=(of_params, of_cache), out_specs=(P(None, "tp"), of_cache))
         return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
 
     for found, expected in zip(run("simulate"), run("xla"), strict=True):
@@ -417,10 +429,12 @@ def test_errors_of_scales():
             call(**changed)
 
 
-@pytest.mark.parametrize("implementation, kernels", [(None, 0), ("fused", 2 * 8 + 1)])
-def test_what_takes_eight_bits(implementation, kernels):
-    """Operations, each product one of its own; but None takes XLA, for want of a measurement."""
-    model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=128)
+@pytest.mark.parametrize(
+    "sequences, implementation, kernels", [(17, None, 0), (17, "fused", 2 * 8 + 1), (1, "fused", 1)]
+)
+def test_what_takes_eight_bits(sequences, implementation, kernels):
+    """One launch, or operations, each product one of its own; but None takes XLA, for want of a measurement."""
+    model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=128)
     params, _ = in_eight_bits(make_params(model), model, specs(model), 2, INT8, False)
     types = {
         name: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16 if w.dtype == np.float32 and "scale" not in name else w.dtype)
@@ -428,7 +442,7 @@ def test_what_takes_eight_bits(implementation, kernels):
     }
     of_params = specs(model) | {f"{name}_scale": specs(model)[name] for name in model.matrices}
     cos, sin = rotary_tables(model, SLOTS)
-    cache = (jax.ShapeDtypeStruct((2, 17, 2, SLOTS, 64), jnp.bfloat16),) * 2
+    cache = (jax.ShapeDtypeStruct((2, sequences, 2, SLOTS, 64), jnp.bfloat16),) * 2
 
     def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
         return jtf.decode_step(
@@ -438,7 +452,7 @@ def test_what_takes_eight_bits(implementation, kernels):
     mesh, of_cache = Mesh(np.array(jax.devices()[:2]), ("tp",)), P(None, None, "tp")
     in_specs = of_params, P(), (of_cache, of_cache), P()
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
-    x, lengths = (jax.ShapeDtypeStruct(*of) for of in (((17, 128), jnp.bfloat16), ((17,), jnp.int32)))
+    x, lengths = (jax.ShapeDtypeStruct(*of) for of in (((sequences, 128), jnp.bfloat16), ((sequences,), jnp.int32)))
     assert lower_for_cuda(call, types, x, cache, lengths).count(TRITON_CALL) == kernels
 
 
