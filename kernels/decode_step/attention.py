@@ -33,11 +33,17 @@ def length_at(given, sequence):
     return gl.maximum(gl.load(given.lengths + sequence), 0)
 
 
+@triton.constexpr_function
+def block_of(desc, sizes):
+    """How many keys are in a block: [slots, groups of 64 columns, 64], for tensor cores [groups, slots, 64]."""
+    return desc.block_shape[1 if sizes.TENSOR_CORES else 0]
+
+
 @gluon.jit
 def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
     """What an item has: (sequence, key/value head, tokens in the cache, slots from `begin` to before `end`, blocks from
     `first` to before `last`)."""
-    BLOCK: gl.constexpr = given.old_keys.block_shape[0]
+    BLOCK: gl.constexpr = block_of(given.old_keys, SIZES)
     pair = item // SIZES.SPLITS
     split = item % SIZES.SPLITS
     sequence = pair // SIZES.KV_HEADS
@@ -60,14 +66,24 @@ def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
 def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
     window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
-    BLOCK: gl.constexpr = given.old_keys.block_shape[0]
+    BLOCK: gl.constexpr = block_of(given.old_keys, SIZES)
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
         sequence, head, _, _, _, first, last = blocks_of(given, lengths, window, item, SIZES)
         row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS
         for block in range(first, last):
-            position = rings.fetch(ring, position, given.old_keys, row + block * BLOCK, 0, SIZES.IN_FLIGHT)
-            position = rings.fetch(ring, position, given.old_values, row + block * BLOCK, 0, SIZES.IN_FLIGHT)
+            position = fetch_block(ring, position, given.old_keys, row + block * BLOCK, SIZES)
+            position = fetch_block(ring, position, given.old_values, row + block * BLOCK, SIZES)
+    return position
+
+
+@gluon.jit
+def fetch_block(ring, position, desc, row, SIZES: gl.constexpr):
+    """Begins to load a block of keys or values; returns the next position."""
+    if SIZES.TENSOR_CORES:
+        position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT)
+    else:
+        position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT)
     return position
 
 
@@ -257,16 +273,24 @@ def rotation_of(given, row, column, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr):
-    """The query or key of a head, f32 [H], normalised if there is a gain, and rotated."""
+def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr, there=True):
+    """The query or key of a head, f32 [H], normalised if there is a gain, and rotated; for tensor cores [rows, H], of
+    the heads at `source` [rows, 1], or zeros."""
     HALF: gl.constexpr = SIZES.ROTATED // 2
     low = column < HALF
     turns = column < SIZES.ROTATED
     partner = gl.where(low, column + HALF, gl.where(turns, column - HALF, column))
-    x = gl.load(source + column)
-    y = gl.load(source + partner)
+    if SIZES.TENSOR_CORES:
+        x = gl.load(source + column, mask=there & (column < SIZES.H), other=0.0)
+        y = gl.load(source + partner, mask=there & (column < SIZES.H), other=0.0)
+    else:
+        x = gl.load(source + column)
+        y = gl.load(source + partner)
     if gain_ptr is not None:
-        scale = gl.rsqrt(gl.sum(gl.sum(x * x, 1), 0) / SIZES.H + SIZES.EPS)
+        squares = gl.sum(x * x, 1, keep_dims=SIZES.TENSOR_CORES)
+        if not SIZES.TENSOR_CORES:
+            squares = gl.sum(squares, 0)
+        scale = gl.rsqrt(squares / SIZES.H + SIZES.EPS)
         x_gain, y_gain = gl.load(gain_ptr + column).to(gl.float32), gl.load(gain_ptr + partner).to(gl.float32)
         if SIZES.PLUS_ONE:
             x_gain, y_gain = x_gain + 1.0, y_gain + 1.0

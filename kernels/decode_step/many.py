@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
-from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.decode_step import attention, attention_many, phases
 from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 MOST = gl.constexpr(16)  # products that a program has in registers at a time
@@ -57,7 +57,9 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position = project(ring, position, given, kept, layer, times, factor, SIZES)
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
-        position = attention.attend(ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES)
+        position = attention_many.attend(
+            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+        )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
         attention.merge(me, kept, kept.heads, factor, SIZES)
@@ -150,6 +152,12 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
+def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr):
+    """The vectors of the first columns, for the turn after this one; nothing is loaded behind the last one."""
+    return tensor.load_chunk(source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS)
+
+
+@gluon.jit
 def place_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr):
     """Of COUNT tiles that `tensor.collect` returns, of those that the program has from row `first` on.
 
@@ -174,12 +182,19 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream."""
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
+    TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
     squares = load_squares(kept, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D)
+    squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
-    for turn in range(turns_of(WIDTH, 1, SIZES.PROGRAMS)):
+    for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
-            products, position = tensor.multiply(ring, position, given.query, None, kept.scaled, SIZES.D, TILES)
+            products, position = tensor.multiply(
+                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES
+            )  # fmt: skip
+            if TURNS > 1:
+                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
@@ -210,12 +225,19 @@ def store_projections(
 def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
     """kept.hidden [16, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
+    TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
     squares = load_squares(kept, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D)
+    squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
-    for turn in range(turns_of(SIZES.F, 2, SIZES.PROGRAMS)):
+    for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
-            products, position = tensor.multiply(ring, position, given.gate, given.up, kept.scaled, SIZES.D, TILES)
+            products, position = tensor.multiply(
+                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES
+            )  # fmt: skip
+            if TURNS > 1:
+                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
@@ -257,11 +279,14 @@ def add(
     begin = gl.program_id(0) * SHARE
     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
     squares = gl.full([16], 0.0, gl.float32, LAYOUT)
+    chunk = tensor.load_chunk(source, 0, desc, COLUMNS)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, D, 1, SIZES)
         if first < D:
-            products, position = tensor.multiply(ring, position, desc, None, source, COLUMNS, TILES)
+            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES)
+            if TURNS > 1:
+                chunk = next_turn(turn, TURNS, source, desc, COLUMNS)
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
                     me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
@@ -381,6 +406,19 @@ def load_squares(kept, SIZES: gl.constexpr):
     return gl.load(kept.squares + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
 
 
+@triton.constexpr_function
+def again_of(programs, warps):
+    """Of how many programs a thread has the squares."""
+    return max(1, triton.next_power_of_2(programs) // (8 * warps))
+
+
+@gluon.jit
+def fewer(squares, SIZES: gl.constexpr):
+    """Adds up what each thread has of `load_squares`, which takes registers until `scale_of`."""
+    AGAIN: gl.constexpr = again_of(SIZES.PROGRAMS, gl.num_warps())
+    return gl.sum(squares.reshape([AGAIN, squares.shape[0] // AGAIN, 16]), 0)
+
+
 @gluon.jit
 def scale_of(squares, factor, SIZES: gl.constexpr):
     """What the norm multiplies the products of each vector by, times `factor`: f32 [1, 16, 1]."""
@@ -392,12 +430,19 @@ def scale_of(squares, factor, SIZES: gl.constexpr):
 def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.constexpr):
     """The program's logits f32 [B, V] of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
+    TURNS: gl.constexpr = turns_of(SIZES.V, 1, SIZES.PROGRAMS)
     squares = load_squares(kept, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D)
+    squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
-    for turn in range(turns_of(SIZES.V, 1, SIZES.PROGRAMS)):
+    for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
-            products, position = tensor.multiply(ring, position, given.unembed, None, kept.scaled, SIZES.D, TILES)
+            products, position = tensor.multiply(
+                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES
+            )  # fmt: skip
+            if TURNS > 1:
+                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)

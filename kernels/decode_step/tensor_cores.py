@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 VECTORS = gl.constexpr(16)  # of an instruction
@@ -44,21 +45,33 @@ def keep(vectors, value, b, column, there):
 
 @gluon.jit
 def load_part(source, group, GROUPS: gl.constexpr):
-    """Vectors [16, 64 * GROUPS] as operands: for each warp 64 columns from a group on; 0 behind the last group."""
+    """Vectors [16, 64 * GROUPS] in words, two numbers each: for each warp 64 columns from a group on; 0 behind the last
+    group.
+
+    In words, because the compiler gives a number of 16 bits a register of its own where it is carried around a loop.
+    """
     WARPS: gl.constexpr = gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 8], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 4], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
     own = group + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     step = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    number = gl.arange(0, 256, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    there = (own < GROUPS) & (step >= 0) & (number >= 0)
-    part = gl.load(source + (own * 4 + step) * 256 + number, mask=there, other=0.0)
+    word = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    there = (own < GROUPS) & (step >= 0) & (word >= 0)
+    words = source.to(gl.pointer_type(gl.int32), bitcast=True)
+    return gl.load(words + (own * 4 + step) * 128 + word, mask=there, other=0)
+
+
+@gluon.jit
+def operand_of(words, DTYPE: gl.constexpr):
+    """What `load_part` returned as an operand [warps, 16, 64]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    part = shmem.elements_of(words, DTYPE)
     part = part.reshape([WARPS, 4, 8, 4, 2, 2, 2]).permute([0, 5, 2, 1, 4, 3, 6]).reshape([WARPS, 16, 64])
     return gl.convert_layout(part, gl.DotOperandLayout(0, product_layout(WARPS), 2), assert_trivial=True)
 
 
 @gluon.jit
 def load_chunk(source, chunk, desc, COLUMNS: gl.constexpr):
-    """What the columns of a block are multiplied by: parts for one group of each warp after the other."""
+    """What the columns of a block are multiplied by: parts for one group of each warp after the other, in words."""
     WARPS: gl.constexpr = gl.num_warps()
     parts = ()
     for i in gl.static_range(desc.block_shape[0] // WARPS):
@@ -79,13 +92,14 @@ def fetch(ring, position, desc, chunk, row, IN_FLIGHT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, position, first, second, source, COLUMNS: gl.constexpr, TILES: gl.constexpr):
+def multiply(ring, position, first, second, source, later, COLUMNS: gl.constexpr, TILES: gl.constexpr):
     """The blocks that come next times the vectors [16, COLUMNS]: TILES of 8 rows, of which all blocks of the same
     columns come one after the other.
 
     Args:
       first, second: descriptors of what comes in turns; the second one may be None.
       source: the vectors, as `place_of` has them.
+      later: those of the first columns, what `load_chunk` returned.
 
     Returns: (each warp's part of the products, one [warps, 16, 8] after the other; the next position).
     """
@@ -96,7 +110,6 @@ def multiply(ring, position, first, second, source, COLUMNS: gl.constexpr, TILES
     products = ()
     for _ in gl.static_range(EACH * TILES):
         products = products + (gl.full([WARPS, 16, 8], 0.0, gl.float32, LAYOUT),)
-    later = load_chunk(source, 0, first, COLUMNS)
     for chunk in range(CHUNKS):
         parts = later
         later = load_chunk(source, chunk + 1, first, COLUMNS)  # on its way while this one is multiplied
@@ -120,7 +133,7 @@ def multiply_block(ring, position, desc, parts, product):
     block = rings.view(ring, stage, desc)
     for i in gl.static_range(len(parts)):
         own = block.permute([0, 2, 1]).slice(i * WARPS, WARPS, dim=0)
-        product = mma_v2(parts[i], own.load(OPERAND), product)
+        product = mma_v2(operand_of(parts[i], desc.dtype), own.load(OPERAND), product)
     rings.give_back(ring, stage)
     return product, rings.after(ring, position)
 

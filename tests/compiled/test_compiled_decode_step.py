@@ -82,9 +82,13 @@ def test_sixteen_sequences():
     assert spilled_bytes(ptxas_report(code)) == 0
     assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     products = code.ptx.count("mma.sync")
-    # 32 columns of 8 rows at a time, which two products take; nothing goes through shared memory in between.
-    assert set(re.findall(r"ldmatrix\.[\w.:]+", code.ptx)) == {"ldmatrix.sync.aligned.m8n8.x4.shared.b16"}
-    assert 2 * code.ptx.count("ldmatrix.sync") == products
+    # 32 columns of 8 rows or keys at a time, or 16 slots of 16 columns of values, which two products take; nothing goes
+    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each.
+    loads = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16")
+    turned = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
+    assert loads + turned == code.ptx.count("ldmatrix")
+    assert turned == 4  # 16 slots of 64 columns, of a head of 128 that two warps share
+    assert 2 * (loads - 8 + turned) == products
     returns = len(re.findall(r"mbarrier\.arrive\.shared::cta", code.ptx))  # the loading warp's expect bytes
     assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
 

@@ -11,7 +11,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, hopper, many, phases, ring, tensor_cores
+from jaxtaxfree.kernels.decode_step import attention, attention_many, hopper, many, phases, ring, tensor_cores
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -346,6 +346,55 @@ MUTANTS = {
         errors=(AssertionError,), step=EIGHT_BITS["e4m3 and a tied one, gemma 2"],
     ),
     # By tensor cores.
+    "a key behind the end, by tensor cores": Mutant(
+        module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "a key before the window, by tensor cores": Mutant(
+        module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot < end"),), errors=(AssertionError,),
+        step=TENSOR_CORES["qwen 3 with scales and caps"],
+    ),
+    "a value behind the end counts 0 times": Mutant(
+        module=attention_many, edits=(("if count < desc.block_shape[1]:", "if count < 0:"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "the new token does not see itself, by tensor cores": Mutant(
+        module=attention_many, edits=(("(length < SIZES.SLOTS)", "(length < 0)"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "every part of a block sees the new token": Mutant(
+        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "a part of a block is taken for another one": Mutant(
+        module=attention_many, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
+        step=SEVERAL,
+    ),
+    "a part of a block is left out": Mutant(
+        module=attention_many, edits=(("acc = gl.sum(memory.index(group - begin).load(COLUMNS), 0)",
+                                       "acc = gl.max(memory.index(group - begin).load(COLUMNS), 0)"),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "parts of a block are added up as if their highest scores were the same": Mutant(
+        module=attention_many, edits=(("weight = gl.exp2(tops - gl", "weight = gl.exp2(tops * 0.0 - 0.0 * gl"),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "the query heads of another key/value head's row": Mutant(
+        module=attention_many, edits=(("(head * G + g[:, None]) * H", "(head * G + G - 1 - g[:, None]) * H"),),
+        errors=(AssertionError,), step=SEVERAL,
+    ),
+    "keys are given back before they are read": Mutant(
+        module=attention_many,
+        edits=(("    block = view(ring, stage, desc).permute", "    rings.give_back(ring, stage)\n    block = view(ring, stage, desc).permute"),
+               ("    rings.give_back(ring, stage)\n    return scores", "    return scores")),
+        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
+    ),
+    "values are given back before they are read": Mutant(
+        module=attention_many,
+        edits=(("    added = ()\n    for group in gl.static_range(len(accs)):\n        values", "    rings.give_back(ring, stage)\n    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
+               ("    rings.give_back(ring, stage)\n    return added", "    return added")),
+        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
+    ),
     "the first phase does not wait for the stream": Mutant(
         module=many, edits=(("met, 0, factor, None, SIZES)", "met, -1, factor, None, SIZES)"),), errors=TOO_EARLY,
         step=SEVERAL,
@@ -419,7 +468,7 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
     path.write_text(text)
     # Each file anew, with the others that it knows, in the order in which they know each other.
     again: dict[ModuleType, ModuleType] = {}
-    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, many, hopper):
+    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, attention_many, many, hopper):
         names = {name: again[of] for name, of in vars(module).items() if isinstance(of, ModuleType) and of in again}
         source = path if module is mutant.module else Path(module.__file__ or "")
         again[module] = load(source, module.__name__, **names)

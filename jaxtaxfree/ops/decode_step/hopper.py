@@ -136,7 +136,8 @@ class Hopper(Variant[Call]):
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        old = (min(config.stage // h, LARGEST_BOX), h // GROUP, GROUP)
+        slots = min(config.stage // h, LARGEST_BOX)
+        old = (h // GROUP, slots, GROUP) if call.tensor_cores else (slots, h // GROUP, GROUP)
         if call.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(config)
         else:
@@ -274,11 +275,11 @@ class Hopper(Variant[Call]):
         vectors += [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
-        of_weights = (lambda w: w.reshape(-1, w.shape[-1])) if call.tensor_cores else rows
+        as_blocks = (lambda w: w.reshape(-1, w.shape[-1])) if call.tensor_cores else rows
         return (
             x,
-            *(of_weights(params[name]) for name in weights),
-            *map(rows, cache),
+            *(as_blocks(params[name]) for name in weights),
+            *map(as_blocks, cache),
             *(params[name] for name in vectors),
             cos,
             sin,

@@ -10,7 +10,7 @@ from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
 from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
-VECTORS = 16  # that tensor cores multiply at a time
+VECTORS = 16  # that tensor cores multiply at a time, and the least keys
 TILE = 8  # rows of weights, likewise
 
 
@@ -26,6 +26,9 @@ def refused(call: Call, config: Config) -> list[str]:
     if not config.num_warps <= tile_of(config)[0] <= LARGEST_BOX:
         least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
         reasons.append(f"{of} it takes stages of {least} to {most} elements, not {config.stage}")
+    elif config.stage < VECTORS * call.model.head_dim:
+        of_keys = f"{VECTORS} keys of {call.model.head_dim}"
+        reasons.append(f"{of} it takes stages of {of_keys} or more, not of {config.stage} elements")
     return reasons
 
 
@@ -66,6 +69,5 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
         "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32)},
         "WORDS": words,
         "STREAM_TOLD": 0,
-        # Of 8 tiles, and what attention adds up of two heads.
-        "SUMS": max(8 * VECTORS * TILE * config.num_warps, 2 * config.num_warps * call.model.head_dim),
+        "SUMS": 8 * VECTORS * TILE * config.num_warps,  # of 8 tiles, which is more than attention needs
     }
