@@ -341,6 +341,7 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
         if SIZES.TENSOR_CORES:
-            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H)
+            at = head % SIZES.HEADS * H + column
+            tensor_cores.keep(heads, result, head // SIZES.HEADS, at, column < H, SIZES.NARROW)
         else:
             shmem.send(me, heads + head * H + column, result, me.rank)

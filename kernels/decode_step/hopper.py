@@ -46,6 +46,7 @@ class Sizes(NamedTuple):
     LAYERS: Any
     B: Any
     TENSOR_CORES: Any
+    NARROW: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -231,7 +232,8 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        LAYERS, B, TENSOR_CORES, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H, F, V, SLOTS,
+        POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
         SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
         WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip

@@ -92,6 +92,25 @@ EIGHT_BITS = {
         eight=("int8", "unembed"),
     ),
 }
+EIGHT_BITS |= {
+    "six sequences in int8 on two ranks, two layers": Step(
+        lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES, eight=("int8", "unembed")
+    ),
+    "eight sequences of qwen 2 in e4m3": Step(
+        family="qwen2-7b",
+        lengths=(20, 1, 2, 3, 4, 5, 6, 19),
+        config=TILES,
+        eight=("float8_e4m3fn", "unembed"),
+        changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
+    ),
+    "ten tiles a turn, int8": Step(
+        world=1,
+        lengths=(3, 0, 17, 9, 5),
+        changes=(("d_model", 256),),
+        eight=("int8", "unembed"),
+        config=TILES,
+    ),
+}
 STEPS |= EIGHT_BITS
 MANY = {
     "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
@@ -185,6 +204,7 @@ FENCE = "    fence_async_shared()\n"
 TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
 TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))\n"
 INT8 = EIGHT_BITS["int8, two layers"]
+SEVERAL_INT8 = EIGHT_BITS["six sequences in int8 on two ranks, two layers"]
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
         total += words[rank].to(gl.float32, bitcast=True)
@@ -363,8 +383,8 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),), errors=(AssertionError,),
-        step=SEVERAL,
+        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),),
+        errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
         module=attention_many, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
@@ -413,8 +433,36 @@ MUTANTS = {
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("column % 16 // 8 * 4 + b // 8 * 2", "column % 16 // 8 * 2 + b // 8 * 4"),),
+        module=tensor_cores, edits=(("half * 4 + b // 8 * 2", "half * 2 + b // 8 * 4"),),
         errors=(AssertionError,), step=SEVERAL,
+    ),
+    "vectors lie as they do for weights of 16 bits": Mutant(
+        module=tensor_cores, edits=(("    if NARROW:\n        thread", "    if False:\n        thread"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "a word's bytes in each other's place, by tensor cores": Mutant(
+        module=tensor_cores, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,),
+        step=SEVERAL_INT8,
+    ),
+    "a stage of 8 bits is given back without a fence by tensor cores": Mutant(
+        module=tensor_cores, edits=(("    rings.give_back(ring, stage)\n",
+                                     "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
+        errors=(MissingFenceError,), step=SEVERAL_INT8,
+    ),
+    **{
+        f"scales of another layer by tensor cores, {name}": Mutant(
+            module=many, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            errors=(AssertionError,), step=SEVERAL_INT8,
+        )
+        for name in ("query", "key", "value", "gate", "up", "out", "down")
+    },
+    "scales of another row by tensor cores": Mutant(
+        module=many, edits=(("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "scales of another turn's tiles": Mutant(
+        module=many, edits=(("scales[tile // PORTION]", "scales[0]"),), errors=(AssertionError,),
+        step=EIGHT_BITS["ten tiles a turn, int8"],
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),

@@ -67,8 +67,8 @@ def refused_eight_bits(call: Call) -> list[str]:
     if not call.eight:
         return []
     reasons: list[str] = []
-    if call.tensor_cores:
-        reasons.append(f"of {call.batch} sequences it takes weights of {call.dtype}, not of 8 bits")
+    if call.tensor_cores and call.dtype_of("unembed").itemsize != call.dtype_of("q_proj").itemsize:
+        reasons.append(f"of {call.batch} sequences it takes layers and an unembedding of 8 bits, or neither")
     if blocks := [each.name for each in call.eight if each.scales != "row"]:
         reasons.append(Lasting(f"it takes a scale for each row of weights of 8 bits, not for blocks, of {blocks[0]}"))
     layers = [name for name in call.model.matrices if name != "unembed"]
@@ -139,7 +139,7 @@ class Hopper(Variant[Call]):
         slots = min(config.stage // h, LARGEST_BOX)
         old = (h // GROUP, slots, GROUP) if call.tensor_cores else (slots, h // GROUP, GROUP)
         if call.tensor_cores:
-            project = out = inner = down = unembed = many.tile_of(config)
+            project = out = inner = down = unembed = many.tile_of(call, config)
         else:
             of_layers = narrow_block_of if call.dtype_of("q_proj").itemsize == 1 else block_of
             project = of_layers(queries + 2 * keys, d, config, math.gcd(queries, keys))
