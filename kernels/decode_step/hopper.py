@@ -181,13 +181,14 @@ def decode_step_kernel(
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
-    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
-    scaled,  # for tensor cores: scratch [16, D] of the weights' dtype, the stream times the gains of the next norm
-    squares,  # and f32 [PROGRAMS, 16], sums of squares of the stream
+    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them; [B, D] for
+    # tensor cores
+    scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
+    squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [16, HEADS * H] of the weights' dtype
+    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]

@@ -73,22 +73,26 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
-def test_sixteen_sequences():
+@pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
+def test_sixteen_sequences(eight):
     """By tensor cores: their operands come as they are taken, and stages go back behind a fence."""
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16))
+    kernel = launch_of(lowered(model, 2, 16, eight))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) == 0
     assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     products = code.ptx.count("mma.sync")
     # 32 columns of 8 rows or keys at a time, or 16 slots of 16 columns of values, which two products take; nothing goes
-    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each.
+    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each. Of weights of 8 bits it
+    # is 64 columns, which four products take.
     loads = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16")
     turned = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
     assert loads + turned == code.ptx.count("ldmatrix")
-    assert turned == 4  # 16 slots of 64 columns, of a head of 128 that two warps share
-    assert 2 * (loads - 8 + turned) == products
+    # 16 slots of 64 columns, of a head of 128 that two warps share; with weights of 8 bits a block has half as many.
+    assert turned == (2 if eight else 4)
+    of_attention = 16
+    assert (4 if eight else 2) * (loads - of_attention) + 2 * (of_attention - 8 + turned) == products
     returns = len(re.findall(r"mbarrier\.arrive\.shared::cta", code.ptx))  # the loading warp's expect bytes
     assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
 
@@ -104,13 +108,14 @@ def test_several_sequences_of_eight_bits(batch):
     assert spilled_bytes(ptxas_report(code)) <= 40
 
 
-def test_norms_behind_the_blocks():
-    """A share of Gemma 2, of two sequences."""
+@pytest.mark.parametrize("batch", [2, 16])
+def test_norms_behind_the_blocks(batch):
+    """A share of Gemma 2."""
     model = DecoderSpec(
         layers=2, d_model=3584, heads=4, kv_heads=2, head_dim=256, d_mlp=3584, vocab=2048, norm_plus_one=True,
         post_norms=True, score_soft_cap=50.0, activation="gelu_tanh", tied=True, logit_soft_cap=30.0,
     )  # fmt: skip
-    kernel = launch_of(lowered(model, 2, 2))
+    kernel = launch_of(lowered(model, 2, batch))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) == 0

@@ -95,7 +95,7 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
         eight, dequantised = in_eight_bits(made, model, model.partition_specs("tp"), world, step.eight[0], False)
         params = params | {name: w for name, w in eight.items() if name.removesuffix("_scale") in narrow}
         wide = wide | {name: dequantised[name] for name in narrow}
-    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, 64)).astype(jnp.bfloat16)
+    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, model.head_dim)).astype(jnp.bfloat16)
     x = rng.standard_normal((b, model.d_model)).astype(jnp.bfloat16)
     cos, sin = rotary_tables(model, SLOTS)
     lengths = np.asarray(step.lengths, np.int32)

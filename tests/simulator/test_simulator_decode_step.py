@@ -56,6 +56,7 @@ TILES = (("stage", 2048),)
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
         family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
@@ -75,6 +76,15 @@ TENSOR_CORES = {
             ("windows", (4,)),
         ),
         config=TILES,
+    ),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
+    "gemma 3 by tensor cores, heads of 256": Step(
+        world=1,
+        family="gemma-3-4b",
+        lengths=(12, 1, 5, 19, 8),
+        layers=2,
+        changes=(("head_dim", 256), ("d_model", 448)),
+        config=(("stage", 4096),),
     ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
@@ -103,10 +113,10 @@ EIGHT_BITS |= {
         eight=("float8_e4m3fn", "unembed"),
         changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
     ),
-    "ten tiles a turn, int8": Step(
+    "sixteen tiles a turn, int8": Step(
         world=1,
         lengths=(3, 0, 17, 9, 5),
-        changes=(("d_model", 256),),
+        changes=(("d_model", 384),),
         eight=("int8", "unembed"),
         config=TILES,
     ),
@@ -200,6 +210,7 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "        give_back(ring, stage)\n"
+RETURN = "    rings.give_back(ring, stage)\n"
 FENCE = "    fence_async_shared()\n"
 TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
 TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))\n"
@@ -211,6 +222,7 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
@@ -383,7 +395,12 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many, edits=(("(part == 0) & own, value", "(part >= 0) & own, value"),),
+        module=attention_many,
+        edits=(
+            ("(part == 0) & own, value", "(part >= 0) & own, value"),
+            ("[:, None] == 0) & own", "[:, None] >= 0) & own"),
+            ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % EACH == 0"),
+        ),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
@@ -403,18 +420,17 @@ MUTANTS = {
         module=attention_many, edits=(("(head * G + g[:, None]) * H", "(head * G + G - 1 - g[:, None]) * H"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
-    "keys are given back before they are read": Mutant(
-        module=attention_many,
-        edits=(("    block = view(ring, stage, desc).permute", "    rings.give_back(ring, stage)\n    block = view(ring, stage, desc).permute"),
-               ("    rings.give_back(ring, stage)\n    return scores", "    return scores")),
-        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
-    ),
-    "values are given back before they are read": Mutant(
-        module=attention_many,
-        edits=(("    added = ()\n    for group in gl.static_range(len(accs)):\n        values", "    rings.give_back(ring, stage)\n    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
-               ("    rings.give_back(ring, stage)\n    return added", "    return added")),
-        errors=(DataRaceError, MissingFenceError), step=SEVERAL,
-    ),
+    **{
+        f"{name} are given back before they are read": Mutant(
+            module=attention_many,
+            edits=((f"{RETURN}    return {result}", f"    return {result}"), (read, RETURN + read)),
+            errors=(DataRaceError, MissingFenceError), step=SEVERAL,
+        )
+        for name, result, read in (
+            ("keys", "scores", "    block = view(ring, stage, desc).permute"),
+            ("values", "added", "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"),
+        )
+    },
     "the first phase does not wait for the stream": Mutant(
         module=many, edits=(("met, 0, factor, None, SIZES)", "met, -1, factor, None, SIZES)"),), errors=TOO_EARLY,
         step=SEVERAL,
@@ -424,16 +440,32 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3"),
-            ("the product behind the gate", " + 4"), ("the next layer", " + 5"),
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3 + POST"),
+            ("the product behind the gate", " + 4 + POST"), ("the next layer", " + 5 + 2 * POST"),
         )
     },
+    "a norm behind a block does not wait": Mutant(
+        module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
+        errors=TOO_EARLY, step=SEVERAL_POST_NORMS,
+    ),
+    "its squares go where those of the stream are": Mutant(
+        module=many, edits=(("kept.squares + SIZES.PROGRAMS * 16", "kept.squares"),), errors=TOO_EARLY,
+        step=SEVERAL_POST_NORMS,
+    ),
+    "the gains of the norm behind the layer's other block": Mutant(
+        module=many, edits=(("given.post_mlp_norm, layer", "given.post_attn_norm, layer"),), errors=(AssertionError,),
+        step=SEVERAL_POST_NORMS,
+    ),
+    "a block's result is added to the stream before its norm, by tensor cores": Mutant(
+        module=many, edits=(("if SIZES.POST_NORMS:\n        gl.store", "if False:\n        gl.store"),),
+        errors=(AssertionError, *TOO_EARLY), step=SEVERAL_POST_NORMS,
+    ),
     "a tile of the wrong columns": Mutant(
         module=tensor_cores, edits=(("chunk * desc.block_shape[0], row, IN", "0 * desc.block_shape[0], row, IN"),),
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("half * 4 + b // 8 * 2", "half * 2 + b // 8 * 4"),),
+        module=tensor_cores, edits=(("thread) * 2 + half)", "thread) * 2 + 1 - half)"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "vectors lie as they do for weights of 16 bits": Mutant(
@@ -462,7 +494,15 @@ MUTANTS = {
     ),
     "scales of another turn's tiles": Mutant(
         module=many, edits=(("scales[tile // PORTION]", "scales[0]"),), errors=(AssertionError,),
-        step=EIGHT_BITS["ten tiles a turn, int8"],
+        step=EIGHT_BITS["sixteen tiles a turn, int8"],
+    ),
+    "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
+        module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
+        step=TENSOR_CORES["nine sequences"],
+    ),
+    "more vectors are stored than lie in memory": Mutant(
+        module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=SEVERAL,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),
@@ -477,7 +517,7 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "the gains of the layer's other norm": Mutant(
-        module=many, edits=(("given.mlp_norm + layer * D, kept", "given.attn_norm + layer * D, kept"),),
+        module=many, edits=(("given.mlp_norm + layer * D, behind", "given.attn_norm + layer * D, behind"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a turn that has no rows is waited for": Mutant(

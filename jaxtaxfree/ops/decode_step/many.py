@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
+from jaxtaxfree.kernels.decode_step.tensor_cores import vectors_of
 from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
@@ -18,8 +19,6 @@ def refused(call: Call, config: Config) -> list[str]:
     """Why a call of so many sequences cannot be taken."""
     of = f"of {call.batch} sequences"
     reasons: list[str] = []
-    if call.model.post_norms:
-        reasons.append(f"{of} it takes no norms behind a block (post_norms)")
     if call.dtype.name != "bfloat16":
         # The stream times a norm's gains is kept in this dtype before it is scaled, and f16 has not its range.
         reasons.append(Lasting(f"{of} it takes weights of bfloat16, not {call.dtype}"))
@@ -54,15 +53,15 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
     """Scratch and messages of the launch, and the constants that go with them."""
     b, d, queries = call.batch, call.model.d_model, call.heads * call.model.head_dim
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    vectors = lambda columns: jax.ShapeDtypeStruct((VECTORS, columns), call.dtype)  # noqa: E731
+    vectors = lambda columns: jax.ShapeDtypeStruct((vectors_of(b), columns), call.dtype)  # noqa: E731
     words = config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * VECTORS * TILE
     sums = (2 * call.model.layers, call.world, words) if call.world > 1 else (0,)
     return {
         "scratch": {
             "stream": f32(1, b, d),
-            "block": f32(0),
+            "block": f32(b if call.model.post_norms else 0, d),
             "scaled": vectors(d),
-            "squares": f32(config.programs, VECTORS),
+            "squares": f32(2 if call.model.post_norms else 1, config.programs, VECTORS),
             "heads": vectors(queries),
             "hidden": vectors(call.d_mlp),
         },
