@@ -91,10 +91,7 @@ class Problem:
                 )
         if weights != "bfloat16":
             self.specs = self.specs | model.scale_specs(AXIS)
-            for name in model.matrices:
-                placed = tuple(NamedSharding(self.mesh, self.specs[each]) for each in (name, f"{name}_scale"))
-                narrow = jax.jit(lambda w: jtf.quantize(w, weights, block=(1, -1)), out_shardings=placed)
-                self.params[name], self.params[f"{name}_scale"] = narrow(self.params[name])
+            self.params = self.params | self.in_eight_bits(weights)
         size = (model.layers, b, model.kv_heads, slots, model.head_dim)
         # So that attention of so many keys counts for as much as the rest.
         scales = (1.0, max(1.0, (max(length) / np.e) ** 0.5))
@@ -112,6 +109,19 @@ class Problem:
             out_shardings=NamedSharding(self.mesh, spec),
         )
         return make(key)
+
+    def in_eight_bits(self, dtype):
+        """The matrices, and their scales."""
+
+        def narrow(params):
+            found = {name: jtf.quantize(w, dtype, block=(1, -1)) for name, w in params.items()}
+            return {name: w for name, (w, _) in found.items()} | {f"{name}_scale": s for name, (_, s) in found.items()}
+
+        names = self.model.matrices
+        placed = {
+            each: NamedSharding(self.mesh, self.specs[each]) for name in names for each in (name, f"{name}_scale")
+        }
+        return jax.jit(narrow, out_shardings=placed)({name: self.params[name] for name in names})
 
     def program(self, function, out_specs, options=None, donate=()):
         specs = (self.specs, P(), (CACHE, CACHE), P(), (P(), P()))
