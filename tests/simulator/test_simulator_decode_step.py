@@ -116,6 +116,7 @@ EIGHT_BITS |= {
     "sixteen tiles a turn, int8": Step(
         world=1,
         lengths=(3, 0, 17, 9, 5),
+        group=4,
         changes=(("d_model", 384),),
         eight=("int8", "unembed"),
         config=TILES,
