@@ -186,8 +186,8 @@ def decode_step_kernel(
     scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
     squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
-    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
+    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]; for tensor cores messages f32, of `hand_on`
+    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2], or none
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
@@ -248,12 +248,14 @@ def decode_step_kernel(
     if TENSOR_CORES:
         heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
         hidden_ptr = shmem.scratch(me, hidden, old_keys_desc.dtype)
+        accs_ptr = shmem.messages(me, accs)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
+        accs_ptr = shmem.scratch(me, accs, gl.float32)
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), accs_ptr, shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)

@@ -59,8 +59,12 @@ TENSOR_CORES = {
     "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
-        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3))
     ),
+    "nine sequences in more parts than columns": Step(
+        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*TILES, ("splits", 17), ("programs", 5))
+    ),
+    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*TILES, ("splits", 2))),
     "qwen 3 with scales and caps": Step(
         world=1,
         family="qwen3-8b",
@@ -223,6 +227,7 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+IN_PARTS = TENSOR_CORES["two sizes of parts"]
 SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
@@ -441,10 +446,33 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3 + POST"),
-            ("the product behind the gate", " + 4 + POST"), ("the next layer", " + 5 + 2 * POST"),
+            ("attention", ""), ("the product of the heads", " + 1"), ("the gate", " + 2 + POST"),
+            ("the product behind the gate", " + 3 + POST"), ("the next layer", " + 4 + 2 * POST"),
         )
     },
+    "parts of a pair go to another layer's": Mutant(
+        module=attention_many, edits=(("pair = layer * PAIRS +", "pair = 0 * PAIRS +"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "an item's parts go to the place of another one": Mutant(
+        module=attention_many, edits=(("SIZES) + split * WORDS", "SIZES) + 0 * WORDS"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "what fills a message is not sent": Mutant(
+        module=attention_many, edits=(("of_head, me.rank, there)", "of_head, me.rank, there & (column % WIDTH < 2))"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "some columns are added up twice": Mutant(
+        module=attention_many, edits=(("item, split, SIZES)", "item, 0, SIZES)"),),
+        errors=(AssertionError, MessageError), step=IN_PARTS,
+    ),
+    "items are added up as if their highest scores were the same": Mutant(
+        module=attention_many,
+        edits=(
+            ("top - gl.where(highest == float(\"-inf\"), 0.0, highest)", "top - gl.where(top < -1e9, 0.0, top)"),
+        ),
+        errors=(AssertionError,), step=IN_PARTS,
+    ),
     "a norm behind a block does not wait": Mutant(
         module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
         errors=TOO_EARLY, step=SEVERAL_POST_NORMS,

@@ -126,10 +126,8 @@ class Hopper(Variant[Call]):
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        merged = many.merged_of(call, programs, splits, Config.merged) if call.tensor_cores else Config.merged
         return Config(
-            programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
-            in_flight=_in_flight(stage),
+            programs=programs, stage=stage, num_stages=stages, splits=splits, in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -178,8 +176,6 @@ class Hopper(Variant[Call]):
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
-                "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
-                "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
@@ -234,6 +230,7 @@ class Hopper(Variant[Call]):
         model, b, d = call.model, call.batch, call.model.d_model
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         vectors = next_power_of_2(b)
+        items = (b, call.kv_heads, config.splits, model.group)
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
@@ -245,6 +242,8 @@ class Hopper(Variant[Call]):
                 "block": f32(2 if model.post_norms else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
+                "accs": f32(*items, model.head_dim),
+                "tops": f32(*items, 2),
             },
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
