@@ -15,9 +15,8 @@ error is the root mean square of the difference over that of the result, which i
 
 import argparse
 import functools
-import json
+import math
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
+from benchmarks.eight_bits import Clock
 from benchmarks.operations import OPERATIONS
 from benchmarks.ragged_dot_of_8_bits import times
 from jaxtaxfree.ops.shapes import GroupedShape
@@ -104,13 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="PATH", help="where rows are appended")
     options = parser.parse_args(arguments)
     mesh = Mesh(np.array(jax.devices()[: options.world]), (AXIS,))
-    start = time.monotonic()
-
-    def say(**fields: Any) -> None:
-        print(f"[{time.monotonic() - start:5.1f}]", ", ".join(f"{k} {v}" for k, v in fields.items()), flush=True)
-        if options.json:
-            with Path(options.json).open("a") as file:
-                file.write(json.dumps(fields) + "\n")
+    clock = Clock(math.inf, options.json)
 
     for shape in options.shapes:
         programs: dict[str, Any] = {}
@@ -124,19 +118,19 @@ def main(arguments: list[str] | None = None) -> None:
                     run = jax.jit(layers(mesh, shape, kind, "fused" if how == "fused" else None))
                     if options.lower:
                         text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-                        say(**row, kernels=text.count("triton_kernel_call"))
+                        clock.row(**row, kernels=text.count("triton_kernel_call"))
                         continue
                     found = np.asarray(run(*arrays)[0], np.float32)
                 except Exception as fault:
-                    say(**row, fault=f"{type(fault).__name__}: {str(fault)[:300]}")
+                    clock.row(**row, fault=f"{type(fault).__name__}: {str(fault)[:300]}")
                     continue
                 wanted = found if wanted is None else wanted
-                say(**row, error=float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))))
+                clock.row(**row, error=float(np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))))
                 programs[f"{kind}: {how}"] = run, arrays
         if programs and options.rounds:
             for name, us in times(programs, options.rounds, options.sets).items():
                 kind, _, how = name.partition(": ")
-                say(shape=shape.name, world=mesh.size, kind=kind, program=how, us=round(us, 1))
+                clock.row(shape=shape.name, world=mesh.size, kind=kind, program=how, us=round(us, 1))
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from jax import lax
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
+from benchmarks.eight_bits import Clock
 from benchmarks.operations import OPERATIONS
 from benchmarks.ragged_dot import sizes_of
 from jaxtaxfree.ops.shapes import GroupedShape
@@ -181,16 +182,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", metavar="PATH", help="where rows are appended")
     parser.add_argument("--implementation", default="fused", choices=("fused", "xla"))
     options = parser.parse_args(arguments)
-    start = time.monotonic()
-
-    def say(**fields: Any) -> None:
-        print(f"[{time.monotonic() - start:5.1f}]", ", ".join(f"{k} {v}" for k, v in fields.items()), flush=True)
-        if options.json:
-            with Path(options.json).open("a") as file:
-                file.write(json.dumps(fields) + "\n")
+    clock = Clock(options.budget, options.json)
 
     for shape in options.shapes:
-        if time.monotonic() - start > options.budget:
+        if clock.over:
             break
         count = min(options.sets, max(1, int(8e9 // (2 * shape.groups * shape.d * shape.f * (1 + options.gated)))))
         sizes = jnp.asarray(sizes_of(shape))
@@ -219,19 +214,21 @@ def main(arguments: list[str] | None = None) -> None:
                         if how != "dense"
                         else 0.0
                     )
-                    say(**row, error=error, ok=error < TOLERANCE)
+                    clock.row(**row, error=error, ok=error < TOLERANCE)
                 except Exception as fault:
-                    say(**row, fault=f"{type(fault).__name__}: {str(fault)[:300]}")
+                    clock.row(**row, fault=f"{type(fault).__name__}: {str(fault)[:300]}")
                     continue
                 programs[f"{kind}: {how}"] = run, (x, sets, sizes)
-        if not options.rounds or time.monotonic() - start > options.budget:
+        if not options.rounds or clock.over:
             continue
         medians = times(programs, options.rounds, count)
         dense = {name.partition(":")[0]: us for name, us in medians.items() if name.endswith(": dense")}
         for name, us in medians.items():
             kind, _, how = name.partition(": ")
             floor = floor_us(shape, kind, dense, 1 + options.gated)
-            say(shape=shape.name, kind=kind, program=how, gated=options.gated, us=round(us, 1), floor=round(floor, 1))
+            clock.row(
+                shape=shape.name, kind=kind, program=how, gated=options.gated, us=round(us, 1), floor=round(floor, 1)
+            )
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
     come in five blocks in registers, takes 808 by tensor cores, and 867.
     """
-    if call.batch > FEW or many.refused(call, config):
+    if many.refused(call, config):
         return call.batch > FEW
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     return call.batch > 1 or call.model.d_model > 2 * groups * width
