@@ -1,6 +1,6 @@
 """Draws the rows of one operation: times against a size with the floor, and the speed-up over every peer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -140,7 +140,7 @@ def _stacked(name: str) -> str:
 
 
 @contextmanager
-def _figure(path: Path, width: float, height: float) -> Iterator[Figure]:
+def _figure(path: Path, width: float, height: float) -> Generator[Figure]:
     """Is written to `path` at the end of a `with` block."""
     drawn = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(drawn)

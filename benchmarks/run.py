@@ -55,7 +55,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,7 +82,7 @@ WIDTH = 280
 
 
 @contextmanager
-def steps(console: Console, total: int) -> Iterator[Callable[[str], None]]:
+def steps(console: Console, total: int) -> Generator[Callable[[str], None]]:
     """A bar on a terminal, and the function that moves it to the next step.
 
     It is drawn between steps only: a thread that draws would compete with the dispatch of what is timed.

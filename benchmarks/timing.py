@@ -5,7 +5,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -23,7 +23,7 @@ from benchmarks.sampling import MIN_ROUNDS, Mode
 
 
 @contextmanager
-def guard(step: str, timeout: float) -> Iterator[None]:
+def guard(step: str, timeout: float) -> Generator[None]:
     """Ends the process when the step takes longer: a kernel that waits for ever cannot be interrupted otherwise."""
     message = f"\n{step}: no end after {timeout:g} s, giving up\n"
     # The message needs the interpreter, which a thread that is stuck in C++ may hold; faulthandler needs nothing.

@@ -12,7 +12,7 @@ import math
 import sys
 import threading
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -121,7 +121,7 @@ _before: Any = None  # the hook of somebody else
 
 
 @contextlib.contextmanager
-def _not_assembled() -> Iterator[None]:
+def _not_assembled() -> Generator[None]:
     """Triton compiles to PTX and no further: jaxlib takes that, and assembles it for the GPU that it finds.
 
     Triton would run `ptxas`, 0.1 to 1 s a kernel. Its hook is one for all threads: the first that compiles puts ours

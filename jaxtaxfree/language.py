@@ -6,7 +6,7 @@ has it may ask again, for either.
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 _changed = threading.Condition()
 _lowering: dict[int, int] = {}  # by thread, how many lowerings it is in, one inside of another
@@ -15,7 +15,7 @@ _queue: list[object] = []
 
 
 @contextlib.contextmanager
-def as_triton_has_it() -> Iterator[None]:
+def as_triton_has_it() -> Generator[None]:
     """While this lasts no simulation runs in another thread."""
     me = threading.get_ident()
     with _changed:
@@ -33,7 +33,7 @@ def as_triton_has_it() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def rebound() -> Iterator[None]:
+def rebound() -> Generator[None]:
     """While this lasts nothing is lowered, and nothing else simulated, in another thread."""
     me = threading.get_ident()
     with _changed:

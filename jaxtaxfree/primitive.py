@@ -11,7 +11,7 @@ import functools
 import logging
 import operator
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -116,7 +116,7 @@ def forget_warnings() -> None:
 
 
 @contextlib.contextmanager
-def _refusing(operation: str) -> Iterator[None]:
+def _refusing(operation: str) -> Generator[None]:
     """Makes an `Unsupported` of this operation of what says that a kernel cannot run."""
     try:
         yield

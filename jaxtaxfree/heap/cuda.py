@@ -15,7 +15,7 @@ import itertools
 import os
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from jaxtaxfree import environment
@@ -367,7 +367,7 @@ class CudaHeap:
         return region, set(map(int, spread))
 
     @contextlib.contextmanager
-    def _together(self, step: str, members: Sequence[int]) -> Iterator[None]:
+    def _together(self, step: str, members: Sequence[int]) -> Generator[None]:
         """Runs a step of a reset in all processes; if it fails in one, all raise."""
         try:
             yield

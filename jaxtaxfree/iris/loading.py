@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def home_of_iris() -> Path | None:
 
 
 @contextlib.contextmanager
-def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Iterator[types.ModuleType]:
+def as_iris(*, own: bool = True, home: str | os.PathLike | None = None) -> Generator[types.ModuleType]:
     """While this lasts `import iris` gives device functions alone: those of `jaxtaxfree.iris`, or Iris's own.
 
     Iris's other modules, such as `iris.ccl.triton.all_gather`, are found where Iris is installed; no `__init__` of its

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -51,7 +51,7 @@ def simulating(
     patience: int = 1_000_000,
     tickets: bool = False,
     implicit_barriers: bool = False,
-) -> Iterator[Recording]:
+) -> Generator[Recording]:
     """Sets how calls with implementation="simulate" run that are executed inside of the `with` block.
 
     The settings are no part of the program, so another seed compiles nothing anew. JAX runs programs in the background:

@@ -14,7 +14,7 @@ import gc
 import inspect
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -479,7 +479,7 @@ def _module(module: types.ModuleType) -> _Module:
 
 
 @contextlib.contextmanager
-def interpreting(builder: Builder) -> Iterator[None]:
+def interpreting(builder: Builder) -> Generator[None]:
     """Binds Triton's language to a builder. One thread at a time."""
     with language.rebound():
         semantic = triton_interpreter.interpreter_semantic
@@ -497,7 +497,7 @@ def interpreting(builder: Builder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
+def _rare_collections() -> Generator[None]:
     """Lets Python look for cycles less often: a simulation makes many objects and hardly any cycles."""
     before = gc.get_threshold()
     if before[0]:

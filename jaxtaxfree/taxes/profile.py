@@ -13,7 +13,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,7 +226,7 @@ def copy_bandwidth(devices: tuple[jax.Device, ...], nbytes: int = 1 << 29) -> fl
 
 
 @contextlib.contextmanager
-def _profiler(folder: str) -> Iterator[None]:
+def _profiler(folder: str) -> Generator[None]:
     options = jax.profiler.ProfileOptions()
     options.host_tracer_level = 0
     options.python_tracer_level = 0

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -24,7 +24,7 @@ SIZE = 1024
 
 
 @contextlib.contextmanager
-def allocated(mesh: Mesh) -> Iterator[list[int]]:
+def allocated(mesh: Mesh) -> Generator[list[int]]:
     """What another library does: memory of each GPU that all of them reach, at any address."""
     driver, ordinals = Driver(), [device.local_hardware_id for device in mesh.devices.flat]
     with contextlib.ExitStack() as undo:

@@ -7,7 +7,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ OCCUPIED_BYTES = 200 << 10
 
 
 @contextlib.contextmanager
-def occupied(devices: list[jax.Device], multiprocessors: int, seconds: float) -> Iterator[None]:
+def occupied(devices: list[jax.Device], multiprocessors: int, seconds: float) -> Generator[None]:
     """So many multiprocessors of each device belong to a kernel of somebody else."""
     driver = heap._heap._driver
     for device in devices:

@@ -9,7 +9,7 @@ import pickle
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def once[T](make: Callable[[], T], *keys: Any) -> T:
 
 
 @contextlib.contextmanager
-def parsed_once() -> Iterator[None]:
+def parsed_once() -> Generator[None]:
     """Triton parses the source of a function at each call of it in a kernel, and leaves the tree as it is."""
     known: dict[str, Any] = {}
     parse = JITCallable.parse
@@ -80,7 +80,7 @@ def parsed_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def no_cubin() -> Iterator[None]:
+def no_cubin() -> Generator[None]:
     """Kernels are compiled to PTX, and not assembled: programs have PTX, and tests assemble it by `ptxas_report`."""
     with pytest.MonkeyPatch.context() as patch:
         _keep_apart(patch, "ptx")
@@ -103,7 +103,7 @@ def _while_this_process_runs() -> tempfile.TemporaryDirectory:
 
 
 @contextlib.contextmanager
-def no_code(*, memory: bool = True) -> Iterator[None]:
+def no_code(*, memory: bool = True) -> Generator[None]:
     """Kernels are compiled as far as it takes to know that they are valid, and how much shared memory they need.
 
     The rest, LLVM and PTX, takes most of the time. So it is left out where a test asks which kernels a program

@@ -13,7 +13,7 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -60,7 +60,7 @@ def _package(name: str, path: pathlib.Path) -> types.ModuleType:
 
 
 @contextlib.contextmanager
-def _iris() -> Iterator[None]:
+def _iris() -> Generator[None]:
     """While this lasts, `import iris` finds the modules that kernels need."""
     home = _home()
     stubs = ("torch", "torch.distributed", "torch.multiprocessing", "tritonblas", "tritonblas.kernels")

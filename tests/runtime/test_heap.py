@@ -13,7 +13,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -512,7 +512,7 @@ def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.contextmanager
-def watched(opened: CudaHeap) -> Iterator[None]:
+def watched(opened: CudaHeap) -> Generator[None]:
     thread = threading.Thread(target=heap._watch, args=(opened,), daemon=True)
     thread.start()
     try:
