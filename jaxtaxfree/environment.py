@@ -5,6 +5,7 @@ import math
 import os
 import pathlib
 import re
+from collections.abc import Generator
 from typing import Any
 
 from jaxtaxfree.target import capability_of
@@ -106,3 +107,16 @@ def seconds(what: str, value: Any) -> float:
 
 def _seconds(variable: str, default: str) -> float:
     return seconds(variable, os.environ.get(variable, default))
+
+
+@contextlib.contextmanager
+def kept(variable: str) -> Generator[None]:
+    """What a block does to an environment variable is undone behind it."""
+    before = os.environ.get(variable)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(variable, None)
+        else:
+            os.environ[variable] = before

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.export
 import jax.numpy as jnp
-import jax_triton
 import numpy as np
 from jax import lax
 from jax._src.core import NamedAxisEffect, ShapedArray
@@ -36,6 +35,9 @@ from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import is_amd, name_of, target_of
 from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
 from jaxtaxfree.written import multiples_of_16, telling
+
+with environment.kept("TRITON_CACHE_DIR"):  # jax-triton deletes it
+    import jax_triton
 
 
 class CompileError(RuntimeError):

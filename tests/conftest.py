@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.helpers import compiling
+from tests.helpers import compiling, rehearsal
 from tests.helpers.covering import covering
 
 CPU_DEVICES = 8
@@ -32,6 +32,11 @@ hypothesis.settings.register_profile("jaxtaxfree", derandomize=True, deadline=No
 hypothesis.settings.load_profile("jaxtaxfree")
 
 
+# What `--rehearse` takes CPU devices for.
+REHEARSED = "NVIDIA H100 80GB HBM3", "9.0"
+_REHEARSAL = pytest.StashKey[rehearsal.Rehearsal]()
+
+
 @functools.cache
 def cuda_devices() -> tuple[jax.Device, ...]:
     try:
@@ -40,11 +45,29 @@ def cuda_devices() -> tuple[jax.Device, ...]:
         return ()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--rehearse", choices=("run", "compile"),
+        help="run tests of GPUs without GPUs, or compile their kernels: see tests/helpers/rehearsal.py",
+    )  # fmt: skip
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # Before anything starts a JAX backend. The heap takes memory beside JAX's, some tests start processes of their own,
     # which want theirs as well, and with pytest-xdist there are some of these side by side.
     processes = getattr(config.option, "numprocesses", None) or 1
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{min(0.3, 0.5 / processes):.2f}")
+
+    if config.option.rehearse:
+        context = rehearsal.rehearsing(REHEARSED[0], run=config.option.rehearse == "run")
+        config.stash[_REHEARSAL] = context.__enter__()
+        config.add_cleanup(lambda: context.__exit__(None, None, None))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if seen := config.stash.get(_REHEARSAL, None):
+        terminalreporter.section("rehearsal")
+        terminalreporter.line(f"{seen.programs} programs have kernels, of {seen.launches} launches")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
@@ -84,7 +107,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def _need_gpus(needed: int = 1, kind: str = "") -> None:
-    found = [device for device in cuda_devices() if kind in ("", device.compute_capability)]
+    # What is rehearsed has CPU devices among them.
+    kinds = [getattr(device, "compute_capability", REHEARSED[1]) for device in cuda_devices()]
+    found = [each for each in kinds if kind in ("", each)]
     if len(found) < needed:
         of_kind = f" of compute capability {kind}" if kind else ""
         pytest.skip(f"needs {needed} GPU{'s' if needed != 1 else ''}{of_kind}, found {len(found)}")
@@ -97,10 +122,10 @@ def _mesh(devices: Sequence[jax.Device], shape: int | Sequence[int], names: str 
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _programs_that_compile_quickly() -> Iterator[None]:
+def _programs_that_compile_quickly(pytestconfig: pytest.Config) -> Iterator[None]:
     """XLA takes most of its time to optimise programs for the CPU, which tests run once. Programs for GPUs stay as
     they are; processes that tests start inherit the choice."""
-    if cuda_devices():
+    if cuda_devices() and not pytestconfig.option.rehearse:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:

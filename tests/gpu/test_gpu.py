@@ -17,6 +17,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree import heap
 from jaxtaxfree.kernels import shmem
 from tests.helpers import attention_parity, collectives_parity, moe_parity, parity, ragged_dot_parity, ragged_parity
+from tests.helpers.rehearsal import needs_real_gpus
 
 pytestmark = pytest.mark.gpu(2)
 
@@ -111,6 +112,7 @@ def test_programs_of_two_threads(mesh):
 
 def give_up(device: jax.Device) -> None:
     """Makes a rank take no part any more, as if a wait of it had expired: its peers find that it does not arrive."""
+    needs_real_gpus()
     opened = heap._heap
     for part in opened._own_parts():
         if part.device.id == device.id:
@@ -248,6 +250,7 @@ def test_a_closed_heap_opens_again(mesh):
 
 
 def start_python(code: str, memory: str = "0.15") -> subprocess.Popen:
+    needs_real_gpus()
     return subprocess.Popen(
         [sys.executable, "-c", code],
         stdout=subprocess.PIPE,

@@ -21,6 +21,7 @@ from jaxtaxfree.ops import all_gather_matmul as gather_ops
 from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
 from tests.gpu.test_gpu import give_up
 from tests.helpers import parity
+from tests.helpers.rehearsal import needs_real_gpus
 
 pytestmark = pytest.mark.gpu(2, "9.0")
 
@@ -50,6 +51,7 @@ OCCUPIED_BYTES = 200 << 10
 @contextlib.contextmanager
 def occupied(devices: list[jax.Device], multiprocessors: int, seconds: float) -> Generator[None]:
     """So many multiprocessors of each device belong to a kernel of somebody else."""
+    needs_real_gpus()
     driver = heap._heap._driver
     for device in devices:
         stream = driver._enter(device.local_hardware_id)

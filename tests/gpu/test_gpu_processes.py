@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers import workers
+from tests.helpers.rehearsal import needs_real_gpus
 
 CHECKS = workers.checks()
 # On a CPU, where operations are their references.
@@ -20,6 +21,7 @@ def arrangement(world: int, each: int) -> object:
 
 @pytest.fixture(scope="module", params=[arrangement(2, 1), arrangement(4, 1), arrangement(2, 2)])
 def on_gpus(request: pytest.FixtureRequest) -> Iterator[workers.Workers]:
+    needs_real_gpus()
     with workers.Workers(*request.param, "cuda") as started:
         yield started
 

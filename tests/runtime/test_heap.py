@@ -498,6 +498,11 @@ def test_import_reads_no_environment() -> None:
     subprocess.run([sys.executable, "-c", "import jaxtaxfree"], check=True, env=os.environ | wrong)
 
 
+def test_import_leaves_triton_its_cache() -> None:
+    code = "import os, jaxtaxfree; assert os.environ['TRITON_CACHE_DIR'] == 'a folder'"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"TRITON_CACHE_DIR": "a folder"})
+
+
 def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
 
     class Absent:
