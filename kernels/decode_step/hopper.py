@@ -164,13 +164,14 @@ def decode_step_kernel(
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
-    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
-    scaled,  # for tensor cores: scratch [16, D] of the weights' dtype, the stream times the gains of the next norm
-    squares,  # and f32 [PROGRAMS, 16], sums of squares of the stream
+    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them; [B, D] for
+    # tensor cores
+    scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
+    squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
-    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [16, HEADS * H] of the weights' dtype
+    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]; for tensor cores messages f32, of `hand_on`
+    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2], or none
+    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
@@ -228,12 +229,14 @@ def decode_step_kernel(
     if TENSOR_CORES:
         heads_ptr = shmem.scratch(me, heads, query_desc.dtype)
         hidden_ptr = shmem.scratch(me, hidden, query_desc.dtype)
+        accs_ptr = shmem.messages(me, accs)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
+        accs_ptr = shmem.scratch(me, accs, gl.float32)
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), accs_ptr, shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)

@@ -1,8 +1,8 @@
 """A decode step of many sequences: its phases with the products of tensor cores.
 
-They are those of `hopper.py`, but all programs meet at the end of each one, also behind `merge`, `add` and `gate`: so
-many vectors would be too much to send to every program as messages. What a phase multiplies lies in scratch, 16 vectors
-in the weights' dtype, as `tensor_cores.place_of` has them.
+They are those of `hopper.py`, but all programs meet behind `merge`, `add` and `gate` as well: so many vectors would be
+too much to send to every program as messages. Before `merge` messages go, from program to program. What a phase
+multiplies lies in scratch, 8 or 16 vectors in the weights' dtype, as `tensor_cores.place_of` has them.
 
 A norm multiplies the stream by a gain for each column and a scale for each vector. Who adds to the stream leaves it
 times the gains of the next norm, and the sum of squares of its own rows; the scale comes last, behind the product.
@@ -43,6 +43,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     """The phases of all layers, and the logits."""
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # meetings inside of `add`
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
@@ -58,29 +59,32 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention_many.attend(
-            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+            me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        phases.pass_by(times)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(me, kept, kept.heads, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        if SIZES.SPLITS > 1:
+            attention_many.merge(me, ring, kept, layer, factor, SIZES)
+        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
-        position = add(
-            me, ring, position, given.out, kept.heads, x, given.mlp_norm + layer * D, kept, sums, 2 * layer, times,
-            factor, QUERIES, SIZES,
+        behind = phases.of_layer(given.post_attn_norm, layer, D)
+        position, factor = add(
+            me, ring, position, given.out, kept.heads, x, given.mlp_norm + layer * D, behind, kept, sums, met,
+            2 * layer, phase + 2, times, factor, QUERIES, SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 3, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 2 + POST, factor, times, SIZES)
         x = kept.stream
         times = phases.times_of(results.times, layer, 4, SIZES)
         position = gate(ring, position, given, kept, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 3 + POST, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
-        position = add(
-            me, ring, position, given.down, kept.hidden, x, norm, kept, sums, 2 * layer + 1, times, factor, SIZES.F,
-            SIZES,
+        behind = phases.of_layer(given.post_mlp_norm, layer, D)
+        position, factor = add(
+            me, ring, position, given.down, kept.hidden, x, norm, behind, kept, sums, met, 2 * layer + 1,
+            phase + 4 + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 5, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 4 + 2 * POST, factor, times, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 
@@ -152,9 +156,11 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr):
+def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
     """The vectors of the first columns, for the turn after this one; nothing is loaded behind the last one."""
-    return tensor.load_chunk(source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS)
+    return tensor.load_chunk(
+        source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS, SIZES
+    )
 
 
 @gluon.jit
@@ -183,18 +189,18 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D)
+    squares = load_squares(kept.squares, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
             products, position = tensor.multiply(
-                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
@@ -223,21 +229,21 @@ def store_projections(
 
 @gluon.jit
 def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
-    """kept.hidden [16, F] = activation(gate) * up, of the normalised stream."""
+    """kept.hidden [vectors, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D)
+    squares = load_squares(kept.squares, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
             products, position = tensor.multiply(
-                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
@@ -251,24 +257,31 @@ def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: 
     gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
     ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
-    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own)
+    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own, SIZES)
 
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, norm, kept, sums, which, times, factor, COLUMNS: gl.constexpr,
-    SIZES: gl.constexpr,
+    me, ring, position, desc, source, old, norm, behind, kept, sums, met, which, phase, times, factor,
+    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """kept.stream f32 [B, D] = old + scale * (product of `source`, summed over the ranks): the program's rows.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
+    A norm behind the block is of all rows. Then the program leaves its rows of the block's result, all meet, and each
+    adds its own to the stream, times what the norm multiplies them by.
+
     Args:
-      source: [16, COLUMNS].
+      source: [vectors, COLUMNS].
       old: f32 [B, D], the stream before.
       norm: [D], the gains of the next norm.
+      behind: those of the norm behind the block, or None.
       which: number of the sum in this call.
+      phase: number of the meeting, if there is such a norm.
+
+    Returns: (position, factor).
     """
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
@@ -279,14 +292,14 @@ def add(
     begin = gl.program_id(0) * SHARE
     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
     squares = gl.full([16], 0.0, gl.float32, LAYOUT)
-    chunk = tensor.load_chunk(source, 0, desc, COLUMNS)
+    chunk = tensor.load_chunk(source, 0, desc, COLUMNS, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, D, 1, SIZES)
         if first < D:
-            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES)
+            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES, SIZES)
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, source, desc, COLUMNS)
+                chunk = next_turn(turn, TURNS, source, desc, COLUMNS, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
                     me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
@@ -297,9 +310,19 @@ def add(
         if first_row(0, D, 1, SIZES) < D:
             squares = gl.convert_layout(receive(me, box, begin, old, norm, kept, factor, SIZES), LAYOUT)
         phases.stamp(times, 2)
+    if SIZES.POST_NORMS:
+        store_squares(kept.squares + SIZES.PROGRAMS * 16, squares)
+        factor = phases.meet(me, met, phase, factor, None, SIZES)
+        squares = settle(kept, old, norm, behind, factor, SIZES)
+    store_squares(kept.squares, squares)
+    return position, factor
+
+
+@gluon.jit
+def store_squares(squares_ptr, squares):
+    """Leaves the sums of squares f32 [16] of the program's rows."""
     FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, FEW), gl.convert_layout(squares, FEW))
-    return position
+    gl.store(squares_ptr + gl.program_id(0) * 16 + gl.arange(0, 16, FEW), gl.convert_layout(squares, FEW))
 
 
 @gluon.jit
@@ -307,7 +330,7 @@ def pass_on(
     me, ring, products, box, old, norm, kept, first, factor, tile: gl.constexpr, COUNT: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT tiles of a sum to the twins; without any it adds them to the stream, and returns squares f32 [16]."""
+    """Sends COUNT tiles of a sum to the twins; without any it leaves what `leave_sum` does."""
     D: gl.constexpr = SIZES.D
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor
@@ -315,8 +338,8 @@ def pass_on(
     there = own & (b < SIZES.B)
     squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
     if SIZES.WORLD == 1:
-        value = gl.load(old + b * D + row, mask=there, other=0.0) + value * SIZES.RESIDUAL_SCALE
-        squares += gl.sum(gl.sum(leave(kept, value, norm, b, row, own, SIZES), 2), 0)
+        before = gl.load(old + b * D + row, mask=there & (not SIZES.POST_NORMS), other=0.0)
+        squares += gl.sum(gl.sum(leave_sum(kept, value, before, norm, b, row, own, SIZES), 2), 0)
     else:
         word = (row - first) // 8 * 128 + b * 8 + row % 8
         phases.send(me, box, word, gl.where(there, value, 0.0), (row < first + (tile + COUNT) * 8) & (b >= 0), SIZES)
@@ -325,7 +348,7 @@ def pass_on(
 
 @gluon.jit
 def receive(me, box, begin, old, norm, kept, factor, SIZES: gl.constexpr):
-    """Adds the program's rows of a sum of all ranks to the stream; returns their squares f32 [16]."""
+    """Adds up the program's rows of a sum of all ranks, of which it leaves what `leave_sum` does."""
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
     TURNS: gl.constexpr = turns_of(D, 1, SIZES.PROGRAMS)
@@ -338,17 +361,50 @@ def receive(me, box, begin, old, norm, kept, factor, SIZES: gl.constexpr):
     row = gl.program_id(0) * (TILES * 8) + word // 128 * 8 + word % 8
     b = word // 8 % 16
     own = (word < TILES * 128) & (row < D)
-    there = own & (b < SIZES.B)
-    before = gl.load(old + b * D + row, mask=there, other=0.0)
+    before = gl.load(old + b * D + row, mask=own & (b < SIZES.B) & (not SIZES.POST_NORMS), other=0.0)
     turns = gl.minimum(((D + 7) // 8 - gl.program_id(0) * TILES + (EACH - 1)) // EACH, TURNS)
     end = begin // 4 + turns * (EACH * 32)
     words, late = shmem.receive_vectors(me, box, begin // 4, end, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
     total = words[0].to(gl.float32, bitcast=True)
     for rank in gl.static_range(1, WORLD):
         total += words[rank].to(gl.float32, bitcast=True)
-    squares = leave(kept, before + total * SIZES.RESIDUAL_SCALE, norm, b, row, own, SIZES)
+    squares = leave_sum(kept, total, before, norm, b, row, own, SIZES)
     shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
     return gl.sum(gl.sum(squares.reshape([SIZE // 128, 16, 8]), 2), 0)
+
+
+@gluon.jit
+def leave_sum(kept, value, before, norm, b, row, own, SIZES: gl.constexpr):
+    """Adds rows of a sum over the ranks to the stream before it, and leaves that; returns their squares.
+
+    With a norm behind the block it leaves the sum alone.
+    """
+    if SIZES.POST_NORMS:
+        gl.store(kept.block + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
+        squares = gl.where(own & (b < SIZES.B), value * value, 0.0)
+    else:
+        squares = leave(kept, before + value * SIZES.RESIDUAL_SCALE, norm, b, row, own, SIZES)
+    return squares
+
+
+@gluon.jit
+def settle(kept, old, norm, behind, factor, SIZES: gl.constexpr):
+    """Adds the program's rows of a block's result, behind its norm, to the stream; returns their squares f32 [16]."""
+    D: gl.constexpr = SIZES.D
+    TILES: gl.constexpr = tiles_of(D, 1, SIZES.PROGRAMS)
+    scale = scale_of(fewer(load_squares(kept.squares + SIZES.PROGRAMS * 16, SIZES), SIZES), factor, SIZES)
+    squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
+    for turn in range(turns_of(D, 1, SIZES.PROGRAMS)):
+        first = first_row(turn, D, 1, SIZES)
+        for tile in gl.static_range(0, TILES, PORTION):
+            COUNT: gl.constexpr = portion_of(TILES, tile)
+            b, row, own = place_of_sums(first, tile, COUNT, triton.next_power_of_2(COUNT), D)
+            there = own & (b < SIZES.B)
+            before = gl.load(old + b * D + row, mask=there, other=0.0)
+            result = gl.load(kept.block + b * D + row, mask=there, other=0.0)
+            result *= scale * gain_of(behind, row, own, SIZES) * SIZES.RESIDUAL_SCALE
+            squares += gl.sum(gl.sum(leave(kept, before + result, norm, b, row, own, SIZES), 2), 0)
+    return squares
 
 
 @gluon.jit
@@ -364,21 +420,21 @@ def begin(kept, x, norm, SIZES: gl.constexpr):
     own = (place < OWN) & (row < D) & (b >= 0)
     value = gl.load(x + b * D + row, mask=own & (b < SIZES.B), other=0.0)
     gain = gain_of(norm, row, own, SIZES)
-    tensor.keep(kept.scaled, value * gain, b, row, own)
+    tensor.keep(kept.scaled, value * gain, b, row, own, SIZES)
     squares = gl.sum(value * value, 1)
     gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), squares)
     ROUGH: gl.constexpr = triton.cdiv(QUERIES, SIZES.PROGRAMS)
     place = gl.arange(0, triton.next_power_of_2(ROUGH), gl.SliceLayout(0, LAYOUT))[None, :]
     column = gl.program_id(0) * ROUGH + place
     behind = (place < ROUGH) & (column < QUERIES) & (b >= SIZES.B)
-    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind)
+    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind, SIZES)
 
 
 @gluon.jit
 def leave(kept, value, norm, b, row, own, SIZES: gl.constexpr):
     """Leaves rows of the stream, and what the next phase needs of them; returns their squares, 0 of what is not."""
     gl.store(kept.stream + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
-    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own)
+    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own, SIZES)
     return gl.where(own, value * value, 0.0)
 
 
@@ -398,12 +454,12 @@ def scale_layout(warps):
 
 
 @gluon.jit
-def load_squares(kept, SIZES: gl.constexpr):
+def load_squares(squares_ptr, SIZES: gl.constexpr):
     """What the programs have left of squares: f32 [programs, 16]. Nobody waits for it before `scale_of`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     program = gl.arange(0, triton.next_power_of_2(SIZES.PROGRAMS), gl.SliceLayout(1, LAYOUT))[:, None]
     b = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(kept.squares + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
+    return gl.load(squares_ptr + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
 
 
 @triton.constexpr_function
@@ -431,18 +487,18 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
     """The program's logits f32 [B, V] of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.V, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D)
+    squares = load_squares(kept.squares, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D, SIZES)
     squares = fewer(squares, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
             products, position = tensor.multiply(
-                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES
+                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
             if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D)
+                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)

@@ -90,9 +90,12 @@ def stamp(times, which: gl.constexpr):
 
 @triton.constexpr_function
 def meetings_of(sizes):
-    """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
+    """How many times the programs meet in a layer: behind each phase but those whose results are messages.
+
+    For tensor cores all but attention's, and before each of two norms behind a block.
+    """
     if sizes.TENSOR_CORES:
-        return PHASES.value
+        return PHASES.value - 1 + (2 if sizes.POST_NORMS else 0)
     return 2 if sizes.STREAM_TOLD else 4
 
 

@@ -1,4 +1,4 @@
-"""Products by tensor cores: of 16 vectors and the rows of weights that come through the ring.
+"""Products by tensor cores: of 8 or 16 vectors and the rows of weights that come through the ring.
 
 A block of weights is a tile of 8 rows, [groups, 8, 64]: so many groups of 64 columns. Warps share the groups: each adds
 up the products of its own columns, and `collect` adds up what the warps have. The blocks of all tiles of a program that
@@ -26,56 +26,69 @@ def product_layout(warps):
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
-@gluon.jit
-def place_of(b, column):
-    """Where a number of vectors [16, columns] lies: the 8 of a thread next to each other, of a warp's instruction.
+@triton.constexpr_function
+def vectors_of(b):
+    """How many vectors lie in memory for b sequences: half of those of an instruction, if that is enough."""
+    return VECTORS.value // 2 if b <= VECTORS.value // 2 else VECTORS.value
 
-    That is [columns / 16, 8, 4, 2, 2, 2]: b modulo 8, the pair of 8 columns, which 8 of 16 columns, which 8 of 16
+
+@gluon.jit
+def place_of(b, column, COUNT: gl.constexpr):
+    """Where a number of vectors [COUNT, columns] lies: those of a thread next to each other, of a warp's instruction.
+
+    That is [columns / 16, 8, 4, 2, COUNT / 8, 2]: b modulo 8, the pair of 8 columns, which 8 of 16 columns, which 8
     vectors, and which of the pair.
     """
+    EACH: gl.constexpr = COUNT // 8
     thread = b % 8 * 4 + column % 8 // 2
-    return (column // 16 * 32 + thread) * 8 + column % 16 // 8 * 4 + b // 8 * 2 + column % 2
+    return ((column // 16 * 32 + thread) * 2 + column % 16 // 8) * (2 * EACH) + b // 8 * 2 + column % 2
 
 
 @gluon.jit
-def keep(vectors, value, b, column, there):
-    """Stores numbers of vectors [16, columns] that a phase multiplies."""
-    gl.store(vectors + place_of(b, column), value.to(vectors.dtype.element_ty), mask=there)
+def keep(vectors, value, b, column, there, SIZES: gl.constexpr):
+    """Stores numbers of vectors that a phase multiplies, but those behind the last one that lies in memory."""
+    COUNT: gl.constexpr = vectors_of(SIZES.B)
+    gl.store(
+        vectors + place_of(b, column, COUNT), value.to(vectors.dtype.element_ty), mask=there & (b < COUNT)
+    )  # fmt: skip
 
 
 @gluon.jit
-def load_part(source, group, GROUPS: gl.constexpr):
-    """Vectors [16, 64 * GROUPS] in words, two numbers each: for each warp 64 columns from a group on; 0 behind the last
-    group.
+def load_part(source, group, GROUPS: gl.constexpr, SIZES: gl.constexpr):
+    """Vectors [vectors, 64 * GROUPS] in words, two numbers each: for each warp 64 columns from a group on; 0 behind the
+    last group.
 
     In words, because the compiler gives a number of 16 bits a register of its own where it is carried around a loop.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, 4], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
+    EACH: gl.constexpr = vectors_of(SIZES.B) // 4  # words of a thread
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4, EACH], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
     own = group + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     step = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    word = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    word = gl.arange(0, 32 * EACH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     there = (own < GROUPS) & (step >= 0) & (word >= 0)
     words = source.to(gl.pointer_type(gl.int32), bitcast=True)
-    return gl.load(words + (own * 4 + step) * 128 + word, mask=there, other=0)
+    return gl.load(words + (own * 4 + step) * (32 * EACH) + word, mask=there, other=0)
 
 
 @gluon.jit
 def operand_of(words, DTYPE: gl.constexpr):
     """What `load_part` returned as an operand [warps, 16, 64]."""
     WARPS: gl.constexpr = gl.num_warps()
+    if words.shape[2] < 128:  # of 8 vectors, behind which there are zeros
+        words = gl.join(words, words * 0).reshape([WARPS, 4, 128])
     part = shmem.elements_of(words, DTYPE)
     part = part.reshape([WARPS, 4, 8, 4, 2, 2, 2]).permute([0, 5, 2, 1, 4, 3, 6]).reshape([WARPS, 16, 64])
     return gl.convert_layout(part, gl.DotOperandLayout(0, product_layout(WARPS), 2), assert_trivial=True)
 
 
 @gluon.jit
-def load_chunk(source, chunk, desc, COLUMNS: gl.constexpr):
+def load_chunk(source, chunk, desc, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
     """What the columns of a block are multiplied by: parts for one group of each warp after the other, in words."""
     WARPS: gl.constexpr = gl.num_warps()
     parts = ()
     for i in gl.static_range(desc.block_shape[0] // WARPS):
-        parts = parts + (load_part(source, chunk * desc.block_shape[0] + i * WARPS, COLUMNS // 64),)
+        parts = parts + (load_part(source, chunk * desc.block_shape[0] + i * WARPS, COLUMNS // 64, SIZES),)
     return parts
 
 
@@ -92,8 +105,10 @@ def fetch(ring, position, desc, chunk, row, IN_FLIGHT: gl.constexpr):
 
 
 @gluon.jit
-def multiply(ring, position, first, second, source, later, COLUMNS: gl.constexpr, TILES: gl.constexpr):
-    """The blocks that come next times the vectors [16, COLUMNS]: TILES of 8 rows, of which all blocks of the same
+def multiply(
+    ring, position, first, second, source, later, COLUMNS: gl.constexpr, TILES: gl.constexpr, SIZES: gl.constexpr
+):
+    """The blocks that come next times the vectors: TILES of 8 rows, of which all blocks of the same
     columns come one after the other.
 
     Args:
@@ -112,7 +127,7 @@ def multiply(ring, position, first, second, source, later, COLUMNS: gl.constexpr
         products = products + (gl.full([WARPS, 16, 8], 0.0, gl.float32, LAYOUT),)
     for chunk in range(CHUNKS):
         parts = later
-        later = load_chunk(source, chunk + 1, first, COLUMNS)  # on its way while this one is multiplied
+        later = load_chunk(source, chunk + 1, first, COLUMNS, SIZES)  # on its way while this one is multiplied
         added = ()
         for i in gl.static_range(EACH * TILES):
             if i % EACH == 0:

@@ -84,13 +84,14 @@ def test_sixteen_sequences():
     assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
 
 
-def test_norms_behind_the_blocks():
-    """A share of Gemma 2, of two sequences."""
+@pytest.mark.parametrize("batch", [2, 16])
+def test_norms_behind_the_blocks(batch):
+    """A share of Gemma 2."""
     model = DecoderSpec(
         layers=2, d_model=3584, heads=4, kv_heads=2, head_dim=256, d_mlp=3584, vocab=2048, norm_plus_one=True,
         post_norms=True, score_soft_cap=50.0, activation="gelu_tanh", tied=True, logit_soft_cap=30.0,
     )  # fmt: skip
-    kernel = launch_of(lowered(model, 2, 2))
+    kernel = launch_of(lowered(model, 2, batch))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) == 0

@@ -84,7 +84,7 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
     params = {name: w.astype(jnp.bfloat16) for name, w in make_params(model).items()}
     unembed = "embed" if model.tied else "unembed"
     params[unembed] = np.tile(params[unembed][:12], (world, 1))
-    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, 64)).astype(jnp.bfloat16)
+    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, model.head_dim)).astype(jnp.bfloat16)
     x = rng.standard_normal((b, model.d_model)).astype(jnp.bfloat16)
     cos, sin = rotary_tables(model, SLOTS)
     lengths = np.asarray(step.lengths, np.int32)

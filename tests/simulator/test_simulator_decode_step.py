@@ -56,10 +56,15 @@ TILES = (("tensor_cores", True), ("stage", 2048))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
-        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3))
     ),
+    "nine sequences in more parts than columns": Step(
+        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*TILES, ("splits", 17), ("programs", 5))
+    ),
+    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*TILES, ("splits", 2))),
     "qwen 3 with scales and caps": Step(
         world=1,
         family="qwen3-8b",
@@ -75,6 +80,15 @@ TENSOR_CORES = {
             ("windows", (4,)),
         ),
         config=TILES,
+    ),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
+    "gemma 3 by tensor cores, heads of 256": Step(
+        world=1,
+        family="gemma-3-4b",
+        lengths=(12, 1, 5, 19, 8),
+        layers=2,
+        changes=(("head_dim", 256), ("d_model", 448)),
+        config=(("stage", 4096),),
     ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
@@ -179,6 +193,8 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+IN_PARTS = TENSOR_CORES["two sizes of parts"]
+SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
@@ -355,17 +371,64 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3"),
-            ("the product behind the gate", " + 4"), ("the next layer", " + 5"),
+            ("attention", ""), ("the product of the heads", " + 1"), ("the gate", " + 2 + POST"),
+            ("the product behind the gate", " + 3 + POST"), ("the next layer", " + 4 + 2 * POST"),
         )
     },
+    "parts of a pair go to another layer's": Mutant(
+        module=attention_many, edits=(("pair = layer * PAIRS +", "pair = 0 * PAIRS +"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "an item's parts go to the place of another one": Mutant(
+        module=attention_many, edits=(("SIZES) + split * WORDS", "SIZES) + 0 * WORDS"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "what fills a message is not sent": Mutant(
+        module=attention_many, edits=(("of_head, me.rank, there)", "of_head, me.rank, there & (column % WIDTH < 2))"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "some columns are added up twice": Mutant(
+        module=attention_many, edits=(("item, split, SIZES)", "item, 0, SIZES)"),),
+        errors=(AssertionError, MessageError), step=IN_PARTS,
+    ),
+    "items are added up as if their highest scores were the same": Mutant(
+        module=attention_many,
+        edits=(
+            ("top - gl.where(highest == float(\"-inf\"), 0.0, highest)", "top - gl.where(top < -1e9, 0.0, top)"),
+        ),
+        errors=(AssertionError,), step=IN_PARTS,
+    ),
+    "a norm behind a block does not wait": Mutant(
+        module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
+        errors=TOO_EARLY, step=SEVERAL_POST_NORMS,
+    ),
+    "its squares go where those of the stream are": Mutant(
+        module=many, edits=(("kept.squares + SIZES.PROGRAMS * 16", "kept.squares"),), errors=TOO_EARLY,
+        step=SEVERAL_POST_NORMS,
+    ),
+    "the gains of the norm behind the layer's other block": Mutant(
+        module=many, edits=(("given.post_mlp_norm, layer", "given.post_attn_norm, layer"),), errors=(AssertionError,),
+        step=SEVERAL_POST_NORMS,
+    ),
+    "a block's result is added to the stream before its norm, by tensor cores": Mutant(
+        module=many, edits=(("if SIZES.POST_NORMS:\n        gl.store", "if False:\n        gl.store"),),
+        errors=(AssertionError, *TOO_EARLY), step=SEVERAL_POST_NORMS,
+    ),
     "a tile of the wrong columns": Mutant(
         module=tensor_cores, edits=(("chunk * desc.block_shape[0], row, IN", "0 * desc.block_shape[0], row, IN"),),
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("column % 16 // 8 * 4 + b // 8 * 2", "column % 16 // 8 * 2 + b // 8 * 4"),),
+        module=tensor_cores, edits=(("thread) * 2 + column % 16 // 8)", "thread) * 2 + 1 - column % 16 // 8)"),),
         errors=(AssertionError,), step=SEVERAL,
+    ),
+    "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
+        module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
+        step=TENSOR_CORES["nine sequences"],
+    ),
+    "more vectors are stored than lie in memory": Mutant(
+        module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=SEVERAL,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),
@@ -380,7 +443,7 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "the gains of the layer's other norm": Mutant(
-        module=many, edits=(("given.mlp_norm + layer * D, kept", "given.attn_norm + layer * D, kept"),),
+        module=many, edits=(("given.mlp_norm + layer * D, behind", "given.attn_norm + layer * D, behind"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a turn that has no rows is waited for": Mutant(

@@ -51,7 +51,7 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
     come in five blocks in registers, takes 808 by tensor cores, and 867.
     """
-    if many.refused(call, config):
+    if many.refused(call, config) or call.model.post_norms:  # with norms behind the blocks few sequences were not timed
         return call.batch > FEW
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     return call.batch > 1 or call.model.d_model > 2 * groups * width
@@ -100,9 +100,8 @@ class Hopper(Variant[Call]):
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
         tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
-        merged = many.merged_of(call, programs, splits, Config.merged) if tensor_cores else Config.merged
         return Config(
-            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
+            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits,
             in_flight=_in_flight(stage),
         )  # fmt: skip
 
@@ -148,8 +147,6 @@ class Hopper(Variant[Call]):
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
-                "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
-                "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
@@ -200,6 +197,7 @@ class Hopper(Variant[Call]):
         model, b, d = call.model, call.batch, call.model.d_model
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         vectors = next_power_of_2(b)
+        items = (b, call.kv_heads, config.splits, model.group)
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
@@ -211,6 +209,8 @@ class Hopper(Variant[Call]):
                 "block": f32(2 if model.post_norms else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
+                "accs": f32(*items, model.head_dim),
+                "tops": f32(*items, 2),
             },
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
@@ -257,7 +257,7 @@ class Hopper(Variant[Call]):
             ),
             *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
-            *each("merged", 4, 16, 32),
+            *([] if config.tensor_cores else each("merged", 4, 16, 32)),
             *each("splits", config.splits // 2),
         ]
 

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from triton import next_power_of_2
 
+from jaxtaxfree.kernels.decode_step.attention_many import width_of, words_of
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
+from jaxtaxfree.kernels.decode_step.tensor_cores import vectors_of
 from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
@@ -18,8 +20,6 @@ def refused(call: Call, config: Config) -> list[str]:
     """Why a call of so many sequences cannot be taken."""
     of = f"of {call.batch} sequences"
     reasons: list[str] = []
-    if call.model.post_norms:
-        reasons.append(f"{of} it takes no norms behind a block (post_norms)")
     if call.dtype.name != "bfloat16":
         # The stream times a norm's gains is kept in this dtype before it is scaled, and f16 has not its range.
         reasons.append(Lasting(f"{of} it takes weights of bfloat16, not {call.dtype}"))
@@ -37,37 +37,29 @@ def tile_of(config: Config) -> tuple[int, int, int]:
     return config.stage // (TILE * GROUP), TILE, GROUP
 
 
-def merged_of(call: Call, programs: int, splits: int, least: int) -> int:
-    """How many columns of a head a program merges at a time: so many that each program does it once, if it can be.
-
-    Each time costs two ways to the L2 cache. 16 sequences of Llama 3 8B on 4 GPUs took 15.3 us a layer for 8 columns,
-    and 1.2 for 128. Warps add up the parts, of which shared memory has room for 256 numbers.
-    """
-    merged, h = least, call.model.head_dim
-    most = min(h, 128, 256 // min(next_power_of_2(splits), 8))
-    while merged < most and call.batch * call.heads * (h // merged) > programs:
-        merged *= 2
-    return merged
-
-
 def buffers(call: Call, config: Config) -> dict[str, Any]:
     """Scratch and messages of the launch, and the constants that go with them."""
     b, d, queries = call.batch, call.model.d_model, call.heads * call.model.head_dim
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    vectors = lambda columns: jax.ShapeDtypeStruct((VECTORS, columns), call.dtype)  # noqa: E731
+    vectors = lambda columns: jax.ShapeDtypeStruct((vectors_of(b), columns), call.dtype)  # noqa: E731
     words = config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * VECTORS * TILE
     sums = (2 * call.model.layers, call.world, words) if call.world > 1 else (0,)
+    splits, group, h = config.splits, call.model.group, call.model.head_dim
+    item = words_of(splits, group, h)
+    items = (call.model.layers, b, call.kv_heads, h // width_of(splits, h), splits, item) if splits > 1 else (0,)
     return {
         "scratch": {
             "stream": f32(1, b, d),
-            "block": f32(0),
+            "block": f32(b if call.model.post_norms else 0, d),
             "scaled": vectors(d),
-            "squares": f32(config.programs, VECTORS),
+            "squares": f32(2 if call.model.post_norms else 1, config.programs, VECTORS),
             "heads": vectors(queries),
             "hidden": vectors(call.d_mlp),
+            "tops": f32(0),
         },
-        "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32)},
+        "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32), "accs": items},
         "WORDS": words,
         "STREAM_TOLD": 0,
-        "SUMS": 8 * VECTORS * TILE * config.num_warps,  # of 8 tiles, which is more than attention needs
+        # Of 8 tiles, which is more than attention needs of an item, and what it adds up of all items.
+        "SUMS": max(8 * VECTORS * TILE * config.num_warps, next_power_of_2(splits) * item),
     }
