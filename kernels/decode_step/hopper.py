@@ -46,6 +46,7 @@ class Sizes(NamedTuple):
     LAYERS: Any
     B: Any
     TENSOR_CORES: Any
+    NARROW: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -99,6 +100,14 @@ class Given(NamedTuple):
     key_norm: Any
     post_attn_norm: Any
     post_mlp_norm: Any
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
+    out_scale: Any
+    gate_scale: Any
+    up_scale: Any
+    down_scale: Any
+    unembed_scale: Any
     cos: Any
     sin: Any
     lengths: Any
@@ -137,7 +146,7 @@ def sizes_of(*sizes):
 @gluon.jit
 def decode_step_kernel(
     x_ptr,  # f32 [B, D]
-    query_desc,  # [L * HEADS * H, D / 64, 64]
+    query_desc,  # [L * HEADS * H, D / 64, 64]; weights of 8 bits are [..., 128]
     key_desc,  # [L * KV_HEADS * H, D / 64, 64]
     value_desc,
     out_desc,  # [L * D, HEADS * H / 64, 64]
@@ -157,6 +166,14 @@ def decode_step_kernel(
     key_norm_ptr,
     post_attn_norm_ptr,  # [L, D], or None
     post_mlp_norm_ptr,
+    query_scale_ptr,  # f32 [L, HEADS * H], of each row of weights of 8 bits; or None
+    key_scale_ptr,  # f32 [L, KV_HEADS * H], likewise
+    value_scale_ptr,
+    out_scale_ptr,  # f32 [L, D], or None
+    gate_scale_ptr,  # f32 [L, F], or None
+    up_scale_ptr,
+    down_scale_ptr,  # f32 [L, D], or None
+    unembed_scale_ptr,  # f32 [V], or None
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
@@ -210,37 +227,39 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
-    STAGE: gl.constexpr,  # elements of a stage of the ring
+    STAGE: gl.constexpr,  # elements of 16 bits of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
+        LAYERS, B, TENSOR_CORES, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H, F, V, SLOTS,
+        POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
         SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
         WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
-        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
-        sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr,
+        query_scale_ptr, key_scale_ptr, value_scale_ptr, out_scale_ptr, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
+        unembed_scale_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
     if TENSOR_CORES:
-        heads_ptr = shmem.scratch(me, heads, query_desc.dtype)
-        hidden_ptr = shmem.scratch(me, hidden, query_desc.dtype)
+        heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
+        hidden_ptr = shmem.scratch(me, hidden, old_keys_desc.dtype)
         accs_ptr = shmem.messages(me, accs)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
         accs_ptr = shmem.scratch(me, accs, gl.float32)
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
-        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
         shmem.scratch(me, qkv, gl.float32), accs_ptr, shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
-    ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
+    ring = rings.allocate(old_keys_desc, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
             [
@@ -318,13 +337,14 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, heads, x, after_attention, told + SIZE, sums, met, 2 * layer,
-            phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
+            after_attention, told + SIZE, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
+            SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
         position = phases.gate(
-            me, ring, position, given, later_found, block, later_stream, hidden, norms, times, factor, SIZES
+            me, ring, position, given, later_found, block, later_stream, hidden, layer, norms, times, factor, SIZES
         )  # fmt: skip
         phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
@@ -332,8 +352,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, hidden, later_stream, after_mlp, told + 2 * SIZE, sums, met,
-            2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
+            after_mlp, told + 2 * SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)

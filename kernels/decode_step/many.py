@@ -69,20 +69,20 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         behind = phases.of_layer(given.post_attn_norm, layer, D)
         position, factor = add(
-            me, ring, position, given.out, kept.heads, x, given.mlp_norm + layer * D, behind, kept, sums, met,
-            2 * layer, phase + 2, times, factor, QUERIES, SIZES,
+            me, ring, position, given.out, phases.of_layer(given.out_scale, layer, D), kept.heads, x,
+            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 2, times, factor, QUERIES, SIZES,
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 2 + POST, factor, times, SIZES)
         x = kept.stream
         times = phases.times_of(results.times, layer, 4, SIZES)
-        position = gate(ring, position, given, kept, times, factor, SIZES)
+        position = gate(ring, position, given, kept, layer, times, factor, SIZES)
         factor = phases.meet(me, met, phase + 3 + POST, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
         behind = phases.of_layer(given.post_mlp_norm, layer, D)
         position, factor = add(
-            me, ring, position, given.down, kept.hidden, x, norm, behind, kept, sums, met, 2 * layer + 1,
-            phase + 4 + POST, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, D), kept.hidden, x, norm, behind,
+            kept, sums, met, 2 * layer + 1, phase + 4 + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 4 + 2 * POST, factor, times, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
@@ -196,6 +196,7 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
+            scales = scales_of_projections(given, layer, first, TILES, SIZES)
             products, position = tensor.multiply(
                 ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
@@ -204,21 +205,71 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
-                    ring, products, given, kept, layer, first, scale, tile, portion_of(TILES, tile), SIZES
+                    ring, products, given, kept, layer, first, scale, scales, tile, portion_of(TILES, tile), SIZES
                 )
     return position
 
 
 @gluon.jit
+def scales_of(ptr, first, TILES: gl.constexpr, ROWS: gl.constexpr):
+    """The scales of a turn's rows of weights of 8 bits, for each PORTION of its tiles; () of None.
+
+    They are to be asked for before the rows are multiplied.
+    """
+    scales = ()
+    if ptr is not None:
+        for tile in gl.static_range(0, TILES, PORTION):
+            row, there = rows_of_sums(first, tile, portion_of(TILES, tile), ROWS)
+            scales = scales + (gl.load(ptr + row, mask=there, other=0.0),)
+    return scales
+
+
+@gluon.jit
+def scales_of_projections(given, layer, first, TILES: gl.constexpr, SIZES: gl.constexpr):
+    """The same of queries, keys and values."""
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    scales = ()
+    if given.query_scale is not None:
+        for tile in gl.static_range(0, TILES, PORTION):
+            row, _ = rows_of_sums(first, tile, portion_of(TILES, tile), QUERIES + 2 * KEYS)
+            scale = phases.part_of(phases.of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
+            scale += phases.part_of(phases.of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
+            scale += phases.part_of(phases.of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
+            scales = scales + (scale,)
+    return scales
+
+
+@gluon.jit
+def scaled(value, scales, tile: gl.constexpr):
+    """The products of the tiles from this one on times the scales of their rows, if there are any."""
+    if len(scales) > 0:
+        value *= scales[tile // PORTION]
+    return value
+
+
+@gluon.jit
+def rows_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The rows of COUNT tiles as `place_of_sums` has them, [SIZE, 1, 8], and whether they are among ROWS."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    row = first + (tile + own) * 8 + row
+    return row, row < ROWS
+
+
+@gluon.jit
 def store_projections(
-    ring, products, given, kept, layer, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+    ring, products, given, kept, layer, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr,
+    SIZES: gl.constexpr,
 ):  # fmt: skip
     """Those of COUNT tiles."""
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale
+    value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale, scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, WIDTH)
     if given.query_bias is not None:
         value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
@@ -228,7 +279,7 @@ def store_projections(
 
 
 @gluon.jit
-def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
+def gate(ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr):
     """kept.hidden [vectors, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
@@ -239,6 +290,8 @@ def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
     for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
+            gates = scales_of(phases.of_layer(given.gate_scale, layer, SIZES.F), first, TILES, SIZES.F)
+            ups = scales_of(phases.of_layer(given.up_scale, layer, SIZES.F), first, TILES, SIZES.F)
             products, position = tensor.multiply(
                 ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
@@ -246,23 +299,28 @@ def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
                 chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
+                store_hidden(
+                    ring, products, kept, first, scale, gates, ups, tile, portion_of(TILES, tile), SIZES
+                )  # fmt: skip
     return position
 
 
 @gluon.jit
-def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr):
+def store_hidden(
+    ring, products, kept, first, scale, gate_scales, up_scales, tile: gl.constexpr, COUNT: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
     """That of COUNT tiles."""
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
-    ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
+    gates = scaled(tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale, gate_scales, tile)
+    ups = scaled(tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale, up_scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
     tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own, SIZES)
 
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, norm, behind, kept, sums, met, which, phase, times, factor,
+    me, ring, position, desc, scales_ptr, source, old, norm, behind, kept, sums, met, which, phase, times, factor,
     COLUMNS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """kept.stream f32 [B, D] = old + scale * (product of `source`, summed over the ranks): the program's rows.
@@ -274,6 +332,7 @@ def add(
     adds its own to the stream, times what the norm multiplies them by.
 
     Args:
+      scales_ptr: f32 [D], those of the layer's rows; or None.
       source: [vectors, COLUMNS].
       old: f32 [B, D], the stream before.
       norm: [D], the gains of the next norm.
@@ -297,13 +356,14 @@ def add(
     for turn in range(TURNS):
         first = first_row(turn, D, 1, SIZES)
         if first < D:
+            scales = scales_of(scales_ptr, first, TILES, D)
             products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES, SIZES)
             if TURNS > 1:
                 chunk = next_turn(turn, TURNS, source, desc, COLUMNS, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
-                    me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
-                    portion_of(TILES, tile), SIZES,
+                    me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, scales, factor,
+                    tile, portion_of(TILES, tile), SIZES,
                 )  # fmt: skip
     phases.stamp(times, 1)
     if WORLD > 1:
@@ -327,13 +387,13 @@ def store_squares(squares_ptr, squares):
 
 @gluon.jit
 def pass_on(
-    me, ring, products, box, old, norm, kept, first, factor, tile: gl.constexpr, COUNT: gl.constexpr,
+    me, ring, products, box, old, norm, kept, first, scales, factor, tile: gl.constexpr, COUNT: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """Sends COUNT tiles of a sum to the twins; without any it leaves what `leave_sum` does."""
     D: gl.constexpr = SIZES.D
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor
+    value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor, scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, D)
     there = own & (b < SIZES.B)
     squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
@@ -494,6 +554,7 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
     for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
+            scales = scales_of(given.unembed_scale, first, TILES, SIZES.V)
             products, position = tensor.multiply(
                 ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
             )  # fmt: skip
@@ -501,18 +562,18 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
                 chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)
+                store_logits(ring, products, logits_ptr, first, scale, scales, tile, portion_of(TILES, tile), SIZES)
     phases.stamp(times, 1)
 
 
 @gluon.jit
 def store_logits(
-    ring, products, logits_ptr, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+    ring, products, logits_ptr, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
 ):  # fmt: skip
     """Those of COUNT tiles."""
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    logit = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE)
+    logit = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE), scales, tile)
     if CAP > 0:
         logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.V)

@@ -94,6 +94,39 @@ TENSOR_CORES = {
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
 }
 STEPS |= TENSOR_CORES
+EIGHT_BITS = {
+    "int8, two layers": Step(layers=2, eight=("int8", "unembed")),
+    "e4m3, four sequences": Step(world=1, lengths=(3, 0, 17, 9), eight=("float8_e4m3fn", "unembed")),
+    "int8 and a last product of bf16, qwen 2": Step(family="qwen2-7b", lengths=(20,), eight=("int8",)),
+    "e4m3 and a tied one, gemma 2": Step(family="gemma-2-9b", lengths=(3, 14), layers=2, eight=("float8_e4m3fn",)),
+    "int8 in several blocks of a row": Step(
+        world=1,
+        lengths=(5, 12),
+        changes=(("d_model", 1920), ("vocab", 10)),
+        eight=("int8", "unembed"),
+    ),
+}
+EIGHT_BITS |= {
+    "six sequences in int8 on two ranks, two layers": Step(
+        lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES, eight=("int8", "unembed")
+    ),
+    "eight sequences of qwen 2 in e4m3": Step(
+        family="qwen2-7b",
+        lengths=(20, 1, 2, 3, 4, 5, 6, 19),
+        config=TILES,
+        eight=("float8_e4m3fn", "unembed"),
+        changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
+    ),
+    "sixteen tiles a turn, int8": Step(
+        world=1,
+        lengths=(3, 0, 17, 9, 5),
+        group=4,
+        changes=(("d_model", 384),),
+        eight=("int8", "unembed"),
+        config=TILES,
+    ),
+}
+STEPS |= EIGHT_BITS
 MANY = {
     "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
     "tensor cores, one rank, rows in turns": Step(
@@ -184,9 +217,12 @@ OF_KEYS = "    block = view(ring, stage, desc).permute"
 OF_VALUES = "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
-ARRIVE = "    give_back(ring, stage)\n"
+ARRIVE = "        give_back(ring, stage)\n"
 FENCE = "    fence_async_shared()\n"
-TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
+TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
+TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))\n"
+INT8 = EIGHT_BITS["int8, two layers"]
+SEVERAL_INT8 = EIGHT_BITS["six sequences in int8 on two ranks, two layers"]
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
         total += words[rank].to(gl.float32, bitcast=True)
@@ -221,7 +257,7 @@ MUTANTS = {
         module=phases, edits=((TELLS, "            pass\n"),), errors=(MessageError, DeadlockError)
     ),
     "a program adds to what was the stream before attention": Mutant(
-        module=hopper, edits=(("hidden, later_stream, after_mlp", "hidden, stream, after_mlp"),),
+        module=hopper, edits=(("hidden, later_stream,\n", "hidden, stream,\n"),),
         errors=(AssertionError, UninitializedReadError), step=TWO_LAYERS,
     ),
     "some columns of messages are those of others": Mutant(
@@ -308,6 +344,46 @@ MUTANTS = {
     ),
     "the new token does not see itself": Mutant(
         module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
+    ),
+    # Of weights of 8 bits.
+    "a stage of 8 bits is given back before it is read": Mutant(
+        module=ring, edits=((TAKEN_EIGHT + ARRIVE, ARRIVE + TAKEN_EIGHT),), errors=(DataRaceError,), step=INT8
+    ),
+    "a stage of 8 bits is given back without a fence": Mutant(
+        module=ring,
+        edits=((TAKEN_EIGHT + ARRIVE, TAKEN_EIGHT + "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
+        errors=(MissingFenceError,), step=INT8,
+    ),
+    "a word's bytes in each other's place": Mutant(
+        module=ring, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,), step=INT8
+    ),
+    **{
+        f"scales of another layer, {name}": Mutant(
+            module=module, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            errors=(AssertionError,), step=INT8,
+        )
+        for name, module in {
+            **dict.fromkeys(("query", "key", "value", "gate", "up"), phases), **dict.fromkeys(("out", "down"), hopper)
+        }.items()
+    },
+    **{
+        f"scales of another {of}": Mutant(module=module, edits=(edit,), errors=(AssertionError,), step=INT8)
+        for of, module, edit in (
+            ("matrix", hopper, ("of_layer(given.down_scale,", "of_layer(given.out_scale,")),
+            ("row", phases, ("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there")),
+            ("row, of keys", phases, ("layer, KEYS), row - QUERIES, KEYS)\n            scale +=",
+             "layer, KEYS), row - QUERIES + 1, KEYS)\n            scale +=")),
+            ("program's rows", phases, ("scale_of(scales, own, there)", "scale_of(scales, own % 4, there)")),
+        )
+    },
+    "the bias is scaled": Mutant(
+        module=phases, edits=(("rings.collect(sums, row.shape[0], 0) * scale + bias",
+                               "(rings.collect(sums, row.shape[0], 0) + bias) * scale"),),
+        errors=(AssertionError,), step=EIGHT_BITS["int8 and a last product of bf16, qwen 2"],
+    ),
+    "gains of the last norm lie as those of weights of 8 bits": Mutant(
+        module=phases, edits=(("norms_of(desc, given.final_norm", "norms_of(desc, given.attn_norm"),),
+        errors=(AssertionError,), step=EIGHT_BITS["e4m3 and a tied one, gemma 2"],
     ),
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
@@ -419,8 +495,36 @@ MUTANTS = {
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("thread) * 2 + column % 16 // 8)", "thread) * 2 + 1 - column % 16 // 8)"),),
+        module=tensor_cores, edits=(("thread) * 2 + half)", "thread) * 2 + 1 - half)"),),
         errors=(AssertionError,), step=SEVERAL,
+    ),
+    "vectors lie as they do for weights of 16 bits": Mutant(
+        module=tensor_cores, edits=(("    if NARROW:\n        thread", "    if False:\n        thread"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "a word's bytes in each other's place, by tensor cores": Mutant(
+        module=tensor_cores, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,),
+        step=SEVERAL_INT8,
+    ),
+    "a stage of 8 bits is given back without a fence by tensor cores": Mutant(
+        module=tensor_cores, edits=(("    rings.give_back(ring, stage)\n",
+                                     "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
+        errors=(MissingFenceError,), step=SEVERAL_INT8,
+    ),
+    **{
+        f"scales of another layer by tensor cores, {name}": Mutant(
+            module=many, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            errors=(AssertionError,), step=SEVERAL_INT8,
+        )
+        for name in ("query", "key", "value", "gate", "up", "out", "down")
+    },
+    "scales of another row by tensor cores": Mutant(
+        module=many, edits=(("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "scales of another turn's tiles": Mutant(
+        module=many, edits=(("scales[tile // PORTION]", "scales[0]"),), errors=(AssertionError,),
+        step=EIGHT_BITS["sixteen tiles a turn, int8"],
     ),
     "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
         module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),

@@ -5,12 +5,23 @@ import dataclasses
 import numpy as np
 
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors registers have room for
+EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eight:
+    """A weight of 8 bits: its name, its dtype, and what of it has one scale, "row" or "block"."""
+
+    name: str
+    dtype: str
+    scales: Scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +35,7 @@ class Call:
       slots: positions of the cache.
       positions: of the rotary tables.
       dtype, cache_dtype: dtypes of the weights and of the cache.
+      eight: the weights that have 8 bits instead.
       by_heads: whether the cache is by heads.
       target: the GPU.
     """
@@ -38,6 +50,11 @@ class Call:
     cache_dtype: np.dtype
     by_heads: bool
     target: Target
+    eight: tuple[Eight, ...] = ()
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """That of the weight of this name."""
+        return next((np.dtype(each.dtype) for each in self.eight if each.name == name), self.dtype)
 
     @property
     def heads(self) -> int:
@@ -67,7 +84,7 @@ class Config(Settings):
     Attributes:
       tensor_cores: whether these multiply, up to 16 vectors at a time. Otherwise up to 4 vectors lie in registers.
       programs: all of which run at once, one on each multiprocessor.
-      stage: elements of a stage of the ring, a power of 2.
+      stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size; without tensor

@@ -23,7 +23,7 @@ def refused(call: Call, config: Config) -> list[str]:
     if call.dtype.name != "bfloat16":
         # The stream times a norm's gains is kept in this dtype before it is scaled, and f16 has not its range.
         reasons.append(Lasting(f"{of} it takes weights of bfloat16, not {call.dtype}"))
-    if not config.num_warps <= tile_of(config)[0] <= LARGEST_BOX:
+    if not config.num_warps <= tile_of(call, config)[0] <= LARGEST_BOX:
         least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
         reasons.append(f"{of} it takes stages of {least} to {most} elements, not {config.stage}")
     elif config.stage < VECTORS * call.model.head_dim:
@@ -32,9 +32,9 @@ def refused(call: Call, config: Config) -> list[str]:
     return reasons
 
 
-def tile_of(config: Config) -> tuple[int, int, int]:
-    """The shape of a block of weights: [groups of columns, rows, 64]."""
-    return config.stage // (TILE * GROUP), TILE, GROUP
+def tile_of(call: Call, config: Config) -> tuple[int, int, int]:
+    """The shape of a block of weights: [groups of columns, rows, 64], or 128 of 8 bits, which are as many bytes."""
+    return config.stage // (TILE * GROUP), TILE, GROUP * 2 // call.dtype_of("q_proj").itemsize
 
 
 def buffers(call: Call, config: Config) -> dict[str, Any]:
