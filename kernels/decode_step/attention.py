@@ -309,7 +309,10 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 @gluon.jit
 def merge(me, kept, heads, factor, SIZES: gl.constexpr):
-    """Adds up the parts of some columns, which all items have left, and sends them: messages f32 [B, HEADS * H]."""
+    """Adds up the parts of some columns, which all items have left, and sends them: heads, messages f32 [B, HEADS * H].
+
+    For tensor cores it stores them, in heads [vectors, HEADS * H].
+    """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     MERGED: gl.constexpr = SIZES.MERGED
@@ -337,4 +340,7 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         base = gl.where(highest == float("-inf"), 0.0, highest)
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
-        shmem.send(me, heads + head * H + column, result, me.rank)
+        if SIZES.TENSOR_CORES:
+            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H, SIZES)
+        else:
+            shmem.send(me, heads + head * H + column, result, me.rank)

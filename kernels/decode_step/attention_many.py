@@ -5,8 +5,9 @@ A block of keys or values, [groups of 64 columns, slots, 64], falls into parts o
 own, and a softmax of its own until an item is over, so warps do not wait for each other. Warps of the same part have
 the same scores, and share the columns of the values.
 
-The items of a pair (a sequence and a key/value head) send each other what they have, as messages: each adds up some
-columns of all, in the order of the items, so that nobody else has to wait before all heads are there.
+The items of a pair (a sequence and a key/value head) leave what they have for `attention.merge`. Or they send it to
+each other, as messages (EXCHANGED): each adds up some columns of all, in the order of the items, so that nobody else
+has to wait before all heads are there.
 """
 
 import triton
@@ -242,6 +243,8 @@ def clear_behind(ring, stage, desc, count):
 @gluon.jit
 def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, accs, factor, SIZES: gl.constexpr):
     """Adds up the parts of an item, and hands them on."""
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WARPS: gl.constexpr = gl.num_warps()
     GROUPS: gl.constexpr = SHAPE[0]
     PARTS: gl.constexpr = parts_of(SHAPE, WARPS)
@@ -262,8 +265,7 @@ def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, acc
     both.index(1).store(gl.convert_layout(gl.sum(totals, 2), OF_ROWS, assert_trivial=True) * weight)
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     AT_ONCE: gl.constexpr = min(GROUPS, SIZES.SUMS // (PARTS * USED * 64))
-    # 4 columns next to each other are a thread's.
-    COLUMNS: gl.constexpr = gl.BlockedLayout([PARTS, 1, 4], [1, 2, 16], [1, WARPS, 1], [2, 1, 0])
+    COLUMNS: gl.constexpr = columns_layout(PARTS, SIZES.EXCHANGED, WARPS)
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, COLUMNS))
     head = gl.arange(0, USED, OF_HEADS)[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(0, COLUMNS)))[None, :]
@@ -273,16 +275,35 @@ def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, acc
             # The rows that are used are half of what each thread has.
             acc = gl.where(row < USED, accs[group] * weight[:, :, None], 0.0)
             memory.index(group - begin).store(gl.sum(acc.reshape([PARTS, ROWS // USED, USED, 64]), 1))
-        top = lines.index(0).slice(0, USED).load(OF_HEADS)
-        total = lines.index(PARTS).slice(0, USED).load(OF_HEADS)
-        for part in gl.static_range(1, PARTS):
-            top = gl.maximum(top, lines.index(part).slice(0, USED).load(OF_HEADS))
-            total += lines.index(PARTS + part).slice(0, USED).load(OF_HEADS)
+        if SIZES.EXCHANGED:
+            top = lines.index(0).slice(0, USED).load(OF_HEADS)
+            total = lines.index(PARTS).slice(0, USED).load(OF_HEADS)
+            for part in gl.static_range(1, PARTS):
+                top = gl.maximum(top, lines.index(part).slice(0, USED).load(OF_HEADS))
+                total += lines.index(PARTS + part).slice(0, USED).load(OF_HEADS)
         for group in gl.static_range(begin, min(GROUPS, begin + AT_ONCE)):
             acc = gl.sum(memory.index(group - begin).load(COLUMNS), 0)
-            hand_on(
-                me, kept, layer, item, acc, top[:, None], total[:, None], head, group * 64 + column, factor, SIZES
-            )  # fmt: skip
+            if SIZES.EXCHANGED:
+                hand_on(
+                    me, kept, layer, item, acc, top[:, None], total[:, None], head, group * 64 + column, factor, SIZES
+                )  # fmt: skip
+            else:
+                gl.store(kept.accs + (item * G + head) * H + group * 64 + column, acc, mask=(head < G) & (column >= 0))
+    if not SIZES.EXCHANGED:
+        total = lines.index(PARTS).load(OF_ROW)
+        for part in gl.static_range(1, PARTS):
+            total += lines.index(PARTS + part).load(OF_ROW)
+        g = gl.arange(0, ROWS, OF_ROW)
+        gl.store(kept.tops + (item * G + g) * 2, highest, mask=g < G)
+        gl.store(kept.tops + (item * G + g) * 2 + 1, total, mask=g < G)
+
+
+@triton.constexpr_function
+def columns_layout(parts, exchanged, warps):
+    """The layout of parts [parts, 8, 64] of an item: of what is sent, 4 columns next to each other are a thread's."""
+    if exchanged:
+        return gl.BlockedLayout([parts, 1, 4], [1, 2, 16], [1, warps, 1], [2, 1, 0])
+    return gl.BlockedLayout([parts, 1, 2], [1, 1, 32], [1, warps, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
@@ -377,7 +398,8 @@ def merge(me, ring, kept, layer, factor, SIZES: gl.constexpr):
 
 @triton.constexpr_function
 def merged_layout(parts, heads, width, warps):
-    """The layout of parts [parts, heads, width]: a thread has all parts of a number."""
-    lanes = min(32, width)
-    across = min(warps, max(1, heads * lanes // 32))
-    return gl.BlockedLayout([parts, 1, 1], [1, 32 // lanes, lanes], [1, across, warps // across], [2, 1, 0])
+    """The layout of parts [parts, heads, width]: a thread has all parts of a number, or 32 of them."""
+    lanes, apart = min(32, width), min(warps, max(1, parts // 32))
+    across = min(warps // apart, max(1, heads * lanes // 32))
+    rest = warps // apart // across
+    return gl.BlockedLayout([parts // apart, 1, 1], [1, 32 // lanes, lanes], [apart, across, rest], [2, 1, 0])

@@ -1,8 +1,8 @@
 """A decode step of many sequences: its phases with the products of tensor cores.
 
 They are those of `hopper.py`, but all programs meet behind `merge`, `add` and `gate` as well: so many vectors would be
-too much to send to every program as messages. Before `merge` messages go, from program to program. What a phase
-multiplies lies in scratch, 8 or 16 vectors in the weights' dtype, as `tensor_cores.place_of` has them.
+too much to send to every program as messages. Before `merge` they meet, or messages go from program to program. What a
+phase multiplies lies in scratch, 8 or 16 vectors in 16 bits, as `tensor_cores.place_of` has them.
 
 A norm multiplies the stream by a gain for each column and a scale for each vector. Who adds to the stream leaves it
 times the gains of the next norm, and the sum of squares of its own rows; the scale comes last, behind the product.
@@ -43,7 +43,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     """The phases of all layers, and the logits."""
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
-    POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # meetings inside of `add`
+    PARTED: gl.constexpr = 0 if SIZES.EXCHANGED else 1  # meetings between attention and the merge of its parts
+    POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
@@ -61,30 +62,36 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position = attention_many.attend(
             me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        phases.pass_by(times)
+        if SIZES.EXCHANGED:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        if SIZES.SPLITS > 1:
+        if not SIZES.EXCHANGED:
+            attention.merge(me, kept, kept.heads, factor, SIZES)
+        elif SIZES.SPLITS > 1:
             attention_many.merge(me, ring, kept, layer, factor, SIZES)
-        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 1 + PARTED, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         behind = phases.of_layer(given.post_attn_norm, layer, D)
         position, factor = add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, D), kept.heads, x,
-            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 2, times, factor, QUERIES, SIZES,
+            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 2 + PARTED, times, factor, QUERIES,
+            SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 2 + POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 2 + PARTED + POST, factor, times, SIZES)
         x = kept.stream
         times = phases.times_of(results.times, layer, 4, SIZES)
         position = gate(ring, position, given, kept, layer, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 3 + POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 3 + PARTED + POST, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
         behind = phases.of_layer(given.post_mlp_norm, layer, D)
         position, factor = add(
             me, ring, position, given.down, phases.of_layer(given.down_scale, layer, D), kept.hidden, x, norm, behind,
-            kept, sums, met, 2 * layer + 1, phase + 4 + POST, times, factor, SIZES.F, SIZES,
+            kept, sums, met, 2 * layer + 1, phase + 4 + PARTED + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 4 + 2 * POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 4 + PARTED + 2 * POST, factor, times, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 

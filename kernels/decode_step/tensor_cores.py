@@ -30,12 +30,6 @@ def product_layout(warps):
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
-@triton.constexpr_function
-def vectors_of(b):
-    """How many vectors lie in memory for b sequences: half of those of an instruction, if that is enough."""
-    return VECTORS.value // 2 if b <= VECTORS.value // 2 else VECTORS.value
-
-
 @gluon.jit
 def place_of(b, column, COUNT: gl.constexpr, NARROW: gl.constexpr):
     """Where a number of vectors [COUNT, columns] lies: those of a thread next to each other, of a warp's instruction.
@@ -49,13 +43,14 @@ def place_of(b, column, COUNT: gl.constexpr, NARROW: gl.constexpr):
         thread, half = column % 16 // 4, column % 4 // 2
     else:
         thread, half = column % 8 // 2, column % 16 // 8
-    return ((column // 16 * 32 + b % 8 * 4 + thread) * 2 + half) * (2 * EACH) + b // 8 * 2 + column % 2
+    thread = b % 8 * 4 + thread
+    return (column // 16 * 32 + thread) * (4 * EACH) + half * (2 * EACH) + b // 8 * 2 + column % 2
 
 
 @gluon.jit
 def keep(vectors, value, b, column, there, SIZES: gl.constexpr):
     """Stores numbers of vectors that a phase multiplies, but those behind the last one that lies in memory."""
-    COUNT: gl.constexpr = vectors_of(SIZES.B)
+    COUNT: gl.constexpr = SIZES.VECTORS
     place = place_of(b, column, COUNT, SIZES.NARROW)
     gl.store(vectors + place, value.to(vectors.dtype.element_ty), mask=there & (b < COUNT))
 
@@ -69,7 +64,7 @@ def load_part(source, group, GROUPS: gl.constexpr, WIDTH: gl.constexpr, SIZES: g
     """
     WARPS: gl.constexpr = gl.num_warps()
     STEPS: gl.constexpr = WIDTH // 16
-    EACH: gl.constexpr = vectors_of(SIZES.B) // 4  # words of a thread
+    EACH: gl.constexpr = SIZES.VECTORS // 4  # words of a thread
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, STEPS, EACH], [1, 1, 32], [WARPS, 1, 1], [2, 1, 0])
     own = group + gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     step = gl.arange(0, STEPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]

@@ -200,10 +200,11 @@ def test_what_the_kernel_does_not_take():
     for part in ("weights of bfloat16 and float16, not float32", "1 to 16 sequences, not 17"):
         assert any(part in reason for reason in found), found
     several = dataclasses.replace(call, batch=5, dtype=np.dtype(np.float16), cache_dtype=np.dtype(np.float16))
-    found = kernel.refuses(several, kernel.by_shape(several, {"stage": 2048}))
+    asked = {"stage": 2048, "tensor_cores": True}
+    found = kernel.refuses(several, kernel.by_shape(several, asked))
     wanted = ("of 5 sequences it takes weights of bfloat16, not float16", "4096 to 131072")
     assert len(found) == 2 and all(part in reason for part, reason in zip(wanted, found)), found
-    small = dataclasses.replace(kernel.by_shape(several, {"stage": 2048}), num_warps=4)
+    small = dataclasses.replace(kernel.by_shape(several, asked), num_warps=4)
     assert any(
         "stages of 16 keys of 256 or more, not of 2048 elements" in reason for reason in kernel.refuses(several, small)
     )
@@ -219,8 +220,9 @@ def test_what_the_kernel_does_not_take():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_what_the_kernel_takes(family, world, batch):
-    """Every published model."""
+    """Every published model; norms behind the blocks of many sequences where they are asked for."""
     model = FAMILIES[family]
+    asked = {"tensor_cores": True} if batch > 4 and model.post_norms else {}
     if model.kv_heads % world:
         pytest.skip("the ranks do not divide the key/value heads")
     call = Call(
@@ -228,7 +230,7 @@ def test_what_the_kernel_takes(family, world, batch):
         cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
     )  # fmt: skip
     kernel = Hopper()
-    config = kernel.by_shape(call, {})
+    config = kernel.by_shape(call, asked)
     assert kernel.refuses(call, config) == []
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
@@ -257,6 +259,25 @@ def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
     config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
     assert config.tensor_cores == expected
     assert kernel.refuses(call, config) == []
+    assert not config.exchanged and config.vectors == 16  # no GPU has run anything else
+
+
+def test_what_no_gpu_has_run_is_asked_for():
+    """Norms behind the blocks of many sequences, messages between items, and eight vectors."""
+    kernel = Hopper()
+    gemma = call_of(FAMILIES["gemma-2-9b"], 2, 5, 2048)
+    assert kernel.refuses(gemma, kernel.by_shape(gemma, {})) == [
+        "without tensor cores it takes 1 to 4 sequences, not 5"
+    ]
+    assert choose("decode_step", VARIANTS, gemma, {}).variant.name == "operations"
+    for asked in ({"tensor_cores": True}, {"tensor_cores": True, "exchanged": True, "vectors": 8}):
+        config = dataclasses.replace(kernel.by_shape(gemma, asked), **asked)
+        assert kernel.refuses(gemma, config) == []
+    few = dataclasses.replace(kernel.by_shape(gemma, {}), exchanged=True)
+    assert "items exchange messages (exchanged) by tensor cores alone" in kernel.refuses(gemma, few)
+    nine = call_of(LLAMA, 2, 9, 2048)
+    config = dataclasses.replace(kernel.by_shape(nine, {}), vectors=8)
+    assert kernel.refuses(nine, config) == ["of 9 sequences it takes vectors=16, not 8"]
 
 
 def test_too_many_sequences_for_registers():

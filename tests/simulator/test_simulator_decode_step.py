@@ -53,18 +53,27 @@ STEPS = {
 }  # fmt: skip
 # By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
 TILES = (("tensor_cores", True), ("stage", 2048))
+MESSAGES = (*TILES, ("exchanged", True))  # from item to item
+EIGHT_VECTORS = (*MESSAGES, ("vectors", 8))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
-    "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
+    "the same with messages, and eight vectors": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=EIGHT_VECTORS),
+    "nine sequences with messages": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=MESSAGES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
-        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3))
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
+    ),
+    "eight sequences of qwen 2, in parts, with messages": Step(
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*EIGHT_VECTORS, ("splits", 3))
+    ),
+    "two sequences in more parts than a thread adds up": Step(
+        world=1, lengths=(20, 7), config=(*EIGHT_VECTORS, ("splits", 40), ("programs", 5))
     ),
     "nine sequences in more parts than columns": Step(
-        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*TILES, ("splits", 17), ("programs", 5))
+        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*MESSAGES, ("splits", 17), ("programs", 5))
     ),
-    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*TILES, ("splits", 2))),
+    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*EIGHT_VECTORS, ("splits", 2))),
     "qwen 3 with scales and caps": Step(
         world=1,
         family="qwen3-8b",
@@ -81,14 +90,14 @@ TENSOR_CORES = {
         ),
         config=TILES,
     ),
-    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=EIGHT_VECTORS),
     "gemma 3 by tensor cores, heads of 256": Step(
         world=1,
         family="gemma-3-4b",
         lengths=(12, 1, 5, 19, 8),
         layers=2,
         changes=(("head_dim", 256), ("d_model", 448)),
-        config=(("stage", 4096),),
+        config=(("tensor_cores", True), ("stage", 4096)),
     ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
@@ -113,7 +122,7 @@ EIGHT_BITS |= {
     "eight sequences of qwen 2 in e4m3": Step(
         family="qwen2-7b",
         lengths=(20, 1, 2, 3, 4, 5, 6, 19),
-        config=TILES,
+        config=EIGHT_VECTORS,
         eight=("float8_e4m3fn", "unembed"),
         changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
     ),
@@ -229,6 +238,7 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+WITH_MESSAGES = TENSOR_CORES["the same with messages, and eight vectors"]
 IN_PARTS = TENSOR_CORES["two sizes of parts"]
 SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
@@ -447,9 +457,16 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the product of the heads", " + 1"), ("the gate", " + 2 + POST"),
-            ("the product behind the gate", " + 3 + POST"), ("the next layer", " + 4 + 2 * POST"),
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 1 + PARTED"),
+            ("the gate", " + 2 + PARTED + POST"), ("the product behind the gate", " + 3 + PARTED + POST"),
+            ("the next layer", " + 4 + PARTED + 2 * POST"),
         )
+    },
+    **{
+        f"{name} does not wait, with messages": Mutant(
+            module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=WITH_MESSAGES
+        )
+        for name, after in (("attention", ""), ("the product of the heads", " + 1 + PARTED"))
     },
     "parts of a pair go to another layer's": Mutant(
         module=attention_many, edits=(("pair = layer * PAIRS +", "pair = 0 * PAIRS +"),),
@@ -495,7 +512,7 @@ MUTANTS = {
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("thread) * 2 + half)", "thread) * 2 + 1 - half)"),),
+        module=tensor_cores, edits=(("+ half * (2", "+ (1 - half) * (2"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "vectors lie as they do for weights of 16 bits": Mutant(
@@ -528,11 +545,11 @@ MUTANTS = {
     ),
     "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
         module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
-        step=TENSOR_CORES["nine sequences"],
+        step=TENSOR_CORES["nine sequences with messages"],
     ),
     "more vectors are stored than lie in memory": Mutant(
         module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
-        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=SEVERAL,
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=WITH_MESSAGES,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),

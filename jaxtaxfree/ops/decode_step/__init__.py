@@ -12,7 +12,7 @@ from jax import lax
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step import reference as plain
-from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, Eight
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, MEASURED, Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
@@ -27,7 +27,6 @@ from jaxtaxfree.teams import Team, check_axes
 
 Cache = tuple[jax.Array, jax.Array]
 PLACEMENTS = ("heads", "contiguous", "round_robin")
-EIGHT_BITS_MEASURED = False  # whether None may take a kernel for weights of 8 bits
 # Of those that do not refuse a call the cheapest one takes it.
 VARIANTS: tuple[Variant[Call], ...] = (Hopper(), operations.Operations())
 
@@ -220,7 +219,7 @@ def _slower(
     """
     if placement is not None:
         return "operations were measured with a cache by heads alone"
-    if eight and not EIGHT_BITS_MEASURED:
+    if eight and "eight_bits" not in MEASURED:
         return "it was measured with weights of 16 bits alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
 

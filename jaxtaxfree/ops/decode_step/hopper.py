@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, Call, Config
+from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, MEASURED, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
@@ -58,7 +58,9 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
     come in five blocks in registers, takes 808 by tensor cores, and 867.
     """
-    if many.refused(call, config) or call.model.post_norms or call.eight:  # of these, few were not timed
+    if call.model.post_norms:
+        return call.batch > FEW and "post_norms" in MEASURED
+    if many.refused(call, config) or call.eight:  # of 8 bits few sequences were not timed
         return call.batch > FEW
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     return call.batch > 1 or call.model.d_model > 2 * groups * width
@@ -115,6 +117,8 @@ class Hopper(Variant[Call]):
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
+        if config.exchanged and not config.tensor_cores:
+            reasons.append("items exchange messages (exchanged) by tensor cores alone")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -143,9 +147,14 @@ class Hopper(Variant[Call]):
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
         tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
+        exchanged = asked.get("exchanged", tensor_cores and "exchanged" in MEASURED)
+        vectors = many.VECTORS // 2 if "vectors" in MEASURED and call.batch <= many.VECTORS // 2 else many.VECTORS
+        merged = Config.merged
+        if tensor_cores and not exchanged:
+            merged = many.merged_of(call, programs, splits, Config.merged)
         return Config(
-            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits,
-            in_flight=_in_flight(stage),
+            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
+            exchanged=exchanged, vectors=vectors, in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -182,6 +191,7 @@ class Hopper(Variant[Call]):
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
+        items = (b, kv_heads, config.splits, model.group)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -194,6 +204,8 @@ class Hopper(Variant[Call]):
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                **({} if config.exchanged else {"accs": f32(*items, h)}),
+                "tops": f32(*((0,) if config.exchanged else (*items, 2))),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
@@ -214,6 +226,8 @@ class Hopper(Variant[Call]):
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
+            "VECTORS": config.vectors,
+            "EXCHANGED": int(config.exchanged),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -248,7 +262,6 @@ class Hopper(Variant[Call]):
         model, b, d = call.model, call.batch, call.model.d_model
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         vectors = next_power_of_2(b)
-        items = (b, call.kv_heads, config.splits, model.group)
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
@@ -260,8 +273,6 @@ class Hopper(Variant[Call]):
                 "block": f32(2 if model.post_norms else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
-                "accs": f32(*items, model.head_dim),
-                "tops": f32(*items, 2),
             },
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
@@ -313,7 +324,9 @@ class Hopper(Variant[Call]):
             ),
             *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
-            *([] if config.tensor_cores else each("merged", 4, 16, 32)),
+            *([] if config.exchanged else each("merged", 4, 16, 32)),
+            *([{"exchanged": not config.exchanged}] if config.tensor_cores else []),
+            *(each("vectors", 8, 16) if config.tensor_cores and call.batch <= many.VECTORS // 2 else []),
             *each("splits", config.splits // 2),
         ]
 
