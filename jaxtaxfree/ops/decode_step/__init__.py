@@ -84,13 +84,14 @@ def decode_step(
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
-        in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 1 to 4. It is our operations, some
-        kernels a layer, of more sequences, with a cache along the sequence, and on other GPUs. Weights of 8 bits go in
-        one launch if those of layers all have one dtype, with scales of rows whose lengths 128 divides, and, by tensor
-        cores, the unembedding has 8 bits, too. None takes what has been measured, on several ranks, which is weights of
-        16 bits alone.
+        in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 and with norms behind the blocks 1
+        to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence, and on
+        other GPUs. Weights of 8 bits go in one launch if those of layers all have one dtype, with scales of rows whose
+        lengths 128 divides, and, of 5 sequences or more, the unembedding has 8 bits, too. None takes what has been
+        measured, on several ranks, which is weights of 16 bits alone.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. {"kernel": "operations"} is our operations.
+        leaves out. With {"tensor_cores": True} it takes 5 sequences or more with norms behind the blocks as well.
+        {"kernel": "operations"} is our operations.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.
@@ -215,7 +216,7 @@ def _slower(
     One launch, on 2 H100: Llama 3 8B's share of 8 GPUs, 1 and 4 sequences, 283 and 458, and 866 and 1235; Llama 3 70B's
     share, one sequence, 787 and 2410; Llama 3 8B on 4 GPUs 756 and 2412. On 2 H200, Llama 3 8B's share of 8 GPUs, 8
     sequences: one launch 362, operations 477 to 504, XLA 1145. On 4 GPUs, 16 sequences: 757, 868 to 913, and 1176 by
-    the best of XLA's by hand. Of 5 or more sequences of a model with norms behind the blocks (Gemma) none was timed.
+    the best of XLA's by hand.
     """
     if placement is not None:
         return "operations were measured with a cache by heads alone"
