@@ -163,11 +163,29 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
-    """The vectors of the first columns, for the turn after this one; nothing is loaded behind the last one."""
-    return tensor.load_chunk(
-        source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS, SIZES
-    )
+def load_stream(kept, desc, SIZES: gl.constexpr):
+    """(squares of the stream, for `scale_of`; of the stream times the next norm's gains what a first block needs)."""
+    squares = load_squares(kept.squares, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, desc, SIZES.D, SIZES)
+    return fewer(squares, SIZES), chunk
+
+
+@gluon.jit
+def take_turn(
+    ring, position, first, second, source, chunk, turn, COLUMNS: gl.constexpr, TILES: gl.constexpr,
+    TURNS: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """(The products of a turn's tiles, the vectors of the first columns for the turn after it, the next position).
+
+    Args:
+      first, second, source: as `tensor_cores.multiply` takes them.
+      chunk: the vectors of the first columns. Behind the last turn nothing is loaded.
+    """
+    products, position = tensor.multiply(ring, position, first, second, source, chunk, COLUMNS, TILES, SIZES)
+    if TURNS > 1:
+        begin = gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, first))
+        chunk = tensor.load_chunk(source, begin, first, COLUMNS, SIZES)
+    return products, chunk, position
 
 
 @gluon.jit
@@ -196,19 +214,15 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D, SIZES)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.query, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
             scales = scales_of_projections(given, layer, first, TILES, SIZES)
-            products, position = tensor.multiply(
-                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
+            products, chunk, position = take_turn(
+                ring, position, given.query, None, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
@@ -290,20 +304,16 @@ def gate(ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr)
     """kept.hidden [vectors, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
-    squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D, SIZES)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.gate, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
             gates = scales_of(phases.of_layer(given.gate_scale, layer, SIZES.F), first, TILES, SIZES.F)
             ups = scales_of(phases.of_layer(given.up_scale, layer, SIZES.F), first, TILES, SIZES.F)
-            products, position = tensor.multiply(
-                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES, SIZES
+            products, chunk, position = take_turn(
+                ring, position, given.gate, given.up, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_hidden(
@@ -364,9 +374,9 @@ def add(
         first = first_row(turn, D, 1, SIZES)
         if first < D:
             scales = scales_of(scales_ptr, first, TILES, D)
-            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES, SIZES)
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, source, desc, COLUMNS, SIZES)
+            products, chunk, position = take_turn(
+                ring, position, desc, None, source, chunk, turn, COLUMNS, TILES, TURNS, SIZES
+            )  # fmt: skip
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
                     me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, scales, factor,
@@ -554,19 +564,15 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
     """The program's logits f32 [B, V] of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.V, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept.squares, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D, SIZES)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.unembed, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
             scales = scales_of(given.unembed_scale, first, TILES, SIZES.V)
-            products, position = tensor.multiply(
-                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES, SIZES
+            products, chunk, position = take_turn(
+                ring, position, given.unembed, None, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D, SIZES)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_logits(ring, products, logits_ptr, first, scale, scales, tile, portion_of(TILES, tile), SIZES)
