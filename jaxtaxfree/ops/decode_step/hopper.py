@@ -139,7 +139,7 @@ class Hopper(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
         # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled.
-        usual = {"stage": Config.stage // 2 if call.eight else Config.stage}
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
