@@ -58,6 +58,18 @@ EIGHT_BITS: dict[str, tuple[str, jtf.DecoderSpec, tuple[int, ...]]] = {
     ),
     "qwen 2 in int8": ("int8", tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "gemma 2 in e4m3": ("float8_e4m3fn", tiny("gemma-2-9b", **SIZES), (33, 200)),
+    "seven sequences in int8": ("int8", LLAMA, (5, 240, 64, 100, 0, 511, 1)),
+    "sixteen sequences in e4m3": ("float8_e4m3fn", LLAMA, tuple(range(0, 512, 32))),
+}  # fmt: skip
+# What is only taken where it is asked for: the model, the tokens of each sequence, the settings.
+FORMS: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...], dict[str, Any]]] = {
+    "two sequences, messages, vectors of 8": (LLAMA, (5, 500), {"exchanged": True, "vectors": 8}),
+    "seven sequences, vectors of 8": (LLAMA, (5, 240, 64, 100, 0, 511, 1), {"vectors": 8}),
+    "sixteen sequences, messages": (LLAMA, tuple(range(0, 512, 32)), {"exchanged": True}),
+    "five sequences of gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200, 0, 1, 511), {"tensor_cores": True}),
+    "nine sequences of gemma 2, messages": (
+        tiny("gemma-2-9b", **SIZES), tuple(range(0, 450, 50)), {"tensor_cores": True, "exchanged": True}
+    ),
 }  # fmt: skip
 
 
@@ -121,11 +133,12 @@ def decode(
 
 def errors_of(
     model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper",
-    eight: str | None = None,
+    eight: str | None = None, config: dict[str, Any] | None = None,
 ) -> jax.Array:  # fmt: skip
     """Relative errors of the kernel's logits, keys and values beside XLA's."""
     params, xs, cache = operands(model, len(lengths), slots, steps, eight)
-    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config={"kernel": kernel})]
+    asked = {"kernel": kernel, **(config or {})}
+    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config=asked)]
     ways.append(decode(model, params, xs, cache, lengths, implementation="xla"))
     pairs = zip(*map(jax.tree.leaves, ways), strict=True)
     return jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
@@ -152,6 +165,15 @@ def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
         for eight, *case in EIGHT_BITS.values()
     ]
     _check_errors(dict(zip(EIGHT_BITS, run_all(programs), strict=True)))
+
+
+def check_forms(mesh: Mesh) -> None:
+    """Forms of the launch that settings ask for."""
+    programs = [
+        program(mesh, functools.partial(errors_of, model, lengths, config=config))
+        for model, lengths, config in FORMS.values()
+    ]
+    _check_errors(dict(zip(FORMS, run_all(programs), strict=True)))
 
 
 def check_full_layers(mesh: Mesh) -> None:
