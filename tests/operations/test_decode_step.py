@@ -275,6 +275,11 @@ def test_what_no_gpu_has_run_is_asked_for():
         assert kernel.refuses(gemma, config) == []
     few = dataclasses.replace(kernel.by_shape(gemma, {}), exchanged=True)
     assert "items exchange messages (exchanged) by tensor cores alone" in kernel.refuses(gemma, few)
+    long = call_of(FAMILIES["qwen3-8b"], 8, 1, 1 << 15)
+    asked = {"tensor_cores": True, "exchanged": True}
+    assert kernel.by_shape(long, {}).splits == 132 and kernel.by_shape(long, asked).splits == 128
+    config = dataclasses.replace(kernel.by_shape(long, asked), splits=132)
+    assert kernel.refuses(long, config) == ["of one head at most 128 items exchange messages, not splits=132"]
     nine = call_of(LLAMA, 2, 9, 2048)
     config = dataclasses.replace(kernel.by_shape(nine, {}), vectors=8)
     assert kernel.refuses(nine, config) == ["of 9 sequences it takes vectors=16, not 8"]

@@ -119,6 +119,8 @@ class Hopper(Variant[Call]):
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
         if config.exchanged and not config.tensor_cores:
             reasons.append("items exchange messages (exchanged) by tensor cores alone")
+        if config.exchanged and config.splits > many.EXCHANGED:
+            reasons.append(f"of one head at most {many.EXCHANGED} items exchange messages, not splits={config.splits}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -148,6 +150,8 @@ class Hopper(Variant[Call]):
         splits = max(1, min(programs // pairs, blocks))
         tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
         exchanged = asked.get("exchanged", tensor_cores and "exchanged" in MEASURED)
+        if exchanged:
+            splits = min(splits, many.EXCHANGED)
         vectors = many.VECTORS // 2 if "vectors" in MEASURED and call.batch <= many.VECTORS // 2 else many.VECTORS
         merged = Config.merged
         if tensor_cores and not exchanged:

@@ -13,6 +13,7 @@ from jaxtaxfree.primitive import Lasting
 
 VECTORS = 16  # that tensor cores multiply at a time, and the least keys
 TILE = 8  # rows of weights, likewise
+EXCHANGED = 128  # items of one head that exchange messages: of more, shared memory has no room for the parts
 
 
 def refused(call: Call, config: Config) -> list[str]:
