@@ -1,12 +1,13 @@
 """decode_step in one launch on GPUs: is it right, and what do its settings and its parts cost.
 
 python benchmarks/one_launch.py [--worlds 1,2] [--shape 1,8192,8,4096,8,2,128,3584,32064]
-    [--configs quick|all|none|JSON] [--no-small] [--no-parts] [--seconds 0.5]
+    [--weights bfloat16,int8,float8_e4m3fn] [--configs quick|all|none|JSON] [--no-small] [--no-parts] [--seconds 0.5]
 
 `run.py decode_step` compares it with its peers, in loops and a step a call, with floors and in the rows of results.
 From the project's root. The shape is B, context, layers, d_model, heads, kv heads, head size, d_mlp, vocabulary, of two
 ranks together; on one rank half of the heads, of d_mlp and of the vocabulary. Checks come first; what is wrong is not
-timed. JSON is a list of settings, as [{"in_flight": 1}].
+timed. JSON is a list of settings, as [{"in_flight": 1}]. Of each kind of weights all settings are timed. Those of 8
+bits have a scale for each row.
 Prints a line as soon as it has it, and a table of each world at the end.
 """
 
@@ -73,9 +74,9 @@ def model_of(sizes, world):
 
 
 class Problem:
-    """A model with random weights on a mesh, and programs of it."""
+    """A model with random weights on a mesh, and programs of it; its matrices are of dtype `weights`."""
 
-    def __init__(self, model, world, b, slots, length, seed=0):
+    def __init__(self, model, world, b, slots, length, seed=0, weights="bfloat16"):
         self.model, self.world, self.b, self.slots = model, world, b, slots
         self.mesh = Mesh(np.array(jax.devices()[:world]).reshape(world, 1), (AXIS, ONE))
         key = jax.random.key(seed)
@@ -88,6 +89,9 @@ class Problem:
                 self.params[name] = jax.device_put(
                     jnp.asarray(gain, jnp.bfloat16), NamedSharding(self.mesh, self.specs[name])
                 )
+        if weights != "bfloat16":
+            self.specs = self.specs | model.scale_specs(AXIS)
+            self.params = self.params | self.in_eight_bits(weights)
         size = (model.layers, b, model.kv_heads, slots, model.head_dim)
         # So that attention of so many keys counts for as much as the rest.
         scales = (1.0, max(1.0, (max(length) / np.e) ** 0.5))
@@ -105,6 +109,19 @@ class Problem:
             out_shardings=NamedSharding(self.mesh, spec),
         )
         return make(key)
+
+    def in_eight_bits(self, dtype):
+        """The matrices, and their scales."""
+
+        def narrow(params):
+            found = {name: jtf.quantize(w, dtype, block=(1, -1)) for name, w in params.items()}
+            return {name: w for name, (w, _) in found.items()} | {f"{name}_scale": s for name, (_, s) in found.items()}
+
+        names = self.model.matrices
+        placed = {
+            each: NamedSharding(self.mesh, self.specs[each]) for name in names for each in (name, f"{name}_scale")
+        }
+        return jax.jit(narrow, out_shardings=placed)({name: self.params[name] for name in names})
 
     def program(self, function, out_specs, options=None, donate=()):
         specs = (self.specs, P(), (CACHE, CACHE), P(), (P(), P()))
@@ -176,7 +193,8 @@ def check(label, problem, config=None, steps=6, tolerance=0.03):
         raise AssertionError(f"{label} is wrong")
 
 
-def small_checks(world):
+def small_checks(world, weights):
+    odd = (1088 if weights == "bfloat16" else 1152) * 2
     base = jtf.DecoderSpec(
         layers=2, d_model=512, heads=8, kv_heads=2, head_dim=128, d_mlp=1024, vocab=1024, norm_eps=1e-5
     )
@@ -194,17 +212,17 @@ def small_checks(world):
         ),
         "mistral's window": (dataclasses.replace(base, windows=(64,)), 2, [130, 20]),
         "gelu, caps, 1 + w, odd sizes": (
-            dataclasses.replace(base, d_mlp=1088 * 2, vocab=1002, activation="gelu_tanh", score_soft_cap=30.0,
+            dataclasses.replace(base, d_mlp=odd, vocab=1002, activation="gelu_tanh", score_soft_cap=30.0,
                                 logit_soft_cap=5.0,
                                 norm_plus_one=True, windows=(32, None), rotary_dim=64), 1, [90]),
     }  # fmt: skip
     wrong = 0
     for label, (model, b, length) in cases.items():
         try:
-            check(label, Problem(model, world, b, 256, length))
+            check(f"{label}, {weights}", Problem(model, world, b, 256, length, weights=weights))
         except Exception as error:
             wrong += 1
-            print(f"  {label}: {str(error)[:1500]}", flush=True)
+            print(f"  {label}, {weights}: {str(error)[:1500]}", flush=True)
     return wrong
 
 
@@ -229,6 +247,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--worlds", default="1,2")
     parser.add_argument("--shape", default=DEFAULT)
+    parser.add_argument("--weights", default="bfloat16")
     parser.add_argument("--configs", default="quick")
     parser.add_argument("--no-small", action="store_true")
     parser.add_argument("--no-parts", action="store_true", help="without the times of a step's parts")
@@ -242,36 +261,42 @@ def main():
         if world > len(jax.devices()):
             continue
         print(f"== {world} GPU{'s' if world > 1 else ''}", flush=True)
-        if not options.no_small and small_checks(world):
-            print("  WRONG: see above", flush=True)
-        problem = Problem(model_of(sizes, world), world, b, context, [context - STEPS - 1] * b)
         rows: dict[str, float] = {}
-        named = {"quick": QUICK, "all": ALL, "none": [{}]}
-        for config in named.get(options.configs) or json.loads(options.configs):
-            name = f"one launch {config or ''}"
-            try:
-                check(name, problem, config)
-                run = problem.program(problem.steps("fused", config), (OUT, OUT))
-                rows[name] = 1e6 * seconds_of(lambda: run(*problem.operands), options.seconds) / STEPS  # noqa: B023
-                print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
-            except Exception as error:
-                print(f"  {name}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
-                if not config:
-                    traceback.print_exc()
-        extra = {
-            "one launch, without the cache's update": (problem, {"keeps_cache": False}),
-            "one launch, 1 layer": (
-                Problem(dataclasses.replace(problem.model, layers=1), world, b, context, [context - STEPS - 1] * b), {},
-            ),
-            "one launch, short context": (Problem(problem.model, world, b, context, [1] * b), {}),
-        }  # fmt: skip
-        for name, (of, how) in ({} if options.no_parts else extra).items():
-            try:
-                run = of.program(of.steps("fused", None, **how), (OUT, OUT))
-                rows[name] = 1e6 * seconds_of(lambda: run(*of.operands), options.seconds) / STEPS  # noqa: B023
-                print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
-            except Exception as error:
-                print(f"  {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
+        for weights in options.weights.split(","):
+            if not options.no_small and small_checks(world, weights):
+                print("  WRONG: see above", flush=True)
+            problem = Problem(model_of(sizes, world), world, b, context, [context - STEPS - 1] * b, weights=weights)
+            named = {"quick": QUICK, "all": ALL, "none": [{}]}
+            for config in named.get(options.configs) or json.loads(options.configs):
+                name = f"one launch, {weights} {config or ''}"
+                try:
+                    check(name, problem, config)
+                    run = problem.program(problem.steps("fused", config), (OUT, OUT))
+                    rows[name] = 1e6 * seconds_of(lambda: run(*problem.operands), options.seconds) / STEPS  # noqa: B023
+                    print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
+                except Exception as error:
+                    print(f"  {name}: {type(error).__name__}: {str(error)[:1500]}", flush=True)
+                    if not config:
+                        traceback.print_exc()
+            extra = {} if options.no_parts else {
+                f"one launch, {weights}, without the cache's update": (problem, {"keeps_cache": False}),
+                f"one launch, {weights}, 1 layer": (
+                    Problem(
+                        dataclasses.replace(problem.model, layers=1), world, b, context, [context - STEPS - 1] * b,
+                        weights=weights,
+                    ), {},
+                ),
+                f"one launch, {weights}, short context": (
+                    Problem(problem.model, world, b, context, [1] * b, weights=weights), {},
+                ),
+            }  # fmt: skip
+            for name, (of, how) in extra.items():
+                try:
+                    run = of.program(of.steps("fused", None, **how), (OUT, OUT))
+                    rows[name] = 1e6 * seconds_of(lambda: run(*of.operands), options.seconds) / STEPS  # noqa: B023
+                    print(f"  {name}: {rows[name]:.1f} us a step", flush=True)
+                except Exception as error:
+                    print(f"  {name}: {type(error).__name__}: {str(error)[:600]}", flush=True)
         tables.append((world, rows))
     for world, rows in tables:
         print(f"\n{world} GPU{'s' if world > 1 else ''}, {options.shape}: us a step")

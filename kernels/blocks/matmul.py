@@ -121,7 +121,7 @@ def multiply_narrow(
         if K % BLOCK_K == 0 and N % BLOCK_N == 0:
             rhs = tl.load(rhs_ptrs)
         else:
-            rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0)
+            rhs = tl.load(rhs_ptrs, mask=(k[:, None] < K - start) & (n[None, :] < N), other=0.0)
         rhs = rhs.to(lhs.dtype)
         if of_blocks is None:
             accumulator = tl.dot(lhs, rhs, accumulator)

@@ -1,4 +1,5 @@
-"""Numbers of 8 bits as numbers of 16: two at a time, because a conversion of each takes twice as many instructions.
+"""Numbers of 8 bits as numbers of 16, two at a time, because a conversion of each takes twice as many instructions; or
+of 32.
 
 Values are exact, and NaN stays NaN.
 """
@@ -47,6 +48,39 @@ def assembly(source, dest):
 
 
 @triton.constexpr_function
+def assembly_of_f32(source):
+    """Results: the low bytes of two words, which are the halves of the operand, and their high bytes, as f32.
+
+    They are numbers of type `source`. Of int8 a byte, 128 higher, counts ones behind an f32 of 2**23: a conversion
+    takes four times as long as other instructions.
+    """
+    if source.name == "int8":
+        lines = "xor.b32 x, $4, 0x80808080;\n" + "".join(
+            f"""
+        prmt.b32 y, x, 0x4b000000, 0x744{byte};
+        mov.b32 a, y;
+        sub.f32 ${result}, a, 0f4B000080;"""
+            for result, byte in enumerate((0, 2, 1, 3))
+        )
+    else:
+        lines = "mov.b32 {first, second}, $4;\n" + "".join(
+            f"""
+        cvt.rn.f16x2.e4m3x2 x, {word};
+        mov.b32 {{low, high}}, x;
+        cvt.f32.f16 ${result}, low;
+        cvt.f32.f16 ${result + 2}, high;"""
+            for result, word in enumerate(("first", "second"))
+        )
+    return f"""
+    {{ // two {source.name} as fp32 (of each of two words)
+        .reg .b32 x, y;
+        .reg .b16 first, second, low, high;
+        .reg .f32 a;
+        {lines}
+    }}"""
+
+
+@triton.constexpr_function
 def both(dest):
     return dest, dest
 
@@ -63,10 +97,23 @@ def words(pairs, SOURCE: gl.constexpr, DEST: gl.constexpr):
 
 
 @gluon.jit
+def words_of_f32(pairs, SOURCE: gl.constexpr):
+    """The same as f32, of int8 or float8_e4m3fn."""
+    return gl.inline_asm_elementwise(
+        assembly_of_f32(SOURCE), "=f,=f,=f,=f,r", [pairs], dtype=both(gl.float32), is_pure=True, pack=2
+    )
+
+
+@triton.constexpr_function
+def halved(shape):
+    return [*shape[:-1], shape[-1] // 2]
+
+
+@gluon.jit
 def pairs(memory):
-    """Shared memory [N, K] of numbers of 8 bits as [N, K / 2] of words, each of two that follow each other along K."""
-    PAIRS: gl.constexpr = gl.NVMMASharedLayout(memory.layout.swizzle_byte_width, 16)
-    return memory.reinterpret(gl.int16, [memory.shape[0], memory.shape[1] // 2], PAIRS)
+    """Shared memory [..., K] of numbers of 8 bits as [..., K / 2] of words, each of two neighbours along K."""
+    PAIRS: gl.constexpr = gl.NVMMASharedLayout(memory.layout.swizzle_byte_width, 16, rank=memory.rank)
+    return memory.reinterpret(gl.int16, halved(memory.shape), PAIRS)
 
 
 @gluon.jit

@@ -311,7 +311,7 @@ def capped(score, SOFT_CAP: gl.constexpr):
 def merge(me, kept, heads, factor, SIZES: gl.constexpr):
     """Adds up the parts of some columns, which all items have left, and sends them: heads, messages f32 [B, HEADS * H].
 
-    For tensor cores it stores them, in heads [16, HEADS * H].
+    For tensor cores it stores them, in heads [vectors, HEADS * H].
     """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
@@ -341,6 +341,6 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         whole = gl.sum(gl.exp2(top - base) * total, 0)
         result = gl.sum(acc * gl.exp2(own_top - base)[:, None], 0) * (factor / gl.where(whole == 0, 1.0, whole))
         if SIZES.TENSOR_CORES:
-            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H)
+            tensor_cores.keep(heads, result, head // SIZES.HEADS, head % SIZES.HEADS * H + column, column < H, SIZES)
         else:
             shmem.send(me, heads + head * H + column, result, me.rank)

@@ -46,6 +46,9 @@ class Sizes(NamedTuple):
     LAYERS: Any
     B: Any
     TENSOR_CORES: Any
+    VECTORS: Any
+    EXCHANGED: Any
+    NARROW: Any
     D: Any
     HEADS: Any
     KV_HEADS: Any
@@ -99,6 +102,14 @@ class Given(NamedTuple):
     key_norm: Any
     post_attn_norm: Any
     post_mlp_norm: Any
+    query_scale: Any
+    key_scale: Any
+    value_scale: Any
+    out_scale: Any
+    gate_scale: Any
+    up_scale: Any
+    down_scale: Any
+    unembed_scale: Any
     cos: Any
     sin: Any
     lengths: Any
@@ -137,7 +148,7 @@ def sizes_of(*sizes):
 @gluon.jit
 def decode_step_kernel(
     x_ptr,  # f32 [B, D]
-    query_desc,  # [L * HEADS * H, D / 64, 64]
+    query_desc,  # [L * HEADS * H, D / 64, 64]; weights of 8 bits are [..., 128]
     key_desc,  # [L * KV_HEADS * H, D / 64, 64]
     value_desc,
     out_desc,  # [L * D, HEADS * H / 64, 64]
@@ -157,6 +168,14 @@ def decode_step_kernel(
     key_norm_ptr,
     post_attn_norm_ptr,  # [L, D], or None
     post_mlp_norm_ptr,
+    query_scale_ptr,  # f32 [L, HEADS * H], of each row of weights of 8 bits; or None
+    key_scale_ptr,  # f32 [L, KV_HEADS * H], likewise
+    value_scale_ptr,
+    out_scale_ptr,  # f32 [L, D], or None
+    gate_scale_ptr,  # f32 [L, F], or None
+    up_scale_ptr,
+    down_scale_ptr,  # f32 [L, D], or None
+    unembed_scale_ptr,  # f32 [V], or None
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
@@ -164,13 +183,14 @@ def decode_step_kernel(
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
-    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them
-    scaled,  # for tensor cores: scratch [16, D] of the weights' dtype, the stream times the gains of the next norm
-    squares,  # and f32 [PROGRAMS, 16], sums of squares of the stream
+    block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them; [B, D] for
+    # tensor cores
+    scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
+    squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
-    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
-    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [16, HEADS * H] of the weights' dtype
+    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]; EXCHANGED: messages f32, of `hand_on`
+    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2], or none
+    heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
@@ -182,6 +202,8 @@ def decode_step_kernel(
     LAYERS: gl.constexpr,
     B: gl.constexpr,
     TENSOR_CORES: gl.constexpr,  # which multiply, see `many.py`
+    VECTORS: gl.constexpr,  # that lie in memory for these, 8 or 16
+    EXCHANGED: gl.constexpr,  # parts of attention are messages, from item to item, for these
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -209,35 +231,37 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
-    STAGE: gl.constexpr,  # elements of a stage of the ring
+    STAGE: gl.constexpr,  # elements of 16 bits of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, D, HEADS, KV_HEADS, H, F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS,
-        SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS,
-        WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW, TABLE,
+        LAYERS, B, TENSOR_CORES, VECTORS, EXCHANGED, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H,
+        F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION,
+        RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD,
+        SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
-        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr, cos_ptr,
-        sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr,
+        query_scale_ptr, key_scale_ptr, value_scale_ptr, out_scale_ptr, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
+        unembed_scale_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
     )  # fmt: skip
     if TENSOR_CORES:
-        heads_ptr = shmem.scratch(me, heads, query_desc.dtype)
-        hidden_ptr = shmem.scratch(me, hidden, query_desc.dtype)
+        heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
+        hidden_ptr = shmem.scratch(me, hidden, old_keys_desc.dtype)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
-        shmem.scratch(me, scaled, query_desc.dtype), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), parts_of(me, accs, EXCHANGED), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
-    ring = rings.allocate(query_desc, STAGE, STAGES, SUMS)
+    ring = rings.allocate(old_keys_desc, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
             [
@@ -252,6 +276,15 @@ def decode_step_kernel(
             [1], [24],
         )  # fmt: skip
     shmem.finish(me)
+
+
+@gluon.jit
+def parts_of(me, accs, EXCHANGED: gl.constexpr):
+    if EXCHANGED:
+        parts = shmem.messages(me, accs)
+    else:
+        parts = shmem.scratch(me, accs, gl.float32)
+    return parts
 
 
 @gluon.jit
@@ -315,13 +348,14 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.gate, mlp_norm, behind, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.out, heads, x, after_attention, told + SIZE, sums, met, 2 * layer,
-            phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
+            me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
+            after_attention, told + SIZE, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
+            SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
         position = phases.gate(
-            me, ring, position, given, later_found, block, later_stream, hidden, norms, times, factor, SIZES
+            me, ring, position, given, later_found, block, later_stream, hidden, layer, norms, times, factor, SIZES
         )  # fmt: skip
         phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
@@ -329,8 +363,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, hidden, later_stream, after_mlp, told + 2 * SIZE, sums, met,
-            2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
+            after_mlp, told + 2 * SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)

@@ -1,8 +1,8 @@
 """A decode step of many sequences: its phases with the products of tensor cores.
 
-They are those of `hopper.py`, but all programs meet at the end of each one, also behind `merge`, `add` and `gate`: so
-many vectors would be too much to send to every program as messages. What a phase multiplies lies in scratch, 16 vectors
-in the weights' dtype, as `tensor_cores.place_of` has them.
+They are those of `hopper.py`, but all programs meet behind `merge`, `add` and `gate` as well: so many vectors would be
+too much to send to every program as messages. Before `merge` they meet, or messages go from program to program. What a
+phase multiplies lies in scratch, 8 or 16 vectors in 16 bits, as `tensor_cores.place_of` has them.
 
 A norm multiplies the stream by a gain for each column and a scale for each vector. Who adds to the stream leaves it
 times the gains of the next norm, and the sum of squares of its own rows; the scale comes last, behind the product.
@@ -43,6 +43,8 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     """The phases of all layers, and the logits."""
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    PARTED: gl.constexpr = 0 if SIZES.EXCHANGED else 1  # meetings between attention and the merge of its parts
+    POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
@@ -58,29 +60,38 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention_many.attend(
-            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+            me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        if SIZES.EXCHANGED:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(me, kept, kept.heads, factor, SIZES)
-        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
+        if not SIZES.EXCHANGED:
+            attention.merge(me, kept, kept.heads, factor, SIZES)
+        elif SIZES.SPLITS > 1:
+            attention_many.merge(me, ring, kept, layer, factor, SIZES)
+        factor = phases.meet(me, met, phase + 1 + PARTED, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
-        position = add(
-            me, ring, position, given.out, kept.heads, x, given.mlp_norm + layer * D, kept, sums, 2 * layer, times,
-            factor, QUERIES, SIZES,
-        )  # fmt: skip
-        factor = phases.meet(me, met, phase + 3, factor, times, SIZES)
-        x = kept.stream
-        times = phases.times_of(results.times, layer, 4, SIZES)
-        position = gate(ring, position, given, kept, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 4, factor, times, SIZES)
-        times = phases.times_of(results.times, layer, 5, SIZES)
-        norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
-        position = add(
-            me, ring, position, given.down, kept.hidden, x, norm, kept, sums, 2 * layer + 1, times, factor, SIZES.F,
+        behind = phases.of_layer(given.post_attn_norm, layer, D)
+        position, factor = add(
+            me, ring, position, given.out, phases.of_layer(given.out_scale, layer, D), kept.heads, x,
+            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 2 + PARTED, times, factor, QUERIES,
             SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 5, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 2 + PARTED + POST, factor, times, SIZES)
+        x = kept.stream
+        times = phases.times_of(results.times, layer, 4, SIZES)
+        position = gate(ring, position, given, kept, layer, times, factor, SIZES)
+        factor = phases.meet(me, met, phase + 3 + PARTED + POST, factor, times, SIZES)
+        times = phases.times_of(results.times, layer, 5, SIZES)
+        norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
+        behind = phases.of_layer(given.post_mlp_norm, layer, D)
+        position, factor = add(
+            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, D), kept.hidden, x, norm, behind,
+            kept, sums, met, 2 * layer + 1, phase + 4 + PARTED + POST, times, factor, SIZES.F, SIZES,
+        )  # fmt: skip
+        factor = phases.meet(me, met, phase + 4 + PARTED + 2 * POST, factor, times, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 
@@ -152,9 +163,29 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
 
 
 @gluon.jit
-def next_turn(turn, TURNS: gl.constexpr, source, desc, COLUMNS: gl.constexpr):
-    """The vectors of the first columns, for the turn after this one; nothing is loaded behind the last one."""
-    return tensor.load_chunk(source, gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, desc)), desc, COLUMNS)
+def load_stream(kept, desc, SIZES: gl.constexpr):
+    """(squares of the stream, for `scale_of`; of the stream times the next norm's gains what a first block needs)."""
+    squares = load_squares(kept.squares, SIZES)
+    chunk = tensor.load_chunk(kept.scaled, 0, desc, SIZES.D, SIZES)
+    return fewer(squares, SIZES), chunk
+
+
+@gluon.jit
+def take_turn(
+    ring, position, first, second, source, chunk, turn, COLUMNS: gl.constexpr, TILES: gl.constexpr,
+    TURNS: gl.constexpr, SIZES: gl.constexpr,
+):  # fmt: skip
+    """(The products of a turn's tiles, the vectors of the first columns for the turn after it, the next position).
+
+    Args:
+      first, second, source: as `tensor_cores.multiply` takes them.
+      chunk: the vectors of the first columns. Behind the last turn nothing is loaded.
+    """
+    products, position = tensor.multiply(ring, position, first, second, source, chunk, COLUMNS, TILES, SIZES)
+    if TURNS > 1:
+        begin = gl.where(turn + 1 < TURNS, 0, tensor.chunks_of(COLUMNS, first))
+        chunk = tensor.load_chunk(source, begin, first, COLUMNS, SIZES)
+    return products, chunk, position
 
 
 @gluon.jit
@@ -183,36 +214,83 @@ def project(ring, position, given, kept, layer, times, factor, SIZES: gl.constex
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * SIZES.H
     TILES: gl.constexpr = tiles_of(WIDTH, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(WIDTH, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.query, SIZES.D)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.query, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, WIDTH, 1, SIZES)
         if first < WIDTH:
-            products, position = tensor.multiply(
-                ring, position, given.query, None, kept.scaled, chunk, SIZES.D, TILES
+            scales = scales_of_projections(given, layer, first, TILES, SIZES)
+            products, chunk, position = take_turn(
+                ring, position, given.query, None, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.query, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
                 store_projections(
-                    ring, products, given, kept, layer, first, scale, tile, portion_of(TILES, tile), SIZES
+                    ring, products, given, kept, layer, first, scale, scales, tile, portion_of(TILES, tile), SIZES
                 )
     return position
 
 
 @gluon.jit
+def scales_of(ptr, first, TILES: gl.constexpr, ROWS: gl.constexpr):
+    """The scales of a turn's rows of weights of 8 bits, for each PORTION of its tiles; () of None.
+
+    They are to be asked for before the rows are multiplied.
+    """
+    scales = ()
+    if ptr is not None:
+        for tile in gl.static_range(0, TILES, PORTION):
+            row, there = rows_of_sums(first, tile, portion_of(TILES, tile), ROWS)
+            scales = scales + (gl.load(ptr + row, mask=there, other=0.0),)
+    return scales
+
+
+@gluon.jit
+def scales_of_projections(given, layer, first, TILES: gl.constexpr, SIZES: gl.constexpr):
+    """The same of queries, keys and values."""
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    scales = ()
+    if given.query_scale is not None:
+        for tile in gl.static_range(0, TILES, PORTION):
+            row, _ = rows_of_sums(first, tile, portion_of(TILES, tile), QUERIES + 2 * KEYS)
+            scale = phases.part_of(phases.of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
+            scale += phases.part_of(phases.of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
+            scale += phases.part_of(phases.of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
+            scales = scales + (scale,)
+    return scales
+
+
+@gluon.jit
+def scaled(value, scales, tile: gl.constexpr):
+    """The products of the tiles from this one on times the scales of their rows, if there are any."""
+    if len(scales) > 0:
+        value *= scales[tile // PORTION]
+    return value
+
+
+@gluon.jit
+def rows_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
+    """The rows of COUNT tiles as `place_of_sums` has them, [SIZE, 1, 8], and whether they are among ROWS."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
+    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    row = first + (tile + own) * 8 + row
+    return row, row < ROWS
+
+
+@gluon.jit
 def store_projections(
-    ring, products, given, kept, layer, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+    ring, products, given, kept, layer, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr,
+    SIZES: gl.constexpr,
 ):  # fmt: skip
     """Those of COUNT tiles."""
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale
+    value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale, scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, WIDTH)
     if given.query_bias is not None:
         value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
@@ -222,53 +300,64 @@ def store_projections(
 
 
 @gluon.jit
-def gate(ring, position, given, kept, times, factor, SIZES: gl.constexpr):
-    """kept.hidden [16, F] = activation(gate) * up, of the normalised stream."""
+def gate(ring, position, given, kept, layer, times, factor, SIZES: gl.constexpr):
+    """kept.hidden [vectors, F] = activation(gate) * up, of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.F, 2, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.F, 2, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.gate, SIZES.D)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.gate, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.F, 2, SIZES)
         if first < SIZES.F:
-            products, position = tensor.multiply(
-                ring, position, given.gate, given.up, kept.scaled, chunk, SIZES.D, TILES
+            gates = scales_of(phases.of_layer(given.gate_scale, layer, SIZES.F), first, TILES, SIZES.F)
+            ups = scales_of(phases.of_layer(given.up_scale, layer, SIZES.F), first, TILES, SIZES.F)
+            products, chunk, position = take_turn(
+                ring, position, given.gate, given.up, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.gate, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_hidden(ring, products, kept, first, scale, tile, portion_of(TILES, tile), SIZES)
+                store_hidden(
+                    ring, products, kept, first, scale, gates, ups, tile, portion_of(TILES, tile), SIZES
+                )  # fmt: skip
     return position
 
 
 @gluon.jit
-def store_hidden(ring, products, kept, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr):
+def store_hidden(
+    ring, products, kept, first, scale, gate_scales, up_scales, tile: gl.constexpr, COUNT: gl.constexpr,
+    SIZES: gl.constexpr,
+):  # fmt: skip
     """That of COUNT tiles."""
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    gates = tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale
-    ups = tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale
+    gates = scaled(tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale, gate_scales, tile)
+    ups = scaled(tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale, up_scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
-    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own)
+    tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own, SIZES)
 
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, norm, kept, sums, which, times, factor, COLUMNS: gl.constexpr,
-    SIZES: gl.constexpr,
+    me, ring, position, desc, scales_ptr, source, old, norm, behind, kept, sums, met, which, phase, times, factor,
+    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """kept.stream f32 [B, D] = old + scale * (product of `source`, summed over the ranks): the program's rows.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
 
+    A norm behind the block is of all rows. Then the program leaves its rows of the block's result, all meet, and each
+    adds its own to the stream, times what the norm multiplies them by.
+
     Args:
-      source: [16, COLUMNS].
+      scales_ptr: f32 [D], those of the layer's rows; or None.
+      source: [vectors, COLUMNS].
       old: f32 [B, D], the stream before.
       norm: [D], the gains of the next norm.
+      behind: those of the norm behind the block, or None.
       which: number of the sum in this call.
+      phase: number of the meeting, if there is such a norm.
+
+    Returns: (position, factor).
     """
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
@@ -279,44 +368,55 @@ def add(
     begin = gl.program_id(0) * SHARE
     LAYOUT: gl.constexpr = scale_layout(gl.num_warps())
     squares = gl.full([16], 0.0, gl.float32, LAYOUT)
-    chunk = tensor.load_chunk(source, 0, desc, COLUMNS)
+    chunk = tensor.load_chunk(source, 0, desc, COLUMNS, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, D, 1, SIZES)
         if first < D:
-            products, position = tensor.multiply(ring, position, desc, None, source, chunk, COLUMNS, TILES)
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, source, desc, COLUMNS)
+            scales = scales_of(scales_ptr, first, TILES, D)
+            products, chunk, position = take_turn(
+                ring, position, desc, None, source, chunk, turn, COLUMNS, TILES, TURNS, SIZES
+            )  # fmt: skip
             for tile in gl.static_range(0, TILES, PORTION):
                 squares += pass_on(
-                    me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, factor, tile,
-                    portion_of(TILES, tile), SIZES,
+                    me, ring, products, box + begin + turn * (TILES * 128), old, norm, kept, first, scales, factor,
+                    tile, portion_of(TILES, tile), SIZES,
                 )  # fmt: skip
     phases.stamp(times, 1)
     if WORLD > 1:
         if first_row(0, D, 1, SIZES) < D:
             squares = gl.convert_layout(receive(me, box, begin, old, norm, kept, factor, SIZES), LAYOUT)
         phases.stamp(times, 2)
+    if SIZES.POST_NORMS:
+        store_squares(kept.squares + SIZES.PROGRAMS * 16, squares)
+        factor = phases.meet(me, met, phase, factor, None, SIZES)
+        squares = settle(kept, old, norm, behind, factor, SIZES)
+    store_squares(kept.squares, squares)
+    return position, factor
+
+
+@gluon.jit
+def store_squares(squares_ptr, squares):
+    """Leaves the sums of squares f32 [16] of the program's rows."""
     FEW: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, FEW), gl.convert_layout(squares, FEW))
-    return position
+    gl.store(squares_ptr + gl.program_id(0) * 16 + gl.arange(0, 16, FEW), gl.convert_layout(squares, FEW))
 
 
 @gluon.jit
 def pass_on(
-    me, ring, products, box, old, norm, kept, first, factor, tile: gl.constexpr, COUNT: gl.constexpr,
+    me, ring, products, box, old, norm, kept, first, scales, factor, tile: gl.constexpr, COUNT: gl.constexpr,
     SIZES: gl.constexpr,
 ):  # fmt: skip
-    """Sends COUNT tiles of a sum to the twins; without any it adds them to the stream, and returns squares f32 [16]."""
+    """Sends COUNT tiles of a sum to the twins; without any it leaves what `leave_sum` does."""
     D: gl.constexpr = SIZES.D
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    value = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor
+    value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor, scales, tile)
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, D)
     there = own & (b < SIZES.B)
     squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
     if SIZES.WORLD == 1:
-        value = gl.load(old + b * D + row, mask=there, other=0.0) + value * SIZES.RESIDUAL_SCALE
-        squares += gl.sum(gl.sum(leave(kept, value, norm, b, row, own, SIZES), 2), 0)
+        before = gl.load(old + b * D + row, mask=there & (not SIZES.POST_NORMS), other=0.0)
+        squares += gl.sum(gl.sum(leave_sum(kept, value, before, norm, b, row, own, SIZES), 2), 0)
     else:
         word = (row - first) // 8 * 128 + b * 8 + row % 8
         phases.send(me, box, word, gl.where(there, value, 0.0), (row < first + (tile + COUNT) * 8) & (b >= 0), SIZES)
@@ -325,7 +425,7 @@ def pass_on(
 
 @gluon.jit
 def receive(me, box, begin, old, norm, kept, factor, SIZES: gl.constexpr):
-    """Adds the program's rows of a sum of all ranks to the stream; returns their squares f32 [16]."""
+    """Adds up the program's rows of a sum of all ranks, of which it leaves what `leave_sum` does."""
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
     TURNS: gl.constexpr = turns_of(D, 1, SIZES.PROGRAMS)
@@ -338,17 +438,50 @@ def receive(me, box, begin, old, norm, kept, factor, SIZES: gl.constexpr):
     row = gl.program_id(0) * (TILES * 8) + word // 128 * 8 + word % 8
     b = word // 8 % 16
     own = (word < TILES * 128) & (row < D)
-    there = own & (b < SIZES.B)
-    before = gl.load(old + b * D + row, mask=there, other=0.0)
+    before = gl.load(old + b * D + row, mask=own & (b < SIZES.B) & (not SIZES.POST_NORMS), other=0.0)
     turns = gl.minimum(((D + 7) // 8 - gl.program_id(0) * TILES + (EACH - 1)) // EACH, TURNS)
     end = begin // 4 + turns * (EACH * 32)
     words, late = shmem.receive_vectors(me, box, begin // 4, end, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
     total = words[0].to(gl.float32, bitcast=True)
     for rank in gl.static_range(1, WORLD):
         total += words[rank].to(gl.float32, bitcast=True)
-    squares = leave(kept, before + total * SIZES.RESIDUAL_SCALE, norm, b, row, own, SIZES)
+    squares = leave_sum(kept, total, before, norm, b, row, own, SIZES)
     shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)
     return gl.sum(gl.sum(squares.reshape([SIZE // 128, 16, 8]), 2), 0)
+
+
+@gluon.jit
+def leave_sum(kept, value, before, norm, b, row, own, SIZES: gl.constexpr):
+    """Adds rows of a sum over the ranks to the stream before it, and leaves that; returns their squares.
+
+    With a norm behind the block it leaves the sum alone.
+    """
+    if SIZES.POST_NORMS:
+        gl.store(kept.block + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
+        squares = gl.where(own & (b < SIZES.B), value * value, 0.0)
+    else:
+        squares = leave(kept, before + value * SIZES.RESIDUAL_SCALE, norm, b, row, own, SIZES)
+    return squares
+
+
+@gluon.jit
+def settle(kept, old, norm, behind, factor, SIZES: gl.constexpr):
+    """Adds the program's rows of a block's result, behind its norm, to the stream; returns their squares f32 [16]."""
+    D: gl.constexpr = SIZES.D
+    TILES: gl.constexpr = tiles_of(D, 1, SIZES.PROGRAMS)
+    scale = scale_of(fewer(load_squares(kept.squares + SIZES.PROGRAMS * 16, SIZES), SIZES), factor, SIZES)
+    squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
+    for turn in range(turns_of(D, 1, SIZES.PROGRAMS)):
+        first = first_row(turn, D, 1, SIZES)
+        for tile in gl.static_range(0, TILES, PORTION):
+            COUNT: gl.constexpr = portion_of(TILES, tile)
+            b, row, own = place_of_sums(first, tile, COUNT, triton.next_power_of_2(COUNT), D)
+            there = own & (b < SIZES.B)
+            before = gl.load(old + b * D + row, mask=there, other=0.0)
+            result = gl.load(kept.block + b * D + row, mask=there, other=0.0)
+            result *= scale * gain_of(behind, row, own, SIZES) * SIZES.RESIDUAL_SCALE
+            squares += gl.sum(gl.sum(leave(kept, before + result, norm, b, row, own, SIZES), 2), 0)
+    return squares
 
 
 @gluon.jit
@@ -364,21 +497,21 @@ def begin(kept, x, norm, SIZES: gl.constexpr):
     own = (place < OWN) & (row < D) & (b >= 0)
     value = gl.load(x + b * D + row, mask=own & (b < SIZES.B), other=0.0)
     gain = gain_of(norm, row, own, SIZES)
-    tensor.keep(kept.scaled, value * gain, b, row, own)
+    tensor.keep(kept.scaled, value * gain, b, row, own, SIZES)
     squares = gl.sum(value * value, 1)
     gl.store(kept.squares + gl.program_id(0) * 16 + gl.arange(0, 16, gl.SliceLayout(1, LAYOUT)), squares)
     ROUGH: gl.constexpr = triton.cdiv(QUERIES, SIZES.PROGRAMS)
     place = gl.arange(0, triton.next_power_of_2(ROUGH), gl.SliceLayout(0, LAYOUT))[None, :]
     column = gl.program_id(0) * ROUGH + place
     behind = (place < ROUGH) & (column < QUERIES) & (b >= SIZES.B)
-    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind)
+    tensor.keep(kept.heads, (b + column).to(gl.float32) * 0.0, b, column, behind, SIZES)
 
 
 @gluon.jit
 def leave(kept, value, norm, b, row, own, SIZES: gl.constexpr):
     """Leaves rows of the stream, and what the next phase needs of them; returns their squares, 0 of what is not."""
     gl.store(kept.stream + b * SIZES.D + row, value, mask=own & (b < SIZES.B))
-    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own)
+    tensor.keep(kept.scaled, value * gain_of(norm, row, own, SIZES), b, row, own, SIZES)
     return gl.where(own, value * value, 0.0)
 
 
@@ -398,12 +531,12 @@ def scale_layout(warps):
 
 
 @gluon.jit
-def load_squares(kept, SIZES: gl.constexpr):
+def load_squares(squares_ptr, SIZES: gl.constexpr):
     """What the programs have left of squares: f32 [programs, 16]. Nobody waits for it before `scale_of`."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
     program = gl.arange(0, triton.next_power_of_2(SIZES.PROGRAMS), gl.SliceLayout(1, LAYOUT))[:, None]
     b = gl.arange(0, 16, gl.SliceLayout(0, LAYOUT))[None, :]
-    return gl.load(kept.squares + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
+    return gl.load(squares_ptr + program * 16 + b, mask=(program < SIZES.PROGRAMS) & (b >= 0), other=0.0)
 
 
 @triton.constexpr_function
@@ -431,32 +564,29 @@ def unembed(ring, position, given, kept, logits_ptr, times, factor, SIZES: gl.co
     """The program's logits f32 [B, V] of the normalised stream."""
     TILES: gl.constexpr = tiles_of(SIZES.V, 1, SIZES.PROGRAMS)
     TURNS: gl.constexpr = turns_of(SIZES.V, 1, SIZES.PROGRAMS)
-    squares = load_squares(kept, SIZES)
-    chunk = tensor.load_chunk(kept.scaled, 0, given.unembed, SIZES.D)
-    squares = fewer(squares, SIZES)
+    squares, chunk = load_stream(kept, given.unembed, SIZES)
     phases.stamp(times, 0)
     for turn in range(TURNS):
         first = first_row(turn, SIZES.V, 1, SIZES)
         if first < SIZES.V:
-            products, position = tensor.multiply(
-                ring, position, given.unembed, None, kept.scaled, chunk, SIZES.D, TILES
+            scales = scales_of(given.unembed_scale, first, TILES, SIZES.V)
+            products, chunk, position = take_turn(
+                ring, position, given.unembed, None, kept.scaled, chunk, turn, SIZES.D, TILES, TURNS, SIZES
             )  # fmt: skip
-            if TURNS > 1:
-                chunk = next_turn(turn, TURNS, kept.scaled, given.unembed, SIZES.D)
             scale = scale_of(squares, factor, SIZES)
             for tile in gl.static_range(0, TILES, PORTION):
-                store_logits(ring, products, logits_ptr, first, scale, tile, portion_of(TILES, tile), SIZES)
+                store_logits(ring, products, logits_ptr, first, scale, scales, tile, portion_of(TILES, tile), SIZES)
     phases.stamp(times, 1)
 
 
 @gluon.jit
 def store_logits(
-    ring, products, logits_ptr, first, scale, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
+    ring, products, logits_ptr, first, scale, scales, tile: gl.constexpr, COUNT: gl.constexpr, SIZES: gl.constexpr
 ):  # fmt: skip
     """Those of COUNT tiles."""
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    logit = tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE)
+    logit = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE), scales, tile)
     if CAP > 0:
         logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
     b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.V)

@@ -90,9 +90,13 @@ def stamp(times, which: gl.constexpr):
 
 @triton.constexpr_function
 def meetings_of(sizes):
-    """How many times the programs meet in a layer: behind each phase but those whose results are messages."""
+    """How many times the programs meet in a layer: behind each phase but those whose results are messages.
+
+    For tensor cores each phase ends so, but attention whose items exchange messages, and each of two norms behind a
+    block has a meeting before it.
+    """
     if sizes.TENSOR_CORES:
-        return PHASES.value
+        return PHASES.value - (1 if sizes.EXCHANGED else 0) + (2 if sizes.POST_NORMS else 0)
     return 2 if sizes.STREAM_TOLD else 4
 
 
@@ -238,6 +242,11 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, WIDTH, SIZES)
+        scale = 1.0
+        if given.query_scale is not None:
+            scale = part_of(of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
+            scale += part_of(of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
+            scale += part_of(of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
         bias = row.to(gl.float32) * 0.0
         if given.query_bias is not None:
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
@@ -246,7 +255,7 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) + bias, mask=there)
+        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) * scale + bias, mask=there)
     rings.report(me, desc, x, late, SIZES.D, SIZES.B)
     return position
 
@@ -294,6 +303,18 @@ def part_of(ptr, place, SIZE: gl.constexpr):
 
 
 @gluon.jit
+def scale_of(ptr, row, there):
+    """The scales of rows of weights of 8 bits; 1 of None.
+
+    They are to be asked for before what they are multiplied by.
+    """
+    scale = 1.0
+    if ptr is not None:
+        scale = gl.load(ptr + row, mask=there, other=0.0)
+    return scale
+
+
+@gluon.jit
 def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     """Begins to load the program's rows of the gate and of what it gates, block by block."""
     ROWS: gl.constexpr = given.gate.block_shape[0]
@@ -306,7 +327,7 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def gate(me, ring, position, given, x, block, after, hidden, norms, times, factor, SIZES: gl.constexpr):
+def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times, factor, SIZES: gl.constexpr):
     """Sends hidden, messages f32 [B, F] = activation(gate) * up, of the normalised stream.
 
     Args:
@@ -320,13 +341,16 @@ def gate(me, ring, position, given, x, block, after, hidden, norms, times, facto
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
+        gate_scale = scale_of(of_layer(given.gate_scale, layer, SIZES.F), row, there)
+        up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
             position = rings.multiply(
                 ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES.B
             )
-        gates, ups = rings.collect(sums, row.shape[0], 0), rings.collect(sums, row.shape[0], 1)
+        gates = rings.collect(sums, row.shape[0], 0) * gate_scale
+        ups = rings.collect(sums, row.shape[0], 1) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
     rings.report(me, desc, x, late, SIZES.D, SIZES.B)
@@ -347,8 +371,8 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 
 @gluon.jit
 def add(
-    me, ring, position, desc, source, old, new, told, sums, met, which, phase, times, factor, COLUMNS: gl.constexpr,
-    SIZES: gl.constexpr,
+    me, ring, position, desc, scales, source, old, new, told, sums, met, which, phase, times, factor,
+    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
@@ -358,6 +382,7 @@ def add(
     in the order of the ranks: all have the same bits.
 
     Args:
+      scales: f32 [D], those of the layer's rows; or None.
       source: messages f32 [B, COLUMNS].
       old: f32 [B, D], the stream before.
       told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
@@ -388,12 +413,13 @@ def add(
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
+        scale = scale_of(scales, own, there)
         if WORLD == 1:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
-        products = rings.collect(parts, own.shape[0], 0)
+        products = rings.collect(parts, own.shape[0], 0) * scale
         if WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
             if SIZES.STREAM_TOLD:
@@ -456,16 +482,20 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
     first, count = share_of(SIZES.V, desc.block_shape[0], 1, SIZES.PROGRAMS)
+    if desc.block_shape[2] != given.query.block_shape[2]:
+        # One has 8 bits, and the other one 16: these gains lie otherwise.
+        norms = norms_of(desc, given.final_norm, of_layer(given.post_mlp_norm, SIZES.LAYERS - 1, SIZES.D), SIZES)
     vectors, late = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
+        scale = scale_of(given.unembed_scale, row, there)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        logit = rings.collect(sums, row.shape[0], 0) * SIZES.LOGIT_SCALE
+        logit = rings.collect(sums, row.shape[0], 0) * scale * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)

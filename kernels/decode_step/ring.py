@@ -1,8 +1,8 @@
 """The ring in shared memory through which all that a decode step reads once comes: weights, and old keys and values.
 
-A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. Blocks of
-all arrays take the same stages, in one order that both roles know: `fetch` puts the next one in, `take` takes it out.
-A position is (stage, phase) of a role's next block.
+A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. A group of
+weights of 8 bits is as many bytes, and so 128 columns. Blocks of all arrays take the same stages, in one order that
+both roles know: `fetch` puts the next one in, `take` takes it out. A position is (stage, phase) of a role's next block.
 """
 
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, Fracti
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
+from jaxtaxfree.kernels.blocks import widen
 
 # What is read once is not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
@@ -74,9 +75,18 @@ def take(ring, position, desc):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
-    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))
-    give_back(ring, stage)
-    return block.to(gl.float32), after(ring, position)
+    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
+    if desc.dtype.primitive_bitwidth == 8:
+        pairs = widen.pairs(view(ring, stage, desc))
+        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))
+        give_back(ring, stage)
+        low, high = widen.words_of_f32(loaded, desc.dtype)
+        block = gl.convert_layout(gl.join(low, high).reshape(desc.block_shape), LAYOUT, assert_trivial=True)
+    else:
+        loaded = view(ring, stage, desc).load(LAYOUT)
+        give_back(ring, stage)
+        block = loaded.to(gl.float32)
+    return block, after(ring, position)
 
 
 @gluon.jit
@@ -108,11 +118,11 @@ def after(ring, position):
 
 @triton.constexpr_function
 def layout_of(block_shape, warps):
-    """How the threads share a block: each has 8 neighbours of a row, a warp 4 rows of 64, as shared memory has them."""
-    groups = block_shape[1]
+    """How the threads share a block: each has 16 bytes of a row, a warp 4 groups, as shared memory has them."""
+    groups, width = block_shape[1:]
     lanes = min(4, groups)
     across = min(warps, groups // lanes)
-    return gl.BlockedLayout([1, 1, 8], [4 // lanes, lanes, 8], [warps // across, across, 1], [2, 1, 0])
+    return gl.BlockedLayout([1, 1, width // 8], [4 // lanes, lanes, 8], [warps // across, across, 1], [2, 1, 0])
 
 
 @triton.constexpr_function
@@ -129,11 +139,12 @@ def rows_layout(block_shape, warps):
 
 @gluon.jit
 def columns_of(desc, chunk):
-    """The columns of a block, the chunk-th of its rows: i32 [groups, 64]."""
+    """The columns of a block, the chunk-th of its rows: i32 [groups, columns of a group]."""
     GROUPS: gl.constexpr = desc.block_shape[1]
+    WIDTH: gl.constexpr = desc.block_shape[2]
     LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
     group = gl.arange(0, GROUPS, gl.SliceLayout(1, LAYOUT))[:, None]
-    return (chunk * GROUPS + group) * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    return (chunk * GROUPS + group) * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
@@ -145,7 +156,13 @@ def rows_of(desc):
 @triton.constexpr_function
 def chunks_of(columns, desc):
     """Into how many blocks rows of so many columns fall."""
-    return -(-columns // (64 * desc.block_shape[1]))
+    return -(-columns // width_of(desc))
+
+
+@triton.constexpr_function
+def width_of(desc):
+    """The columns of a block."""
+    return desc.block_shape[1] * desc.block_shape[2]
 
 
 @gluon.jit
@@ -193,6 +210,7 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
     LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
     ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
     AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
+    OWN: gl.constexpr = desc.block_shape[2] // 8
     parts = ()
     for chunk in gl.static_range(CHUNKS):
         block, position = take(ring, position, desc)
@@ -200,7 +218,7 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
         for b in gl.static_range(B):
             product = block * vectors[b * CHUNKS + chunk][None, :, :]
             # What a thread has is added up first, and then, once for all chunks, what the threads of a warp have.
-            part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, 8]), 5), 1)
+            part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
             if chunk > 0:
                 part += parts[b]
             added = added + (part,)
@@ -252,14 +270,14 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
     Returns: (of each vector one part after the other, for `report` what did not come).
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
-    GROUPS: gl.constexpr = desc.block_shape[1]
+    WIDTH: gl.constexpr = width_of(desc)
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
         part, late = shmem.receive_own(
-            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), 64 * GROUPS
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH
         )  # fmt: skip
-        part = gl.convert_layout(part.reshape([GROUPS, 64]), columns_layout(desc.block_shape, gl.num_warps()))
-        if messages_of(i, COLUMNS, desc) < 64 * GROUPS:
+        part = gl.convert_layout(part.reshape(desc.block_shape[1:]), columns_layout(desc.block_shape, gl.num_warps()))
+        if messages_of(i, COLUMNS, desc) < WIDTH:
             part = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), part, 0.0)
         vectors = vectors + (part * factor,)
         reports = reports + (late,)
@@ -270,20 +288,20 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
 def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
     """Reports what `received` waited for in vain."""
     for i in gl.static_range(len(reports)):
-        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], 64 * desc.block_shape[1])
+        shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], width_of(desc))
 
 
 @triton.constexpr_function
 def message_of(part, columns, desc):
     """Where a part of vectors [B, columns] begins, counted as `load_vectors` returns them."""
     chunks = chunks_of(columns, desc)
-    return part // chunks * columns + part % chunks * 64 * desc.block_shape[1]
+    return part // chunks * columns + part % chunks * width_of(desc)
 
 
 @triton.constexpr_function
 def messages_of(part, columns, desc):
     """How many columns of vectors [B, columns] are in a part."""
-    width = 64 * desc.block_shape[1]
+    width = width_of(desc)
     return min(width, columns - part % chunks_of(columns, desc) * width)
 
 
@@ -312,7 +330,7 @@ def normalised(
         squares = parts[b * CHUNKS] * parts[b * CHUNKS]
         for chunk in gl.static_range(1, CHUNKS):
             squares += parts[b * CHUNKS + chunk] * parts[b * CHUNKS + chunk]
-        scale = factor * gl.rsqrt(gl.sum(squares.reshape([64 * desc.block_shape[1]]), 0) / COLUMNS + EPS)
+        scale = factor * gl.rsqrt(gl.sum(squares.reshape([width_of(desc)]), 0) / COLUMNS + EPS)
         for chunk in gl.static_range(CHUNKS):
             gain = gains[chunk].to(gl.float32)
             vectors = vectors + (parts[b * CHUNKS + chunk] * scale * (gain + 1.0 if PLUS_ONE else gain),)
@@ -322,7 +340,7 @@ def normalised(
 @gluon.jit
 def load_part(desc, source, chunk, COLUMNS: gl.constexpr):
     """A part of a vector [COLUMNS], that of a block; 0 behind its end."""
-    WHOLE: gl.constexpr = COLUMNS % (64 * desc.block_shape[1]) == 0
+    WHOLE: gl.constexpr = COLUMNS % width_of(desc) == 0
     column = columns_of(desc, chunk)
     if WHOLE:
         part = gl.load(source + column)

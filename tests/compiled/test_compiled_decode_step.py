@@ -18,12 +18,16 @@ SLOTS = 8192
 CACHE = P(None, None, "tp")
 
 
-def lowered(model: DecoderSpec, world: int, batch: int, **config: Any) -> str:
-    """The program of a step of this model, of all ranks together."""
+def lowered(model: DecoderSpec, world: int, batch: int, eight: str | None = None, **config: Any) -> str:
+    """The program of a step of this model, of all ranks together; with a dtype of 8 bits for its matrices, if given."""
     mesh = mesh_of(world)
     specs = model.partition_specs("tp")
     shapes = model.param_shapes()
-    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in specs.items()}
+    dtypes = dict.fromkeys(shapes, "bfloat16") | (dict.fromkeys(model.matrices, eight) if eight else {})
+    if eight:
+        dtypes |= dict.fromkeys(model.scale_shapes(), "float32")
+        specs, shapes = specs | model.scale_specs("tp"), shapes | model.scale_shapes()
+    params = {name: sharded(mesh, spec, shapes[name], dtypes[name]) for name, spec in specs.items()}
     size = (model.layers, batch, model.kv_heads, SLOTS, model.head_dim)
     cache = (sharded(mesh, CACHE, size, "bfloat16"),) * 2
     table = sharded(mesh, P(), (SLOTS, model.rotated // 2), "float32")
@@ -41,14 +45,19 @@ def lowered(model: DecoderSpec, world: int, batch: int, **config: Any) -> str:
     return lower_for_cuda(program, params, x, cache, lengths, table, table)
 
 
+@pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_a_share_of_llama_3_8b(world):
+def test_a_share_of_llama_3_8b(world, eight):
     """That of eight GPUs: a warp loads, two groups of four compute, nothing is spilled, and a block is one TMA load."""
     model = DecoderSpec(
         layers=8, d_model=4096, heads=4 * world, kv_heads=world, head_dim=128, d_mlp=1792 * world, vocab=16032 * world
     )
-    kernel = launch_of(lowered(model, world, 1))
+    kernel = launch_of(lowered(model, world, 1, eight))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    # Bytes are widened by twos or fours, not one by one.
+    assert ("prmt.b32 y, x, 0x4b000000" in code.ptx) == (eight == "int8")
+    assert ("cvt.rn.f16x2.e4m3x2" in code.ptx) == (eight == "float8_e4m3fn")
+    assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
     assert kernel[NAME] == b"decode_step_kernel"
     assert kernel[WARPS] == 12
     assert 190 << 10 < code.shared <= SHARED_MEMORY[90]
@@ -64,33 +73,60 @@ def test_a_share_of_llama_3_8b(world):
     assert "release.sys" not in code.ptx
 
 
-def test_sixteen_sequences():
+@pytest.mark.parametrize("exchanged", [False, True])
+@pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
+def test_sixteen_sequences(eight, exchanged):
     """By tensor cores: their operands come as they are taken, and stages go back behind a fence."""
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16))
+    kernel = launch_of(lowered(model, 2, 16, eight, exchanged=exchanged))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
-    assert spilled_bytes(ptxas_report(code)) == 0
+    assert spilled_bytes(ptxas_report(code)) <= (16 if eight else 0)
     assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     products = code.ptx.count("mma.sync")
     # 32 columns of 8 rows or keys at a time, or 16 slots of 16 columns of values, which two products take; nothing goes
-    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each.
+    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each, and what items exchange
+    # 2. Of weights of 8 bits it is 64 columns, which four products take.
     loads = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16")
     turned = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
     assert loads + turned == code.ptx.count("ldmatrix")
-    assert turned == 4  # 16 slots of 64 columns, of a head of 128 that two warps share
-    assert 2 * (loads - 8 + turned) == products
+    # 16 slots of 64 columns, of a head of 128 that two warps share; with weights of 8 bits a block has half as many.
+    assert turned == (2 if eight else 4)
+    keys, others = 8, 10 if exchanged else 8
+    assert (4 if eight else 2) * (loads - keys - others) + 2 * (keys + turned) == products
     returns = len(re.findall(r"mbarrier\.arrive\.shared::cta", code.ptx))  # the loading warp's expect bytes
     assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
 
 
-def test_norms_behind_the_blocks():
-    """A share of Gemma 2, of two sequences."""
+@pytest.mark.parametrize("batch", [3, 4])
+def test_several_sequences_of_eight_bits(batch):
+    """What is spilled is so at the beginning, for the end: 40 bytes."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    kernel = launch_of(lowered(model, 2, batch, "int8"))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert code.shared <= SHARED_MEMORY[90]
+    assert local_memory(code.ptx) == []
+    assert spilled_bytes(ptxas_report(code)) <= 40
+
+
+def test_messages_of_two_sequences():
+    """They have more parts than one thread could add up."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    kernel = launch_of(lowered(model, 2, 2, exchanged=True, vectors=8))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert code.shared <= SHARED_MEMORY[90]
+    assert spilled_bytes(ptxas_report(code)) == 0
+
+
+@pytest.mark.parametrize("batch", [2, 16])
+def test_norms_behind_the_blocks(batch):
+    """A share of Gemma 2."""
     model = DecoderSpec(
         layers=2, d_model=3584, heads=4, kv_heads=2, head_dim=256, d_mlp=3584, vocab=2048, norm_plus_one=True,
         post_norms=True, score_soft_cap=50.0, activation="gelu_tanh", tied=True, logit_soft_cap=30.0,
     )  # fmt: skip
-    kernel = launch_of(lowered(model, 2, 2))
+    config = {"tensor_cores": True, "exchanged": True} if batch > 4 else {}
+    kernel = launch_of(lowered(model, 2, batch, **config))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) == 0

@@ -100,3 +100,17 @@ def test_wide_tiles_of_a_reduction_hold_scales_of_blocks() -> None:
     report = ptxas_report(code)
     assert spilled_bytes(report) <= 640, report
     assert products_that_do_not_overlap(report) == []
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_weights_alone_that_blocks_do_not_divide(dtype):
+    """Behind the last row there are zeros, which a number of 8 bits has to be made of."""
+    shape = jax.ShapeDtypeStruct
+
+    def call(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        how: Any = {"rhs_transposed": True, "implementation": "fused", "config": {"kernel": "few"}}
+        return all_gather_matmul(x, w, (), rhs_scale=scale, **how)
+
+    program = jax.shard_map(call, mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False)
+    operands = shape((2, 512), "bfloat16"), shape((1002, 512), dtype), shape((1002, 1), "float32")
+    assert len(launches_of(lower_for_cuda(program, *operands))) == 1

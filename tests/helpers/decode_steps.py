@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import simulator
+from jaxtaxfree.ops.decode_step.call import Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Config, Hopper
 from jaxtaxfree.target import HOPPER
-from tests.helpers.decoders import make_params, rotary_tables, tiny
+from tests.helpers.decoders import in_eight_bits, make_params, rotary_tables, tiny
 
 SLOTS = 20  # of the cache, no multiple of a block
 CONFIG = Config(programs=3, stage=512, num_stages=3, splits=1, merged=32, num_warps=4, in_flight=2)
@@ -45,6 +46,7 @@ class Step:
       layers, group: of the model.
       changes: what else is changed of the model.
       config: what is changed of CONFIG.
+      eight: a dtype of 8 bits for the matrices of layers, and for the unembedding if it is said; or none.
     """
 
     family: str = "llama-3-8b"
@@ -54,11 +56,14 @@ class Step:
     group: int = 2
     changes: tuple[tuple[str, Any], ...] = ()
     config: tuple[tuple[str, Any], ...] = ()
+    eight: tuple[str, ...] = ()
 
     @property
     def model(self) -> jtf.DecoderSpec:
         world = self.world
-        sizes = {"d_model": 64, "heads": self.group * world, "kv_heads": world, "head_dim": 64, "d_mlp": 64 * world}
+        least = 128 if self.eight else 64
+        sizes = {"heads": self.group * world, "kv_heads": world, "head_dim": 64}
+        sizes |= {"d_model": least, "d_mlp": least * world}
         return dataclasses.replace(
             tiny(self.family, layers=self.layers, vocab=12 * world, **sizes), **dict(self.changes)
         )
@@ -81,17 +86,24 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
     """The operands of each rank, the keywords of the launch, and what must come out: logits, new keys and values."""
     model, world, b = step.model, step.world, len(step.lengths)
     rng = np.random.default_rng(0)
-    params = {name: w.astype(jnp.bfloat16) for name, w in make_params(model).items()}
+    made = make_params(model)
     unembed = "embed" if model.tied else "unembed"
-    params[unembed] = np.tile(params[unembed][:12], (world, 1))
-    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, 64)).astype(jnp.bfloat16)
+    made[unembed] = np.tile(made[unembed][:12], (world, 1))
+    params = wide = {name: w.astype(jnp.bfloat16) for name, w in made.items()}
+    narrow = [name for name in model.matrices if name != "unembed" or len(step.eight) > 1] if step.eight else []
+    if narrow:
+        eight, dequantised = in_eight_bits(made, model, model.partition_specs("tp"), world, step.eight[0], False)
+        params = params | {name: w for name, w in eight.items() if name.removesuffix("_scale") in narrow}
+        wide = wide | {name: dequantised[name] for name in narrow}
+    cache = rng.standard_normal((2, model.layers, b, world, SLOTS, model.head_dim)).astype(jnp.bfloat16)
     x = rng.standard_normal((b, model.d_model)).astype(jnp.bfloat16)
     cos, sin = rotary_tables(model, SLOTS)
     lengths = np.asarray(step.lengths, np.int32)
-    logits, keys, values = _expected(model, params, x, cache, lengths, cos, sin)
+    logits, keys, values = _expected(model, wide, x, cache, lengths, cos, sin)
     for row, length in enumerate(lengths):
         cache[:, :, row, :, length:] = np.nan  # behind the last key anything
-    call = call_of(model, world, b)
+    of_eight = tuple(Eight(name=name, dtype=step.eight[0], scales="row") for name in narrow)
+    call = call_of(model, world, b, eight=of_eight)
     variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
     if reasons := variant.refuses(call, config):
         raise ValueError(f"No call of the kernel: {'; '.join(reasons)}.")  # no AssertionError, which finds faults
@@ -99,7 +111,7 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
     arrays = []
     for rank in range(world):
         of_rank = {
-            name: w if (at := model.sharded()[name]) is None else np.split(w, world, at)[rank]
+            name: w if (at := model.sharded()[name.removesuffix("_scale")]) is None else np.split(w, world, at)[rank]
             for name, w in params.items()
         }
         own = [np.ascontiguousarray(part[:, :, rank : rank + 1]) for part in cache]

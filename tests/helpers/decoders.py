@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
-from jaxtaxfree import DecoderSpec
+from jaxtaxfree import DecoderSpec, quantize
 
 # The configurations that the models were published with (config.json), as far as a step depends on them.
 FAMILIES = {
@@ -74,6 +76,29 @@ def make_params(spec: DecoderSpec, seed: int = 0) -> dict[str, np.ndarray]:
         if name.endswith("norm") and not spec.norm_plus_one:
             params[name] += 1
     return params
+
+
+def in_eight_bits(
+    params: dict[str, np.ndarray], spec: DecoderSpec, sharded: Mapping[str, Any], world: int, dtype: str, blocks: bool
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Parameters whose matrices have 8 bits, each rank's part with scales of its own; and their values, float32.
+
+    Args:
+      sharded: PartitionSpecs of the parameters, which are those of their scales, too.
+      blocks: whether blocks have scales, or rows.
+    """
+    params, wide = dict(params), dict(params)
+    for name in spec.matrices:
+        at = next((axis for axis, of in enumerate(sharded[name]) if of is not None), None)
+        found = []
+        for part in [params[name]] if at is None else np.split(params[name], world, at):
+            values, scales = map(np.asarray, quantize(part, dtype, block=(128, 128) if blocks else (1, -1)))
+            repeats = (128, 128) if blocks else (1, part.shape[-1])
+            each = scales.repeat(repeats[0], -2).repeat(repeats[1], -1)[..., : part.shape[-2], : part.shape[-1]]
+            found.append((values, scales, values.astype(np.float32) * each))
+        joined = [parts[0] if at is None else np.concatenate(parts, at) for parts in zip(*found, strict=True)]
+        params[name], params[f"{name}_scale"], wide[name] = joined
+    return params, wide
 
 
 def rotary_tables(spec: DecoderSpec, positions: int) -> tuple[np.ndarray, np.ndarray]:

@@ -48,6 +48,31 @@ CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
 }
 
 
+# The dtype of the matrices, with a scale for each row; tied embeddings keep 16 bits.
+EIGHT_BITS: dict[str, tuple[str, jtf.DecoderSpec, tuple[int, ...]]] = {
+    "one sequence in int8": ("int8", LLAMA, (37,)),
+    "one sequence in e4m3": ("float8_e4m3fn", LLAMA, (200,)),
+    "four sequences in int8": ("int8", LLAMA, (5, 240, 64, 100)),
+    "rows that nothing divides, in e4m3": (
+        "float8_e4m3fn", dataclasses.replace(LLAMA, d_mlp=2304, vocab=1002), (90, 0)
+    ),
+    "qwen 2 in int8": ("int8", tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
+    "gemma 2 in e4m3": ("float8_e4m3fn", tiny("gemma-2-9b", **SIZES), (33, 200)),
+    "seven sequences in int8": ("int8", LLAMA, (5, 240, 64, 100, 0, 511, 1)),
+    "sixteen sequences in e4m3": ("float8_e4m3fn", LLAMA, tuple(range(0, 512, 32))),
+}  # fmt: skip
+# What is only taken where it is asked for: the model, the tokens of each sequence, the settings.
+FORMS: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...], dict[str, Any]]] = {
+    "two sequences, messages, vectors of 8": (LLAMA, (5, 500), {"exchanged": True, "vectors": 8}),
+    "seven sequences, vectors of 8": (LLAMA, (5, 240, 64, 100, 0, 511, 1), {"vectors": 8}),
+    "sixteen sequences, messages": (LLAMA, tuple(range(0, 512, 32)), {"exchanged": True}),
+    "five sequences of gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200, 0, 1, 511), {"tensor_cores": True}),
+    "nine sequences of gemma 2, messages": (
+        tiny("gemma-2-9b", **SIZES), tuple(range(0, 450, 50)), {"tensor_cores": True, "exchanged": True}
+    ),
+}  # fmt: skip
+
+
 def full_layers(world: int) -> dict[str, jtf.DecoderSpec]:
     """Two layers at their full size, and a part of the vocabulary, of each published model that the kernel takes."""
     models = {name: dataclasses.replace(model, layers=2, vocab=8192) for name, model in FAMILIES.items()}
@@ -59,8 +84,14 @@ def is_taken(model: jtf.DecoderSpec, b: int, world: int) -> bool:
     return model.kv_heads % world == 0 and not refusals(call_of(model, world, b, SLOTS))
 
 
-def operands(model: jtf.DecoderSpec, b: int, slots: int, steps: int) -> tuple[dict[str, jax.Array], jax.Array, Any]:
-    """Random (parameters of this rank, x [steps, b, D] the same on every rank, cache) in bf16, inside of a program."""
+def operands(
+    model: jtf.DecoderSpec, b: int, slots: int, steps: int, eight: str | None = None
+) -> tuple[dict[str, jax.Array], jax.Array, Any]:
+    """Random (parameters of this rank, x [steps, b, D] the same on every rank, cache) in bf16, inside of a program.
+
+    Args:
+      eight: a dtype of 8 bits for the matrices, whose rows have scales.
+    """
     rank, world = lax.axis_index("tp"), lax.axis_size("tp")
     root = jax.random.fold_in(
         jax.random.key(0), lax.optimization_barrier(0 * rank)
@@ -79,6 +110,9 @@ def operands(model: jtf.DecoderSpec, b: int, slots: int, steps: int) -> tuple[di
             params[name] += 1
     size = (model.layers, b, model.kv_heads // world, slots, model.head_dim)
     cache = draw(size, 1.0, True), draw(size, 1.0, True)
+    if eight is not None:
+        for name in model.matrices:
+            params[name], params[f"{name}_scale"] = jtf.quantize(params[name], eight, block=(1, -1))
     return lax.optimization_barrier((params, draw((steps, b, model.d_model), 1.0, False), cache))
 
 
@@ -98,11 +132,13 @@ def decode(
 
 
 def errors_of(
-    model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper"
-) -> jax.Array:
+    model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper",
+    eight: str | None = None, config: dict[str, Any] | None = None,
+) -> jax.Array:  # fmt: skip
     """Relative errors of the kernel's logits, keys and values beside XLA's."""
-    params, xs, cache = operands(model, len(lengths), slots, steps)
-    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config={"kernel": kernel})]
+    params, xs, cache = operands(model, len(lengths), slots, steps, eight)
+    asked = {"kernel": kernel, **(config or {})}
+    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config=asked)]
     ways.append(decode(model, params, xs, cache, lengths, implementation="xla"))
     pairs = zip(*map(jax.tree.leaves, ways), strict=True)
     return jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
@@ -122,6 +158,24 @@ def check_operations(mesh: Mesh) -> None:
     _check_all(mesh, cases, kernel="operations")
 
 
+def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
+    """Weights of 8 bits beside XLA's of the same weights."""
+    programs = [
+        program(mesh, functools.partial(errors_of, *case, kernel=kernel, eight=eight))
+        for eight, *case in EIGHT_BITS.values()
+    ]
+    _check_errors(dict(zip(EIGHT_BITS, run_all(programs), strict=True)))
+
+
+def check_forms(mesh: Mesh) -> None:
+    """Forms of the launch that settings ask for."""
+    programs = [
+        program(mesh, functools.partial(errors_of, model, lengths, config=config))
+        for model, lengths, config in FORMS.values()
+    ]
+    _check_errors(dict(zip(FORMS, run_all(programs), strict=True)))
+
+
 def check_full_layers(mesh: Mesh) -> None:
     models = full_layers(mesh.devices.size)
     assert len(models) >= 6, list(models)
@@ -130,7 +184,10 @@ def check_full_layers(mesh: Mesh) -> None:
 
 def _check_all(mesh: Mesh, cases: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]], **how: Any) -> None:
     programs = [program(mesh, functools.partial(errors_of, *case, **how)) for case in cases.values()]
-    found = dict(zip(cases, run_all(programs), strict=True))
+    _check_errors(dict(zip(cases, run_all(programs), strict=True)))
+
+
+def _check_errors(found: dict[str, np.ndarray]) -> None:
     wrong = [f"{name}: {error}" for name, error in found.items() if not np.all(error < TOLERANCE)]
     assert not wrong, wrong
 

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.ops.decode_step import VARIANTS, operations
+from jaxtaxfree.ops.decode_step.call import Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.kv_cache import placement_of
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.target import HOPPER, target_of
 from tests.helpers.decode_steps import call_of
-from tests.helpers.decoders import FAMILIES, decode, make_params, rotary_tables, tiny
+from tests.helpers.decoders import FAMILIES, decode, in_eight_bits, make_params, rotary_tables, tiny
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
 
 PROMPTS = (5, 1, 7)  # tokens of each sequence
@@ -33,14 +34,19 @@ def specs(model: jtf.DecoderSpec, by_heads: bool = True) -> dict[str, P]:
 
 
 def generate(
-    model: jtf.DecoderSpec, world: int, by_operations: bool = False, **keywords: Any
+    model: jtf.DecoderSpec, world: int, by_operations: bool = False, eight: Any = None, **keywords: Any
 ) -> tuple[np.ndarray, np.ndarray]:
     """Logits [1 + NEW, B, V] after ragged prompts and each new token; and what they are to be.
 
     Args:
       by_operations: the new tokens are `operations.run`'s, whose operations are their references.
+      eight: a dtype of 8 bits for the matrices, and whether blocks of them have scales, or rows.
     """
-    params = make_params(model)
+    params = wide = make_params(model)
+    of_params = specs(model, keywords.get("placement", "heads") == "heads")
+    if eight is not None:
+        params, wide = in_eight_bits(params, model, of_params, world, *eight)
+        of_params |= {f"{name}_scale": of_params[name] for name in model.matrices}
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(1)
     b, longest = len(PROMPTS), max(PROMPTS)
@@ -86,13 +92,11 @@ def generate(
         return jnp.concatenate([logits[None], jax.lax.scan(step, (counts, cache), news)[1]])
 
     mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
-    run = jax.shard_map(
-        run, mesh=mesh, in_specs=(specs(model, by_heads), P(), P()), out_specs=P(None, None, "tp"), check_vma=True
-    )
+    run = jax.shard_map(run, mesh=mesh, in_specs=(of_params, P(), P()), out_specs=P(None, None, "tp"), check_vma=True)
     news = np.stack([[x[prompt + i] for prompt, x in zip(PROMPTS, xs)] for i in range(NEW)])
     logits = np.asarray(jax.jit(run)(params, prompts, news))
     expected = [
-        [decode(model, params, x[: prompt + i], cos, sin) for prompt, x in zip(PROMPTS, xs)] for i in range(1 + NEW)
+        [decode(model, wide, x[: prompt + i], cos, sin) for prompt, x in zip(PROMPTS, xs)] for i in range(1 + NEW)
     ]
     return logits, np.asarray(expected)
 
@@ -196,9 +200,14 @@ def test_what_the_kernel_does_not_take():
     for part in ("weights of bfloat16 and float16, not float32", "1 to 16 sequences, not 17"):
         assert any(part in reason for reason in found), found
     several = dataclasses.replace(call, batch=5, dtype=np.dtype(np.float16), cache_dtype=np.dtype(np.float16))
-    found = kernel.refuses(several, kernel.by_shape(several, {"stage": 2048}))
-    wanted = ("of 5 sequences it takes no norms behind a block", "weights of bfloat16, not float16", "4096 to 131072")
-    assert len(found) == 3 and all(part in reason for part, reason in zip(wanted, found)), found
+    asked = {"stage": 2048, "tensor_cores": True}
+    found = kernel.refuses(several, kernel.by_shape(several, asked))
+    wanted = ("of 5 sequences it takes weights of bfloat16, not float16", "4096 to 131072")
+    assert len(found) == 2 and all(part in reason for part, reason in zip(wanted, found)), found
+    small = dataclasses.replace(kernel.by_shape(several, asked), num_warps=4)
+    assert any(
+        "stages of 16 keys of 256 or more, not of 2048 elements" in reason for reason in kernel.refuses(several, small)
+    )
     other = dataclasses.replace(call, target=target_of(100), tokens=3, by_heads=False)
     found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
@@ -211,10 +220,9 @@ def test_what_the_kernel_does_not_take():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_what_the_kernel_takes(family, world, batch):
-    """Every published model, for many sequences those without norms behind the blocks."""
+    """Every published model; norms behind the blocks of many sequences where they are asked for."""
     model = FAMILIES[family]
-    if batch > 1 and model.post_norms:
-        pytest.skip("for many sequences the kernel has no norms behind the blocks")
+    asked = {"tensor_cores": True} if batch > 4 and model.post_norms else {}
     if model.kv_heads % world:
         pytest.skip("the ranks do not divide the key/value heads")
     call = Call(
@@ -222,7 +230,7 @@ def test_what_the_kernel_takes(family, world, batch):
         cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
     )  # fmt: skip
     kernel = Hopper()
-    config = kernel.by_shape(call, {})
+    config = kernel.by_shape(call, asked)
     assert kernel.refuses(call, config) == []
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
@@ -251,6 +259,30 @@ def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
     config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
     assert config.tensor_cores == expected
     assert kernel.refuses(call, config) == []
+    assert not config.exchanged and config.vectors == 16  # no GPU has run anything else
+
+
+def test_what_no_gpu_has_run_is_asked_for():
+    """Norms behind the blocks of many sequences, messages between items, and eight vectors."""
+    kernel = Hopper()
+    gemma = call_of(FAMILIES["gemma-2-9b"], 2, 5, 2048)
+    assert kernel.refuses(gemma, kernel.by_shape(gemma, {})) == [
+        "without tensor cores it takes 1 to 4 sequences, not 5"
+    ]
+    assert choose("decode_step", VARIANTS, gemma, {}).variant.name == "operations"
+    for asked in ({"tensor_cores": True}, {"tensor_cores": True, "exchanged": True, "vectors": 8}):
+        config = dataclasses.replace(kernel.by_shape(gemma, asked), **asked)
+        assert kernel.refuses(gemma, config) == []
+    few = dataclasses.replace(kernel.by_shape(gemma, {}), exchanged=True)
+    assert "items exchange messages (exchanged) by tensor cores alone" in kernel.refuses(gemma, few)
+    long = call_of(FAMILIES["qwen3-8b"], 8, 1, 1 << 15)
+    asked = {"tensor_cores": True, "exchanged": True}
+    assert kernel.by_shape(long, {}).splits == 132 and kernel.by_shape(long, asked).splits == 128
+    config = dataclasses.replace(kernel.by_shape(long, asked), splits=132)
+    assert kernel.refuses(long, config) == ["of one head at most 128 items exchange messages, not splits=132"]
+    nine = call_of(LLAMA, 2, 9, 2048)
+    config = dataclasses.replace(kernel.by_shape(nine, {}), vectors=8)
+    assert kernel.refuses(nine, config) == ["of 9 sequences it takes vectors=16, not 8"]
 
 
 def test_too_many_sequences_for_registers():
@@ -267,6 +299,12 @@ def test_what_operations_do_not_take():
     found = operations.Operations().refuses(call, operations.Config())
     wanted = ("bfloat16 and float16, not float32", "weights' dtype, float32, not int8", "of each sequence, not 2")
     assert len(found) == 3 and all(part in reason for part, reason in zip(wanted, found)), found
+    eight = tuple(Eight(name=name, dtype="int8", scales="block") for name in ("o_proj", "down_proj"))
+    call = dataclasses.replace(call, model=FAMILIES["qwen2.5-0.5b"], eight=eight)
+    found = operations.Operations().refuses(call, operations.Config())[3:]
+    assert found == [
+        "it takes scales of blocks of o_proj where each rank has a multiple of 128 of its columns, not 448"
+    ]
 
 
 # Of a layer by operations: three products by one left-hand side, attention, two sums and the gated product.
@@ -309,18 +347,30 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
             kernel.by_shape(call, {"stage": wrong})
 
 
-@pytest.mark.parametrize("kernel", ["hopper", "operations"])
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_kernel_in_a_program(world, kernel):
+@pytest.mark.parametrize(
+    "world, kernel, eight",
+    [
+        *itertools.product((1, 2), ("hopper", "operations"), (None,)),
+        (2, "hopper", "int8"),
+        (1, "hopper", "float8_e4m3fn"),
+    ],
+)
+def test_the_kernel_in_a_program(world, kernel, eight):
     """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them.
 
     In the second one a sequence has no token.
     """
-    model = tiny("qwen2-7b", layers=1, d_model=64, heads=4, kv_heads=2, head_dim=64, d_mlp=128, vocab=64)
-    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
+    sizes = {"d_model": 128, "d_mlp": 256} if eight else {"d_model": 64, "d_mlp": 128}
+    model = tiny("qwen2-7b", layers=1, heads=4, kv_heads=2, head_dim=64, vocab=64, **sizes)
+    made, of_params = make_params(model), specs(model)
+    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in made.items()}
+    if eight:
+        narrow, _ = in_eight_bits(made, model, of_params, world, eight, False)
+        params |= {name: jnp.asarray(w) for name, w in narrow.items() if name.removesuffix("_scale") in model.matrices}
+        of_params |= {f"{name}_scale": of_params[name] for name in model.matrices}
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.standard_normal((2, 2, 64)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((2, 2, model.d_model)), jnp.bfloat16)
     cache = tuple(jnp.asarray(rng.standard_normal((1, 2, 2, SLOTS, 64)), jnp.bfloat16) for _ in range(2))
     config = {"kernel": kernel}
     if kernel == "hopper":
@@ -339,8 +389,178 @@ def test_the_kernel_in_a_program(world, kernel):
                 found.append(logits)
             return (found[0], found[1][:1]), cache
 
-        call = jax.shard_map(steps, mesh=mesh, in_specs=(specs(model), of_cache), out_specs=(P(None, "tp"), of_cache))
+        call = jax.shard_map(steps, mesh=mesh, in_specs=(of_params, of_cache), out_specs=(P(None, "tp"), of_cache))
         return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
 
     for found, expected in zip(run("simulate"), run("xla"), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0.03, atol=0.03)
+
+
+INT8, E4M3 = "int8", "float8_e4m3fn"
+
+
+@pytest.mark.parametrize(
+    "family, world, dtype, blocks",
+    list(zip(FAMILIES, itertools.cycle([1, 2, 4]), itertools.cycle([INT8, E4M3]), itertools.cycle([0, 0, 0, 1]))),
+)
+def test_every_family_in_eight_bits(family, world, dtype, blocks):
+    logits, expected = generate(tiny(family), world, eight=(dtype, blocks))
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype", [INT8, E4M3])
+@pytest.mark.parametrize(
+    "world, blocks, by_operations",
+    [(1, True, False), (2, True, False), (8, False, False), (1, True, True), (8, False, True)],
+)
+def test_eight_bits_of_odd_sizes(world, blocks, by_operations, dtype):
+    sizes = {"d_model": 160, "heads": 8, "kv_heads": 8, "head_dim": 40, "d_mlp": 400, "vocab": 272}
+    logits, expected = generate(tiny("qwen2-7b", **sizes), world, by_operations, eight=(dtype, blocks))
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+def test_eight_bits_along_the_sequence():
+    logits, expected = generate(
+        tiny("qwen2-7b", kv_heads=2), 4, eight=(INT8, False), placement="round_robin", block_size=2
+    )
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.parametrize("dtype, most", [(INT8, 0.02), (E4M3, 0.08)])
+def test_logits_in_eight_bits(dtype, most):
+    """Two layers, beside the weights as they were: further from them than bf16 is, but not by much."""
+    model = tiny("llama-3-8b", d_model=256, head_dim=32, d_mlp=512, vocab=512)
+    params = make_params(model)
+    _, eight = in_eight_bits(params, model, specs(model), 1, dtype, False)
+    half = {name: np.asarray(w.astype(jnp.bfloat16), np.float32) for name, w in params.items()}
+    xs = np.random.default_rng(0).standard_normal((8, 256)).astype(np.float32)
+    exact, rounded, found = (decode(model, w, xs, *rotary_tables(model, SLOTS)) for w in (params, half, eight))
+    errors = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (rounded, found)]
+    assert errors[0] < errors[1] < most, errors
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_scales_of_the_whole_model(blocks):
+    """They are `quantize`'s of the whole weights, shared out by `scale_specs`."""
+    model = tiny("llama-3-8b", d_model=256, heads=8, kv_heads=4, head_dim=64, d_mlp=512, vocab=512)
+    block = (128, 128) if blocks else (1, -1)
+    whole = {name: jtf.quantize(w, "int8", block=block)[1] for name, w in make_params(model).items() if w.ndim > 2}
+    shapes = model.scale_shapes(1, blocks=blocks)
+    assert {f"{name}_scale": scale.shape for name, scale in whole.items()} == {
+        name: shape for name, shape in shapes.items() if name != "unembed_scale"
+    }
+    specs, of_ranks = model.scale_specs("tp", blocks=blocks), model.scale_shapes(2, blocks=blocks)
+    for name, shape in shapes.items():
+        part = [n // 2 if at == "tp" else n for n, at in itertools.zip_longest(shape, specs[name])]
+        assert tuple(part) == of_ranks[name], name
+
+
+def test_errors_of_scales():
+    model = tiny("llama-3-8b")
+    params = {name: jnp.asarray(w) for name, w in make_params(model).items()}
+    eight, _ = in_eight_bits(make_params(model), model, specs(model), 1, INT8, False)
+    cache = (jnp.zeros((2, 3, 4, SLOTS, 8)),) * 2
+    cos, sin = rotary_tables(model, SLOTS)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+
+    def call(implementation: str | None = None, params: Any = eight, **changed: Any) -> None:
+        given = {name: w for name, w in (params | changed).items() if w is not None}
+        f = jax.shard_map(
+            lambda: jtf.decode_step(
+                given, jnp.zeros((3, 32)), cache, jnp.zeros(3, jnp.int32), "tp", model=model, cos=cos, sin=sin,
+                implementation=implementation,
+            )[0],
+            mesh=mesh, in_specs=(), out_specs=P(), check_vma=False,
+        )  # fmt: skip
+        jax.eval_shape(f)
+
+    call()
+    for changed, message in (
+        ({"q_proj_scale": None}, "q_proj is int8, so params needs q_proj_scale"),
+        ({"q_proj": params["q_proj"]}, "params has q_proj_scale, and q_proj has no 8 bits"),
+        ({"o_proj_scale": jnp.ones((2, 32))},
+         r"o_proj_scale must be float32\[2, 32, 1\] \(of rows\) or \[2, 1, 1\] \(of blocks\), not float32\[2, 32\]"),
+        ({"up_proj_scale": jnp.ones((2, 48, 1), jnp.bfloat16)}, "up_proj_scale must be float32.* not bfloat16"),
+        ({"up_proj": eight["up_proj"].astype("float8_e5m2")},
+         r"up_proj must be float32\[2, 48, 32\], or int8 or float8_e4m3fn, not float8_e5m2\[2, 48, 32\]"),
+        ({"attn_norm": jnp.ones((2, 32), jnp.int8)}, r"attn_norm must be float32\[2, 32\], not int8"),
+        ({"attn_norm_scale": jnp.ones((2, 32))}, "params has attn_norm_scale, which this model has not"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            call(**changed)
+
+
+@pytest.mark.parametrize(
+    "sequences, implementation, kernels", [(17, None, 0), (17, "fused", 2 * 8 + 1), (1, "fused", 1)]
+)
+def test_what_takes_eight_bits(sequences, implementation, kernels):
+    """One launch, or operations, each product one of its own; but None takes XLA, for want of a measurement."""
+    model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=128)
+    params, _ = in_eight_bits(make_params(model), model, specs(model), 2, INT8, False)
+    types = {
+        name: jax.ShapeDtypeStruct(w.shape, jnp.bfloat16 if w.dtype == np.float32 and "scale" not in name else w.dtype)
+        for name, w in params.items()
+    }
+    of_params = specs(model) | {f"{name}_scale": specs(model)[name] for name in model.matrices}
+    cos, sin = rotary_tables(model, SLOTS)
+    cache = (jax.ShapeDtypeStruct((2, sequences, 2, SLOTS, 64), jnp.bfloat16),) * 2
+
+    def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
+        return jtf.decode_step(
+            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation=implementation
+        )
+
+    mesh, of_cache = Mesh(np.array(jax.devices()[:2]), ("tp",)), P(None, None, "tp")
+    in_specs = of_params, P(), (of_cache, of_cache), P()
+    call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
+    x, lengths = (jax.ShapeDtypeStruct(*of) for of in (((sequences, 128), jnp.bfloat16), ((sequences,), jnp.int32)))
+    assert lower_for_cuda(call, types, x, cache, lengths).count(TRITON_CALL) == kernels
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_what_the_kernel_takes_of_eight_bits(family, world):
+    """Every published model whose rows 128 divides, with scales of rows, for 1 to 4 sequences."""
+    model = FAMILIES[family]
+    if model.kv_heads % world:
+        pytest.skip("the ranks do not divide the key/value heads")
+    eight = tuple(Eight(name=name, dtype="int8", scales="row") for name in model.matrices)
+    call = Call(
+        model=model, world=world, batch=4, tokens=1, slots=4096, positions=4096, dtype=np.dtype(jnp.bfloat16),
+        cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER, eight=eight,
+    )  # fmt: skip
+    kernel = Hopper()
+    config = kernel.by_shape(call, {})
+    odd = {"qwen2.5-0.5b": [448] if world == 2 else [], "llama-2-7b": [], "gemma-2-9b": []}.get(family, [])
+    odd += [call.d_mlp] if call.d_mlp % 128 else []
+    found = kernel.refuses(call, config)
+    assert len(found) == len(odd) and all("that 128 divides" in reason for reason in found), found
+    for name, (rows, groups, width) in kernel.blocks(call, config).items():
+        narrow = "old" not in name and (name != "unembed_desc" or not model.tied)
+        assert width == (128 if narrow else 64) and max(rows, groups) <= 256, name
+        assert rows * groups * width * (1 if narrow else 2) <= 2 * config.stage, name
+
+
+def test_what_the_kernel_does_not_take_of_eight_bits():
+    model = FAMILIES["llama-3-8b"]
+
+    def refused(batch: int = 1, dtypes: Any = "int8", scales: Any = "row", **changed: Any) -> list[str]:
+        names = model.matrices
+        dtypes = [dtypes] * len(names) if isinstance(dtypes, str) else dtypes
+        eight = tuple(
+            Eight(name=name, dtype=each, scales=scales) for name, each in zip(names, dtypes) if each != "bfloat16"
+        )
+        call = Call(
+            model=dataclasses.replace(model, **changed), world=2, batch=batch, tokens=1, slots=64, positions=64,
+            dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER, eight=eight,
+        )  # fmt: skip
+        return Hopper().refuses(call, Hopper().by_shape(call, {}))
+
+    assert refused() == refused(4) == refused(5) == refused(16) == []
+    assert refused(dtypes=["int8"] * 7) == []  # the unembedding may have 16 bits
+    for some in (["int8"] * 7, ["bfloat16"] * 7 + ["int8"]):
+        assert "by tensor cores it takes layers and an unembedding of 8 bits, or neither" in refused(5, dtypes=some)
+    assert refused(scales="block") == ["it takes a scale for each row of weights of 8 bits, not for blocks, of q_proj"]
+    mixed = refused(dtypes=[INT8] * 6 + [E4M3])
+    assert len(mixed) == 1 and "all have one dtype, not q_proj int8, " in mixed[0] and "down_proj float8" in mixed[0]
+    assert refused(d_mlp=2 * 64) == ["with weights of 8 bits it takes a d_mlp / ranks that 128 divides, not 64"]

@@ -53,13 +53,27 @@ STEPS = {
 }  # fmt: skip
 # By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
 TILES = (("tensor_cores", True), ("stage", 2048))
+MESSAGES = (*TILES, ("exchanged", True))  # from item to item
+EIGHT_VECTORS = (*MESSAGES, ("vectors", 8))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "the same with messages, and eight vectors": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=EIGHT_VECTORS),
+    "nine sequences with messages": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=MESSAGES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
         family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
     ),
+    "eight sequences of qwen 2, in parts, with messages": Step(
+        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*EIGHT_VECTORS, ("splits", 3))
+    ),
+    "two sequences in more parts than a thread adds up": Step(
+        world=1, lengths=(20, 7), config=(*EIGHT_VECTORS, ("splits", 40), ("programs", 5))
+    ),
+    "nine sequences in more parts than columns": Step(
+        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*MESSAGES, ("splits", 17), ("programs", 5))
+    ),
+    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*EIGHT_VECTORS, ("splits", 2))),
     "qwen 3 with scales and caps": Step(
         world=1,
         family="qwen3-8b",
@@ -76,10 +90,52 @@ TENSOR_CORES = {
         ),
         config=TILES,
     ),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=EIGHT_VECTORS),
+    "gemma 3 by tensor cores, heads of 256": Step(
+        world=1,
+        family="gemma-3-4b",
+        lengths=(12, 1, 5, 19, 8),
+        layers=2,
+        changes=(("head_dim", 256), ("d_model", 448)),
+        config=(("tensor_cores", True), ("stage", 4096)),
+    ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
 }
 STEPS |= TENSOR_CORES
+EIGHT_BITS = {
+    "int8, two layers": Step(layers=2, eight=("int8", "unembed")),
+    "e4m3, four sequences": Step(world=1, lengths=(3, 0, 17, 9), eight=("float8_e4m3fn", "unembed")),
+    "int8 and a last product of bf16, qwen 2": Step(family="qwen2-7b", lengths=(20,), eight=("int8",)),
+    "e4m3 and a tied one, gemma 2": Step(family="gemma-2-9b", lengths=(3, 14), layers=2, eight=("float8_e4m3fn",)),
+    "int8 in several blocks of a row": Step(
+        world=1,
+        lengths=(5, 12),
+        changes=(("d_model", 1920), ("vocab", 10)),
+        eight=("int8", "unembed"),
+    ),
+}
+EIGHT_BITS |= {
+    "six sequences in int8 on two ranks, two layers": Step(
+        lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES, eight=("int8", "unembed")
+    ),
+    "eight sequences of qwen 2 in e4m3": Step(
+        family="qwen2-7b",
+        lengths=(20, 1, 2, 3, 4, 5, 6, 19),
+        config=EIGHT_VECTORS,
+        eight=("float8_e4m3fn", "unembed"),
+        changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
+    ),
+    "sixteen tiles a turn, int8": Step(
+        world=1,
+        lengths=(3, 0, 17, 9, 5),
+        group=4,
+        changes=(("d_model", 384),),
+        eight=("int8", "unembed"),
+        config=TILES,
+    ),
+}
+STEPS |= EIGHT_BITS
 MANY = {
     "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
     "tensor cores, one rank, rows in turns": Step(
@@ -170,15 +226,21 @@ OF_KEYS = "    block = view(ring, stage, desc).permute"
 OF_VALUES = "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
-ARRIVE = "    give_back(ring, stage)\n"
+ARRIVE = "        give_back(ring, stage)\n"
 FENCE = "    fence_async_shared()\n"
-TAKEN = "    block = view(ring, stage, desc).load(layout_of(desc.block_shape, gl.num_warps()))\n"
+TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
+TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))\n"
+INT8 = EIGHT_BITS["int8, two layers"]
+SEVERAL_INT8 = EIGHT_BITS["six sequences in int8 on two ranks, two layers"]
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
 RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
         total += words[rank].to(gl.float32, bitcast=True)
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
+WITH_MESSAGES = TENSOR_CORES["the same with messages, and eight vectors"]
+IN_PARTS = TENSOR_CORES["two sizes of parts"]
+SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
@@ -205,7 +267,7 @@ MUTANTS = {
         module=phases, edits=((TELLS, "            pass\n"),), errors=(MessageError, DeadlockError)
     ),
     "a program adds to what was the stream before attention": Mutant(
-        module=hopper, edits=(("hidden, later_stream, after_mlp", "hidden, stream, after_mlp"),),
+        module=hopper, edits=(("hidden, later_stream,\n", "hidden, stream,\n"),),
         errors=(AssertionError, UninitializedReadError), step=TWO_LAYERS,
     ),
     "some columns of messages are those of others": Mutant(
@@ -293,6 +355,46 @@ MUTANTS = {
     "the new token does not see itself": Mutant(
         module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
     ),
+    # Of weights of 8 bits.
+    "a stage of 8 bits is given back before it is read": Mutant(
+        module=ring, edits=((TAKEN_EIGHT + ARRIVE, ARRIVE + TAKEN_EIGHT),), errors=(DataRaceError,), step=INT8
+    ),
+    "a stage of 8 bits is given back without a fence": Mutant(
+        module=ring,
+        edits=((TAKEN_EIGHT + ARRIVE, TAKEN_EIGHT + "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
+        errors=(MissingFenceError,), step=INT8,
+    ),
+    "a word's bytes in each other's place": Mutant(
+        module=ring, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,), step=INT8
+    ),
+    **{
+        f"scales of another layer, {name}": Mutant(
+            module=module, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            errors=(AssertionError,), step=INT8,
+        )
+        for name, module in {
+            **dict.fromkeys(("query", "key", "value", "gate", "up"), phases), **dict.fromkeys(("out", "down"), hopper)
+        }.items()
+    },
+    **{
+        f"scales of another {of}": Mutant(module=module, edits=(edit,), errors=(AssertionError,), step=INT8)
+        for of, module, edit in (
+            ("matrix", hopper, ("of_layer(given.down_scale,", "of_layer(given.out_scale,")),
+            ("row", phases, ("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there")),
+            ("row, of keys", phases, ("layer, KEYS), row - QUERIES, KEYS)\n            scale +=",
+             "layer, KEYS), row - QUERIES + 1, KEYS)\n            scale +=")),
+            ("program's rows", phases, ("scale_of(scales, own, there)", "scale_of(scales, own % 4, there)")),
+        )
+    },
+    "the bias is scaled": Mutant(
+        module=phases, edits=(("rings.collect(sums, row.shape[0], 0) * scale + bias",
+                               "(rings.collect(sums, row.shape[0], 0) + bias) * scale"),),
+        errors=(AssertionError,), step=EIGHT_BITS["int8 and a last product of bf16, qwen 2"],
+    ),
+    "gains of the last norm lie as those of weights of 8 bits": Mutant(
+        module=phases, edits=(("norms_of(desc, given.final_norm", "norms_of(desc, given.attn_norm"),),
+        errors=(AssertionError,), step=EIGHT_BITS["e4m3 and a tied one, gemma 2"],
+    ),
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
         module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
@@ -355,17 +457,99 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3"),
-            ("the product behind the gate", " + 4"), ("the next layer", " + 5"),
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 1 + PARTED"),
+            ("the gate", " + 2 + PARTED + POST"), ("the product behind the gate", " + 3 + PARTED + POST"),
+            ("the next layer", " + 4 + PARTED + 2 * POST"),
         )
     },
+    **{
+        f"{name} does not wait, with messages": Mutant(
+            module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=WITH_MESSAGES
+        )
+        for name, after in (("attention", ""), ("the product of the heads", " + 1 + PARTED"))
+    },
+    "parts of a pair go to another layer's": Mutant(
+        module=attention_many, edits=(("pair = layer * PAIRS +", "pair = 0 * PAIRS +"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "an item's parts go to the place of another one": Mutant(
+        module=attention_many, edits=(("SIZES) + split * WORDS", "SIZES) + 0 * WORDS"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "what fills a message is not sent": Mutant(
+        module=attention_many, edits=(("of_head, me.rank, there)", "of_head, me.rank, there & (column % WIDTH < 2))"),),
+        errors=(MessageError, DeadlockError), step=IN_PARTS,
+    ),
+    "some columns are added up twice": Mutant(
+        module=attention_many, edits=(("item, split, SIZES)", "item, 0, SIZES)"),),
+        errors=(AssertionError, MessageError), step=IN_PARTS,
+    ),
+    "items are added up as if their highest scores were the same": Mutant(
+        module=attention_many,
+        edits=(
+            ("top - gl.where(highest == float(\"-inf\"), 0.0, highest)", "top - gl.where(top < -1e9, 0.0, top)"),
+        ),
+        errors=(AssertionError,), step=IN_PARTS,
+    ),
+    "a norm behind a block does not wait": Mutant(
+        module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
+        errors=TOO_EARLY, step=SEVERAL_POST_NORMS,
+    ),
+    "its squares go where those of the stream are": Mutant(
+        module=many, edits=(("kept.squares + SIZES.PROGRAMS * 16", "kept.squares"),), errors=TOO_EARLY,
+        step=SEVERAL_POST_NORMS,
+    ),
+    "the gains of the norm behind the layer's other block": Mutant(
+        module=many, edits=(("given.post_mlp_norm, layer", "given.post_attn_norm, layer"),), errors=(AssertionError,),
+        step=SEVERAL_POST_NORMS,
+    ),
+    "a block's result is added to the stream before its norm, by tensor cores": Mutant(
+        module=many, edits=(("if SIZES.POST_NORMS:\n        gl.store", "if False:\n        gl.store"),),
+        errors=(AssertionError, *TOO_EARLY), step=SEVERAL_POST_NORMS,
+    ),
     "a tile of the wrong columns": Mutant(
         module=tensor_cores, edits=(("chunk * desc.block_shape[0], row, IN", "0 * desc.block_shape[0], row, IN"),),
         errors=(AssertionError,), step=dataclasses.replace(TENSOR_CORES["rows in turns"], world=1),
     ),
     "vectors lie otherwise than a warp reads them": Mutant(
-        module=tensor_cores, edits=(("column % 16 // 8 * 4 + b // 8 * 2", "column % 16 // 8 * 2 + b // 8 * 4"),),
+        module=tensor_cores, edits=(("+ half * (2", "+ (1 - half) * (2"),),
         errors=(AssertionError,), step=SEVERAL,
+    ),
+    "vectors lie as they do for weights of 16 bits": Mutant(
+        module=tensor_cores, edits=(("    if NARROW:\n        thread", "    if False:\n        thread"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "a word's bytes in each other's place, by tensor cores": Mutant(
+        module=tensor_cores, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,),
+        step=SEVERAL_INT8,
+    ),
+    "a stage of 8 bits is given back without a fence by tensor cores": Mutant(
+        module=tensor_cores, edits=(("    rings.give_back(ring, stage)\n",
+                                     "    mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
+        errors=(MissingFenceError,), step=SEVERAL_INT8,
+    ),
+    **{
+        f"scales of another layer by tensor cores, {name}": Mutant(
+            module=many, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            errors=(AssertionError,), step=SEVERAL_INT8,
+        )
+        for name in ("query", "key", "value", "gate", "up", "out", "down")
+    },
+    "scales of another row by tensor cores": Mutant(
+        module=many, edits=(("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there"),),
+        errors=(AssertionError,), step=SEVERAL_INT8,
+    ),
+    "scales of another turn's tiles": Mutant(
+        module=many, edits=(("scales[tile // PORTION]", "scales[0]"),), errors=(AssertionError,),
+        step=EIGHT_BITS["sixteen tiles a turn, int8"],
+    ),
+    "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
+        module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
+        step=TENSOR_CORES["nine sequences with messages"],
+    ),
+    "more vectors are stored than lie in memory": Mutant(
+        module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=WITH_MESSAGES,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),
@@ -380,7 +564,7 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "the gains of the layer's other norm": Mutant(
-        module=many, edits=(("given.mlp_norm + layer * D, kept", "given.attn_norm + layer * D, kept"),),
+        module=many, edits=(("given.mlp_norm + layer * D, behind", "given.attn_norm + layer * D, behind"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a turn that has no rows is waited for": Mutant(

@@ -64,12 +64,13 @@ def test_the_scale_of_something_else_gives_a_wrong_result(fault: str, tmp_path: 
         call.run(getattr(module, kernel.function), seed=1)
 
 
-def run_assembly(text: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """What the assembly of `widen` makes of 16 bits, as its two results of 16 bits."""
-    registers: dict[str, np.ndarray] = {"$2": words.astype(np.uint32)}
+def run_assembly(text: str, words: np.ndarray, operand: str = "$2") -> dict[str, np.ndarray]:
+    """What the assembly of `widen` leaves in its registers, of words that it finds as its operand."""
+    registers: dict[str, np.ndarray] = {operand: words.astype(np.uint32)}
 
     def value(name: str) -> np.ndarray:
-        return registers[name] if name in registers else np.full(words.shape, int(name, 0), np.uint32)
+        number = int(name.replace("0f", "0x", 1), 0) if name not in registers else 0
+        return registers[name] if name in registers else np.full(words.shape, number, np.uint32)
 
     def halves(x: np.ndarray, dtype: Any) -> np.ndarray:
         return x.astype(np.uint32).view(dtype).reshape(-1, 2).astype(np.float32)
@@ -83,6 +84,8 @@ def run_assembly(text: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             found = np.ascontiguousarray(np.concatenate(picked, axis=1)).view(np.uint32)[:, 0]
         elif name in ("and.b32", "xor.b32"):
             found = getattr(np, {"and": "bitwise_and", "xor": "bitwise_xor"}[name[:3]])(*map(value, others))
+        elif name == "sub.f32":
+            found = value(others[0]).view(np.float32) - value(others[1]).view(np.float32)
         elif name.startswith("sub."):
             dtype = jnp.bfloat16 if "bf16" in name else np.float16
             left, right = (halves(value(each), dtype) for each in others)
@@ -104,7 +107,7 @@ def run_assembly(text: str, words: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
             assert name in ("mov.b32", "cvt.u32.u16"), name
             found = value(others[0])
         registers[first] = found
-    return registers["$0"].astype(np.uint16), registers["$1"].astype(np.uint16)
+    return registers
 
 
 @pytest.mark.parametrize("dest", (tl.bfloat16, tl.float16), ids=str)
@@ -117,5 +120,18 @@ def test_what_assembly_makes_of_two_bytes(source: Any, dtype: str, dest: Any) ->
     wide = jnp.bfloat16 if dest == tl.bfloat16 else np.float16
     text = widen.assembly(source, dest)
     found = run_assembly(getattr(text, "value", text), words)
-    for result, number in zip(found, words.view(jnp.dtype(dtype)).reshape(-1, 2).T, strict=True):
-        np.testing.assert_array_equal(result.view(wide).astype(np.float32), number.astype(np.float32))
+    for i, number in enumerate(words.view(jnp.dtype(dtype)).reshape(-1, 2).T):
+        result = found[f"${i}"].astype(np.uint16).view(wide)
+        np.testing.assert_array_equal(result.astype(np.float32), number.astype(np.float32))
+
+
+@pytest.mark.parametrize(("source", "dtype"), ((tl.int8, "int8"), (tl.float8e4nv, "float8_e4m3fn")), ids=str)
+def test_what_assembly_makes_of_four_bytes(source: Any, dtype: str) -> None:
+    """f32: of two words first their low bytes, then their high ones."""
+    words = np.arange(2**16, dtype=np.uint32) * 65537
+    words ^= words >> 3 << 16  # no two halves alike
+    text = widen.assembly_of_f32(source)
+    found = run_assembly(getattr(text, "value", text), words, "$4")
+    numbers = words.view(jnp.dtype(dtype)).reshape(-1, 4).T
+    for i, byte in enumerate((0, 2, 1, 3)):
+        np.testing.assert_array_equal(found[f"${i}"].view(np.float32), numbers[byte].astype(np.float32))

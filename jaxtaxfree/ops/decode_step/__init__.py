@@ -12,10 +12,12 @@ from jax import lax
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.decode_step import operations
 from jaxtaxfree.ops.decode_step import reference as plain
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, MEASURED, Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, placement_of
+from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.ops.variant import Variant, choose, settings_of
 from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
 from jaxtaxfree.settings import Settings
@@ -52,8 +54,8 @@ def decode_step(
     are as checkpoints have them, [out, in], stacked over layers; each rank has whole heads, neighbours in their order.
 
     Args:
-      params: this rank's part of the weights, of x's dtype. `model.param_shapes(W)` has the shapes, and
-        `model.partition_specs(axis_name)` says how the ranks share the whole model's weights:
+      params: this rank's part of the weights, of x's dtype but for those of 8 bits, see below. `model.param_shapes(W)`
+        has the shapes, and `model.partition_specs(axis_name)` says how the ranks share the whole model's weights:
 
           q_proj          [L, N / W * H, D]      k_proj, v_proj   [L, K / W * H, D]
           o_proj          [L, D, N / W * H]      gate_proj, up_proj  [L, F / W, D]      down_proj  [L, D, F / W]
@@ -64,6 +66,12 @@ def decode_step(
           post_attn_norm, post_mlp_norm  [L, D]                  if `model.post_norms`
 
         With a cache along the sequence each rank has `k_proj` and `v_proj` of all heads, [L, K * H, D], and their bias.
+
+        Each of the matrices (those named `_proj`, and `unembed`) may have 8 bits instead: int8 or float8_e4m3fn, with
+        its scales beside it, as `q_proj_scale`, of this rank's part: f32 [L, out, 1], one for each row, or
+        [L, ceil(out / 128), ceil(in / 128)], one for each block; of `unembed` without L. That is what `jtf.quantize`
+        gives with block=(1, -1) or (128, 128). The weight is then its values times their scales.
+        `model.scale_shapes(W)` and `model.scale_specs(axis_name)` are as those of the weights.
       x: the embeddings of the new tokens, [B, D], the same on every rank, before `model.embedding_scale`. Or, to read
         prompts, [B, T, D].
       cache: keys and values, each [L, B, K / W, S, H] by heads; along the sequence [L, B, K, S / W, H].
@@ -78,9 +86,12 @@ def decode_step(
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 and with norms behind the blocks 1
         to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence, and on
-        other GPUs. None takes it on several ranks, where it has been measured.
+        other GPUs. Weights of 8 bits go in one launch if those of layers all have one dtype, with scales of rows whose
+        lengths 128 divides, and, of 5 sequences or more, the unembedding has 8 bits, too. None takes what has been
+        measured, on several ranks, which is weights of 16 bits alone.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. {"kernel": "operations"} is our operations.
+        leaves out. With {"tensor_cores": True} it takes 5 sequences or more with norms behind the blocks as well.
+        {"kernel": "operations"} is our operations.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.
@@ -102,7 +113,7 @@ def decode_step(
     given = x if x.ndim == 3 else x[:, None]
     if counts is None:
         counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32)
-    _check(params, x, key, value, lengths, counts, cos, sin, model, world, placement)
+    eight = _check(params, x, key, value, lengths, counts, cos, sin, model, world, placement)
     place = None
     if placement != "heads":
         place = placement_of(placement, block_size, key.shape[3], None, "decode_step")
@@ -110,8 +121,8 @@ def decode_step(
             raise NotImplementedError("decode_step takes layers with different windows only with a cache by heads.")
     settings = settings_of("decode_step", VARIANTS, config)
     operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin, *params.values()]
-    params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place}
-    reasons = _refusals(operands, model, world, place)
+    params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place, "eight": eight}
+    reasons = _refusals(operands, model, world, place, eight)
     if takes_reference("decode_step", [x, key], implementation, reasons):
         logits, *parts = reference(*operands, **params_)
     else:
@@ -122,10 +133,10 @@ def decode_step(
 def reference(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
     sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
-    placement: Placement | None, config: Any = None,
+    placement: Placement | None, eight: tuple[Eight, ...] = (), config: Any = None,
 ) -> list[jax.Array]:  # fmt: skip
     """What the operation means, in plain `lax`: [logits, keys, values]."""
-    del config
+    del config, eight
     params = dict(zip(names, weights))
     how = {"axes": axes, "model": model, "placement": placement}
     logits, cache = plain.run(params, x, (key, value), lengths, counts, cos, sin, **how)
@@ -136,13 +147,13 @@ def fused(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
     sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
-    implementation: str | None = None,
+    eight: tuple[Eight, ...] = (), implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
     """The operation by one kernel, and one scatter of the new keys and values; or by operations."""
     operands = [x, key, value]
     if reasons := symbolic(*operands):
         raise Unsupported("decode_step", reasons)
-    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, compute_capability)
+    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, compute_capability)
     chosen = choose("decode_step", VARIANTS, call, dict(config))
     lengths = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
     if chosen.variant.name == operations.Operations.name:
@@ -167,8 +178,9 @@ def fused(
 
 
 def _call_of(
-    x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, compute_capability: int
-) -> Call:
+    x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...],
+    compute_capability: int,
+) -> Call:  # fmt: skip
     """The call with these operands (arrays or their types)."""
     return Call(
         model=model,
@@ -180,20 +192,25 @@ def _call_of(
         dtype=np.dtype(x.dtype),
         cache_dtype=np.dtype(key.dtype),
         by_heads=placement is None,
+        eight=eight,
         target=target_of(compute_capability),
     )
 
 
-def _refusals(operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None) -> list[str]:
+def _refusals(
+    operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...]
+) -> list[str]:
     """All that keeps every kernel from taking these operands, whatever the GPU."""
     if reasons := symbolic(*operands):
         return reasons
-    call = _call_of(operands[0], operands[1], operands[5], model, world, placement, HOPPER.compute_capability)
+    call = _call_of(operands[0], operands[1], operands[5], model, world, placement, eight, HOPPER.compute_capability)
     refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
     return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
 
 
-def _slower(*_: Any, axes: tuple[str, ...], placement: Placement | None, **__: Any) -> str | None:
+def _slower(
+    *_: Any, axes: tuple[str, ...], placement: Placement | None, eight: tuple[Eight, ...], **__: Any
+) -> str | None:
     """Why XLA is taken. Us a step of ours and of XLA's same program, each at its best flags:
 
     One launch, on 2 H100: Llama 3 8B's share of 8 GPUs, 1 and 4 sequences, 283 and 458, and 866 and 1235; Llama 3 70B's
@@ -203,20 +220,23 @@ def _slower(*_: Any, axes: tuple[str, ...], placement: Placement | None, **__: A
     """
     if placement is not None:
         return "operations were measured with a cache by heads alone"
+    if eight and "eight_bits" not in MEASURED:
+        return "it was measured with weights of 16 bits alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
 
 
 def case(
-    x: Any, key: Any, *others: Any, team: Team, model: DecoderSpec, placement: Placement | None, **_: Any
-) -> Case | None:
+    x: Any, key: Any, *others: Any, team: Team, model: DecoderSpec, placement: Placement | None,
+    eight: tuple[Eight, ...] = (), **_: Any,
+) -> Case | None:  # fmt: skip
     """What the tables know a call by; None if none of its kind is in them, as where operations take it.
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if placement is not None or x.shape[1] != 1:
+    if placement is not None or x.shape[1] != 1 or eight:
         return None
     cos = others[3]
-    call = _call_of(x, key, cos, model, team.world, placement, team.compute_capability)
+    call = _call_of(x, key, cos, model, team.world, placement, eight, team.compute_capability)
     kernel = Hopper()
     if kernel.refuses(call, kernel.by_shape(call, {})):
         return None  # operations have tables of their own
@@ -237,8 +257,11 @@ decode_step_p = collective("decode_step", reference=reference, fused=fused, slow
 def _check(
     params: Params, x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array,
     cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
-) -> None:  # fmt: skip
-    """Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for experts."""
+) -> tuple[Eight, ...]:  # fmt: skip
+    """The weights of 8 bits.
+
+    Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for experts.
+    """
     if model.experts:
         raise NotImplementedError(
             f"decode_step has no experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
@@ -257,12 +280,29 @@ def _check(
     shapes = model.param_shapes(world, by_heads)
     if missing := [name for name in shapes if name not in params]:
         wrong.append(f"params lacks {', '.join(missing)}")
-    if unknown := [name for name in params if name not in shapes]:
+    narrow = [name for name in model.matrices if name in params and params[name].dtype.name in EIGHT_BITS]
+    known = [*shapes, *(f"{name}_scale" for name in model.matrices)]
+    if unknown := [name for name in params if name not in known]:
         wrong.append(f"params has {', '.join(unknown)}, which this model has not")
     for name, shape in shapes.items():
-        if name in params and (params[name].shape != shape or params[name].dtype != x.dtype):
-            found = params[name]
-            wrong.append(f"{name} must be {x.dtype}{list(shape)}, not {found.dtype}{list(found.shape)}")
+        if name in params and (params[name].shape != shape or (params[name].dtype != x.dtype and name not in narrow)):
+            found, other = params[name], f", or {' or '.join(EIGHT_BITS)}" if name in model.matrices else ""
+            wrong.append(f"{name} must be {x.dtype}{list(shape)}{other}, not {found.dtype}{list(found.shape)}")
+    rows, blocks = (model.scale_shapes(world, by_heads, blocks) for blocks in (False, True))
+    eight = []
+    for name in model.matrices:
+        scale = f"{name}_scale"
+        if name in narrow and scale not in params:
+            wrong.append(f"{name} is {params[name].dtype}, so params needs {scale}")
+        elif name not in narrow and scale in params:
+            wrong.append(f"params has {scale}, and {name} has no 8 bits")
+        elif name in narrow:
+            found = params[scale]
+            if found.dtype != np.float32 or found.shape not in (rows[scale], blocks[scale]):
+                of = f"{list(rows[scale])} (of rows) or {list(blocks[scale])} (of blocks)"
+                wrong.append(f"{scale} must be float32{of}, not {found.dtype}{list(found.shape)}")
+            kind: Scales = "row" if found.shape == rows[scale] else "block"
+            eight.append(Eight(name=name, dtype=params[name].dtype.name, scales=kind))
     b, heads = x.shape[0], model.kv_heads // world if by_heads else model.kv_heads
     for name, part in (("keys", key), ("values", value)):
         if part.ndim != 5 or part.shape != (model.layers, b, heads, part.shape[3], model.head_dim):
@@ -281,6 +321,7 @@ def _check(
         wrong.append(f"cos is {list(cos.shape)} and sin {list(sin.shape)}")
     if wrong:
         raise ValueError(f"decode_step cannot take these operands: {'; '.join(wrong)}.")
+    return tuple(eight)
 
 
 __all__ = ["Cache", "DecoderSpec", "Params", "Placement", "decode_step"]

@@ -5,12 +5,26 @@ import dataclasses
 import numpy as np
 
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
+from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.settings import Settings, setting
 from jaxtaxfree.target import Target
 
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors registers have room for
+# Forms of the kernel that a GPU has run, of "eight_bits", "exchanged", "vectors" (8 of them) and "post_norms" (of 5
+# sequences or more): None takes no others.
+MEASURED: frozenset[str] = frozenset()
+EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eight:
+    """A weight of 8 bits: its name, its dtype, and what of it has one scale, "row" or "block"."""
+
+    name: str
+    dtype: str
+    scales: Scales
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +38,7 @@ class Call:
       slots: positions of the cache.
       positions: of the rotary tables.
       dtype, cache_dtype: dtypes of the weights and of the cache.
+      eight: the weights that have 8 bits instead.
       by_heads: whether the cache is by heads.
       target: the GPU.
     """
@@ -38,6 +53,11 @@ class Call:
     cache_dtype: np.dtype
     by_heads: bool
     target: Target
+    eight: tuple[Eight, ...] = ()
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """That of the weight of this name."""
+        return next((np.dtype(each.dtype) for each in self.eight if each.name == name), self.dtype)
 
     @property
     def heads(self) -> int:
@@ -67,10 +87,14 @@ class Config(Settings):
     Attributes:
       tensor_cores: whether these multiply, up to 16 vectors at a time. Otherwise up to 4 vectors lie in registers.
       programs: all of which run at once, one on each multiprocessor.
-      stage: elements of a stage of the ring, a power of 2.
+      stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
-      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
+      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size; if not
+        `exchanged`.
+      exchanged: of tensor cores: parts of a sequence and key/value head are messages from program to program. Otherwise
+        all programs meet before these are merged.
+      vectors: of tensor cores: how many lie in memory, 8 or 16.
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
         Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
@@ -86,6 +110,8 @@ class Config(Settings):
     num_stages: int = setting(12, least=2, most=32)
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
+    exchanged: bool = False
+    vectors: int = setting(16, least=8, most=16, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(2, least=1, most=32)
     times: bool = False

@@ -11,10 +11,16 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, Call, Config
+from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, MEASURED, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
+
+# What the kernel calls the scales of each matrix.
+SCALES = {
+    "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
+    "down_proj": "down", "unembed": "unembed",
+}  # fmt: skip
 
 
 def refusals_of_form(call: Call) -> list[str]:
@@ -35,6 +41,7 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
     A block has as much of a row as a stage holds, in a power of 2, of which at most an eighth lies behind the end.
 
     Args:
+      rows, columns: of weights of 8 bits two columns are one.
       divides: if not 0, the block's rows divide it.
     """
     width = config.stage
@@ -51,10 +58,45 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
     come in five blocks in registers, takes 808 by tensor cores, and 867.
     """
-    if many.refused(call, config):
+    if call.model.post_norms:
+        return call.batch > FEW and "post_norms" in MEASURED
+    if many.refused(call, config) or call.eight:  # of 8 bits few sequences were not timed
         return call.batch > FEW
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     return call.batch > 1 or call.model.d_model > 2 * groups * width
+
+
+def narrow_block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
+    """The same of weights of 8 bits, [rows of it, groups, 128]: as many bytes, or half of them if that takes less of
+    the program that has the most rows.
+    """
+    height, groups, _ = block_of(rows, columns // 2, config, divides)
+    most = lambda height: math.ceil(math.ceil(rows / height) / config.programs) * height  # noqa: E731
+    if height > 1 and most(height // 2) < most(height):
+        height //= 2
+    return height, groups, 2 * GROUP
+
+
+def refused_eight_bits(call: Call, config: Config) -> list[str]:
+    """Why a call with weights of 8 bits cannot be taken."""
+    if not call.eight:
+        return []
+    reasons: list[str] = []
+    if config.tensor_cores and call.dtype_of("unembed").itemsize != call.dtype_of("q_proj").itemsize:
+        reasons.append("by tensor cores it takes layers and an unembedding of 8 bits, or neither")
+    if blocks := [each.name for each in call.eight if each.scales != "row"]:
+        reasons.append(Lasting(f"it takes a scale for each row of weights of 8 bits, not for blocks, of {blocks[0]}"))
+    layers = [name for name in call.model.matrices if name != "unembed"]
+    dtypes = [call.dtype_of(name).name for name in layers]
+    if len(set(dtypes)) > 1:
+        of = ", ".join(f"{name} {dtype}" for name, dtype in zip(layers, dtypes))
+        reasons.append(Lasting(f"it takes matrices of layers that all have one dtype, not {of}"))
+    sizes = {"d_model": call.model.d_model, "d_mlp / ranks": call.d_mlp}
+    sizes["heads / ranks * head_dim"] = call.heads * call.model.head_dim
+    for name, size in sizes.items():
+        if size % (2 * GROUP):
+            reasons.append(f"with weights of 8 bits it takes a {name} that {2 * GROUP} divides, not {size}")
+    return reasons
 
 
 class Hopper(Variant[Call]):
@@ -68,12 +110,17 @@ class Hopper(Variant[Call]):
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
+        reasons += refused_eight_bits(call, config)
         if call.batch > many.VECTORS:
             reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
         if config.tensor_cores:
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
+        if config.exchanged and not config.tensor_cores:
+            reasons.append("items exchange messages (exchanged) by tensor cores alone")
+        if config.exchanged and config.splits > many.EXCHANGED:
+            reasons.append(f"of one head at most {many.EXCHANGED} items exchange messages, not splits={config.splits}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -93,17 +140,25 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
-        given = Config(**{name: asked[name] for name in ("stage", "num_warps") if name in asked})
+        # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled.
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight else Config.stage}
+        given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
         tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
-        merged = many.merged_of(call, programs, splits, Config.merged) if tensor_cores else Config.merged
+        exchanged = asked.get("exchanged", tensor_cores and "exchanged" in MEASURED)
+        if exchanged:
+            splits = min(splits, many.EXCHANGED)
+        vectors = many.VECTORS // 2 if "vectors" in MEASURED and call.batch <= many.VECTORS // 2 else many.VECTORS
+        merged = Config.merged
+        if tensor_cores and not exchanged:
+            merged = many.merged_of(call, programs, splits, Config.merged)
         return Config(
             tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
-            in_flight=_in_flight(stage),
+            exchanged=exchanged, vectors=vectors, in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -113,11 +168,14 @@ class Hopper(Variant[Call]):
         slots = min(config.stage // h, LARGEST_BOX)
         old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // GROUP, GROUP)
         if config.tensor_cores:
-            project = out = inner = down = unembed = many.tile_of(config)
+            project = out = inner = down = unembed = many.tile_of(call, config)
         else:
-            project = block_of(queries + 2 * keys, d, config, math.gcd(queries, keys))
-            inner = block_of(f, d, config)
-            out, down, unembed = (block_of(r, c, config) for r, c in ((d, queries), (d, f), (call.vocab, d)))
+            of_layers = narrow_block_of if call.dtype_of("q_proj").itemsize == 1 else block_of
+            project = of_layers(queries + 2 * keys, d, config, math.gcd(queries, keys))
+            inner = of_layers(f, d, config)
+            out, down = (of_layers(d, columns, config) for columns in (queries, f))
+            of_logits = narrow_block_of if call.dtype_of("unembed").itemsize == 1 else block_of
+            unembed = of_logits(call.vocab, d, config)
         return {
             "query_desc": project,
             "key_desc": project,
@@ -137,8 +195,10 @@ class Hopper(Variant[Call]):
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
         new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
+        items = (b, kv_heads, config.splits, model.group)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
-        weights = sum(math.prod(shape) for shape in model.param_shapes(call.world).values())
+        sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
+        weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
         cache = 2 * layers * b * kv_heads * call.slots * h
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
@@ -148,24 +208,30 @@ class Hopper(Variant[Call]):
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
-                "accs": f32(b, kv_heads, config.splits, heads // kv_heads, h),
-                "tops": f32(b, kv_heads, config.splits, heads // kv_heads, 2),
+                **({} if config.exchanged else {"accs": f32(*items, h)}),
+                "tops": f32(*((0,) if config.exchanged else (*items, 2))),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
             "descriptors": blocks,
             "name": "decode_step",
             "num_warps": config.num_warps,
-            "cost_estimate": {"flops": 2 * b * weights, "bytes_accessed": call.dtype.itemsize * (weights + cache)},
+            "cost_estimate": {
+                "flops": 2 * b * sum(sizes.values()),
+                "bytes_accessed": weights + call.cache_dtype.itemsize * cache,
+            },
             **({} if config.times else {"times_ptr": None}),
             **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
             **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
             **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
+            **{f"{name}_scale_ptr": None for param, name in SCALES.items() if call.dtype_of(param).itemsize > 1},
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
+            "VECTORS": config.vectors,
+            "EXCHANGED": int(config.exchanged),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -227,13 +293,18 @@ class Hopper(Variant[Call]):
         """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled."""
         params, x, cache, lengths, cos, sin = operands
         model = call.model
-        rows = lambda w: w.reshape(-1, w.shape[-1] // GROUP, GROUP)  # noqa: E731
+
+        def rows(w: jax.Array) -> jax.Array:
+            group = 2 * GROUP // w.dtype.itemsize
+            return w.reshape(-1, w.shape[-1] // group, group)
+
         weights = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
         weights.append("embed" if model.tied else "unembed")
         vectors = ["attn_norm", "mlp_norm", "final_norm"]
         vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
         vectors += ["q_norm", "k_norm"] if model.qk_norm else []
         vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
+        vectors += [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         as_blocks = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
@@ -257,7 +328,9 @@ class Hopper(Variant[Call]):
             ),
             *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
-            *each("merged", 4, 16, 32),
+            *([] if config.exchanged else each("merged", 4, 16, 32)),
+            *([{"exchanged": not config.exchanged}] if config.tensor_cores else []),
+            *(each("vectors", 8, 16) if config.tensor_cores and call.batch <= many.VECTORS // 2 else []),
             *each("splits", config.splits // 2),
         ]
 

@@ -6,35 +6,37 @@ import jax
 import jax.numpy as jnp
 from triton import next_power_of_2
 
+from jaxtaxfree.kernels.decode_step.attention_many import width_of, words_of
 from jaxtaxfree.kernels.decode_step.many import tiles_of, turns_of
 from jaxtaxfree.ops.decode_step.call import GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.primitive import Lasting
 
 VECTORS = 16  # that tensor cores multiply at a time, and the least keys
 TILE = 8  # rows of weights, likewise
+EXCHANGED = 128  # items of one head that exchange messages: of more, shared memory has no room for the parts
 
 
 def refused(call: Call, config: Config) -> list[str]:
     """Why a call of so many sequences cannot be taken."""
     of = f"of {call.batch} sequences"
     reasons: list[str] = []
-    if call.model.post_norms:
-        reasons.append(f"{of} it takes no norms behind a block (post_norms)")
     if call.dtype.name != "bfloat16":
         # The stream times a norm's gains is kept in this dtype before it is scaled, and f16 has not its range.
         reasons.append(Lasting(f"{of} it takes weights of bfloat16, not {call.dtype}"))
-    if not config.num_warps <= tile_of(config)[0] <= LARGEST_BOX:
+    if not config.num_warps <= tile_of(call, config)[0] <= LARGEST_BOX:
         least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
         reasons.append(f"{of} it takes stages of {least} to {most} elements, not {config.stage}")
     elif config.stage < VECTORS * call.model.head_dim:
         of_keys = f"{VECTORS} keys of {call.model.head_dim}"
         reasons.append(f"{of} it takes stages of {of_keys} or more, not of {config.stage} elements")
+    if config.vectors < call.batch:
+        reasons.append(f"{of} it takes vectors={VECTORS}, not {config.vectors}")
     return reasons
 
 
-def tile_of(config: Config) -> tuple[int, int, int]:
-    """The shape of a block of weights: [groups of columns, rows, 64]."""
-    return config.stage // (TILE * GROUP), TILE, GROUP
+def tile_of(call: Call, config: Config) -> tuple[int, int, int]:
+    """The shape of a block of weights: [groups of columns, rows, 64], or 128 of 8 bits, which are as many bytes."""
+    return config.stage // (TILE * GROUP), TILE, GROUP * 2 // call.dtype_of("q_proj").itemsize
 
 
 def merged_of(call: Call, programs: int, splits: int, least: int) -> int:
@@ -54,20 +56,28 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
     """Scratch and messages of the launch, and the constants that go with them."""
     b, d, queries = call.batch, call.model.d_model, call.heads * call.model.head_dim
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-    vectors = lambda columns: jax.ShapeDtypeStruct((VECTORS, columns), call.dtype)  # noqa: E731
+    vectors = lambda columns: jax.ShapeDtypeStruct((config.vectors, columns), call.dtype)  # noqa: E731
     words = config.programs * turns_of(d, 1, config.programs) * tiles_of(d, 1, config.programs) * VECTORS * TILE
     sums = (2 * call.model.layers, call.world, words) if call.world > 1 else (0,)
+    least = 8 * VECTORS * TILE * config.num_warps  # of 8 tiles, which is more than attention needs of an item
+    exchanged: dict[str, tuple[int, ...]] = {}
+    if config.exchanged:
+        splits, group, h = config.splits, call.model.group, call.model.head_dim
+        item = words_of(splits, group, h)
+        of_pairs = (call.model.layers, b, call.kv_heads, h // width_of(splits, h), splits, item)
+        exchanged = {"accs": of_pairs if splits > 1 else (0,)}
+        least = max(least, next_power_of_2(splits) * item)  # what it adds up of all items
     return {
         "scratch": {
             "stream": f32(1, b, d),
-            "block": f32(0),
+            "block": f32(b if call.model.post_norms else 0, d),
             "scaled": vectors(d),
-            "squares": f32(config.programs, VECTORS),
+            "squares": f32(2 if call.model.post_norms else 1, config.programs, VECTORS),
             "heads": vectors(queries),
             "hidden": vectors(call.d_mlp),
         },
-        "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32)},
+        "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32), **exchanged},
         "WORDS": words,
         "STREAM_TOLD": 0,
-        "SUMS": 8 * VECTORS * TILE * config.num_warps,  # of 8 tiles, which is more than attention needs
+        "SUMS": least,
     }

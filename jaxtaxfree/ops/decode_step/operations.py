@@ -24,11 +24,13 @@ from jaxtaxfree.ops.decode_step.reference import (
     as_heads,
     attend_along_the_sequence,
     capped,
+    gated,
     rms_norm,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
+from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import vary
@@ -46,7 +48,14 @@ class Operations(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        return refusals_of_form(call)
+        reasons = refusals_of_form(call)
+        columns = {"o_proj": call.heads * call.model.head_dim, "down_proj": call.d_mlp}
+        for each in call.eight if call.world > 1 else ():
+            own = columns.get(each.name, 0)
+            if each.scales == "block" and own > BLOCK and own % BLOCK:
+                of = f"each rank has a multiple of {BLOCK} of its columns, not {own}"
+                reasons.append(f"it takes scales of blocks of {each.name} where {of}")
+        return reasons
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         del call, asked
@@ -76,13 +85,12 @@ def run(
         table = model.table_by_layer[i]
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]
         y, cache = step.attention(i, w, rms_norm(x, w["attn_norm"], model), cache, rotation)
-        x = step.added(x, y, w["o_proj"], w.get("post_attn_norm"))
-        y = step.times(
-            rms_norm(x, w["mlp_norm"], model), w["up_proj"], gate=w["gate_proj"], activation=model.gate_activation
-        )
-        x = step.added(x, y, w["down_proj"], w.get("post_mlp_norm"))
-    unembed = params["embed" if model.tied else "unembed"]
-    logits = step.times(rms_norm(x, params["final_norm"], model), unembed, preferred_element_type=jnp.float32)
+        x = step.added(x, y, w, "o_proj", w.get("post_attn_norm"))
+        y = step.gated(rms_norm(x, w["mlp_norm"], model), w)
+        x = step.added(x, y, w, "down_proj", w.get("post_mlp_norm"))
+    unembed = "embed" if model.tied else "unembed"
+    y = rms_norm(x, params["final_norm"], model)
+    logits = step.times(y, params, unembed, preferred_element_type=jnp.float32)
     return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
@@ -96,14 +104,31 @@ class _Step:
     lengths: jax.Array
     implementation: str
 
-    def times(self, y: jax.Array, weight: Any, **epilogue: Any) -> Any:
-        """y [B, in] times this rank's weight [out, in], or a tuple of products by several."""
-        return all_gather_matmul(y, weight, (), rhs_transposed=True, implementation=self.implementation, **epilogue)
+    def times(self, y: jax.Array, w: Params, name: str | tuple[str, ...], **epilogue: Any) -> Any:
+        """y [B, in] times this rank's weight of this name [out, in], or a tuple of products by several."""
+        if isinstance(name, tuple):
+            weights = tuple(w[each] for each in name)
+            scales = tuple(w.get(f"{each}_scale") for each in name)
+            scale = None if all(each is None for each in scales) else scales
+        else:
+            weights, scale = w[name], w.get(f"{name}_scale")
+        how: dict[str, Any] = {"rhs_transposed": True, "rhs_scale": scale, "implementation": self.implementation}
+        return all_gather_matmul(y, weights, (), **how, **epilogue)
 
-    def added(self, x: jax.Array, y: jax.Array, weight: jax.Array, norm: jax.Array | None) -> jax.Array:
+    def gated(self, y: jax.Array, w: Params) -> jax.Array:
+        """The inner part of the MLP, of y [B, D]: [B, F / W]."""
+        names = "gate_proj", "up_proj"
+        if all(f"{name}_scale" not in w for name in names):
+            return self.times(y, w, "up_proj", gate=w["gate_proj"], activation=self.model.gate_activation)
+        # No kernel for few rows has a gate of 8 bits.
+        gate, up = self.times(y, w, names, preferred_element_type=jnp.float32)
+        return gated(gate, up, self.model).astype(y.dtype)
+
+    def added(self, x: jax.Array, y: jax.Array, w: Params, name: str, norm: jax.Array | None) -> jax.Array:
         """The residual stream x [B, D] and a block's result, y [B, in / W] times weight [D, in / W], of all ranks."""
         how: dict[str, Any] = {"rhs_transposed": True, "implementation": self.implementation}
-        return added(x, functools.partial(matmul_all_reduce, y, weight, self.axes, **how), norm, self.model)
+        how["rhs_scale"] = w.get(f"{name}_scale")
+        return added(x, functools.partial(matmul_all_reduce, y, w[name], self.axes, **how), norm, self.model)
 
     def attention(
         self, layer: int, w: Params, y: jax.Array, cache: tuple[jax.Array, jax.Array],
@@ -112,7 +137,7 @@ class _Step:
         """Of normalised y [B, D] what this rank's heads find, [B, heads * H], and the cache with the new token."""
         model, names = self.model, ("q", "k", "v")
         bias = {"bias": tuple(w[f"{name}_bias"] for name in names)} if model.qkv_bias else {}
-        made = self.times(y, tuple(w[f"{name}_proj"] for name in names), **bias)
+        made = self.times(y, w, tuple(f"{name}_proj" for name in names), **bias)
         q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
         window = model.window_by_layer[layer]
         if self.placement is None:

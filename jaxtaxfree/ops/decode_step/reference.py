@@ -11,10 +11,11 @@ from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.epilogue import ACTIVATIONS
 from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.ops.scaled import Scaled
 from jaxtaxfree.teams import vary
 
 Params = Mapping[str, jax.Array]
-LAYER_FREE = ("final_norm", "unembed", "embed")  # parameters that no layer has
+LAYER_FREE = ("final_norm", "unembed", "unembed_scale", "embed")  # parameters that no layer has
 
 
 def run(
@@ -72,12 +73,12 @@ def run(
                 q, k, v, past, lengths, model.windows[:1], 0, placement, axes, model, "xla"
             )
             cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
-        y = lax.psum(product(y.reshape(b, t, -1), w["o_proj"]), axes).astype(x.dtype)
+        y = lax.psum(times(y.reshape(b, t, -1), w, "o_proj"), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
-        gate, up = (product(y, w[name]) for name in ("gate_proj", "up_proj"))
+        gate, up = (times(y, w, name) for name in ("gate_proj", "up_proj"))
         y = gated(gate, up, model).astype(x.dtype)
-        y = lax.psum(product(y, w["down_proj"]), axes).astype(x.dtype)
+        y = lax.psum(times(y, w, "down_proj"), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_mlp_norm"]) if model.post_norms else y, model)
         return (x, cache), None
 
@@ -85,7 +86,7 @@ def run(
     cache = vary(cache[0], axes), vary(cache[1], axes)
     (x, cache), _ = lax.scan(layer, (x, cache), by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
-    logits = product(normal(x, params["final_norm"]), params["embed" if model.tied else "unembed"])
+    logits = times(normal(x, params["final_norm"]), params, "embed" if model.tied else "unembed")
     return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
@@ -120,13 +121,21 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum("...i,oi->...o", x, weight, precision=precision_of(x), preferred_element_type=jnp.float32)
 
 
+def times(x: jax.Array, w: Params, name: str) -> jax.Array:
+    """x [..., in] times the weight of this name [out, in], in f32; one of 8 bits is multiplied by its scales."""
+    scale = w.get(f"{name}_scale")
+    if scale is None:
+        return product(x, w[name])
+    return Scaled(x, w[name].T, rhs_scale=scale.T).matmul(precision_of(x))
+
+
 def _queries_keys_values(
     w: Params, y: jax.Array, rotation: tuple[jax.Array, jax.Array], model: DecoderSpec
 ) -> list[jax.Array]:
     """Of y [B, T, D] the queries, keys and values of this rank's heads, each [B, T, heads, H]."""
     found = []
     for name in ("q", "k", "v"):
-        of = product(y, w[f"{name}_proj"])
+        of = times(y, w, f"{name}_proj")
         if model.qkv_bias:
             of = of + w[f"{name}_bias"].astype(jnp.float32)
         found.append(as_heads(name, of.astype(y.dtype), w, rotation, model))

@@ -1,9 +1,12 @@
 """What a dense decoder is made of, as far as `decode_step` has to know it."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from jax.sharding import PartitionSpec
+
+from jaxtaxfree.ops.quantize import BLOCK
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `ops.epilogue` calls them
 
@@ -170,6 +173,39 @@ class DecoderSpec:
             into, out = (layers, self.experts, d, f), (layers, self.experts, f, d)
             shapes |= {"router": (layers, self.experts, d), "gate_proj": into, "up_proj": into, "down_proj": out}
         return shapes
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The parameters that may have 8 bits, with a scale of the same name and `_scale` behind it."""
+        own = () if self.tied else ("unembed",)
+        return ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", *own)
+
+    def scale_shapes(self, world: int = 1, by_heads: bool = True, blocks: bool = False) -> dict[str, tuple[int, ...]]:
+        """The shapes of a rank's scales of weights of 8 bits, as `decode_step` takes them.
+
+        Args:
+          world, by_heads: as in `param_shapes`.
+          blocks: there is one for each block of 128 x 128 of the rank's part, else for each row of it.
+        """
+        shapes = self.param_shapes(world, by_heads)
+        found = {}
+        for name in self.matrices:
+            *layers, rows, columns = shapes[name]
+            of = (math.ceil(rows / BLOCK), math.ceil(columns / BLOCK)) if blocks else (rows, 1)
+            found[f"{name}_scale"] = (*layers, *of)
+        return found
+
+    def scale_specs(
+        self, axis_name: str | tuple[str, ...], by_heads: bool = True, blocks: bool = False
+    ) -> dict[str, PartitionSpec]:
+        """The PartitionSpec of each scale of the whole model's weights, as `partition_specs` has those of weights.
+
+        A scale of a row whose columns the ranks share is the same on all of them. Blocks must not lie on two ranks.
+        """
+        specs = self.partition_specs(axis_name, by_heads)
+        row = {name: at for name, at in self.sharded(by_heads).items() if at == len(self.param_shapes()[name]) - 1}
+        found = {name: PartitionSpec() if name in row and not blocks else specs[name] for name in self.matrices}
+        return {f"{name}_scale": spec for name, spec in found.items()}
 
     def sharded(self, by_heads: bool = True) -> dict[str, int | None]:
         """The dimension along which the ranks share each parameter of the whole model; None: each has all of it."""
