@@ -414,9 +414,7 @@ class Model:
             return self._on_mesh(functools.partial(step, by), specs, (P(), P(), P(), self._cache_specs), donate=(1,))
 
         operations = made(functools.partial(self._by_operations, room))
-        # Of weights of 8 bits `decode_step` was not timed, and it takes no activations of 8 bits.
-        in_eight = self.eight and (self.quantize_activations or self.implementation not in ("fused", "simulate"))
-        if in_eight or self.paged or not is_whole_step(self.spec, self.by_heads):
+        if self.eight or self.paged or not is_whole_step(self.spec, self.by_heads):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):

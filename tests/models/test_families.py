@@ -122,16 +122,15 @@ def test_simulated_kernels(name):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("weights", [None, "int8"])
-def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch, weights):
+def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch):
     """A Llama that the kernel takes: its steps are one launch each, and its tokens those of XLA."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
     sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
     monkeypatch.setattr(checkpoint, "SCALE", 0.3)
     checkpoint.write_random(tmp_path, checkpoint.LLAMA_3_8B | sizes)
     config = Config(programs=2, stage=1024, num_stages=2, merged=32, splits=1, num_warps=4)
     monkeypatch.setattr(Hopper, "by_shape", lambda *_: config)
-    model = models.load(tmp_path, mesh_of(2), weights=weights)
+    model = models.load(tmp_path, mesh_of(2))
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
     expected = model.by("xla").generate(tokens, 4)
     with simulator.simulating() as recording:

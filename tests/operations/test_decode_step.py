@@ -491,10 +491,16 @@ def test_errors_of_scales():
 
 
 @pytest.mark.parametrize(
-    "sequences, implementation, kernels", [(17, None, 0), (17, "fused", 2 * 8 + 1), (1, "fused", 1)]
+    "sequences, implementation, config, kernels",
+    [
+        (17, None, None, 0),
+        (17, "fused", None, 2 * 8 + 1),
+        (1, "fused", None, 2 * 8 + 1),
+        (1, "fused", {"kernel": "hopper"}, 1),
+    ],
 )
-def test_what_takes_eight_bits(sequences, implementation, kernels):
-    """One launch, or operations, each product one of its own; but None takes XLA, for want of a measurement."""
+def test_what_takes_eight_bits(sequences, implementation, config, kernels):
+    """Operations, each product one of its own, or one launch if asked for; None takes XLA until it is measured."""
     model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=128)
     params, _ = in_eight_bits(make_params(model), model, specs(model), 2, INT8, False)
     types = {
@@ -507,7 +513,7 @@ def test_what_takes_eight_bits(sequences, implementation, kernels):
 
     def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
         return jtf.decode_step(
-            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation=implementation
+            params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, implementation=implementation, config=config
         )
 
     mesh, of_cache = Mesh(np.array(jax.devices()[:2]), ("tp",)), P(None, None, "tp")

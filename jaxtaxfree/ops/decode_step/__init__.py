@@ -86,12 +86,12 @@ def decode_step(
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 and with norms behind the blocks 1
         to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence, and on
-        other GPUs. Weights of 8 bits go in one launch if those of layers all have one dtype, with scales of rows whose
-        lengths 128 divides, and, of 5 sequences or more, the unembedding has 8 bits, too. None takes what has been
-        measured, on several ranks, which is weights of 16 bits alone.
+        other GPUs. None takes what has been measured, on several ranks, which is weights of 16 bits alone.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. With {"tensor_cores": True} it takes 5 sequences or more with norms behind the blocks as well.
-        {"kernel": "operations"} is our operations.
+        leaves out. {"kernel": "operations"} is our operations. No GPU has run these yet, so a config has to ask for
+        them: 5 sequences or more with norms behind the blocks ({"tensor_cores": True}), and weights of 8 bits
+        ({"kernel": "hopper"}). Of these all layers have one dtype, with scales of rows whose lengths 128 divides; of 5
+        sequences or more the unembedding has 8 bits, too.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
       cache's end are dropped.

@@ -104,6 +104,11 @@ class Hopper(Variant[Call]):
 
     name, Config, kernel = "hopper", Config, decode_step_kernel
 
+    def cost(self, call: Call, config: Config) -> float:
+        """Of weights of 8 bits it is taken where it is named."""
+        del config
+        return math.inf if call.eight and "eight_bits" not in MEASURED else 0
+
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
         reasons = []

@@ -62,7 +62,7 @@ class Operations(Variant[Call]):
         return Config()
 
     def cost(self, call: Call, config: Config) -> float:
-        """Next to that of one launch, 0, which was faster wherever it takes a call."""
+        """Next to that of one launch, which is 0: it was faster wherever it was measured."""
         del call, config
         return 1
 
