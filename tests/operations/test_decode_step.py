@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jaxtaxfree as jtf
 from jaxtaxfree.ops.decode_step import VARIANTS, operations
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.ops.decode_step.reference import scaled_embedding
 from jaxtaxfree.ops.kv_cache import placement_of
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.target import HOPPER, target_of
@@ -156,6 +157,28 @@ def test_errors():
         dataclasses.replace(model, experts=2, experts_per_token=3)
     with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'gelu_tanh', not 'relu'"):
         dataclasses.replace(model, activation="relu")
+    for field, value, message in (
+        ("layers", True, "layers must be a positive whole number, not True"),
+        ("norm_eps", -1e-6, "norm_eps must not be negative"),
+        ("norm_eps", "1e-6", "norm_eps must be a finite number, not '1e-6'"),
+        ("score_scale", float("nan"), "score_scale must be None or a finite number, not nan"),
+        ("logit_soft_cap", 0, "logit_soft_cap must be positive, not 0"),
+        ("windows", [3], r"windows must be a tuple of None and whole numbers, not \[3\]"),
+        ("windows", (2.5,), r"windows must be a tuple of None and whole numbers, not \(2.5,\)"),
+        ("windows", (-1,), r"windows must be None or not negative, not \(-1,\)"),
+        ("windows", (), "need an entry or more"),
+        ("rotary_tables", (0.5,), "rotary_tables must be a tuple of whole numbers"),
+        ("rotary_tables", (-1,), "rotary_tables must not be negative"),
+        ("rotary_dim", 4.0, "rotary_dim must be None or a whole number, not 4.0"),
+        ("rotary_dim", 10, "rotary_dim must be even and at most head_dim=8, not 10"),
+        ("head_dim", 7, "a head of 7 dimensions cannot be rotated in pairs"),
+        ("activation", [], r"activation must be one of .*, not \[\]"),
+        ("experts", None, "experts must be a whole number, not None"),
+    ):
+        with pytest.raises(ValueError, match=f"^There is no such DecoderSpec: .*{message}"):
+            dataclasses.replace(model, **{field: value})
+    same = dataclasses.replace(model, layers=np.int64(2))
+    assert same == model and type(same.layers) is int
 
     def call(world: int = 2, model: jtf.DecoderSpec = model, **changed: Any) -> None:
         params = {name: jnp.zeros(shape) for name, shape in model.param_shapes(world).items()}
@@ -183,6 +206,69 @@ def test_errors():
         call(model=dataclasses.replace(model, experts=4, experts_per_token=2))
     with pytest.raises(ValueError, match="there is no placement 'ring'"):
         call(placement="ring")
+    call(counts=[1, 0, 1])
+    empty = jnp.zeros((2, 3, 2, 0, 8))
+    for changed, message in (
+        ({"counts": jnp.ones(3)}, r"counts must be i32\[3\], not float32"),
+        ({"x": jnp.zeros((3, 0, 32))}, "x has no token"),
+        ({"x": jnp.zeros((3, 32), jnp.int32)}, "x must be of floats, not int32"),
+        ({"cos": jnp.zeros((SLOTS, 4), jnp.int32)}, "cos must be of floats, not int32"),
+        ({"cos": jnp.zeros((0, 4)), "sin": jnp.zeros((0, 4))}, r"cos must be \[1, positions, 4\], not \[1, 0, 4\]"),
+        ({"cache": (empty, empty)}, "the cache's keys have no room"),
+        ({"cache": (jnp.zeros((2, 3, 2, SLOTS, 8), jnp.int32),) * 2}, "the cache must be of floats, not int32"),
+        ({"cache": (empty,)}, r"cache must be \(keys, values\), not 1 parts"),
+        ({"cache": None}, r"cache must be \(keys, values\), not NoneType"),
+        ({"params": [1]}, "params must be a mapping of names to arrays, not list"),
+        ({"block_size": 4}, 'block_size=4 goes with placement="round_robin"'),
+    ):
+        with pytest.raises(ValueError, match=f"^decode_step cannot take these .*{message}"):
+            call(**changed)
+    with pytest.raises(ValueError, match="model must be a DecoderSpec, not dict"):
+        jax.shard_map(
+            lambda: jtf.decode_step({}, 0, (0, 0), 0, "tp", model={}, cos=0, sin=0),  # pyrefly: ignore[bad-argument-type]
+            mesh=Mesh(np.array(jax.devices()[:1]), ("tp",)), in_specs=(), out_specs=P(),
+        )()  # fmt: skip
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        with pytest.raises(NotImplementedError, match=r"decode_step has no cache of 8 bits.*keep it in float32"):
+            call(cache=(jnp.zeros((2, 3, 2, SLOTS, 8), dtype),) * 2)
+
+
+def test_the_scale_of_the_embedding_is_rounded_as_in_published_models():
+    """It multiplies in the dtype of the embedding: of Gemma 3, whose scale is 50.6, 50.5."""
+    model = FAMILIES["gemma-3-4b"]
+    found = scaled_embedding(jnp.ones((1, 1), jnp.bfloat16), model)
+    assert found.dtype == jnp.bfloat16 and float(found[0, 0]) == 50.5 != round(model.embedding_scale, 1)
+
+
+@pytest.mark.parametrize("by_operations", [False, True])
+@pytest.mark.parametrize("placement", ["heads", "contiguous"])
+def test_sequences_without_a_token_leave_no_trace(placement, by_operations):
+    """Whatever the length, which may be outside of the cache, and with a count that is outside of 0 to 1."""
+    model, slots, by_heads = tiny("llama-3-8b", layers=1), 8, placement == "heads"
+    lengths = np.array([3, 3, 0, 8, 9, -1, 5], np.int32)
+    counts = np.array([1, 0, 0, 1, 0, 1, 7], np.int32)
+    cos, sin = map(jnp.asarray, rotary_tables(model, slots))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((len(lengths), model.d_model)).astype(np.float32)
+    cache = tuple(rng.standard_normal((1, len(lengths), 4, slots, 8)).astype(np.float32) for _ in range(2))
+
+    def step(params: Any, cache: Any) -> Any:
+        if not by_operations:
+            how = {"model": model, "cos": cos, "sin": sin, "placement": placement}
+            return jtf.decode_step(params, x, cache, lengths, "tp", counts=counts, **how)
+        place = None if by_heads else placement_of(placement, None, slots // 2, None, "decode_step")
+        how = {"axes": ("tp",), "model": model, "placement": place, "implementation": "xla"}
+        return operations.run(params, x, cache, jnp.where(counts > 0, lengths, -1), cos, sin, **how)
+
+    of_cache = P(None, None, "tp") if by_heads else P(None, None, None, "tp")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    specs_of_step = specs(model, by_heads), of_cache
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs_of_step, out_specs=(P(None, "tp"), of_cache), check_vma=False)
+    logits, new = jax.jit(run)(make_params(model), cache)
+    assert np.isfinite(np.asarray(logits)).all()
+    for old, found in zip(cache, map(np.asarray, new)):
+        changed = [(int(b), int(at)) for b, at in zip(*np.nonzero((old != found).any(axis=(0, 2, 4))))]
+        assert changed == [(0, 3), (6, 5)]
 
 
 def test_what_the_kernel_does_not_take():
