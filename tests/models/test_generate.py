@@ -88,6 +88,7 @@ def test_prompts_that_are_refused():
         ([[1, 2]], 1, [3], r"lengths must be i32\[1\] from 1 to 2, not \[3\]"),
         ([[1, 2]], 1, [0], r"lengths must be i32\[1\] from 1 to 2, not \[0\]"),
         ([[1, 288]], 1, None, "tokens must be from 0 to 287, and 288 is not"),
+        ([[1, 2], [1]], 1, None, r"tokens must be i32\[B, T\]: fill up shorter rows"),
         ([[1]], 0, None, "steps must be 1 or more, and is 0"),
         ([[1]], 128, None, "129 tokens are more than max_position_embeddings=128"),
     ):
@@ -97,8 +98,19 @@ def test_prompts_that_are_refused():
         models.load(CHECKPOINT, mesh_of(2), cache="paged")
     with pytest.raises(ValueError, match="load has axis_name='x', and the mesh has 'tp'"):
         models.load(CHECKPOINT, mesh_of(2), "x")
-    with pytest.raises(ValueError, match="load takes dtype as one of float32, float16, bfloat16, not int8"):
-        models.load(CHECKPOINT, mesh_of(2), dtype=np.int8)
+    with pytest.raises(ValueError, match="load needs an axis of the mesh"):
+        models.load(CHECKPOINT, mesh_of(2), ())
+    for dtype, named in ((np.int8, "int8"), ("bf16", "'bf16'"), (3, "3")):
+        with pytest.raises(ValueError, match=f"load takes dtype as None or one of float32, .*, not {named}"):
+            models.load(CHECKPOINT, mesh_of(2), dtype=dtype)
+    with pytest.raises(ValueError, match="load takes weights as None or one of int8, float8_e4m3fn, not 'fp8'"):
+        models.load(CHECKPOINT, mesh_of(2), weights="fp8")
+    with pytest.raises(ValueError, match=r"stop must be several tokens, such as \(3,\), not 3"):
+        model.generate([[1]], 1, stop=3)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(TypeError, match=r"generate takes steps as a whole number, not 1\.5"):
+        model.generate([[1]], 1.5)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(TypeError, match=r"a sampling takes top_k as a whole number, not 1\.5"):
+        model.generate([[1]], 1, top_k=1.5)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_bytes_of_a_step():
