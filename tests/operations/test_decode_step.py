@@ -127,12 +127,13 @@ def test_more_ranks_than_heads(placement, by_operations):
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_what_no_family_has():
-    """Of the head a part is rotated, and blocks and logits are scaled."""
-    model = dataclasses.replace(
-        tiny("llama-3-8b"), rotary_dim=4, residual_scale=0.5, logit_scale=0.25, activation="gelu"
-    )
-    logits, expected = generate(model, 2)
+@pytest.mark.parametrize("by_operations", [False, True])
+@pytest.mark.parametrize("family", ["llama-3-8b", "gemma-2-9b"])
+def test_what_no_family_has(family, by_operations):
+    """Of the head a part is rotated, blocks and logits are scaled, these before their cap, and norms add much."""
+    changes = {"rotary_dim": 4, "residual_scale": 0.5, "logit_scale": 4.0, "activation": "gelu", "norm_eps": 0.1}
+    model = dataclasses.replace(tiny(family), **changes)
+    logits, expected = generate(model, 2, by_operations)
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
