@@ -215,13 +215,11 @@ def case(
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if placement is not None or x.shape[1] != 1:
-        return None
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, team.compute_capability)
     kernel = Hopper()
     if kernel.refuses(call, kernel.by_shape(call, {})):
-        return None  # operations have tables of their own
+        return None  # such as a cache along the sequence: operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(
         operation="decode_step",
