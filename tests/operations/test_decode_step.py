@@ -208,13 +208,19 @@ def test_errors():
     with pytest.raises(ValueError, match="there is no placement 'ring'"):
         call(placement="ring")
     call(counts=[1, 0, 1])
-    empty = jnp.zeros((2, 3, 2, 0, 8))
+    full, empty = jnp.zeros((2, 3, 2, SLOTS, 8)), jnp.zeros((2, 3, 2, 0, 8))
     for changed, message in (
         ({"counts": jnp.ones(3)}, r"counts must be i32\[3\], not float32"),
         ({"x": jnp.zeros((3, 0, 32))}, "x has no token"),
         ({"x": jnp.zeros((3, 32), jnp.int32)}, "x must be of floats, not int32"),
         ({"cos": jnp.zeros((SLOTS, 4), jnp.int32)}, "cos must be of floats, not int32"),
         ({"cos": jnp.zeros((0, 4)), "sin": jnp.zeros((0, 4))}, r"cos must be \[1, positions, 4\], not \[1, 0, 4\]"),
+        ({"sin": jnp.zeros((SLOTS + 1, 4))}, r"cos is \[1, 16, 4\] and sin \[1, 17, 4\]"),
+        ({"cache": (full, full.astype(jnp.bfloat16))}, r"keys are float32\[.*\] and values bfloat16"),
+        (
+            {"cache": (full, full[:, :, :, 1:])},
+            r"keys are float32\[2, 3, 2, 16, 8\] and values float32\[2, 3, 2, 15, 8\]",
+        ),
         ({"cache": (empty, empty)}, "the cache's keys have no room"),
         ({"cache": (jnp.zeros((2, 3, 2, SLOTS, 8), jnp.int32),) * 2}, "the cache must be of floats, not int32"),
         ({"cache": (empty,)}, r"cache must be \(keys, values\), not 1 parts"),
