@@ -278,6 +278,49 @@ def test_sequences_without_a_token_leave_no_trace(placement, by_operations):
         assert changed == [(0, 3), (6, 5)]
 
 
+@pytest.mark.parametrize(
+    ("world", "placement", "by_operations"),
+    [(3, "heads", False), (3, "contiguous", True), (8, "heads", True), (8, "contiguous", False)],
+)
+def test_sixteen_sequences_on_other_worlds(world, placement, by_operations):
+    """From an empty cache to one with room for one more token, and what the step leaves in it."""
+    by_heads, slots, lengths = placement == "heads", 24, np.array([*range(15), 23], np.int32)
+    heads = {"heads": 6, "kv_heads": 3 if by_heads else 2} if world == 3 else {"heads": 8, "kv_heads": 8}
+    if world == 8 and not by_heads:
+        heads["kv_heads"] = 2
+    model = tiny("qwen3-8b", layers=1, vocab=72, d_mlp=48, **heads)
+    params, tables = make_params(model), rotary_tables(model, slots)
+    cos, sin = map(jnp.asarray, tables)
+    xs = np.random.default_rng(2).standard_normal((len(lengths), slots, model.d_model)).astype(np.float32)
+    empty = np.full((2, 1, len(lengths), model.kv_heads, slots, model.head_dim), np.nan, np.float32)
+    how = {"model": model, "cos": cos, "sin": sin}
+
+    def read(params: Any, counts: Any) -> Any:
+        return jtf.decode_step(params, xs, tuple(empty), 0 * counts, "tp", counts=counts, **how)[1]
+
+    def step(params: Any, cache: Any) -> Any:
+        new = xs[np.arange(len(lengths)), lengths]
+        if not by_operations:
+            return jtf.decode_step(params, new, cache, lengths, "tp", placement=placement, **how)
+        place = None if by_heads else placement_of(placement, None, slots // world, None, "decode_step")
+        of_operations = {"axes": ("tp",), "model": model, "placement": place, "implementation": "xla"}
+        return operations.run(params, jnp.asarray(new), cache, jnp.asarray(lengths), cos, sin, **of_operations)
+
+    def on(count: int, f: Any, specs: Any, out_specs: Any) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:count]), ("tp",))
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
+
+    alone = on(1, read, (P(), P()), P())
+    cache, wanted = (jax.tree.map(np.asarray, alone(params, lengths + more)) for more in (0, 1))
+    of_cache = P(None, None, "tp") if by_heads else P(None, None, None, "tp")
+    run = on(world, step, (specs(model, by_heads), of_cache), (P(None, "tp"), of_cache))
+    logits, found = run(params, cache)
+    expected = [decode(model, params, x[: length + 1], *tables) for x, length in zip(xs, lengths)]
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+    for part, of_prompt in zip(found, wanted):
+        np.testing.assert_allclose(part, of_prompt, rtol=1e-4, atol=1e-4)  # NaN where there is nothing
+
+
 def test_what_the_kernel_does_not_take():
     """It names all that is missing, and None takes XLA for it."""
     call = Call(
