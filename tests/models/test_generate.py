@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtaxfree import __main__ as program
 from jaxtaxfree import models
 from jaxtaxfree.models import commands, compare
+from jaxtaxfree.models import model as model_module
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.tokenizer import Tokenizer
 from jaxtaxfree.target import memory_bandwidth_of
@@ -78,6 +79,17 @@ def test_drawing_and_stop_tokens():
     np.testing.assert_array_equal(found, wanted)
     steps = list(model.stream(tokens, STEPS, lengths=lengths, stop=stop, sampling=Sampling(**how)))
     assert len(steps) == 1 + max(first)
+
+
+@pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
+def test_a_cache_that_grows(monkeypatch, cache):
+    """Twice, where it has not a position more than it needs; the tokens are those of a cache that does not."""
+    monkeypatch.setattr(model_module, "ROOM", 1)
+    monkeypatch.setattr(model_module, "BLOCK", 2)
+    model, expected = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache), expected_of("llama3")
+    model.growth = 12
+    found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
+    np.testing.assert_array_equal(found, expected["greedy"])
 
 
 def test_prompts_that_are_refused():
