@@ -191,7 +191,7 @@ def medians(file: str, **of: object) -> dict[str, float]:
     return {"floor": rows[0]["floor_us"]} | {row["implementation"]: row["median_us"] for row in rows}
 
 
-def test_sentences_of_the_readme_are_what_was_measured():
+def test_sentences_are_what_was_measured():
     """Those that no table shows."""
     text = " ".join((table.ROOT / "README.md").read_text().split())
 
@@ -213,6 +213,14 @@ def test_sentences_of_the_readme_are_what_was_measured():
     made = medians("models-2026-11-25-2xh100-80gb-hbm3/llama-3-8b.json", b=1, prompt=1024, layers=8)
     rate = {name: 1e6 / time for name, time in made.items()}
     assert f"make {rate['auto']:.0f} tokens a second behind a prompt of 1024, by XLA {rate['xla']:.0f}" in text
+    page = " ".join((table.ROOT / "docs" / "models.md").read_text().split())
+    folder = "models-2026-11-25-2xh100-80gb-hbm3"
+    mixture, int8 = (medians(f"{folder}/{name}.json") for name in ("qwen3-30b-a3b", "llama-3-8b-int8"))
+    assert (
+        f"took {made['xla'] / 1e3:.2f} ms by XLA and {made['auto'] / 1e3:.2f} by default, which is one launch" in page
+    )
+    assert f"it took {mixture['xla'] / 1e3:.2f} and {mixture['auto'] / 1e3:.2f}, and the prompt" in page
+    assert f"In int8 by XLA a step of the first took {int8['xla'] / 1e3:.2f}." in page
 
     many, few = (medians("2026-11-25-2xh100-80gb-hbm3-moe/moe.json", tokens=tokens) for tokens in (4096, 64))
     assert (
