@@ -339,8 +339,9 @@ def test_what_the_kernel_does_not_take():
     found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
         assert any(part in reason for reason in found), found
-    with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*float32"):
+    with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*") as caught:
         generate(tiny("llama-3-8b"), 2, implementation="fused")
+    assert str(caught.value).count("it takes weights of bfloat16 and float16, not float32") == 1  # of two kernels
 
 
 @pytest.mark.parametrize("family", FAMILIES)
