@@ -81,6 +81,17 @@ def test_drawing_and_stop_tokens():
     assert len(steps) == 1 + max(first)
 
 
+def test_each_step_draws_anew():
+    """So hot that all tokens are alike: by one key every step would draw the same rank. A seed says which they are."""
+    model, prompt = model_of("llama3"), [1, 2, 3]
+    first, again, other = (model.generate([prompt], 8, temperature=1e6, seed=seed)[0] for seed in (5, 5, 6))
+    logits = np.asarray(model.logits([[*prompt, *first[:-1].tolist()]]))[0, len(prompt) - 1 :]
+    ranks = [int(np.sum(row > row[token])) for row, token in zip(logits, first, strict=True)]
+    assert len(set(ranks)) >= 6, ranks
+    np.testing.assert_array_equal(first, again)
+    assert np.sum(first == other) <= 2
+
+
 @pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
 def test_a_cache_that_grows(monkeypatch, cache):
     """Twice, where it has not a position more than it needs; the tokens are those of a cache that does not."""
