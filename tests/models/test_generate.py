@@ -81,6 +81,14 @@ def test_drawing_and_stop_tokens():
     assert len(steps) == 1 + max(first)
 
 
+@pytest.mark.parametrize("cache", ["heads", "sequence"])
+def test_a_step_takes_the_cache_over(cache):
+    """Keys and values are donated: where they lie is where the new ones are."""
+    model = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache)
+    text = model._step(model.room([3], 4), Sampling()).lowered.as_text()
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2
+
+
 def test_each_step_draws_anew():
     """So hot that all tokens are alike: by one key every step would draw the same rank. A seed says which they are."""
     model, prompt = model_of("llama3"), [1, 2, 3]
