@@ -1,5 +1,10 @@
 """Fused compute-and-communicate GPU kernels for JAX."""
 
+from jaxtaxfree import private
+
+private.check()  # before other modules import these names
+
+# ruff: noqa: E402
 from jaxtaxfree import heap, iris, routing
 from jaxtaxfree.fusion import fuse
 from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready

@@ -111,6 +111,8 @@ def encoded(options: argparse.Namespace, tokenizer: Tokenizer | None) -> list[li
         prompts = [[int(token) for token in text.split(",")] for text in options.ids]
     except ValueError:
         raise ModelError(f"--ids takes numbers with commas between them, not {options.ids[-1]!r}.") from None
+    if none := [token for prompt in prompts for token in prompt if not 0 <= token < 1 << 31]:
+        raise ModelError(f"--ids has {none[0]}, which is no number of a token.")
     texts = list(options.prompt)
     if batch := getattr(options, "batch", None):
         if not batch.is_file():
@@ -146,9 +148,9 @@ def _generate(options: argparse.Namespace, console: Console) -> int:
     tokens, lengths = padded(prompts)
     stop = () if options.ignore_stop else model.config.stop
     times, made = [], []
+    stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
     befores = [tokenizer.decode(prompt) if tokenizer else f"{','.join(map(str, prompt))} ->" for prompt in prompts]
     alone = _Text(tokenizer, stop) if len(prompts) == 1 else None
-    stream = model.stream(tokens, options.tokens, lengths=lengths, sampling=sampling, stop=stop, seed=options.seed)
     with console.status("compiling"):
         model.compile(lengths, options.tokens, sampling)
     begin = time.perf_counter()

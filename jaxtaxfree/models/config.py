@@ -59,9 +59,22 @@ def read_config(folder: str | Path) -> ModelConfig:
         raise ModelError(f"{folder} has no config.json: give the folder of a checkpoint as Hugging Face publishes it.")
     config = config_of(values, f"{folder / 'config.json'}")
     generation = read_json(folder / "generation_config.json") or {}
-    if (stop := generation.get("eos_token_id")) is not None:
-        config = dataclasses.replace(config, stop=tuple(stop) if isinstance(stop, list) else (stop,))
+    if generation.get("eos_token_id") is not None:
+        fields = Fields(generation, f"{folder / 'generation_config.json'}")
+        config = dataclasses.replace(config, stop=_stop(fields))
+        if fields.wrong:
+            raise ModelError(f"{folder / 'generation_config.json'} cannot be taken: {'; '.join(fields.wrong)}.")
     return config
+
+
+def _stop(fields: Fields) -> tuple[int, ...]:
+    """The tokens after which a text ends: of one number, or of a list."""
+    stop = fields.take("eos_token_id", object, None)
+    tokens = stop if isinstance(stop, list) else [] if stop is None else [stop]
+    if any(not isinstance(token, int) or isinstance(token, bool) for token in tokens):
+        fields.wrong.append(f"eos_token_id must be a token or a list of tokens, not {stop!r}")
+        return ()
+    return tuple(tokens)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
@@ -80,15 +93,15 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def config_of(values: Mapping[str, Any], where: str = "config.json") -> ModelConfig:
     """The configuration of a parsed `config.json`, called `where` in errors."""
     family = values.get("model_type")
-    if family == "gemma3" and "text_config" in values:
+    if family == "gemma3" and isinstance(values.get("text_config"), dict):
         return _gemma3_with_images(values, where)
-    if family not in _FAMILIES:
+    if not isinstance(family, str) or family not in _FAMILIES:
         named = ", ".join(sorted(["gemma3", *_FAMILIES]))
         raise ModelError(f"{where} has model_type={family!r}, which is not supported; supported are {named}.")
     fields = Fields(values, where)
     fields.take("model_type", str)
     made = _FAMILIES[family](fields)
-    stop = fields.take("eos_token_id", list if isinstance(values.get("eos_token_id"), list) else int, None)
+    stop = _stop(fields)
     name = fields.take("dtype", str, None) or "float32"
     name = fields.take("torch_dtype", str, None) or name
     if name not in DTYPES:
@@ -112,7 +125,7 @@ def config_of(values: Mapping[str, Any], where: str = "config.json") -> ModelCon
         rotaries=rotaries,
         positions=positions,
         dtype=DTYPES[name],
-        stop=() if stop is None else tuple(stop) if isinstance(stop, list) else (stop,),
+        stop=stop,
         quantization=quantization,
     )
 
@@ -146,7 +159,7 @@ _IMAGE_TENSORS = (
 def _sizes(fields: Fields, **defaults: Any) -> dict[str, Any]:
     """What all families say in the same fields. A default is what transformers takes for a field that is not there."""
     heads = fields.take("num_attention_heads", int, **_default(defaults, "num_attention_heads"))
-    d_model = fields.take("hidden_size", int, **_default(defaults, "hidden_size"))
+    d_model = fields.take("hidden_size", int, above=0, **_default(defaults, "hidden_size"))
     return {
         "layers": fields.take("num_hidden_layers", int, **_default(defaults, "num_hidden_layers")),
         "d_model": d_model,
@@ -177,28 +190,28 @@ def _rotary(fields: Fields, sizes: Mapping[str, Any], theta: float = 10000.0) ->
     """The one table of a model, of `rope_theta` and `rope_scaling`, or of `rope_parameters`, which holds both."""
     scaling = dict(fields.take("rope_scaling", dict, None) or {})
     scaling |= fields.take("rope_parameters", dict, None) or {}
-    theta = fields.take("rope_theta", float, theta)
+    theta = fields.take("rope_theta", float, theta, above=1)
     return (rotary_of(scaling, theta, sizes["head_dim"], sizes["positions"], fields.wrong),)
 
 
 def rotary_of(scaling: Mapping[str, Any], theta: float, dim: int, positions: int, wrong: list[str]) -> Rotary:
     """The table of a `rope_scaling`; what is wrong with it is appended to `wrong`."""
     inner = Fields(scaling, "rope_scaling")
-    theta = inner.take("rope_theta", float, theta)
+    theta = inner.take("rope_theta", float, theta, above=1)
     kind = inner.take("type", str, None) or "default"
     kind = inner.take("rope_type", str, None) or kind
     made: dict[str, Any] = {"theta": theta, "dim": dim, "kind": kind}
     inner.only("partial_rotary_factor", 1, 1.0, why="all of a head is rotated")
     if kind in ("linear", "llama3", "yarn"):
-        made["factor"] = inner.take("factor", float)
+        made["factor"] = inner.take("factor", float, above=0)
     if kind == "llama3":
-        made["low"] = inner.take("low_freq_factor", float)
-        made["high"] = inner.take("high_freq_factor", float)
-        made["original"] = inner.take("original_max_position_embeddings", int)
+        made["low"] = inner.take("low_freq_factor", float, above=0)
+        made["high"] = inner.take("high_freq_factor", float, above=made["low"])
+        made["original"] = inner.take("original_max_position_embeddings", int, above=0)
     elif kind == "yarn":
-        made["original"] = inner.take("original_max_position_embeddings", int, positions)
-        made["beta_fast"] = inner.take("beta_fast", float, 32.0)
-        made["beta_slow"] = inner.take("beta_slow", float, 1.0)
+        made["original"] = inner.take("original_max_position_embeddings", int, positions, above=0)
+        made["beta_fast"] = inner.take("beta_fast", float, 32.0, above=0)
+        made["beta_slow"] = inner.take("beta_slow", float, 1.0, above=0)
         made["truncate"] = inner.take("truncate", bool, True)
         scale, all_dims = (inner.take(name, float, None) for name in ("mscale", "mscale_all_dim"))
         usual = _mscale(made["factor"], 1.0)
@@ -311,7 +324,7 @@ def _gemma(fields: Fields, **defaults: Any) -> dict[str, Any]:
     made = _sizes(fields, head_dim=256, tie_word_embeddings=True, **defaults)
     # transformers takes hidden_activation, whatever hidden_act says.
     made["activation"] = _activation(fields, "hidden_act", "hidden_activation", default="gelu_pytorch_tanh")
-    made["score_scale"] = float(fields.take("query_pre_attn_scalar", float, 256.0)) ** -0.5
+    made["score_scale"] = float(fields.take("query_pre_attn_scalar", float, 256.0, above=0)) ** -0.5
     made["score_soft_cap"] = fields.take("attn_logit_softcapping", float, defaults.get("attn_logit_softcapping"))
     made["logit_soft_cap"] = fields.take("final_logit_softcapping", float, defaults.get("final_logit_softcapping"))
     fields.only("attention_bias", False, why="queries, keys, values and the output would have a bias")
@@ -348,10 +361,15 @@ def _gemma3_text(fields: Fields) -> dict[str, Any]:
     # Layers with a window have a table of their own, which is not scaled.
     both = fields.take("rope_parameters", dict, None) or {}
     scaling = fields.take("rope_scaling", dict, None) or {}
-    near, far = both.get("sliding_attention", {}), both.get("full_attention", scaling)
+    inner = Fields(both, "rope_parameters")
+    near, far = inner.take("sliding_attention", dict, {}), inner.take("full_attention", dict, scaling)
+    fields.wrong += inner.wrong
     if unknown := [name for name in both if name not in ("sliding_attention", "full_attention")]:
         fields.wrong.append(f"rope_parameters has {', '.join(unknown)} beside sliding_attention and full_attention")
-    thetas = fields.take("rope_local_base_freq", float, 10000.0), fields.take("rope_theta", float, 1e6)
+    thetas = tuple(
+        fields.take(name, float, usual, above=1)
+        for name, usual in (("rope_local_base_freq", 10000.0), ("rope_theta", 1e6))
+    )
     made["rotaries"] = tuple(
         rotary_of(part, theta, made["head_dim"], made["positions"], fields.wrong)
         for part, theta in zip((near, far), thetas)

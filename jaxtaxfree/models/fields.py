@@ -1,5 +1,6 @@
 """The fields of a `config.json`, each of which is taken, or allowed for a reason, or an error."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,10 +55,11 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
-    def take(self, name: str, kind: type, default: Any = REQUIRED) -> Any:
+    def take(self, name: str, kind: type, default: Any = REQUIRED, above: float | None = None) -> Any:
         """The value of a field, of this kind; `default` if it is not there, or null where the default is not REQUIRED.
 
-        What is wrong is kept for `finish`, and a value of the kind is returned.
+        Numbers are finite, and larger than `above`. What is wrong is kept for `finish`, and a value of the kind is
+        returned.
         """
         value = self._left.pop(name, None)
         if value is None:
@@ -68,8 +70,14 @@ class Fields:
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            self.wrong.append(f"{name} must be of type {kind.__name__}, not {value!r}")
+            self.wrong.append(f"{name} must be of type {kind.__name__}, not {_short(value)}")
             return kind(1) if kind in (int, float) else kind()
+        if kind is float and not math.isfinite(value):
+            self.wrong.append(f"{name} must be a finite number, not {value}")
+            return 1.0
+        if above is not None and not value > above:
+            self.wrong.append(f"{name} must be larger than {above:g}, not {value}")
+            return kind(above + 1)
         return value
 
     def only(self, name: str, *allowed: Any, why: str) -> None:

@@ -29,6 +29,7 @@ from jaxtaxfree.ops.decode_step.reference import (
     product,
     rms_norm,
     scaled,
+    scaled_embedding,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
@@ -149,8 +150,7 @@ def run(
     at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)
     row = jnp.clip(at, 0, cos.shape[1] - 1)
     flat = _filled(tokens.reshape(-1), lax.axis_size(how.axes))
-    x = embedded(params["embed"], flat, how.axes, scattered=True)
-    x = x * jnp.asarray(model.embedding_scale, x.dtype)
+    x = scaled_embedding(embedded(params["embed"], flat, how.axes, scattered=True), model)
     windows = sorted(set(model.window_by_layer), key=lambda window: -1 if window is None else window)
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},

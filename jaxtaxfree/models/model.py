@@ -28,7 +28,7 @@ from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.weights import Layout, Weights
 from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
 from jaxtaxfree.ops.kv_cache import Placement
-from jaxtaxfree.primitive import check_implementation
+from jaxtaxfree.primitive import check_implementation, check_whole
 
 BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
 GROWTH = 1024  # positions that a cache gets at a time
@@ -82,21 +82,24 @@ def load(
     if cache not in (None, *CACHES):
         raise ValueError(f"load has no cache={cache!r} (choose one of {', '.join(map(repr, CACHES))}).")
     axes = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    if not axes:
+        raise ValueError("load needs an axis of the mesh as axis_name: take a mesh of one device for one alone.")
     if unknown := [axis for axis in axes if axis not in mesh.shape]:
         raise ValueError(f"load has axis_name={unknown[0]!r}, and the mesh has {', '.join(map(repr, mesh.shape))}.")
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)
     if weights is not None:
-        if np.dtype(weights).name not in EIGHT:
-            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT)}, not {np.dtype(weights)}.")
-        layout = dataclasses.replace(layout, eight=np.dtype(weights))
+        eight = _dtype_of(weights)
+        if eight is None or eight.name not in EIGHT:
+            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT)}, not {_named(weights)}.")
+        layout = dataclasses.replace(layout, eight=eight)
     elif quantize_activations:
         raise ValueError("quantize_activations=True needs weights of 8 bits: say weights='int8' or 'float8_e4m3fn'.")
     sources = Weights(Checkpoint(folder), config, layout)
-    kind = config.dtype if dtype is None else np.dtype(dtype)
-    if kind not in DTYPES.values():
-        raise ValueError(f"load takes dtype as one of {', '.join(DTYPES)}, not {kind}.")
+    kind = config.dtype if dtype is None else _dtype_of(dtype)
+    if kind is None or kind not in DTYPES.values():
+        raise ValueError(f"load takes dtype as None or one of {', '.join(DTYPES)}, not {_named(dtype)}.")
     total, done = sources.nbytes, 0
 
     def count(nbytes: int) -> None:
@@ -108,6 +111,18 @@ def load(
     params = sources.place(mesh, axes, kind, count)
     made = Model(params, config, layout, mesh, axes, implementation, quantize_activations)
     return made.in_pages() if cache == "pages" else made
+
+
+def _dtype_of(dtype: DTypeLike) -> np.dtype | None:
+    """None if there is no such dtype."""
+    try:
+        return np.dtype(dtype)
+    except TypeError:
+        return None
+
+
+def _named(dtype: Any) -> str:
+    return repr(dtype) if (known := _dtype_of(dtype)) is None else known.name
 
 
 def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
@@ -242,6 +257,7 @@ class Model:
 
         Raises:
           ValueError: if prompts and steps are longer than the model's positions, or an argument is out of its range.
+          TypeError: if `steps` or `top_k` is no whole number.
         """
         sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
         made = list(self.stream(tokens, steps, lengths=lengths, sampling=sampling, stop=stop, seed=seed))
@@ -259,8 +275,10 @@ class Model:
         seed: int = 0,
     ) -> Iterator[np.ndarray]:
         """As `generate`, token by token: i32[B] each, as soon as it is there. It ends when all sequences have ended."""
-        if steps < 1:
+        if check_whole("generate", "steps", steps) < 1:
             raise ValueError(f"steps must be 1 or more, and is {steps}.")
+        if isinstance(stop, int | np.integer):
+            raise ValueError(f"stop must be several tokens, such as ({stop},), not {stop}.")
         tokens, lengths = self._checked(tokens, lengths, steps)
         return self._stream(tokens, lengths, steps, sampling or Sampling(), tuple(stop), seed)
 
@@ -518,7 +536,10 @@ class Model:
 
     def _checked(self, tokens: ArrayLike, lengths: ArrayLike | None, steps: int) -> tuple[np.ndarray, np.ndarray]:
         """Prompts and their lengths; raises ValueError if they do not fit."""
-        tokens = np.asarray(tokens)
+        try:
+            tokens = np.asarray(tokens)
+        except ValueError:
+            raise ValueError("tokens must be i32[B, T]: fill up shorter rows, and say lengths=.") from None
         if tokens.ndim != 2 or not np.issubdtype(tokens.dtype, np.integer) or not tokens.size:
             raise ValueError(f"tokens must be i32[B, T], not {tokens.dtype}{list(tokens.shape)}.")
         b, t = tokens.shape

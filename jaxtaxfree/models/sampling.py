@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree.ops.sampling import sample_greedy, sample_top_k
+from jaxtaxfree.primitive import check_whole
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +25,8 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.top_k is not None:
+            check_whole("a sampling", "top_k", self.top_k)
         wrong = []
         if not self.temperature >= 0:
             wrong.append(f"temperature must not be negative, and is {self.temperature}")

@@ -1,5 +1,6 @@
 """`top_k`, `sample_greedy`, `sample_top_k`: from logits whose vocabulary is sharded to the next tokens."""
 
+import numbers
 from collections.abc import Sequence
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree.ops.collectives import all_gather
+from jaxtaxfree.primitive import check_whole
 from jaxtaxfree.teams import check_axes
 
 # B sequences, V vocabulary, W ranks, k candidates.
@@ -33,7 +35,7 @@ def top_k(
       By their types (`check_vma`) they vary along the axis, as what `all_gather` returns.
 
     Raises: what `all_gather` raises, and
-      TypeError: if x has no floats, or floats of 64 bits.
+      TypeError: if x has no floats, or floats of 64 bits, or k is no whole number.
       ValueError: if x has no dimension, or k is not from 1 to V.
     """
     axes = check_axes(axis_name, "top_k")
@@ -42,7 +44,7 @@ def top_k(
         raise TypeError(f"top_k takes floats of up to 32 bits, not {x.dtype}.")
     if not x.ndim:
         raise ValueError("top_k needs an array with a dimension, not a scalar.")
-    size, world = x.shape[-1], lax.axis_size(axes)
+    size, world, k = x.shape[-1], lax.axis_size(axes), check_whole("top_k", "k", k)
     if not 1 <= k <= size * world:
         raise ValueError(f"top_k must take from 1 to {size * world} of {size * world} values, not {k}.")
     if k > 1 and k >= size:
@@ -134,12 +136,16 @@ def sample_top_k(
       tokens are among the k, and which `top_p` keeps.
 
     Raises: what `top_k` raises, and
-      ValueError: if `temperature` or `top_p` is a number outside of its range.
+      ValueError: if `temperature` or `top_p` is a number outside of its range, or an array of another shape.
     """
-    if isinstance(temperature, int | float) and not temperature >= 0:
+    if isinstance(temperature, numbers.Real) and not temperature >= 0:
         raise ValueError(f"temperature must not be negative, and is {temperature}.")
-    if isinstance(top_p, int | float) and not 0 < top_p <= 1:
+    if isinstance(top_p, numbers.Real) and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, and is {top_p}.")
+    k, sequences = check_whole("sample_top_k", "k", k), jnp.shape(logits)[:-1]
+    for name, x in (("temperature", temperature), ("top_p", top_p)):
+        if jnp.ndim(x) and jnp.shape(x) != sequences:
+            raise ValueError(f"{name} must be one number or {list(sequences)}, not {list(jnp.shape(x))}.")
     values, tokens = top_k(logits, k, axis_name, implementation=implementation)
     heat, share = (jnp.asarray(x, jnp.float32)[..., None] for x in (temperature, top_p))
     scores = values.astype(jnp.float32) / jnp.where(heat == 0, 1, heat)

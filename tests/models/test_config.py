@@ -17,6 +17,7 @@ from jaxtaxfree.models.weights import Layout
 from tests.helpers.decoders import FAMILIES
 from tests.models.table import table
 
+CHECKPOINTS = pathlib.Path(__file__).parent / "checkpoints"
 # As they were published, with what tools wrote besides.
 USUAL = {
     "architectures": ["…ForCausalLM"], "initializer_range": 0.02, "torch_dtype": "bfloat16", "use_cache": True,
@@ -164,6 +165,10 @@ def test_other_fields():
                 "num_bits": 8, "type": "int", "symmetric": False}}}}},
             "symmetric=False is not supported",
         ),
+        ({"rope_theta": 0}, "rope_theta must be larger than 1, not 0"),
+        ({"rope_theta": math.nan}, "rope_theta must be a finite number, not nan"),
+        ({"rope_scaling": LLAMA_3_1 | {"high_freq_factor": 1.0}}, "high_freq_factor must be larger than 1, not 1"),
+        ({"eos_token_id": ["a"]}, "eos_token_id must be a token or a list of tokens, not ['a']"),
         ({"num_attention_heads": 30}, "30 query heads are no multiple of 8"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder=True is not supported"),
     ],
@@ -227,6 +232,35 @@ def test_rotary_tables():
     np.testing.assert_allclose(np.hypot(cos[1], sin[1]), 1.1386, rtol=1e-6)
 
 
+VALUES = (None, 0, -1, 1, 1.5, 0.0, -2.0, "x", "", True, [], {}, [1], ["a"], {"a": 1}, math.nan, math.inf)
+
+
+def places_in(values: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Where fields are, in objects too."""
+    inside = [(name, *more) for name, value in values.items() if isinstance(value, dict) for more in places_in(value)]
+    return [*((name,) for name in values), *inside]
+
+
+@pytest.mark.parametrize("checkpoint", sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json")))
+@pytest.mark.filterwarnings("error")
+def test_no_value_ends_in_another_error(checkpoint):
+    """Whatever stands in a field: it is taken, and its rotary tables are finite, or it is a ModelError."""
+    text = (CHECKPOINTS / checkpoint / "config.json").read_text()
+    for *outer, name in [*places_in(json.loads(text)), ("quantization_config",)]:
+        for value in VALUES:
+            values = json.loads(text)
+            at = values
+            for part in outer:
+                at = at[part]
+            at[name] = value
+            try:
+                made = config_of(values)
+            except models.ModelError:
+                continue
+            assert all(np.isfinite(table).all() for table in rotary_tables(made.rotaries, 4)), (outer, name, value)
+            assert all(isinstance(token, int) for token in made.stop)
+
+
 def test_files(tmp_path):
     with pytest.raises(models.ModelError, match=r"has no config\.json: give the folder of a checkpoint"):
         models.read_config(tmp_path)
@@ -240,6 +274,11 @@ def test_files(tmp_path):
     assert models.read_config(tmp_path).stop == (2,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6]}))
     assert models.read_config(tmp_path).stop == (5, 6)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "5"}))
+    with pytest.raises(
+        models.ModelError, match=r"generation_config\.json cannot be taken: eos_token_id must be a token"
+    ):
+        models.read_config(tmp_path)
 
 
 def test_the_table_of_the_documentation():

@@ -2,11 +2,15 @@
 
 import collections
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import jaxtaxfree as jtf
 from benchmarks import checkpoint
 from jaxtaxfree import models, simulator
+from jaxtaxfree.models import forward
 from jaxtaxfree.ops.decode_step.hopper import Config, Hopper
 from tests.helpers.checkpoints import FOLDER, NAMES, STEPS, expected_of, mesh_of, model_of
 
@@ -137,3 +141,29 @@ def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch):
         found = model.by("simulate").generate(tokens, 4)
     np.testing.assert_array_equal(found, expected)
     assert sum(trace.name == "decode_step" for trace in recording.traces) == 3
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+def test_shares_of_experts(normalized):
+    """A token's experts have the shares of a softmax over all, divided by their sum where the model says so."""
+    spec = jtf.DecoderSpec(
+        layers=1, d_model=8, heads=2, kv_heads=2, head_dim=4, d_mlp=4, vocab=8, experts=4, experts_per_token=2,
+        normalized_experts=normalized,
+    )  # fmt: skip
+    rng = np.random.default_rng(0)
+    names = ("router", "gate_proj", "up_proj", "down_proj")
+    w = {name: rng.standard_normal(spec.param_shapes()[name][1:]).astype(np.float32) for name in names}
+    y = rng.standard_normal((5, 8)).astype(np.float32)
+    how = forward.How(model=spec, axes=("tp",), implementation="xla", placement=None)
+    f = jax.shard_map(
+        lambda y, w: forward._mlp(0 * y, y, w, how), mesh=mesh_of(1), in_specs=P(), out_specs=P(), check_vma=False
+    )
+    expected = np.zeros((5, 8))
+    for row, token in zip(expected, y.astype(np.float64)):
+        shares = np.exp(w["router"] @ token) / np.exp(w["router"] @ token).sum()
+        chosen = np.argsort(-shares)[:2]
+        for expert in chosen:
+            gate, up = token @ w["gate_proj"][expert], token @ w["up_proj"][expert]
+            of = (gate / (1 + np.exp(-gate)) * up) @ w["down_proj"][expert]
+            row += shares[expert] / (shares[chosen].sum() if normalized else 1) * of
+    np.testing.assert_allclose(jax.jit(f)(y, w), expected, rtol=1e-4, atol=1e-4)

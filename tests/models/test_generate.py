@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtaxfree import __main__ as program
 from jaxtaxfree import models
 from jaxtaxfree.models import commands, compare
+from jaxtaxfree.models import model as model_module
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.tokenizer import Tokenizer
 from jaxtaxfree.target import memory_bandwidth_of
@@ -80,6 +81,36 @@ def test_drawing_and_stop_tokens():
     assert len(steps) == 1 + max(first)
 
 
+@pytest.mark.parametrize("cache", ["heads", "sequence"])
+def test_a_step_takes_the_cache_over(cache):
+    """Keys and values are donated: where they lie is where the new ones are."""
+    model = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache)
+    text = model._step(model.room([3], 4), Sampling()).lowered.as_text()
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2
+
+
+def test_each_step_draws_anew():
+    """So hot that all tokens are alike: by one key every step would draw the same rank. A seed says which they are."""
+    model, prompt = model_of("llama3"), [1, 2, 3]
+    first, again, other = (model.generate([prompt], 8, temperature=1e6, seed=seed)[0] for seed in (5, 5, 6))
+    logits = np.asarray(model.logits([[*prompt, *first[:-1].tolist()]]))[0, len(prompt) - 1 :]
+    ranks = [int(np.sum(row > row[token])) for row, token in zip(logits, first, strict=True)]
+    assert len(set(ranks)) >= 6, ranks
+    np.testing.assert_array_equal(first, again)
+    assert np.sum(first == other) <= 2
+
+
+@pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
+def test_a_cache_that_grows(monkeypatch, cache):
+    """Twice, where it has not a position more than it needs; the tokens are those of a cache that does not."""
+    monkeypatch.setattr(model_module, "ROOM", 1)
+    monkeypatch.setattr(model_module, "BLOCK", 2)
+    model, expected = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache), expected_of("llama3")
+    model.growth = 12
+    found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
+    np.testing.assert_array_equal(found, expected["greedy"])
+
+
 def test_prompts_that_are_refused():
     model = model_of("llama3")
     for tokens, steps, lengths, message in (
@@ -88,6 +119,7 @@ def test_prompts_that_are_refused():
         ([[1, 2]], 1, [3], r"lengths must be i32\[1\] from 1 to 2, not \[3\]"),
         ([[1, 2]], 1, [0], r"lengths must be i32\[1\] from 1 to 2, not \[0\]"),
         ([[1, 288]], 1, None, "tokens must be from 0 to 287, and 288 is not"),
+        ([[1, 2], [1]], 1, None, r"tokens must be i32\[B, T\]: fill up shorter rows"),
         ([[1]], 0, None, "steps must be 1 or more, and is 0"),
         ([[1]], 128, None, "129 tokens are more than max_position_embeddings=128"),
     ):
@@ -97,8 +129,19 @@ def test_prompts_that_are_refused():
         models.load(CHECKPOINT, mesh_of(2), cache="paged")
     with pytest.raises(ValueError, match="load has axis_name='x', and the mesh has 'tp'"):
         models.load(CHECKPOINT, mesh_of(2), "x")
-    with pytest.raises(ValueError, match="load takes dtype as one of float32, float16, bfloat16, not int8"):
-        models.load(CHECKPOINT, mesh_of(2), dtype=np.int8)
+    with pytest.raises(ValueError, match="load needs an axis of the mesh"):
+        models.load(CHECKPOINT, mesh_of(2), ())
+    for dtype, named in ((np.int8, "int8"), ("bf16", "'bf16'"), (3, "3")):
+        with pytest.raises(ValueError, match=f"load takes dtype as None or one of float32, .*, not {named}"):
+            models.load(CHECKPOINT, mesh_of(2), dtype=dtype)
+    with pytest.raises(ValueError, match="load takes weights as None or one of int8, float8_e4m3fn, not 'fp8'"):
+        models.load(CHECKPOINT, mesh_of(2), weights="fp8")
+    with pytest.raises(ValueError, match=r"stop must be several tokens, such as \(3,\), not 3"):
+        model.generate([[1]], 1, stop=3)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(TypeError, match=r"generate takes steps as a whole number, not 1\.5"):
+        model.generate([[1]], 1.5)  # pyrefly: ignore[bad-argument-type]
+    with pytest.raises(TypeError, match=r"a sampling takes top_k as a whole number, not 1\.5"):
+        model.generate([[1]], 1, top_k=1.5)  # pyrefly: ignore[bad-argument-type]
 
 
 def test_bytes_of_a_step():
@@ -186,6 +229,9 @@ def test_what_generate_asks_for(monkeypatch, capsys):
         (["nowhere", "--ids", "1"], "nowhere has no config.json"),
         ([str(CHECKPOINT)], "there is no prompt: give --prompt, --ids or --batch"),
         ([str(CHECKPOINT), "--ids", "1,x"], "--ids takes numbers with commas between them, not '1,x'"),
+        ([str(CHECKPOINT), "--ids", "1,-2"], "--ids has -2, which is no number of a token"),
+        ([str(CHECKPOINT), "--ids", "1,9999999999"], "--ids has 9999999999, which is no number of a token"),
+        ([str(CHECKPOINT), "--ids", "1,300"], "tokens must be from 0 to 287, and 300 is not"),
         ([str(CHECKPOINT), "--batch", "nofile"], "--batch nofile is no file"),
         ([str(CHECKPOINT), "--ids", "1", "--world", "99"], "--world 99 needs 99 devices, and JAX finds"),
         ([str(CHECKPOINT), "--ids", "1", "--top-p", "2"], "top_p must be above 0 and at most 1"),

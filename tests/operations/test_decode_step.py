@@ -15,6 +15,7 @@ import jaxtaxfree as jtf
 from jaxtaxfree.ops.decode_step import VARIANTS, operations
 from jaxtaxfree.ops.decode_step.call import Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
+from jaxtaxfree.ops.decode_step.reference import scaled_embedding
 from jaxtaxfree.ops.kv_cache import placement_of
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.target import HOPPER, target_of
@@ -130,12 +131,13 @@ def test_more_ranks_than_heads(placement, by_operations):
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
-def test_what_no_family_has():
-    """Of the head a part is rotated, and blocks and logits are scaled."""
-    model = dataclasses.replace(
-        tiny("llama-3-8b"), rotary_dim=4, residual_scale=0.5, logit_scale=0.25, activation="gelu"
-    )
-    logits, expected = generate(model, 2)
+@pytest.mark.parametrize("by_operations", [False, True])
+@pytest.mark.parametrize("family", ["llama-3-8b", "gemma-2-9b"])
+def test_what_no_family_has(family, by_operations):
+    """Of the head a part is rotated, blocks and logits are scaled, these before their cap, and norms add much."""
+    changes = {"rotary_dim": 4, "residual_scale": 0.5, "logit_scale": 4.0, "activation": "gelu", "norm_eps": 0.1}
+    model = dataclasses.replace(tiny(family), **changes)
+    logits, expected = generate(model, 2, by_operations)
     np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
 
 
@@ -160,6 +162,28 @@ def test_errors():
         dataclasses.replace(model, experts=2, experts_per_token=3)
     with pytest.raises(ValueError, match="activation must be one of 'silu', 'gelu', 'gelu_tanh', not 'relu'"):
         dataclasses.replace(model, activation="relu")
+    for field, value, message in (
+        ("layers", True, "layers must be a positive whole number, not True"),
+        ("norm_eps", -1e-6, "norm_eps must not be negative"),
+        ("norm_eps", "1e-6", "norm_eps must be a finite number, not '1e-6'"),
+        ("score_scale", float("nan"), "score_scale must be None or a finite number, not nan"),
+        ("logit_soft_cap", 0, "logit_soft_cap must be positive, not 0"),
+        ("windows", [3], r"windows must be a tuple of None and whole numbers, not \[3\]"),
+        ("windows", (2.5,), r"windows must be a tuple of None and whole numbers, not \(2.5,\)"),
+        ("windows", (-1,), r"windows must be None or not negative, not \(-1,\)"),
+        ("windows", (), "need an entry or more"),
+        ("rotary_tables", (0.5,), "rotary_tables must be a tuple of whole numbers"),
+        ("rotary_tables", (-1,), "rotary_tables must not be negative"),
+        ("rotary_dim", 4.0, "rotary_dim must be None or a whole number, not 4.0"),
+        ("rotary_dim", 10, "rotary_dim must be even and at most head_dim=8, not 10"),
+        ("head_dim", 7, "a head of 7 dimensions cannot be rotated in pairs"),
+        ("activation", [], r"activation must be one of .*, not \[\]"),
+        ("experts", None, "experts must be a whole number, not None"),
+    ):
+        with pytest.raises(ValueError, match=f"^There is no such DecoderSpec: .*{message}"):
+            dataclasses.replace(model, **{field: value})
+    same = dataclasses.replace(model, layers=np.int64(2))
+    assert same == model and type(same.layers) is int
 
     def call(world: int = 2, model: jtf.DecoderSpec = model, **changed: Any) -> None:
         params = {name: jnp.zeros(shape) for name, shape in model.param_shapes(world).items()}
@@ -187,6 +211,118 @@ def test_errors():
         call(model=dataclasses.replace(model, experts=4, experts_per_token=2))
     with pytest.raises(ValueError, match="there is no placement 'ring'"):
         call(placement="ring")
+    call(counts=[1, 0, 1])
+    full, empty = jnp.zeros((2, 3, 2, SLOTS, 8)), jnp.zeros((2, 3, 2, 0, 8))
+    for changed, message in (
+        ({"counts": jnp.ones(3)}, r"counts must be i32\[3\], not float32"),
+        ({"x": jnp.zeros((3, 0, 32))}, "x has no token"),
+        ({"x": jnp.zeros((3, 32), jnp.int32)}, "x must be of floats, not int32"),
+        ({"cos": jnp.zeros((SLOTS, 4), jnp.int32)}, "cos must be of floats, not int32"),
+        ({"cos": jnp.zeros((0, 4)), "sin": jnp.zeros((0, 4))}, r"cos must be \[1, positions, 4\], not \[1, 0, 4\]"),
+        ({"sin": jnp.zeros((SLOTS + 1, 4))}, r"cos is \[1, 16, 4\] and sin \[1, 17, 4\]"),
+        ({"cache": (full, full.astype(jnp.bfloat16))}, r"keys are float32\[.*\] and values bfloat16"),
+        (
+            {"cache": (full, full[:, :, :, 1:])},
+            r"keys are float32\[2, 3, 2, 16, 8\] and values float32\[2, 3, 2, 15, 8\]",
+        ),
+        ({"cache": (empty, empty)}, "the cache's keys have no room"),
+        ({"cache": (jnp.zeros((2, 3, 2, SLOTS, 8), jnp.int32),) * 2}, "the cache must be of floats, not int32"),
+        ({"cache": (empty,)}, r"cache must be \(keys, values\), not 1 parts"),
+        ({"cache": None}, r"cache must be \(keys, values\), not NoneType"),
+        ({"params": [1]}, "params must be a mapping of names to arrays, not list"),
+        ({"block_size": 4}, 'block_size=4 goes with placement="round_robin"'),
+    ):
+        with pytest.raises(ValueError, match=f"^decode_step cannot take these .*{message}"):
+            call(**changed)
+    with pytest.raises(ValueError, match="model must be a DecoderSpec, not dict"):
+        jax.shard_map(
+            lambda: jtf.decode_step({}, 0, (0, 0), 0, "tp", model={}, cos=0, sin=0),  # pyrefly: ignore[bad-argument-type]
+            mesh=Mesh(np.array(jax.devices()[:1]), ("tp",)), in_specs=(), out_specs=P(),
+        )()  # fmt: skip
+    for dtype in (jnp.int8, jnp.float8_e4m3fn):
+        with pytest.raises(NotImplementedError, match=r"decode_step has no cache of 8 bits.*keep it in float32"):
+            call(cache=(jnp.zeros((2, 3, 2, SLOTS, 8), dtype),) * 2)
+
+
+def test_the_scale_of_the_embedding_is_rounded_as_in_published_models():
+    """It multiplies in the dtype of the embedding: of Gemma 3, whose scale is 50.6, 50.5."""
+    model = FAMILIES["gemma-3-4b"]
+    found = scaled_embedding(jnp.ones((1, 1), jnp.bfloat16), model)
+    assert found.dtype == jnp.bfloat16 and float(found[0, 0]) == 50.5 != round(model.embedding_scale, 1)
+
+
+@pytest.mark.parametrize("by_operations", [False, True])
+@pytest.mark.parametrize("placement", ["heads", "contiguous"])
+def test_sequences_without_a_token_leave_no_trace(placement, by_operations):
+    """Whatever the length, which may be outside of the cache, and with a count that is outside of 0 to 1."""
+    model, slots, by_heads = tiny("llama-3-8b", layers=1), 8, placement == "heads"
+    lengths = np.array([3, 3, 0, 8, 9, -1, 5], np.int32)
+    counts = np.array([1, 0, 0, 1, 0, 1, 7], np.int32)
+    cos, sin = map(jnp.asarray, rotary_tables(model, slots))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((len(lengths), model.d_model)).astype(np.float32)
+    cache = tuple(rng.standard_normal((1, len(lengths), 4, slots, 8)).astype(np.float32) for _ in range(2))
+
+    def step(params: Any, cache: Any) -> Any:
+        if not by_operations:
+            how = {"model": model, "cos": cos, "sin": sin, "placement": placement}
+            return jtf.decode_step(params, x, cache, lengths, "tp", counts=counts, **how)
+        place = None if by_heads else placement_of(placement, None, slots // 2, None, "decode_step")
+        how = {"axes": ("tp",), "model": model, "placement": place, "implementation": "xla"}
+        return operations.run(params, x, cache, jnp.where(counts > 0, lengths, -1), cos, sin, **how)
+
+    of_cache = P(None, None, "tp") if by_heads else P(None, None, None, "tp")
+    mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
+    specs_of_step = specs(model, by_heads), of_cache
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs_of_step, out_specs=(P(None, "tp"), of_cache), check_vma=False)
+    logits, new = jax.jit(run)(make_params(model), cache)
+    assert np.isfinite(np.asarray(logits)).all()
+    for old, found in zip(cache, map(np.asarray, new)):
+        changed = [(int(b), int(at)) for b, at in zip(*np.nonzero((old != found).any(axis=(0, 2, 4))))]
+        assert changed == [(0, 3), (6, 5)]
+
+
+@pytest.mark.parametrize(
+    ("world", "placement", "by_operations"),
+    [(3, "heads", False), (3, "contiguous", True), (8, "heads", True), (8, "contiguous", False)],
+)
+def test_sixteen_sequences_on_other_worlds(world, placement, by_operations):
+    """From an empty cache to one with room for one more token, and what the step leaves in it."""
+    by_heads, slots, lengths = placement == "heads", 24, np.array([*range(15), 23], np.int32)
+    heads = {"heads": 6, "kv_heads": 3 if by_heads else 2} if world == 3 else {"heads": 8, "kv_heads": 8}
+    if world == 8 and not by_heads:
+        heads["kv_heads"] = 2
+    model = tiny("qwen3-8b", layers=1, vocab=72, d_mlp=48, **heads)
+    params, tables = make_params(model), rotary_tables(model, slots)
+    cos, sin = map(jnp.asarray, tables)
+    xs = np.random.default_rng(2).standard_normal((len(lengths), slots, model.d_model)).astype(np.float32)
+    empty = np.full((2, 1, len(lengths), model.kv_heads, slots, model.head_dim), np.nan, np.float32)
+    how = {"model": model, "cos": cos, "sin": sin}
+
+    def read(params: Any, counts: Any) -> Any:
+        return jtf.decode_step(params, xs, tuple(empty), 0 * counts, "tp", counts=counts, **how)[1]
+
+    def step(params: Any, cache: Any) -> Any:
+        new = xs[np.arange(len(lengths)), lengths]
+        if not by_operations:
+            return jtf.decode_step(params, new, cache, lengths, "tp", placement=placement, **how)
+        place = None if by_heads else placement_of(placement, None, slots // world, None, "decode_step")
+        of_operations = {"axes": ("tp",), "model": model, "placement": place, "implementation": "xla"}
+        return operations.run(params, jnp.asarray(new), cache, jnp.asarray(lengths), cos, sin, **of_operations)
+
+    def on(count: int, f: Any, specs: Any, out_specs: Any) -> Any:
+        mesh = Mesh(np.array(jax.devices()[:count]), ("tp",))
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False))
+
+    alone = on(1, read, (P(), P()), P())
+    cache, wanted = (jax.tree.map(np.asarray, alone(params, lengths + more)) for more in (0, 1))
+    of_cache = P(None, None, "tp") if by_heads else P(None, None, None, "tp")
+    run = on(world, step, (specs(model, by_heads), of_cache), (P(None, "tp"), of_cache))
+    logits, found = run(params, cache)
+    expected = [decode(model, params, x[: length + 1], *tables) for x, length in zip(xs, lengths)]
+    np.testing.assert_allclose(logits, expected, rtol=2e-4, atol=2e-4)
+    for part, of_prompt in zip(found, wanted):
+        np.testing.assert_allclose(part, of_prompt, rtol=1e-4, atol=1e-4)  # NaN where there is nothing
 
 
 def test_what_the_kernel_does_not_take():
@@ -212,8 +348,9 @@ def test_what_the_kernel_does_not_take():
     found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
         assert any(part in reason for reason in found), found
-    with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*float32"):
+    with pytest.raises(NotImplementedError, match=r"The fused kernel of decode_step cannot run here: .*") as caught:
         generate(tiny("llama-3-8b"), 2, implementation="fused")
+    assert str(caught.value).count("it takes weights of bfloat16 and float16, not float32") == 1  # of two kernels
 
 
 @pytest.mark.parametrize("family", FAMILIES)

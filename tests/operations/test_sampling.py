@@ -159,5 +159,12 @@ def test_errors():
         call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, temperature=-1))
     with fails(ValueError, "top_p must be above 0 and at most 1, and is 1.5"):
         call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, top_p=1.5))
+    for k in (2.5, None, "2"):
+        with fails(TypeError, f"k as a whole number, not {k!r}"):
+            call(lambda x, k=k: jtf.sample_top_k(x, key, "tp", k=k))
+    with fails(ValueError, "temperature must not be negative, and is -1.0"):
+        call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, temperature=np.float32(-1)))
+    with fails(ValueError, "top_p must be one number or [5], not [2]"):
+        call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, top_p=np.ones(2)))
     with fails(NameError, "tp"):
         jtf.sample_greedy(logits_of(), "tp")

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import pytest
 
 import jaxtaxfree
+from jaxtaxfree import private
 
 ROOT = pathlib.Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -245,3 +246,22 @@ def test_what_is_long_is_found() -> None:
     assert list(too_long(function + "    x = 1\n")) == ["f has 81 lines: split it into several of 80 at most"]
     assert list(too_long("x = 1\n" * 600)) == []
     assert [each.partition(":")[0] for each in too_long("x = 1\n" * 601)] == ["the module has 601 lines"]
+
+
+def test_what_is_private_in_jax_is_listed() -> None:
+    """All that modules import from `jax._src` at their top, and nothing else; a name that is gone is one sentence."""
+    found: dict[str, set[str]] = {}
+    for path in sources():
+        for node in ast.parse((ROOT / path).read_text()).body:
+            names = [alias.name for alias in getattr(node, "names", ())]
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax._src"):
+                found.setdefault(node.module or "", set()).update(names)
+            assert not (isinstance(node, ast.Import) and any(name.startswith("jax._src") for name in names)), path
+    assert found == {module: set(names) for module, names in private.NAMES.items()}
+    program = (
+        "import jax._src.core as c, jax._src.util as u; del c.get_axis_env, u.weakref_lru_cache; import jaxtaxfree"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: jaxtaxfree does not know JAX ") and "install an older one" in last
+    assert "has no jax._src.core.get_axis_env, jax._src.util.weakref_lru_cache: " in last

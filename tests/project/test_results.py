@@ -182,3 +182,59 @@ def test_the_example_of_taxes_is_what_was_measured():
         part = parts.get(part.strip(), part.strip())
         assert [float(cell) for cell in cells] == [round(account[part] * 1e6, 1) + 0.0 for account in accounts]
     assert part == "step"
+
+
+def medians(file: str, **of: object) -> dict[str, float]:
+    """The sustained times in µs of a result file's rows with these values, by implementation, and the floor."""
+    rows = json.loads((table.ROOT / "benchmarks" / "results" / file).read_text())
+    rows = [row for row in rows if of.items() <= row.items() and row.get("mode", "sustained") == "sustained"]
+    return {"floor": rows[0]["floor_us"]} | {row["implementation"]: row["median_us"] for row in rows}
+
+
+def test_sentences_are_what_was_measured():
+    """Those that no table shows."""
+    text = " ".join((table.ROOT / "README.md").read_text().split())
+
+    three = medians("2026-11-25-2xh100-80gb-hbm3-exchange/all_gather_matmul_qkv.json", m=16)
+    assert (
+        f"q, k and v took {three['fused']:.0f} µs, one after the other {three['fused_three']:.0f}, and by XLA "
+        f"{min(time for name, time in three.items() if name.startswith('xla')):.0f}."
+    ) in text
+
+    step = medians("one-launch-2026-11-25-2xh100-80gb-hbm3/decode_step.json")
+    xla = min(time for name, time in step.items() if name.startswith("xla"))
+    ours = sorted(time for name, time in step.items() if name in ("fused_heads", "fused_local"))
+    assert sum(name.startswith("xla") for name in step) == 3 and len(ours) == 2
+    assert (
+        f"greedy token, takes {step['fused/one_launch']:.0f} µs in a loop; the fastest of three XLA programs takes "
+        f"{xla:.0f}, our operations one by one {ours[0]:.0f} to {ours[1]:.0f}, and the bytes {step['floor']:.0f}"
+    ) in text
+
+    made = medians("models-2026-11-25-2xh100-80gb-hbm3/llama-3-8b.json", b=1, prompt=1024, layers=8)
+    rate = {name: 1e6 / time for name, time in made.items()}
+    assert f"make {rate['auto']:.0f} tokens a second behind a prompt of 1024, by XLA {rate['xla']:.0f}" in text
+    page = " ".join((table.ROOT / "docs" / "models.md").read_text().split())
+    folder = "models-2026-11-25-2xh100-80gb-hbm3"
+    mixture, int8 = (medians(f"{folder}/{name}.json") for name in ("qwen3-30b-a3b", "llama-3-8b-int8"))
+    assert (
+        f"took {made['xla'] / 1e3:.2f} ms by XLA and {made['auto'] / 1e3:.2f} by default, which is one launch" in page
+    )
+    assert f"it took {mixture['xla'] / 1e3:.2f} and {mixture['auto'] / 1e3:.2f}, and the prompt" in page
+    assert f"In int8 by XLA a step of the first took {int8['xla'] / 1e3:.2f}." in page
+
+    many, few = (medians("2026-11-25-2xh100-80gb-hbm3-moe/moe.json", tokens=tokens) for tokens in (4096, 64))
+    assert (
+        f"takes {many['fused']:.0f} µs for 4096 tokens a rank, where its products alone take {many['dense']:.0f} and "
+        f"JAX's pieces {many['xla/default']:,.0f}; for 64 tokens {few['fused']:.0f}, {few['dense']:.0f} and "
+        f"{few['xla/default']:.0f}"
+    ) in text
+
+    page = (table.ROOT / "docs" / "eight_bits.md").read_text()
+    rows = re.findall(r"^\| `\w+` \| 8192, [^|]+\|([\d |]+)\|$", page, re.MULTILINE)
+    times = [[int(cell) for cell in row.split("|")] for row in rows]  # bf16, e4m3 by rows, ..., XLA's e4m3
+    over_ours, over_xla = ([row[i] / row[1] for row in times] for i in (0, 4))
+    assert len(times) == 3
+    assert (
+        f"are {min(over_ours):.2f} to {max(over_ours):.2f} times as fast as ours in bf16, and {min(over_xla):.2f} to "
+        f"{max(over_xla):.2f} times as fast as XLA's"
+    ) in text

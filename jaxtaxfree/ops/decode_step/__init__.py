@@ -80,7 +80,8 @@ def decode_step(
       model: what the model is made of.
       cos, sin: f32 [positions, rotated / 2], or [tables, positions, rotated / 2] if the layers have several
         (`model.rotary_tables`): the rotation of each position. So a scaling of frequencies is the caller's arithmetic.
-      counts: i32[B], with T tokens: how many of them each sequence has; None: T. Those behind them leave no trace.
+      counts: i32[B], how many of the new tokens each sequence has, from 0 to T; None: T. Those behind them leave no
+        trace, and the logits of a sequence without any mean nothing.
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
@@ -94,16 +95,17 @@ def decode_step(
         sequences or more the unembedding has 8 bits, too.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
-      cache's end are dropped.
+      cache's end or before its beginning are dropped: such a token attends to what is in the cache, not to itself.
 
     Raises:
       ValueError: if the operands do not fit together.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: for experts; for several tokens, or layers with different windows, and a cache along the
-        sequence; and if "fused" is asked for and cannot run here.
+      NotImplementedError: for experts; for a cache of 8 bits; for several tokens, or layers with different windows, and
+        a cache along the sequence; and if "fused" is asked for and cannot run here.
     """
     axes = check_axes(axis_name, "decode_step")
     check_implementation(implementation)
+    _check_kinds(params, cache, model, placement, block_size)
     world = lax.axis_size(axes)
     params = {name: jnp.asarray(weight) for name, weight in params.items()}
     x, lengths = jnp.asarray(x), jnp.asarray(lengths)
@@ -111,9 +113,9 @@ def decode_step(
     cos, sin = (jnp.asarray(table) for table in (cos, sin))
     cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
     given = x if x.ndim == 3 else x[:, None]
-    if counts is None:
-        counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32)
+    counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32) if counts is None else jnp.asarray(counts)
     eight = _check(params, x, key, value, lengths, counts, cos, sin, model, world, placement)
+    counts = jnp.clip(counts, 0, given.shape[1])
     place = None
     if placement != "heads":
         place = placement_of(placement, block_size, key.shape[3], None, "decode_step")
@@ -160,7 +162,7 @@ def fused(
         how = {"axes": axes, "model": model, "placement": placement, "implementation": implementation or "fused"}
         logits, cache = operations.run(dict(zip(names, weights)), x[:, 0], (key, value), lengths, cos, sin, **how)
         return [logits, *cache]
-    stream = x[:, 0].astype(jnp.float32) * model.embedding_scale
+    stream = plain.scaled_embedding(x[:, 0], model).astype(jnp.float32)
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
     arrays = chosen.arrays(dict(zip(names, weights)), stream, (key, value), lengths, *tables)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
@@ -205,7 +207,7 @@ def _refusals(
         return reasons
     call = _call_of(operands[0], operands[1], operands[5], model, world, placement, eight, HOPPER.compute_capability)
     refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
-    return [] if not all(refusals) else [reason for reasons in refusals for reason in reasons]
+    return [] if not all(refusals) else list(dict.fromkeys(reason for reasons in refusals for reason in reasons))
 
 
 def _slower(
@@ -233,13 +235,13 @@ def case(
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if placement is not None or x.shape[1] != 1 or eight:
-        return None
+    if eight:
+        return None  # the tables are of weights of 16 bits
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, eight, team.compute_capability)
     kernel = Hopper()
     if kernel.refuses(call, kernel.by_shape(call, {})):
-        return None  # operations have tables of their own
+        return None  # such as a cache along the sequence: operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(
         operation="decode_step",
@@ -254,17 +256,38 @@ def case(
 decode_step_p = collective("decode_step", reference=reference, fused=fused, slower=_slower, case=case)
 
 
+def _check_kinds(params: Any, cache: Any, model: Any, placement: Any, block_size: Any) -> None:
+    """Raises ValueError if something is of another kind than what has shapes to be checked."""
+    wrong = []
+    if not isinstance(model, DecoderSpec):
+        wrong.append(f"model must be a DecoderSpec, not {type(model).__name__}")
+    if not isinstance(params, Mapping):
+        wrong.append(f"params must be a mapping of names to arrays, not {type(params).__name__}")
+    if not isinstance(cache, tuple | list) or len(cache) != 2:
+        found = f"{len(cache)} parts" if isinstance(cache, tuple | list) else type(cache).__name__
+        wrong.append(f"cache must be (keys, values), not {found}")
+    if placement == "heads" and block_size is not None:
+        wrong.append(f'block_size={block_size} goes with placement="round_robin": by heads there are no blocks')
+    if wrong:
+        raise ValueError(f"decode_step cannot take these arguments: {'; '.join(wrong)}.")
+
+
 def _check(
     params: Params, x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array,
     cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
 ) -> tuple[Eight, ...]:  # fmt: skip
     """The weights of 8 bits.
 
-    Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for experts.
+    Raises ValueError, with all reasons, if the operands do not fit together; NotImplementedError for what is not there.
     """
     if model.experts:
         raise NotImplementedError(
             f"decode_step has no experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
+        )
+    if 1 in (key.dtype.itemsize, value.dtype.itemsize):
+        raise NotImplementedError(
+            f"decode_step has no cache of 8 bits, and this one is {key.dtype} and {value.dtype}: keep it in {x.dtype}, "
+            "or take decode_attention and append_kv, which have scales."
         )
     wrong = []
     by_heads = placement == "heads"
@@ -277,6 +300,11 @@ def _check(
         raise ValueError(f"decode_step cannot take this model: {'; '.join(wrong)}.")
     if x.ndim not in (2, 3) or x.shape[-1] != model.d_model:
         wrong.append(f"x must be [B, {model.d_model}] or [B, T, {model.d_model}], not {list(x.shape)}")
+    elif x.ndim == 3 and x.shape[1] == 0:
+        wrong.append("x has no token, and the logits are those of the last one")
+    for name, of in (("x", x), ("the cache", key), ("cos", cos), ("sin", sin)):
+        if not jnp.issubdtype(of.dtype, jnp.floating):
+            wrong.append(f"{name} must be of floats, not {of.dtype}")
     shapes = model.param_shapes(world, by_heads)
     if missing := [name for name in shapes if name not in params]:
         wrong.append(f"params lacks {', '.join(missing)}")
@@ -308,13 +336,16 @@ def _check(
         if part.ndim != 5 or part.shape != (model.layers, b, heads, part.shape[3], model.head_dim):
             wanted = f"[{model.layers}, {b}, {heads}, S, {model.head_dim}]"
             wrong.append(f"the cache's {name} must be {wanted}, not {list(part.shape)}")
+        elif part.shape[3] == 0:
+            wrong.append(f"the cache's {name} have no room for a position: {list(part.shape)}")
     if key.shape != value.shape or key.dtype != value.dtype:
         wrong.append(f"keys are {key.dtype}{list(key.shape)} and values {value.dtype}{list(value.shape)}")
     for name, of in (("lengths", lengths), ("counts", counts)):
         if of.shape != (b,) or not jnp.issubdtype(of.dtype, jnp.integer):
             wrong.append(f"{name} must be i32[{b}], not {of.dtype}{list(of.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.ndim != 3 or table.shape[0] < model.tables or table.shape[2] != model.rotated // 2:
+        small = table.ndim != 3 or table.shape[0] < model.tables or table.shape[1] == 0
+        if small or table.shape[2] != model.rotated // 2:
             wanted = f"[{model.tables}, positions, {model.rotated // 2}]"
             wrong.append(f"{name} must be {wanted}, not {list(table.shape)}")
     if cos.shape != sin.shape:

@@ -26,6 +26,7 @@ from jaxtaxfree.ops.decode_step.reference import (
     capped,
     gated,
     rms_norm,
+    scaled_embedding,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
@@ -76,7 +77,7 @@ def run(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
     """As `reference.run`, of one new token of each sequence, x [B, D]."""
     step = _Step(axes, model, placement, lengths, implementation)
-    x = x * jnp.asarray(model.embedding_scale, x.dtype)
+    x = scaled_embedding(x, model)
     row = jnp.clip(lengths[:, None], 0, cos.shape[1] - 1)
     by_layer = {name: w for name, w in params.items() if name not in LAYER_FREE}
     cache = vary(cache[0], axes), vary(cache[1], axes)

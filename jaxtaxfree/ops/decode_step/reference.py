@@ -47,7 +47,7 @@ def run(
         raise NotImplementedError("decode_step takes several new tokens only with a cache by heads.")
     at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)  # [B, T]
     row = jnp.clip(at, 0, cos.shape[1] - 1)
-    x = x.astype(x.dtype) * jnp.asarray(model.embedding_scale, x.dtype)
+    x = scaled_embedding(x, model)
     no_window = jnp.iinfo(jnp.int32).max
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},
@@ -69,8 +69,9 @@ def run(
             y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
         else:
             past = _of_layer(cache, i)
+            given = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
             past, y = attend_along_the_sequence(
-                q, k, v, past, lengths, model.windows[:1], 0, placement, axes, model, "xla"
+                q, k, v, past, given, model.windows[:1], 0, placement, axes, model, "xla"
             )
             cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
         y = lax.psum(times(y.reshape(b, t, -1), w, "o_proj"), axes).astype(x.dtype)
@@ -88,6 +89,11 @@ def run(
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = times(normal(x, params["final_norm"]), params, "embed" if model.tied else "unembed")
     return capped(logits * model.logit_scale, model.logit_soft_cap), cache
+
+
+def scaled_embedding(x: jax.Array, model: DecoderSpec) -> jax.Array:
+    """The residual stream at first, of embeddings x. Scale and result are of x's dtype, as in published models."""
+    return x * jnp.asarray(model.embedding_scale, x.dtype)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, model: DecoderSpec) -> jax.Array:

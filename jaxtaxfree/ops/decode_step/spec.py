@@ -2,13 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 from jaxtaxfree.ops.quantize import BLOCK
 
 ACTIVATIONS = {"silu": "silu", "gelu": "gelu_exact", "gelu_tanh": "gelu_tanh"}  # as `ops.epilogue` calls them
+SIZES = ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_mlp", "vocab")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,12 +80,43 @@ class DecoderSpec:
     normalized_experts: bool = True
 
     def __post_init__(self) -> None:
+        for name in SIZES:  # of NumPy's whole numbers Python's, by which tables know a model
+            if isinstance(size := getattr(self, name), numbers.Integral) and not isinstance(size, bool):
+                object.__setattr__(self, name, int(size))
+        if wrong := self._wrong_kinds() or self._wrong_values():
+            raise ValueError(f"There is no such DecoderSpec: {'; '.join(wrong)}.")
+
+    def _wrong_kinds(self) -> list[str]:
+        """What is of a type that cannot be compared."""
         wrong = [
             f"{name} must be a positive whole number, not {size!r}"
-            for name in ("layers", "d_model", "heads", "kv_heads", "head_dim", "d_mlp", "vocab")
-            if not isinstance(size := getattr(self, name), int) or size < 1
+            for name in SIZES
+            if type(size := getattr(self, name)) is not int or size < 1
         ]
-        if not wrong and self.heads % self.kv_heads:
+        for name, least in (("rotary_dim", "None or a whole number"), ("experts", "a whole number"),
+                            ("experts_per_token", "a whole number")):  # fmt: skip
+            if not (_is_whole(size := getattr(self, name)) or (name == "rotary_dim" and size is None)):
+                wrong.append(f"{name} must be {least}, not {size!r}")
+        for name in ("norm_eps", "embedding_scale", "residual_scale", "logit_scale"):
+            if not _is_finite(number := getattr(self, name)):
+                wrong.append(f"{name} must be a finite number, not {number!r}")
+        for name in ("score_scale", "score_soft_cap", "logit_soft_cap"):
+            if (number := getattr(self, name)) is not None and not _is_finite(number):
+                wrong.append(f"{name} must be None or a finite number, not {number!r}")
+        of_layers: tuple[tuple[str, str, Callable[[Any], bool]], ...] = (
+            ("windows", "None and whole numbers", lambda entry: entry is None or _is_whole(entry)),
+            ("rotary_tables", "whole numbers", _is_whole),
+        )
+        for name, entries, known in of_layers:
+            if not isinstance(given := getattr(self, name), tuple) or not all(map(known, given)):
+                wrong.append(f"{name} must be a tuple of {entries}, not {given!r}")
+        if not isinstance(self.activation, str):
+            wrong.append(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {self.activation!r}")
+        return wrong
+
+    def _wrong_values(self) -> list[str]:
+        wrong = []
+        if self.heads % self.kv_heads:
             wrong.append(f"{self.heads} query heads are no multiple of {self.kv_heads} key/value heads")
         rotated = self.rotary_dim
         if rotated is not None and (rotated % 2 or not 0 <= rotated <= self.head_dim):
@@ -95,6 +129,8 @@ class DecoderSpec:
             wrong.append(f"windows must be None or not negative, not {self.windows}")
         if any(table < 0 for table in self.rotary_tables):
             wrong.append(f"rotary_tables must not be negative, not {self.rotary_tables}")
+        if self.norm_eps < 0:
+            wrong.append(f"norm_eps must not be negative, not {self.norm_eps}")
         if self.activation not in ACTIVATIONS:
             wrong.append(f"activation must be one of {', '.join(map(repr, ACTIVATIONS))}, not {self.activation!r}")
         for name in ("score_soft_cap", "logit_soft_cap"):
@@ -102,8 +138,7 @@ class DecoderSpec:
                 wrong.append(f"{name} must be positive, not {cap}")
         if not (0 < self.experts_per_token <= self.experts or self.experts == self.experts_per_token == 0):
             wrong.append(f"a token cannot take {self.experts_per_token} of {self.experts} experts")
-        if wrong:
-            raise ValueError(f"There is no such DecoderSpec: {'; '.join(wrong)}.")
+        return wrong
 
     @property
     def group(self) -> int:
@@ -219,6 +254,14 @@ class DecoderSpec:
         """The PartitionSpec of each parameter of the whole model, along the axes that `decode_step` gets."""
         sharded = self.sharded(by_heads).items()
         return {name: PartitionSpec() if at is None else PartitionSpec(*[None] * at, axis_name) for name, at in sharded}
+
+
+def _is_whole(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _is_finite(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def _in_turn[T](entries: Sequence[T], count: int) -> tuple[T, ...]:
