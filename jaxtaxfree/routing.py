@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtaxfree.ops.integers import as_int32
+
 # Added to a sum of sigmoids before they are divided by it, as in DeepSeek-V3's `modeling_deepseek.py`.
 _LITTLE = 1e-20
 
@@ -105,6 +107,7 @@ def _check(
 
 def load(experts: jax.Array, count: int) -> jax.Array:
     """How often each of `count` experts was chosen: i32[count]. Numbers outside of 0 <= expert < count are left out."""
+    experts = as_int32(experts)
     inside = (experts >= 0) & (experts < count)
     return jnp.zeros(count + 1, jnp.int32).at[jnp.where(inside, experts, count)].add(1)[:count]
 

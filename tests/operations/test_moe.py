@@ -209,6 +209,19 @@ def test_any_size(layer: Layer, seed: int, routing: str) -> None:
     check(layer, seed, routing)
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 256), ("int8", 128), ("uint32", 4)])
+@pytest.mark.parametrize("k", (1, 2))
+def test_experts_of_any_integers(dtype: str, experts: int, k: int) -> None:
+    """A dtype that holds the numbers of the experts, and not how many there are."""
+    layer = Layer(expert=2, t=7, k=k, experts=experts // 2)
+    arrays = layer.arrays(0)
+    arrays["experts"] = np.clip(arrays["experts"], 0, experts - 1)
+    wanted, _ = layer.expected(arrays)
+    out, dropped = program(layer)({**arrays, "experts": arrays["experts"].astype(dtype)})
+    np.testing.assert_allclose(out, wanted, rtol=2e-4, atol=2e-3)
+    assert dropped == 0
+
+
 def test_no_tokens() -> None:
     for layer in (Layer(expert=2, t=0), Layer(tensor=2, t=0, shared=True), Layer(expert=2, t=0, tokens="replicated")):
         check(layer, 0)

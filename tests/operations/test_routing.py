@@ -122,6 +122,14 @@ def test_load() -> None:
     np.testing.assert_array_equal(routing.load(jnp.asarray(experts), E), [(experts == e).sum() for e in range(E)])
 
 
+@pytest.mark.parametrize(("dtype", "count"), [("uint8", 256), ("int8", 128), ("int16", 300)])
+def test_load_of_narrow_numbers(dtype: str, count: int) -> None:
+    """Whose dtype does not hold the number of experts, or only just."""
+    experts = np.random.default_rng(0).integers(0, count, (T, 3)).astype(dtype)
+    wanted = np.bincount(experts.reshape(-1), minlength=count)
+    np.testing.assert_array_equal(routing.load(jnp.asarray(experts), count), wanted)
+
+
 def test_balance_loss() -> None:
     """1 of even choices; that of all ranks is of their means."""
     even = jnp.tile(jnp.eye(E), (3, 1)) * 0

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
+from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
@@ -138,8 +139,9 @@ def moe(
         activation=activation, how=how,
     )  # fmt: skip
     layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
+    experts = as_int32(experts)
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
-    experts = jnp.where(inside, experts, -1).astype(jnp.int32)
+    experts = jnp.where(inside, experts, -1)
     gathers = kind.gathers(experts.shape[1])
     # Along these axes all ranks have all tokens; and of these, along `axes` they get them.
     along = (*(kind.expert if gathers else ()), *kind.tensor)

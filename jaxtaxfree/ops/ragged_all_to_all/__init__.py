@@ -11,6 +11,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jaxtaxfree.dispatch import Case
+from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.ragged_all_to_all.portable import VARIANTS, Call
 from jaxtaxfree.ops.variant import choose, settings_of
 from jaxtaxfree.primitive import Lasting, Unsupported, check_implementation, collective, symbolic, takes_reference
@@ -71,7 +72,7 @@ def ragged_all_to_all(
     check_implementation(implementation)
     _check_operands(operand, output, tables, lax.axis_size(axes))
     settings = settings_of("ragged_all_to_all", VARIANTS, config)
-    tables = [_as_int32(x) for x in tables]
+    tables = [as_int32(x) for x in tables]
     operands = [operand, output, *tables]
     reasons = _unsupported(operand, output)
     if takes_reference("ragged_all_to_all", operands[:2], implementation, reasons):
@@ -97,13 +98,6 @@ def _check_operands(operand: jax.Array, output: jax.Array, tables: Sequence[jax.
                 f"ragged_all_to_all takes {name} as integers [{world}], one for each rank, not "
                 f"{x.dtype}{list(x.shape)}."
             )
-
-
-def _as_int32(table: jax.Array) -> jax.Array:
-    """What has more bits becomes garbage as well, and not another row."""
-    if table.dtype.itemsize > 4:
-        table = jnp.clip(table, max(-1, int(jnp.iinfo(table.dtype).min)), np.iinfo(np.int32).max)
-    return table.astype(jnp.int32)
 
 
 def reference(operand: jax.Array, output: jax.Array, *tables: jax.Array, axes: tuple[str, ...], **_: Any) -> list[Any]:

@@ -15,9 +15,10 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
+from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
-from jaxtaxfree.ops.ragged_dot.common import Call, as_int32
+from jaxtaxfree.ops.ragged_dot.common import Call
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
