@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtaxfree.ops.integers import as_int32
+from jaxtaxfree.ops.untrusted import as_int32
 
 # Added to a sum of sigmoids before they are divided by it, as in DeepSeek-V3's `modeling_deepseek.py`.
 _LITTLE = 1e-20

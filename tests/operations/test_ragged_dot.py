@@ -184,14 +184,14 @@ def test_in_shard_map(keywords: dict[str, Any]) -> None:
     np.testing.assert_array_equal(back(jnp.asarray(ct))[1], of_rhs)
 
 
-@pytest.mark.parametrize("kernel", simulated)
-def test_garbage(kernel: str) -> None:
+@pytest.mark.parametrize("how", [*simulated.values(), {}, {"activation": "silu"}], ids=[*simulated, "lax", "silu"])
+def test_garbage(how: dict[str, Any]) -> None:
     """Nothing is addressed by it, and results and gradients are NaN."""
     lhs, rhs, sizes, ct = CASE.arrays(jnp.bfloat16)
 
     @jax.jit
     def all_of(sizes: jax.Array) -> Any:
-        call = functools.partial(jtf.ragged_dot, group_sizes=sizes, **simulated[kernel])
+        call = functools.partial(jtf.ragged_dot, group_sizes=sizes, **how)
         out, back = jax.vjp(call, lhs, rhs)
         return out, *back(jnp.asarray(ct))
 
@@ -209,6 +209,8 @@ def test_sizes_of_64_bits() -> None:
         for more in (2**32, -(2**32)):
             wide[1] = more
             assert np.isnan(jtf.ragged_dot(lhs, rhs, wide, **simulated["portable"])).all()
+            # Operands of 64 bits, which no kernel takes.
+            assert np.isnan(jtf.ragged_dot(lhs.astype(float), rhs.astype(float), wide)).all()
 
 
 def test_nan_stays_in_its_group(monkeypatch: pytest.MonkeyPatch) -> None:

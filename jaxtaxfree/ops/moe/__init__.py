@@ -15,7 +15,6 @@ from jax import lax
 
 from jaxtaxfree.ops.collectives import all_gather, psum, psum_scatter
 from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
-from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
@@ -23,6 +22,7 @@ from jaxtaxfree.ops.narrow import LHS_BLOCKS
 from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.primitive import check_implementation, check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 

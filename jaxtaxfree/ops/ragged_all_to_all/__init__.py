@@ -11,8 +11,8 @@ from jax import lax
 from jax.interpreters import ad
 
 from jaxtaxfree.dispatch import Case
-from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.ragged_all_to_all.portable import VARIANTS, Call
+from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import choose, settings_of
 from jaxtaxfree.primitive import Lasting, Unsupported, check_implementation, collective, symbolic, takes_reference
 from jaxtaxfree.settings import Settings
@@ -54,9 +54,9 @@ def ragged_all_to_all(
         `jaxtaxfree.simulator`.
       config: how the kernel splits its work. The sizes decide whatever it leaves out.
 
-    Returns: [N, ...]. Rows of different ranks must not overlap. The kernel checks all offsets and sizes before they
-      address anything: where a transfer does not fit into the operand or the result, or `recv_sizes` says something
-      else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
+    Returns: [N, ...]. Rows of different ranks must not overlap. The kernel, and what CPUs run, check all offsets and
+      sizes before they address anything: where a transfer does not fit into the operand or the result, or `recv_sizes`
+      says something else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
 
     It is linear in `operand` and `output`, and its transpose is the same operation the other way round.
 
@@ -123,7 +123,6 @@ def by_all_gather(
     axes: tuple[str, ...],
 ) -> jax.Array:
     """The same without a collective of its own: every rank gets all rows, and takes its own."""
-    del recv_sizes
     me = lax.axis_index(axes)
     everything = lax.all_gather(operand, axes)
     first, to, sizes = (lax.all_gather(x, axes)[:, me] for x in (input_offsets, output_offsets, send_sizes))
@@ -132,7 +131,11 @@ def by_all_gather(
     source = jnp.argmax(inside, axis=1)
     at = jnp.clip(first[source] + row[:, 0] - to[source], 0, max(0, operand.shape[0] - 1))
     there = jnp.any(inside, axis=1).reshape(-1, *[1] * (output.ndim - 1))
-    return jnp.where(there, everything[source, at], output) if operand.shape[0] else output
+    out = jnp.where(there, everything[source, at], output) if operand.shape[0] else output
+    # As the kernel checks them.
+    fits = (sizes >= 0) & (first >= 0) & (first <= operand.shape[0] - sizes)
+    fits &= (to >= 0) & (to <= output.shape[0] - sizes) & (sizes == recv_sizes)
+    return jnp.where(jnp.all(fits), out, nothing(out.dtype))
 
 
 def fused(

@@ -15,11 +15,11 @@ from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
-from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
 from jaxtaxfree.ops.ragged_dot.common import Call
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
+from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
@@ -95,7 +95,7 @@ def ragged_dot(
         whatever it leaves out.
 
     Returns: [M, N]. Where a size is negative, or the sum is more than M, the kernel addresses nothing by it, and the
-      whole result is NaN, as are its gradients.
+      whole result is NaN, as are its gradients; so they are on CPUs. (XLA's own kernels for GPUs check nothing.)
 
     Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
     group. In a program that is differentiated the product is rounded before gate and activation are applied.
@@ -183,11 +183,24 @@ def reference(
     multiply = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=precision)
     rhs = rhs.swapaxes(1, 2) if rhs_transposed else rhs
     if not epilogue:
-        return [multiply(lhs, rhs, preferred_element_type=preferred_element_type)]
+        return [_checked(multiply(lhs, rhs, preferred_element_type=preferred_element_type), sizes, lhs.shape[0])]
     dtype = preferred_element_type or jnp.result_type(lhs, rhs)
     wide = epilogues.wide_type(dtype)
     products = [multiply(lhs, w, preferred_element_type=wide) for w in (rhs, *operands)]
-    return [epilogue.apply(products, {}, dtype)]
+    return [_checked(epilogue.apply(products, {}, dtype), sizes, lhs.shape[0])]
+
+
+def _checked(out: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """NaN where sizes are wrong, as of the kernel, on CPUs. On GPUs it would be a pass over what XLA's kernel wrote."""
+
+    def check(out: jax.Array, sizes: jax.Array) -> jax.Array:
+        ends = jnp.cumsum(sizes)  # the first sum that wraps around is negative
+        wrong = jnp.any((sizes < 0) | (ends < 0) | (ends > rows))
+        # A product, so that gradients are NaN, too.
+        return out * jnp.where(wrong, nothing(out.dtype), np.ones((), out.dtype))
+
+    out, sizes = matmul.vary_alike(out, sizes, axes=())
+    return lax.platform_dependent(out, sizes, cpu=check, default=lambda out, _: out)
 
 
 def reference_of_weights(
@@ -197,7 +210,7 @@ def reference_of_weights(
     out = lax.ragged_dot_general(
         lhs, rhs, sizes, OF_WEIGHTS, precision=precision, preferred_element_type=preferred_element_type
     )
-    return [out]
+    return [_checked(out, sizes, lhs.shape[0])]
 
 
 def unsupported(

@@ -11,12 +11,12 @@ import numpy as np
 from jaxtaxfree.ops import epilogue as epilogues
 from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
-from jaxtaxfree.ops.integers import as_int32
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.quantize import DTYPES, dequantize, expand, is_eight_bits
 from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call
 from jaxtaxfree.ops.ragged_dot.hopper import Hopper
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.ops.variant import KERNEL, Choice, choose, settings_of
 from jaxtaxfree.primitive import DTYPES as RESULTS
 from jaxtaxfree.primitive import Unsupported, collective, needs_devices, symbolic

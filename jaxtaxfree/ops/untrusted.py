@@ -1,4 +1,6 @@
-"""Sizes, offsets and numbers of experts, which arrive as data."""
+"""Sizes, offsets and numbers of experts, which arrive as data and may be wrong."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,3 +16,9 @@ def as_int32(numbers: jax.Array) -> jax.Array:
         info = jnp.iinfo(numbers.dtype)
         numbers = jnp.clip(numbers, max(-1, int(info.min)), min(int(info.max), np.iinfo(np.int32).max))
     return numbers.astype(jnp.int32)
+
+
+def nothing(dtype: Any) -> np.ndarray:
+    """What a result holds that there cannot be: NaN, or of integers all bits."""
+    dtype = np.dtype(dtype)
+    return np.asarray(jnp.nan if jnp.issubdtype(dtype, jnp.inexact) else -1).astype(dtype)
