@@ -336,6 +336,12 @@ def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
     assert "takes lhs_scale by blocks of 128 where each rank has a multiple of 128" in error(
         scatter, x, w, lhs_scale=jnp.ones((8, 2))
     )
+    assert "takes gate_scale with a gate only" in error(gather, x, w, rhs_scale=one, gate_scale=one)
+    several = functools.partial(gather, rhs=(w, w))
+    for name, value in (("gate", w), ("residual", jnp.ones((16, 16))), ("gate_scale", one)):
+        for scales in ({}, {"lhs_scale": one, "rhs_scale": (one, one)}):
+            assert f"takes no {name} with a tuple of rhs" in error(several, x, **scales, **{name: value})
+    assert "not an empty tuple" in error(functools.partial(gather, rhs=()), x, lhs_scale=one)
     on = {"lhs_scale": one, "rhs_scale": one, "implementation": "simulate"}
     for operation in (scatter, jtf.matmul_all_reduce):
         assert "hopper: tensor cores take 8 bits along K: give rhs as [N, K]" in error(operation, x, w, **on)
