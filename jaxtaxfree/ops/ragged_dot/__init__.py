@@ -109,12 +109,12 @@ def ragged_dot(
     if any(scale is not None for scale in scales.values()):
         form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
         return scaled.ragged_dot(
-            scaled_p, ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
-            preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
+            scaled_p, ragged_dot, check_operands, lhs, rhs, group_sizes, scales=scales, gate=gate,
+            activation=activation, preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
         )  # fmt: skip
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     check_implementation(implementation)
-    _check_operands(lhs, rhs, sizes, rhs_transposed)
+    check_operands(lhs, rhs, sizes, rhs_transposed)
     found, operands = _epilogue(lhs, rhs, activation, gate, rhs_transposed)
     settings = settings_of("ragged_dot", VARIANTS, config)
     sizes = as_int32(sizes)
@@ -135,7 +135,7 @@ def _bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
     return primitive.bind(*matmul.vary_alike(*operands, axes=()), **params)[0]
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
+def check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if rhs_transposed else 1]:
         wanted = "[G, N, K]" if rhs_transposed else "[G, K, N]"
         raise ValueError(
