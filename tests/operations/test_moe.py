@@ -351,6 +351,18 @@ def test_errors() -> None:
         call({"w_gate": arrays["w_gate"][..., 1:]})
     with fails(NameError, "moe needs a mesh axis", "'tp'"):
         call(axis_name="tp")
+    with fails(ValueError, "x of floating-point numbers", "int32"):
+        call({"x": arrays["x"].astype(np.int32)})
+    with fails(ValueError, "at least one expert of each rank", "[0, 8, 16]"):
+        call({name: arrays[name][:0] for name in ("w_gate", "w_up", "w_down")})
+    up, down = np.ones((D, F), np.float32), np.ones((F, D), np.float32)
+    for shared in (3, (up, down), (up, up, down, down)):
+        with fails(ValueError, "shared as (w_gate, w_up, w_down)"):
+            call(shared=shared)
+    for shared in ((up[:, :1], up, down), (up, up, down[:, :1]), (up[1:], up[1:], down), (None, None, down)):
+        with fails(ValueError, "w_up [8, F'] and w_down [F', 8]"):
+            call(shared=shared)
+    call(shared=(None, up, down), capacity=jnp.int32(3))
 
 
 # What kernels do here: collectives, and what XLA would make of places and rows.

@@ -128,7 +128,9 @@ def moe(
     scales = {"w_gate": w_gate_scale, "w_up": w_up_scale, "w_down": w_down_scale}
     _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
     _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
-    if capacity is not None and check_whole("moe", "capacity", capacity) < 1:
+    if shared is not None:
+        shared = _check_shared(shared, x.shape[1])
+    if capacity is not None and (capacity := check_whole("moe", "capacity", capacity)) < 1:
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
         return (x, jnp.int32(0)) if return_dropped else x
@@ -211,6 +213,8 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
             f"moe takes x [T, D], experts [T, k] and weights [T, k], not {list(x.shape)}, {list(experts.shape)} and "
             f"{list(weights.shape)}."
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"moe takes x of floating-point numbers, not {x.dtype}: cast it, or dequantize it.")
     if not jnp.issubdtype(experts.dtype, jnp.integer) or experts.shape[1] == 0:
         raise ValueError(
             f"moe takes experts as integers [T, k], k at least 1, not {experts.dtype}{list(experts.shape)}."
@@ -223,8 +227,30 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
             f"moe takes w_up {up} and w_down {down} for x [T, D], of this rank, not {list(w_up.shape)} and "
             f"{list(w_down.shape)} for {list(x.shape)}."
         )
+    if not e:
+        raise ValueError(f"moe takes at least one expert of each rank, and w_up is {list(w_up.shape)}.")
     if w_gate is not None and jnp.shape(w_gate) != w_up.shape:
         raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
+
+
+def _check_shared(shared: Any, d: int) -> tuple[Any, jax.Array, jax.Array]:
+    """The arrays of the expert that every token has; raises ValueError if they do not fit together."""
+    if not isinstance(shared, tuple | list) or len(shared) != 3:
+        raise ValueError("moe takes shared as (w_gate, w_up, w_down), of which w_gate may be None.")
+    gate, up, down = (None if w is None else jnp.asarray(w) for w in shared)
+    shapes = [None if w is None else list(w.shape) for w in (gate, up, down)]
+    if (
+        up is None
+        or up.ndim != 2
+        or up.shape[0] != d
+        or shapes[2] != shapes[1][::-1]
+        or (gate is not None and gate.shape != up.shape)
+    ):
+        raise ValueError(
+            f"moe takes shared as w_gate [{d}, F'] or None, w_up [{d}, F'] and w_down [F', {d}] of this rank, not "
+            f"{', '.join(map(str, shapes))}."
+        )
+    return gate, up, down
 
 
 def _gathered(
