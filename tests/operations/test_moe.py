@@ -317,6 +317,22 @@ def test_with_a_router_in_scan_and_remat() -> None:
         assert found.any()
 
 
+@pytest.mark.parametrize("layer", [Layer(expert=2, k=1), Layer(expert=2), Layer(tensor=2)])
+def test_vmap(layer: Layer) -> None:
+    """Over tokens with the same weights, and over everything."""
+    a, b = layer.arrays(0), layer.arrays(1)
+    tokens = ("x", "experts", "weights")
+    mesh = mesh_of(2, *layer.axes)
+    one = jax.shard_map(
+        lambda arrays: jtf.moe(**arrays, **layer.how), mesh=mesh, in_specs=(layer.specs,), out_specs=layer.rows
+    )
+    for names in (tokens, tuple(a)):
+        both = {name: np.stack([a[name], b[name]]) if name in names else a[name] for name in a}
+        found = jax.jit(jax.vmap(one, ({name: 0 if name in names else None for name in a},)))(both)
+        for i, arrays in enumerate((a, {**a, **{name: b[name] for name in names}})):
+            np.testing.assert_allclose(found[i], layer.expected(arrays)[0], rtol=2e-4, atol=2e-3)
+
+
 def test_errors() -> None:
     layer = Layer(expert=2)
     arrays = layer.arrays(0)

@@ -155,6 +155,31 @@ def test_in_scan_and_remat() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (0, 0, None), (1, None, 0), (None, None, 0)])
+def test_vmap_over_some_operands(mapped: tuple[int | None, ...]) -> None:
+    """The values and the gradients of one example after the other."""
+    lhs, rhs, sizes, _ = Grouped(12, 5, 6, (3, 4)).arrays(np.float32)
+    all_sizes = np.array([sizes, sizes[::-1], [12, 0]], np.int32)
+    alike = [np.stack([lhs, -lhs, 2 * lhs], 1 if mapped[0] else 0), np.stack([rhs, -rhs, 2 * rhs]), all_sizes]
+    operands = [several if dim is not None else one for several, one, dim in zip(alike, (lhs, rhs, sizes), mapped)]
+
+    def both(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return jax.value_and_grad(lambda x, y: jnp.sum(jtf.ragged_dot(x, y, sizes, activation="silu") ** 2), (0, 1))(
+            lhs, rhs
+        )
+
+    found = jax.jit(jax.vmap(both, mapped))(*operands)
+    for i in range(3):
+        own = [x if dim is None else np.take(x, i, dim) for x, dim in zip(operands, mapped)]
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(both(*own)), strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=1e-4, atol=1e-4)
+    # Derivatives of what is mapped are those of `lax`.
+    mapped_dot = jax.vmap(lambda *one: jnp.sum(jtf.ragged_dot(*one, activation="silu") ** 2), mapped)
+    total = jax.grad(lambda x: jnp.sum(mapped_dot(x, *operands[1:])))(operands[0])
+    wanted = found[1][0] if mapped[0] is not None else found[1][0].sum(0)
+    np.testing.assert_allclose(total, np.moveaxis(wanted, 0, mapped[0] or 0), rtol=1e-4, atol=1e-4)
+
+
 def test_vmap() -> None:
     """Over all operands by `lax.ragged_dot`; the kernel says no."""
     cases = [Grouped(12, 5, 6, sizes) for sizes in ((3, 4), (12, 0))]

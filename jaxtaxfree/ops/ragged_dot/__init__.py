@@ -165,6 +165,18 @@ def _epilogue(
     return Epilogue(name, ("gate",)), [gate]
 
 
+def _mappable(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A product of `lax` that `jax.vmap` maps over any of its operands, and not over all alone, as `lax` has it."""
+    mapped = jax.custom_batching.custom_vmap(product)
+
+    @mapped.def_vmap
+    def _(size: int, batched: Any, *operands: jax.Array) -> tuple[jax.Array, bool]:
+        each = (x if there else jnp.broadcast_to(x, (size, *x.shape)) for x, there in zip(operands, batched))
+        return jax.vmap(product)(*each), True
+
+    return mapped
+
+
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -177,11 +189,20 @@ def reference(
     rhs_transposed: bool = False,
     fill: bool = True,
     config: Any = None,
+    mappable: Callable[..., Any] = lambda product: product,
 ) -> list[jax.Array]:
-    """What the operation means, in plain `lax`."""
+    """What the operation means, in plain `lax`.
+
+    Args:
+      mappable: `_mappable`, of which JAX has no transpose, where the derivatives are those of the primitive.
+    """
     del axes, config, fill
-    multiply = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=precision)
     rhs = rhs.swapaxes(1, 2) if rhs_transposed else rhs
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, preferred_element_type: Any) -> jax.Array:
+        how = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return mappable(functools.partial(lax.ragged_dot, **how))(lhs, rhs, sizes)
+
     if not epilogue:
         return [_checked(multiply(lhs, rhs, preferred_element_type=preferred_element_type), sizes, lhs.shape[0])]
     dtype = preferred_element_type or jnp.result_type(lhs, rhs)
@@ -207,9 +228,12 @@ def reference_of_weights(
     lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, precision: Any, preferred_element_type: Any, **_: Any
 ) -> list[jax.Array]:
     """lhs^T @ rhs of the rows of each group: [G, K, N]."""
-    out = lax.ragged_dot_general(
-        lhs, rhs, sizes, OF_WEIGHTS, precision=precision, preferred_element_type=preferred_element_type
-    )
+    how = {"precision": precision, "preferred_element_type": preferred_element_type}
+
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, OF_WEIGHTS, **how)
+
+    out = _mappable(product)(lhs, rhs, sizes)
     return [_checked(out, sizes, lhs.shape[0])]
 
 
@@ -337,7 +361,7 @@ def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team,
 
 ragged_dot_p = collective(
     "ragged_dot",
-    reference=reference,
+    reference=functools.partial(reference, mappable=_mappable),
     fused=functools.partial(_fused, of_weights=False),
     slower=functools.partial(_slower, of_weights=False),
     case=functools.partial(_case, of_weights=False),
