@@ -129,7 +129,7 @@ def moe(
     _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
     _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
     if shared is not None:
-        shared = _check_shared(shared, x.shape[1])
+        _check_shared(shared, x.shape[1])
     if capacity is not None and (capacity := check_whole("moe", "capacity", capacity)) < 1:
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
@@ -233,24 +233,17 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
         raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
 
 
-def _check_shared(shared: Any, d: int) -> tuple[Any, jax.Array, jax.Array]:
-    """The arrays of the expert that every token has; raises ValueError if they do not fit together."""
+def _check_shared(shared: Any, d: int) -> None:
+    """Raises ValueError unless these are the arrays of an expert that every token has."""
     if not isinstance(shared, tuple | list) or len(shared) != 3:
         raise ValueError("moe takes shared as (w_gate, w_up, w_down), of which w_gate may be None.")
-    gate, up, down = (None if w is None else jnp.asarray(w) for w in shared)
-    shapes = [None if w is None else list(w.shape) for w in (gate, up, down)]
-    if (
-        up is None
-        or up.ndim != 2
-        or up.shape[0] != d
-        or shapes[2] != shapes[1][::-1]
-        or (gate is not None and gate.shape != up.shape)
-    ):
+    shapes = [None if w is None else list(jnp.shape(w)) for w in shared]
+    gate, up, down = shapes
+    if up is None or len(up) != 2 or up[0] != d or down != up[::-1] or gate not in (None, up):
         raise ValueError(
             f"moe takes shared as w_gate [{d}, F'] or None, w_up [{d}, F'] and w_down [F', {d}] of this rank, not "
             f"{', '.join(map(str, shapes))}."
         )
-    return gate, up, down
 
 
 def _gathered(
