@@ -222,6 +222,36 @@ def test_experts_of_any_integers(dtype: str, experts: int, k: int) -> None:
     assert dropped == 0
 
 
+@pytest.mark.parametrize("layer", [Layer(expert=2), Layer(tensor=2, experts=4)])
+def test_what_is_still_to_be_added_is_not_rounded(layer: Layer) -> None:
+    """Experts of which a token has itself back: 1 + 2**-9 on one rank, or of half of each, and then -1 on another."""
+    expert = layer.expert > 0
+    tokens, d = 4, 2
+    x = jnp.ones((tokens, d), jnp.bfloat16)
+    experts = np.tile(np.int32([0, 0, 2]), (tokens, 1))
+    weights = np.tile(np.float32([1, 2**-9, -1]), (tokens, 1))
+    up = np.tile(np.eye(d), (4, 1, 1))
+    if not expert:  # rank 0 has expert 0, rank 1 expert 2
+        up[0, 1:], up[2, 1:] = 0, 0
+        up[2] = up[2][:, ::-1]
+        x = x.at[:, 1].set(0)
+    down = up.swapaxes(1, 2)
+    call = functools.partial(jtf.moe, axis_name=layer.axes[0], parallel=layer.how["parallel"], activation=None)
+    specs = (P(layer.axes[0]), P(layer.axes[0])) if expert else (P(None, None, "tp"), P(None, "tp"))
+    run = jax.shard_map(
+        lambda x, up, down: call(x, experts, weights, None, up, down, tokens="replicated"),
+        mesh=mesh_of(2, *layer.axes), in_specs=(P(), *specs), out_specs=P(),
+    )  # fmt: skip
+    found = np.asarray(jax.jit(run)(x, jnp.bfloat16(up), jnp.bfloat16(down)), np.float32)
+    np.testing.assert_array_equal(found, 2**-9 * np.asarray(x, np.float32))
+
+
+def test_capacity_beyond_all_rows_costs_no_memory() -> None:
+    layer = Layer(expert=2, k=1, capacity=10**9)
+    assert str(10**9) not in str(jax.make_jaxpr(program(layer))(layer.arrays(0)))
+    check(layer, 0)
+
+
 def test_no_tokens() -> None:
     for layer in (Layer(expert=2, t=0), Layer(tensor=2, t=0, shared=True), Layer(expert=2, t=0, tokens="replicated")):
         check(layer, 0)

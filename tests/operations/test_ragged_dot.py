@@ -63,6 +63,9 @@ def test_rows_behind_the_last_group_may_be_left_out(kernel: str) -> None:
     np.testing.assert_array_equal(out[rows].astype(jnp.float32), CASE.product(lhs, rhs)[rows])
     np.testing.assert_array_equal(of_lhs[rows].astype(jnp.float32), CASE.product(ct, rhs.swapaxes(1, 2))[rows])
     np.testing.assert_array_equal(of_rhs.astype(jnp.float32), CASE.of_weights(lhs, ct))
+    # Nobody writes them in the gradient of lhs, either.
+    gradient = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jtf.ragged_dot(x, rhs, sizes, fill=False) * ct)))(lhs)
+    assert str(gradient).count("fill=False") == 2 and "fill=True" not in str(gradient)
 
 
 @each_way
