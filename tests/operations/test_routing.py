@@ -167,3 +167,21 @@ def test_errors() -> None:
         routing.top_k(x, 2, bias=jnp.zeros(5))
     with pytest.raises(ValueError, match=r"logits \[T, E\]"):
         routing.top_k(x[0], 2)
+    for name, value in (("k", 2.5), ("k", "2"), ("groups", 2.0), ("top_groups", 1.5)):
+        with fails(TypeError, f"top_k takes {name} as a whole number, not {value!r}."):
+            routing.top_k(x, **{"k": 2, name: value})
+    with fails(ValueError, "top_k takes top_groups from 1 to 3, not 0."):
+        routing.top_k(x, 2, groups=3, top_groups=0)
+    with fails(ValueError, "top_k takes logits [T, E], not []."):
+        routing.top_k(1.0, 1)
+    with fails(ValueError, "load takes experts as integers, not float32."):
+        routing.load(jnp.zeros((2, 2)), 3)
+
+
+def test_sigmoids_that_are_all_0() -> None:
+    """Divided by their sum they stay 0."""
+    experts, weights = routing.top_k(
+        np.full((2, 4), -200.0, np.float32), 2, scores="sigmoid", normalise="sum", bias=[0] * 4
+    )
+    np.testing.assert_array_equal(experts, [[0, 1]] * 2)
+    np.testing.assert_array_equal(weights, np.zeros((2, 2)))
