@@ -222,14 +222,15 @@ def test_experts_of_any_integers(dtype: str, experts: int, k: int) -> None:
     assert dropped == 0
 
 
-@pytest.mark.parametrize("layer", [Layer(expert=2), Layer(tensor=2, experts=4)])
-def test_what_is_still_to_be_added_is_not_rounded(layer: Layer) -> None:
+@pytest.mark.parametrize("tokens", ("sharded", "replicated"))
+@pytest.mark.parametrize("layer", [Layer(expert=2), Layer(tensor=2)])
+def test_what_is_still_to_be_added_is_not_rounded(layer: Layer, tokens: str) -> None:
     """Experts of which a token has itself back: 1 + 2**-9 on one rank, or of half of each, and then -1 on another."""
     expert = layer.expert > 0
-    tokens, d = 4, 2
-    x = jnp.ones((tokens, d), jnp.bfloat16)
-    experts = np.tile(np.int32([0, 0, 2]), (tokens, 1))
-    weights = np.tile(np.float32([1, 2**-9, -1]), (tokens, 1))
+    t, d = 4, 2
+    x = jnp.ones((t, d), jnp.bfloat16)
+    experts = np.tile(np.int32([0, 0, 2]), (t, 1))
+    weights = np.tile(np.float32([1, 2**-9, -1]), (t, 1))
     up = np.tile(np.eye(d), (4, 1, 1))
     if not expert:  # rank 0 has expert 0, rank 1 expert 2
         up[0, 1:], up[2, 1:] = 0, 0
@@ -238,11 +239,12 @@ def test_what_is_still_to_be_added_is_not_rounded(layer: Layer) -> None:
     down = up.swapaxes(1, 2)
     call = functools.partial(jtf.moe, axis_name=layer.axes[0], parallel=layer.how["parallel"], activation=None)
     specs = (P(layer.axes[0]), P(layer.axes[0])) if expert else (P(None, None, "tp"), P(None, "tp"))
+    rows = P(*layer.axes) if tokens == "sharded" else P()
     run = jax.shard_map(
-        lambda x, up, down: call(x, experts, weights, None, up, down, tokens="replicated"),
-        mesh=mesh_of(2, *layer.axes), in_specs=(P(), *specs), out_specs=P(),
+        lambda x, experts, weights, up, down: call(x, experts, weights, None, up, down, tokens=tokens),
+        mesh=mesh_of(2, *layer.axes), in_specs=(rows, rows, rows, *specs), out_specs=rows,
     )  # fmt: skip
-    found = np.asarray(jax.jit(run)(x, jnp.bfloat16(up), jnp.bfloat16(down)), np.float32)
+    found = np.asarray(jax.jit(run)(x, experts, weights, jnp.bfloat16(up), jnp.bfloat16(down)), np.float32)
     np.testing.assert_array_equal(found, 2**-9 * np.asarray(x, np.float32))
 
 
