@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtaxfree.ops.untrusted import as_int32
+from jaxtaxfree.primitive import check_whole
+
 # Added to a sum of sigmoids before they are divided by it, as in DeepSeek-V3's `modeling_deepseek.py`.
 _LITTLE = 1e-20
 
@@ -51,8 +54,13 @@ def top_k(
 
     Raises:
       ValueError: if a number or a name is none of these.
+      TypeError: if k, groups or top_groups is no whole number.
     """
-    experts = logits.shape[-1]
+    logits = jnp.asarray(logits)
+    bias = None if bias is None else jnp.asarray(bias)
+    k, groups = check_whole("top_k", "k", k), check_whole("top_k", "groups", groups)
+    top_groups = None if top_groups is None else check_whole("top_k", "top_groups", top_groups)
+    experts = logits.shape[-1] if logits.ndim else 0
     _check(logits, k, groups, top_groups, group_score, {"scores": scores, "normalise": normalise}, bias)
     wide = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
     found = {"softmax": jax.nn.softmax, "sigmoid": jax.nn.sigmoid, "logits": lambda x: x}[scores](wide)
@@ -92,11 +100,11 @@ def _check(
         raise ValueError(f"top_k takes logits [T, E], not {list(logits.shape)}.")
     if groups < 1 or experts % groups:
         raise ValueError(f"top_k takes groups of equal size, and {experts} experts are not in {groups}.")
+    if top_groups is not None and not 1 <= top_groups <= groups:
+        raise ValueError(f"top_k takes top_groups from 1 to {groups}, not {top_groups}.")
     most = experts // groups * (groups if top_groups is None else top_groups)
     if not 1 <= k <= most:
         raise ValueError(f"top_k takes k from 1 to {most}, the experts that there are to choose from, not {k}.")
-    if top_groups is not None and not 1 <= top_groups <= groups:
-        raise ValueError(f"top_k takes top_groups from 1 to {groups}, not {top_groups}.")
     if group_score == "top2" and experts // groups < 2:
         raise ValueError("top_k takes group_score='top2' for groups of two experts or more.")
     if bias is not None and bias.shape != (experts,):
@@ -105,6 +113,10 @@ def _check(
 
 def load(experts: jax.Array, count: int) -> jax.Array:
     """How often each of `count` experts was chosen: i32[count]. Numbers outside of 0 <= expert < count are left out."""
+    experts = jnp.asarray(experts)
+    if not jnp.issubdtype(experts.dtype, jnp.integer):
+        raise ValueError(f"load takes experts as integers, not {experts.dtype}.")
+    experts = as_int32(experts)
     inside = (experts >= 0) & (experts < count)
     return jnp.zeros(count + 1, jnp.int32).at[jnp.where(inside, experts, count)].add(1)[:count]
 

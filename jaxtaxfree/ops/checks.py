@@ -32,6 +32,8 @@ def check(
     Raises:
       ValueError: if a scale, or an operand of the epilogue, does not fit.
     """
-    scaling, found = scaled.check(operation, lhs, rhs, parts=parts, rhs_transposed=rhs_transposed, **scales)
+    scaling, found = scaled.check(
+        operation, lhs, rhs, parts=parts, rhs_transposed=rhs_transposed, gate=given.get("gate"), **scales
+    )
     epilogue, operands = epilogues.check(operation, lhs, rhs, shape, activation, of_integers=bool(scaling), **given)
     return {"scaling": scaling, "epilogue": epilogue, "rhs_transposed": rhs_transposed}, found, operands

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtaxfree.ops import matmul
@@ -91,6 +92,8 @@ def joined(each: Sequence[Epilogue]) -> Epilogue:
 
 def wide_type(dtype: Any) -> Any:
     """In which a result of this dtype is computed."""
+    if jnp.issubdtype(dtype, jnp.floating) and np.dtype(dtype).itemsize == 1:
+        return np.dtype(np.float32)  # JAX promotes no floating-point numbers of 8 bits
     with jax.numpy_dtype_promotion("standard"):
         return jnp.promote_types(dtype, jnp.float32)
 

@@ -54,7 +54,7 @@ def quantize(
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantize takes floating-point numbers, not {x.dtype}.")
     wide, extents = x.astype(jnp.float32), _check_block(x.shape, block)
-    amax = jnp.max(jnp.abs(_blocks(wide, extents)), axis=(-3, -1)) if extents else jnp.max(jnp.abs(wide), initial=0.0)
+    amax = jnp.max(jnp.abs(_blocks(wide, extents) if extents else wide), (-3, -1) if extents else None, initial=0.0)
     scale = jnp.where(amax == 0, 1.0, _quotient(amax, _largest(dtype)))
     if power_of_2:
         scale = _up_to_power_of_2(scale)
@@ -118,18 +118,19 @@ def _check_block(shape: Sequence[int], block: Sequence[int] | None) -> tuple[int
     if block is None:
         return None
     allowed = [(1, _WHOLE), (_WHOLE, 1), (1, BLOCK), (BLOCK, BLOCK)]
-    if tuple(block) not in allowed:
+    if not isinstance(block, Sequence) or tuple(block) not in allowed:
         raise ValueError(f"quantize has no block {block!r}: take None, {', '.join(map(str, allowed))}.")
     if len(shape) < 2:
         raise ValueError(f"quantize takes blocks of rows and columns, and x has shape {list(shape)}.")
-    rows, columns = (max(1, length) if each == _WHOLE else each for each, length in zip(block, shape[-2:], strict=True))
+    rows, columns = (length if each == _WHOLE else each for each, length in zip(block, shape[-2:], strict=True))
     return rows, columns
 
 
 def _blocks(x: jax.Array, extents: tuple[int, int]) -> jax.Array:
     """[..., M, K] as [..., blocks of M, rows, blocks of K, columns], with zeros where the last block is smaller."""
-    counts = [math.ceil(length / extent) for length, extent in zip(x.shape[-2:], extents, strict=True)]
-    missing = [count * extent - length for count, extent, length in zip(counts, extents, x.shape[-2:], strict=True)]
+    pairs = list(zip(x.shape[-2:], extents, strict=True))
+    counts = [1 if length == extent else math.ceil(length / extent) for length, extent in pairs]  # all of none is 1
+    missing = [count * extent - length for count, (length, extent) in zip(counts, pairs, strict=True)]
     padded = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, each) for each in missing])
     return padded.reshape(*x.shape[:-2], counts[0], extents[0], counts[1], extents[1])
 

@@ -164,6 +164,7 @@ def check(
     *,
     rhs_transposed: bool = False,
     parts: int = 1,
+    gate: Any = None,
     lhs_scale: Any = None,
     rhs_scale: Any = None,
     gate_scale: Any = None,
@@ -172,10 +173,14 @@ def check(
 
     Args:
       parts: of K, which ranks have.
+      gate: None if there is none. It is like rhs, which others check.
 
     Raises:
-      ValueError: if a scale does not fit its operand, the operand has no 8 bits, or a block lies on two ranks.
+      ValueError: if a scale does not fit its operand, the operand has no 8 bits or is not there, or a block lies on
+        two ranks.
     """
+    if gate_scale is not None and gate is None:
+        raise ValueError(f"{operation} takes gate_scale with a gate only.")
     k = lhs.shape[-1]
     given = {"lhs": (lhs, lhs_scale), "rhs": (rhs, rhs_scale), "gate": (rhs, gate_scale)}
     kinds: list[tuple[str, Scales]] = []

@@ -209,6 +209,51 @@ def test_any_size(layer: Layer, seed: int, routing: str) -> None:
     check(layer, seed, routing)
 
 
+@pytest.mark.parametrize(("dtype", "experts"), [("uint8", 256), ("int8", 128), ("uint32", 4)])
+@pytest.mark.parametrize("k", (1, 2))
+def test_experts_of_any_integers(dtype: str, experts: int, k: int) -> None:
+    """A dtype that holds the numbers of the experts, and not how many there are."""
+    layer = Layer(expert=2, t=7, k=k, experts=experts // 2)
+    arrays = layer.arrays(0)
+    arrays["experts"] = np.clip(arrays["experts"], 0, experts - 1)
+    wanted, _ = layer.expected(arrays)
+    out, dropped = program(layer)({**arrays, "experts": arrays["experts"].astype(dtype)})
+    np.testing.assert_allclose(out, wanted, rtol=2e-4, atol=2e-3)
+    assert dropped == 0
+
+
+@pytest.mark.parametrize("tokens", ("sharded", "replicated"))
+@pytest.mark.parametrize("layer", [Layer(expert=2), Layer(tensor=2)])
+def test_what_is_still_to_be_added_is_not_rounded(layer: Layer, tokens: str) -> None:
+    """Experts of which a token has itself back: 1 + 2**-9 on one rank, or of half of each, and then -1 on another."""
+    expert = layer.expert > 0
+    t, d = 4, 2
+    x = jnp.ones((t, d), jnp.bfloat16)
+    experts = np.tile(np.int32([0, 0, 2]), (t, 1))
+    weights = np.tile(np.float32([1, 2**-9, -1]), (t, 1))
+    up = np.tile(np.eye(d), (4, 1, 1))
+    if not expert:  # rank 0 has expert 0, rank 1 expert 2
+        up[0, 1:], up[2, 1:] = 0, 0
+        up[2] = up[2][:, ::-1]
+        x = x.at[:, 1].set(0)
+    down = up.swapaxes(1, 2)
+    call = functools.partial(jtf.moe, axis_name=layer.axes[0], parallel=layer.how["parallel"], activation=None)
+    specs = (P(layer.axes[0]), P(layer.axes[0])) if expert else (P(None, None, "tp"), P(None, "tp"))
+    rows = P(*layer.axes) if tokens == "sharded" else P()
+    run = jax.shard_map(
+        lambda x, experts, weights, up, down: call(x, experts, weights, None, up, down, tokens=tokens),
+        mesh=mesh_of(2, *layer.axes), in_specs=(rows, rows, rows, *specs), out_specs=rows,
+    )  # fmt: skip
+    found = np.asarray(jax.jit(run)(x, experts, weights, jnp.bfloat16(up), jnp.bfloat16(down)), np.float32)
+    np.testing.assert_array_equal(found, 2**-9 * np.asarray(x, np.float32))
+
+
+def test_capacity_beyond_all_rows_costs_no_memory() -> None:
+    layer = Layer(expert=2, k=1, capacity=10**9)
+    assert str(10**9) not in str(jax.make_jaxpr(program(layer))(layer.arrays(0)))
+    check(layer, 0)
+
+
 def test_no_tokens() -> None:
     for layer in (Layer(expert=2, t=0), Layer(tensor=2, t=0, shared=True), Layer(expert=2, t=0, tokens="replicated")):
         check(layer, 0)
@@ -304,6 +349,22 @@ def test_with_a_router_in_scan_and_remat() -> None:
         assert found.any()
 
 
+@pytest.mark.parametrize("layer", [Layer(expert=2, k=1), Layer(expert=2), Layer(tensor=2)])
+def test_vmap(layer: Layer) -> None:
+    """Over tokens with the same weights, and over everything."""
+    a, b = layer.arrays(0), layer.arrays(1)
+    tokens = ("x", "experts", "weights")
+    mesh = mesh_of(2, *layer.axes)
+    one = jax.shard_map(
+        lambda arrays: jtf.moe(**arrays, **layer.how), mesh=mesh, in_specs=(layer.specs,), out_specs=layer.rows
+    )
+    for names in (tokens, tuple(a)):
+        both = {name: np.stack([a[name], b[name]]) if name in names else a[name] for name in a}
+        found = jax.jit(jax.vmap(one, ({name: 0 if name in names else None for name in a},)))(both)
+        for i, arrays in enumerate((a, {**a, **{name: b[name] for name in names}})):
+            np.testing.assert_allclose(found[i], layer.expected(arrays)[0], rtol=2e-4, atol=2e-3)
+
+
 def test_errors() -> None:
     layer = Layer(expert=2)
     arrays = layer.arrays(0)
@@ -338,6 +399,18 @@ def test_errors() -> None:
         call({"w_gate": arrays["w_gate"][..., 1:]})
     with fails(NameError, "moe needs a mesh axis", "'tp'"):
         call(axis_name="tp")
+    with fails(ValueError, "x of floating-point numbers", "int32"):
+        call({"x": arrays["x"].astype(np.int32)})
+    with fails(ValueError, "at least one expert of each rank", "[0, 8, 16]"):
+        call({name: arrays[name][:0] for name in ("w_gate", "w_up", "w_down")})
+    up, down = np.ones((D, F), np.float32), np.ones((F, D), np.float32)
+    for shared in (3, (up, down), (up, up, down, down)):
+        with fails(ValueError, "shared as (w_gate, w_up, w_down)"):
+            call(shared=shared)
+    for shared in ((up[:, :1], up, down), (up, up, down[:, :1]), (up[1:], up[1:], down), (None, None, down)):
+        with fails(ValueError, "w_up [8, F'] and w_down [F', 8]"):
+            call(shared=shared)
+    call(shared=(None, up, down), capacity=jnp.int32(3))
 
 
 # What kernels do here: collectives, and what XLA would make of places and rows.

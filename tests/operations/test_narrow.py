@@ -183,3 +183,18 @@ def test_what_does_not_go_together(cpu_mesh: Any) -> None:
     assert "with one rhs, and without return_gathered" in error(
         operation=jtf.all_gather_matmul, quantize_lhs="row", return_gathered=True
     )
+
+
+@pytest.mark.parametrize("operation", [jtf.all_gather_matmul, jtf.matmul_reduce_scatter, jtf.matmul_all_reduce])
+def test_a_result_of_8_bits_without_a_scale_is_a_cast(cpu_mesh: Any, operation: Any) -> None:
+    """JAX promotes no such dtype, also not to f32, in which scales and epilogues are computed."""
+    x, w, scale, *_ = operands("int8")
+    x = x.astype(jnp.bfloat16) / 64
+    narrow, wide = (
+        run(cpu_mesh(WORLD, "tp"), operation, x, w, scale, activation="silu", preferred_element_type=dtype)
+        for dtype in ("float8_e5m2", "float32")
+    )
+    assert narrow.dtype == jnp.float8_e5m2
+    # The ranks' parts of a sum are rounded to 8 bits before.
+    parts = 0 if operation is jtf.all_gather_matmul else 2**-2 * np.abs(wide).max()
+    np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=2**-3, atol=parts + 2**-16)

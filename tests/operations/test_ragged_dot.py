@@ -63,6 +63,9 @@ def test_rows_behind_the_last_group_may_be_left_out(kernel: str) -> None:
     np.testing.assert_array_equal(out[rows].astype(jnp.float32), CASE.product(lhs, rhs)[rows])
     np.testing.assert_array_equal(of_lhs[rows].astype(jnp.float32), CASE.product(ct, rhs.swapaxes(1, 2))[rows])
     np.testing.assert_array_equal(of_rhs.astype(jnp.float32), CASE.of_weights(lhs, ct))
+    # Nobody writes them in the gradient of lhs, either.
+    gradient = jax.make_jaxpr(jax.grad(lambda x: jnp.sum(jtf.ragged_dot(x, rhs, sizes, fill=False) * ct)))(lhs)
+    assert str(gradient).count("fill=False") == 2 and "fill=True" not in str(gradient)
 
 
 @each_way
@@ -155,6 +158,31 @@ def test_in_scan_and_remat() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5)
 
 
+@pytest.mark.parametrize("mapped", [(0, None, None), (None, 0, None), (0, 0, None), (1, None, 0), (None, None, 0)])
+def test_vmap_over_some_operands(mapped: tuple[int | None, ...]) -> None:
+    """The values and the gradients of one example after the other."""
+    lhs, rhs, sizes, _ = Grouped(12, 5, 6, (3, 4)).arrays(np.float32)
+    all_sizes = np.array([sizes, sizes[::-1], [12, 0]], np.int32)
+    alike = [np.stack([lhs, -lhs, 2 * lhs], 1 if mapped[0] else 0), np.stack([rhs, -rhs, 2 * rhs]), all_sizes]
+    operands = [several if dim is not None else one for several, one, dim in zip(alike, (lhs, rhs, sizes), mapped)]
+
+    def both(lhs: Any, rhs: Any, sizes: Any) -> Any:
+        return jax.value_and_grad(lambda x, y: jnp.sum(jtf.ragged_dot(x, y, sizes, activation="silu") ** 2), (0, 1))(
+            lhs, rhs
+        )
+
+    found = jax.jit(jax.vmap(both, mapped))(*operands)
+    for i in range(3):
+        own = [x if dim is None else np.take(x, i, dim) for x, dim in zip(operands, mapped)]
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(both(*own)), strict=True):
+            np.testing.assert_allclose(x[i], y, rtol=1e-4, atol=1e-4)
+    # Derivatives of what is mapped are those of `lax`.
+    mapped_dot = jax.vmap(lambda *one: jnp.sum(jtf.ragged_dot(*one, activation="silu") ** 2), mapped)
+    total = jax.grad(lambda x: jnp.sum(mapped_dot(x, *operands[1:])))(operands[0])
+    wanted = found[1][0] if mapped[0] is not None else found[1][0].sum(0)
+    np.testing.assert_allclose(total, np.moveaxis(wanted, 0, mapped[0] or 0), rtol=1e-4, atol=1e-4)
+
+
 def test_vmap() -> None:
     """Over all operands by `lax.ragged_dot`; the kernel says no."""
     cases = [Grouped(12, 5, 6, sizes) for sizes in ((3, 4), (12, 0))]
@@ -184,14 +212,14 @@ def test_in_shard_map(keywords: dict[str, Any]) -> None:
     np.testing.assert_array_equal(back(jnp.asarray(ct))[1], of_rhs)
 
 
-@pytest.mark.parametrize("kernel", simulated)
-def test_garbage(kernel: str) -> None:
+@pytest.mark.parametrize("how", [*simulated.values(), {}, {"activation": "silu"}], ids=[*simulated, "lax", "silu"])
+def test_garbage(how: dict[str, Any]) -> None:
     """Nothing is addressed by it, and results and gradients are NaN."""
     lhs, rhs, sizes, ct = CASE.arrays(jnp.bfloat16)
 
     @jax.jit
     def all_of(sizes: jax.Array) -> Any:
-        call = functools.partial(jtf.ragged_dot, group_sizes=sizes, **simulated[kernel])
+        call = functools.partial(jtf.ragged_dot, group_sizes=sizes, **how)
         out, back = jax.vjp(call, lhs, rhs)
         return out, *back(jnp.asarray(ct))
 
@@ -209,6 +237,8 @@ def test_sizes_of_64_bits() -> None:
         for more in (2**32, -(2**32)):
             wide[1] = more
             assert np.isnan(jtf.ragged_dot(lhs, rhs, wide, **simulated["portable"])).all()
+            # Operands of 64 bits, which no kernel takes.
+            assert np.isnan(jtf.ragged_dot(lhs.astype(float), rhs.astype(float), wide)).all()
 
 
 def test_nan_stays_in_its_group(monkeypatch: pytest.MonkeyPatch) -> None:

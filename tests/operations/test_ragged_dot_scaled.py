@@ -184,6 +184,19 @@ def test_what_does_not_fit_is_said() -> None:
         jtf.ragged_dot(x, w, sizes, gate_scale=jnp.float32(1))
     with fails(ValueError, "takes lhs_scale as float32, not int32"):
         jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.int32(1))
+    scaled = {"rhs_scale": jnp.float32(1)}
+    with fails(ValueError, "ragged_dot takes a gate like rhs, [2, 16, 4], not [2, 16, 1]."):
+        jtf.ragged_dot(x, w, sizes, gate=w[..., :1], gate_scale=jnp.float32(1), **scaled)
+    with fails(ValueError, "ragged_dot takes lhs [M, K] and rhs [G, K, N], not [] and [2, 16, 4]"):
+        jtf.ragged_dot(x[0, 0], w, sizes, lhs_scale=jnp.ones((8, 1)))
+    with fails(ValueError, "ragged_dot takes lhs [M, K] and rhs [G, K, N], not [8, 16] and [16]"):
+        jtf.ragged_dot(x, w[0, :, 0], sizes, **scaled)
+    for transposed in (False, True):
+        rhs, how = w.swapaxes(1, 2) if transposed else w, {"rhs_transposed": transposed, **scaled}
+        with fails(ValueError, "ragged_dot takes group_sizes as integers [2]", "float32[2]"):
+            jtf.ragged_dot(x, rhs, sizes.astype(jnp.float32), **how)
+        with fails(ValueError, "There is no implementation 'cuda'"):
+            jtf.ragged_dot(x, rhs, sizes, implementation="cuda", **how)
 
 
 @pytest.mark.parametrize(

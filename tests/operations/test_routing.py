@@ -122,6 +122,14 @@ def test_load() -> None:
     np.testing.assert_array_equal(routing.load(jnp.asarray(experts), E), [(experts == e).sum() for e in range(E)])
 
 
+@pytest.mark.parametrize(("dtype", "count"), [("uint8", 256), ("int8", 128), ("int16", 300)])
+def test_load_of_narrow_numbers(dtype: str, count: int) -> None:
+    """Whose dtype does not hold the number of experts, or only just."""
+    experts = np.random.default_rng(0).integers(0, count, (T, 3)).astype(dtype)
+    wanted = np.bincount(experts.reshape(-1), minlength=count)
+    np.testing.assert_array_equal(routing.load(jnp.asarray(experts), count), wanted)
+
+
 def test_balance_loss() -> None:
     """1 of even choices; that of all ranks is of their means."""
     even = jnp.tile(jnp.eye(E), (3, 1)) * 0
@@ -159,3 +167,21 @@ def test_errors() -> None:
         routing.top_k(x, 2, bias=jnp.zeros(5))
     with pytest.raises(ValueError, match=r"logits \[T, E\]"):
         routing.top_k(x[0], 2)
+    for name, value in (("k", 2.5), ("k", "2"), ("groups", 2.0), ("top_groups", 1.5)):
+        with fails(TypeError, f"top_k takes {name} as a whole number, not {value!r}."):
+            routing.top_k(x, **{"k": 2, name: value})
+    with fails(ValueError, "top_k takes top_groups from 1 to 3, not 0."):
+        routing.top_k(x, 2, groups=3, top_groups=0)
+    with fails(ValueError, "top_k takes logits [T, E], not []."):
+        routing.top_k(1.0, 1)
+    with fails(ValueError, "load takes experts as integers, not float32."):
+        routing.load(jnp.zeros((2, 2)), 3)
+
+
+def test_sigmoids_that_are_all_0() -> None:
+    """Divided by their sum they stay 0."""
+    experts, weights = routing.top_k(
+        np.full((2, 4), -200.0, np.float32), 2, scores="sigmoid", normalise="sum", bias=[0] * 4
+    )
+    np.testing.assert_array_equal(experts, [[0, 1]] * 2)
+    np.testing.assert_array_equal(weights, np.zeros((2, 2)))

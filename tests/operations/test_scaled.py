@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -60,14 +61,19 @@ def test_quantize_what_is_no_ordinary_number(dtype: str) -> None:
     np.testing.assert_allclose(back[5], rows[5], rtol=1e-6)
     values, scale = jtf.quantize(jnp.zeros((0, 4)), dtype, block=(1, -1))
     assert values.shape == (0, 4) and scale.shape == (0, 1)
+    # All of nothing has a scale, as the products want one for each row.
+    for block, shape in (((1, -1), (4, 1)), ((-1, 1), (1, 0)), ((1, 128), (4, 0))):
+        values, scale = jtf.quantize(jnp.zeros((4, 0)), dtype, block=block)
+        assert values.shape == (4, 0) and scale.shape == shape and np.all(scale == 1)
 
 
 def test_quantize_refuses() -> None:
     x = jnp.ones((4, 4))
     with pytest.raises(ValueError, match="quantize gives float8_e4m3fn, float8_e5m2, int8, not int4"):
         jtf.quantize(x, jnp.int4)
-    with pytest.raises(ValueError, match=r"quantize has no block \(2, 2\): take None, \(1, -1\)"):
-        jtf.quantize(x, "int8", block=(2, 2))
+    for block in ((2, 2), 128, "row"):
+        with pytest.raises(ValueError, match=rf"quantize has no block {re.escape(repr(block))}: take None, \(1, -1\)"):
+            jtf.quantize(x, "int8", block=block)
     with pytest.raises(ValueError, match=r"blocks of rows and columns, and x has shape \[4\]"):
         jtf.quantize(x[0], "int8", block=(1, -1))
     with pytest.raises(TypeError, match="quantize takes floating-point numbers, not int32"):
@@ -336,6 +342,12 @@ def test_what_does_not_fit_is_said(cpu_mesh: Any) -> None:
     assert "takes lhs_scale by blocks of 128 where each rank has a multiple of 128" in error(
         scatter, x, w, lhs_scale=jnp.ones((8, 2))
     )
+    assert "takes gate_scale with a gate only" in error(gather, x, w, rhs_scale=one, gate_scale=one)
+    several = functools.partial(gather, rhs=(w, w))
+    for name, value in (("gate", w), ("residual", jnp.ones((16, 16))), ("gate_scale", one)):
+        for scales in ({}, {"lhs_scale": one, "rhs_scale": (one, one)}):
+            assert f"takes no {name} with a tuple of rhs" in error(several, x, **scales, **{name: value})
+    assert "not an empty tuple" in error(functools.partial(gather, rhs=()), x, lhs_scale=one)
     on = {"lhs_scale": one, "rhs_scale": one, "implementation": "simulate"}
     for operation in (scatter, jtf.matmul_all_reduce):
         assert "hopper: tensor cores take 8 bits along K: give rhs as [N, K]" in error(operation, x, w, **on)

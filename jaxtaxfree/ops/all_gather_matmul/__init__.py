@@ -263,6 +263,7 @@ def all_gather_matmul(
     axes = check_axes(axis_name, "all_gather_matmul", alone=axis_name is not None)
     check_implementation(implementation)
     if isinstance(rhs, tuple):
+        several.check_epilogue(several.NAME, len(rhs), gate=gate, residual=residual, gate_scale=gate_scale)
         if lhs_scale is not None or rhs_scale is not None:
             return _several_scaled(
                 lhs, rhs, axis_name, lhs_scale, rhs_scale, axis=axis, precision=precision,
@@ -275,7 +276,7 @@ def all_gather_matmul(
             axes,
             axis,
             matmul.check_precision(precision, preferred_element_type),
-            {"activation": activation, "bias": bias, "gate": gate, "residual": residual},
+            {"activation": activation, "bias": bias},
             rhs_transposed=rhs_transposed,
             return_gathered=return_gathered,
             implementation=implementation,
@@ -359,8 +360,6 @@ def _several_scaled(
     **others: Any,
 ) -> Any:
     """The operation with a tuple of rhs and scales, one product after the other; XLA gathers once."""
-    if not rhs:
-        several.check(lhs, rhs, activation, bias)
     named = {"rhs_scale": rhs_scale, "bias": bias, "activation": activation}
     each = [several.for_each(several.NAME, name, value, len(rhs)) for name, value in named.items()]
     if rhs_scale is not None and not isinstance(rhs_scale, tuple):

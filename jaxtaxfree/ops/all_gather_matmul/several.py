@@ -19,18 +19,16 @@ NAME = "all_gather_matmul"
 
 
 def check(
-    lhs: jax.Array, rhs: Sequence[jax.Array], activation: Any, bias: Any, rhs_transposed: bool = False, **others: Any
+    lhs: jax.Array, rhs: Sequence[jax.Array], activation: Any, bias: Any, rhs_transposed: bool = False
 ) -> tuple[tuple[Epilogue, ...], list[jax.Array]]:
     """The epilogue of each product, and the biases that there are.
 
     Args:
       activation, bias: one for all, or a tuple of one for each; None in it is none.
-      **others: operands of an epilogue that a tuple of products does not take, or None.
 
     Raises:
-      ValueError: if there is one of these, a tuple has another length, or something does not fit.
+      ValueError: if a tuple has another length, or something does not fit.
     """
-    check_epilogue(NAME, len(rhs), **others)
     if len(dtypes := {str(each.dtype) for each in rhs}) > 1:
         raise ValueError(f"{NAME} takes several rhs of one dtype, not {', '.join(sorted(dtypes))}: cast them.")
     found, biases = [], []

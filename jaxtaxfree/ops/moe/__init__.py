@@ -22,6 +22,7 @@ from jaxtaxfree.ops.narrow import LHS_BLOCKS
 from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.primitive import check_implementation, check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 
@@ -127,7 +128,9 @@ def moe(
     scales = {"w_gate": w_gate_scale, "w_up": w_up_scale, "w_down": w_down_scale}
     _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
     _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
-    if capacity is not None and check_whole("moe", "capacity", capacity) < 1:
+    if shared is not None:
+        _check_shared(shared, x.shape[1])
+    if capacity is not None and (capacity := check_whole("moe", "capacity", capacity)) < 1:
         raise ValueError(f"moe takes a capacity of at least 1, or None, not {capacity}.")
     if not x.shape[0]:
         return (x, jnp.int32(0)) if return_dropped else x
@@ -138,8 +141,9 @@ def moe(
         activation=activation, how=how,
     )  # fmt: skip
     layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
+    experts = as_int32(experts)
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
-    experts = jnp.where(inside, experts, -1).astype(jnp.int32)
+    experts = jnp.where(inside, experts, -1)
     gathers = kind.gathers(experts.shape[1])
     # Along these axes all ranks have all tokens; and of these, along `axes` they get them.
     along = (*(kind.expert if gathers else ()), *kind.tensor)
@@ -209,6 +213,8 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
             f"moe takes x [T, D], experts [T, k] and weights [T, k], not {list(x.shape)}, {list(experts.shape)} and "
             f"{list(weights.shape)}."
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"moe takes x of floating-point numbers, not {x.dtype}: cast it, or dequantize it.")
     if not jnp.issubdtype(experts.dtype, jnp.integer) or experts.shape[1] == 0:
         raise ValueError(
             f"moe takes experts as integers [T, k], k at least 1, not {experts.dtype}{list(experts.shape)}."
@@ -221,8 +227,23 @@ def _check_operands(x: Any, experts: Any, weights: Any, w_gate: Any, w_up: Any, 
             f"moe takes w_up {up} and w_down {down} for x [T, D], of this rank, not {list(w_up.shape)} and "
             f"{list(w_down.shape)} for {list(x.shape)}."
         )
+    if not e:
+        raise ValueError(f"moe takes at least one expert of each rank, and w_up is {list(w_up.shape)}.")
     if w_gate is not None and jnp.shape(w_gate) != w_up.shape:
         raise ValueError(f"moe takes w_gate like w_up, {list(w_up.shape)}, not {list(jnp.shape(w_gate))}.")
+
+
+def _check_shared(shared: Any, d: int) -> None:
+    """Raises ValueError unless these are the arrays of an expert that every token has."""
+    if not isinstance(shared, tuple | list) or len(shared) != 3:
+        raise ValueError("moe takes shared as (w_gate, w_up, w_down), of which w_gate may be None.")
+    shapes = [None if w is None else list(jnp.shape(w)) for w in shared]
+    gate, up, down = shapes
+    if up is None or len(up) != 2 or up[0] != d or down != up[::-1] or gate not in (None, up):
+        raise ValueError(
+            f"moe takes shared as w_gate [{d}, F'] or None, w_up [{d}, F'] and w_down [F', {d}] of this rank, not "
+            f"{', '.join(map(str, shapes))}."
+        )
 
 
 def _gathered(

@@ -12,6 +12,7 @@ from jax.interpreters import ad
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops.ragged_all_to_all.portable import VARIANTS, Call
+from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import choose, settings_of
 from jaxtaxfree.primitive import Lasting, Unsupported, check_implementation, collective, symbolic, takes_reference
 from jaxtaxfree.settings import Settings
@@ -53,9 +54,9 @@ def ragged_all_to_all(
         `jaxtaxfree.simulator`.
       config: how the kernel splits its work. The sizes decide whatever it leaves out.
 
-    Returns: [N, ...]. Rows of different ranks must not overlap. The kernel checks all offsets and sizes before they
-      address anything: where a transfer does not fit into the operand or the result, or `recv_sizes` says something
-      else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
+    Returns: [N, ...]. Rows of different ranks must not overlap. The kernel, and what CPUs run, check all offsets and
+      sizes before they address anything: where a transfer does not fit into the operand or the result, or `recv_sizes`
+      says something else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
 
     It is linear in `operand` and `output`, and its transpose is the same operation the other way round.
 
@@ -71,7 +72,7 @@ def ragged_all_to_all(
     check_implementation(implementation)
     _check_operands(operand, output, tables, lax.axis_size(axes))
     settings = settings_of("ragged_all_to_all", VARIANTS, config)
-    tables = [_as_int32(x) for x in tables]
+    tables = [as_int32(x) for x in tables]
     operands = [operand, output, *tables]
     reasons = _unsupported(operand, output)
     if takes_reference("ragged_all_to_all", operands[:2], implementation, reasons):
@@ -99,13 +100,6 @@ def _check_operands(operand: jax.Array, output: jax.Array, tables: Sequence[jax.
             )
 
 
-def _as_int32(table: jax.Array) -> jax.Array:
-    """What has more bits becomes garbage as well, and not another row."""
-    if table.dtype.itemsize > 4:
-        table = jnp.clip(table, max(-1, int(jnp.iinfo(table.dtype).min)), np.iinfo(np.int32).max)
-    return table.astype(jnp.int32)
-
-
 def reference(operand: jax.Array, output: jax.Array, *tables: jax.Array, axes: tuple[str, ...], **_: Any) -> list[Any]:
     """What the operation means: XLA's own one, which CPUs have not; there by an all-gather."""
     along = set(axes).union(*map(varying, (operand, output, *tables)))
@@ -129,7 +123,6 @@ def by_all_gather(
     axes: tuple[str, ...],
 ) -> jax.Array:
     """The same without a collective of its own: every rank gets all rows, and takes its own."""
-    del recv_sizes
     me = lax.axis_index(axes)
     everything = lax.all_gather(operand, axes)
     first, to, sizes = (lax.all_gather(x, axes)[:, me] for x in (input_offsets, output_offsets, send_sizes))
@@ -138,7 +131,11 @@ def by_all_gather(
     source = jnp.argmax(inside, axis=1)
     at = jnp.clip(first[source] + row[:, 0] - to[source], 0, max(0, operand.shape[0] - 1))
     there = jnp.any(inside, axis=1).reshape(-1, *[1] * (output.ndim - 1))
-    return jnp.where(there, everything[source, at], output) if operand.shape[0] else output
+    out = jnp.where(there, everything[source, at], output) if operand.shape[0] else output
+    # As the kernel checks them.
+    fits = (sizes >= 0) & (first >= 0) & (first <= operand.shape[0] - sizes)
+    fits &= (to >= 0) & (to <= output.shape[0] - sizes) & (sizes == recv_sizes)
+    return jnp.where(jnp.all(fits), out, nothing(out.dtype))
 
 
 def fused(

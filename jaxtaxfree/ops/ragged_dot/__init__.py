@@ -17,8 +17,9 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
-from jaxtaxfree.ops.ragged_dot.common import Call, as_int32
+from jaxtaxfree.ops.ragged_dot.common import Call
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
+from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     DTYPES,
@@ -94,7 +95,7 @@ def ragged_dot(
         whatever it leaves out.
 
     Returns: [M, N]. Where a size is negative, or the sum is more than M, the kernel addresses nothing by it, and the
-      whole result is NaN, as are its gradients.
+      whole result is NaN, as are its gradients; so they are on CPUs. (XLA's own kernels for GPUs check nothing.)
 
     Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
     group. In a program that is differentiated the product is rounded before gate and activation are applied.
@@ -108,12 +109,12 @@ def ragged_dot(
     if any(scale is not None for scale in scales.values()):
         form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
         return scaled.ragged_dot(
-            scaled_p, ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
-            preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
+            scaled_p, ragged_dot, check_operands, lhs, rhs, group_sizes, scales=scales, gate=gate,
+            activation=activation, preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
         )  # fmt: skip
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     check_implementation(implementation)
-    _check_operands(lhs, rhs, sizes, rhs_transposed)
+    check_operands(lhs, rhs, sizes, rhs_transposed)
     found, operands = _epilogue(lhs, rhs, activation, gate, rhs_transposed)
     settings = settings_of("ragged_dot", VARIANTS, config)
     sizes = as_int32(sizes)
@@ -134,7 +135,7 @@ def _bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
     return primitive.bind(*matmul.vary_alike(*operands, axes=()), **params)[0]
 
 
-def _check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
+def check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
     if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if rhs_transposed else 1]:
         wanted = "[G, N, K]" if rhs_transposed else "[G, K, N]"
         raise ValueError(
@@ -164,6 +165,18 @@ def _epilogue(
     return Epilogue(name, ("gate",)), [gate]
 
 
+def _mappable(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """A product of `lax` that `jax.vmap` maps over any of its operands, and not over all alone, as `lax` has it."""
+    mapped = jax.custom_batching.custom_vmap(product)
+
+    @mapped.def_vmap
+    def _(size: int, batched: Any, *operands: jax.Array) -> tuple[jax.Array, bool]:
+        each = (x if there else jnp.broadcast_to(x, (size, *x.shape)) for x, there in zip(operands, batched))
+        return jax.vmap(product)(*each), True
+
+    return mapped
+
+
 def reference(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -176,27 +189,52 @@ def reference(
     rhs_transposed: bool = False,
     fill: bool = True,
     config: Any = None,
+    mappable: Callable[..., Any] = lambda product: product,
 ) -> list[jax.Array]:
-    """What the operation means, in plain `lax`."""
+    """What the operation means, in plain `lax`.
+
+    Args:
+      mappable: `_mappable`, of which JAX has no transpose, where the derivatives are those of the primitive.
+    """
     del axes, config, fill
-    multiply = functools.partial(lax.ragged_dot, group_sizes=sizes, precision=precision)
     rhs = rhs.swapaxes(1, 2) if rhs_transposed else rhs
+
+    def multiply(lhs: jax.Array, rhs: jax.Array, preferred_element_type: Any) -> jax.Array:
+        how = {"precision": precision, "preferred_element_type": preferred_element_type}
+        return mappable(functools.partial(lax.ragged_dot, **how))(lhs, rhs, sizes)
+
     if not epilogue:
-        return [multiply(lhs, rhs, preferred_element_type=preferred_element_type)]
+        return [_checked(multiply(lhs, rhs, preferred_element_type=preferred_element_type), sizes, lhs.shape[0])]
     dtype = preferred_element_type or jnp.result_type(lhs, rhs)
     wide = epilogues.wide_type(dtype)
     products = [multiply(lhs, w, preferred_element_type=wide) for w in (rhs, *operands)]
-    return [epilogue.apply(products, {}, dtype)]
+    return [_checked(epilogue.apply(products, {}, dtype), sizes, lhs.shape[0])]
+
+
+def _checked(out: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """NaN where sizes are wrong, as of the kernel, on CPUs. On GPUs it would be a pass over what XLA's kernel wrote."""
+
+    def check(out: jax.Array, sizes: jax.Array) -> jax.Array:
+        ends = jnp.cumsum(sizes)  # the first sum that wraps around is negative
+        wrong = jnp.any((sizes < 0) | (ends < 0) | (ends > rows))
+        # A product, so that gradients are NaN, too.
+        return out * jnp.where(wrong, nothing(out.dtype), np.ones((), out.dtype))
+
+    out, sizes = matmul.vary_alike(out, sizes, axes=())
+    return lax.platform_dependent(out, sizes, cpu=check, default=lambda out, _: out)
 
 
 def reference_of_weights(
     lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, *, precision: Any, preferred_element_type: Any, **_: Any
 ) -> list[jax.Array]:
     """lhs^T @ rhs of the rows of each group: [G, K, N]."""
-    out = lax.ragged_dot_general(
-        lhs, rhs, sizes, OF_WEIGHTS, precision=precision, preferred_element_type=preferred_element_type
-    )
-    return [out]
+    how = {"precision": precision, "preferred_element_type": preferred_element_type}
+
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return lax.ragged_dot_general(lhs, rhs, sizes, OF_WEIGHTS, **how)
+
+    out = _mappable(product)(lhs, rhs, sizes)
+    return [_checked(out, sizes, lhs.shape[0])]
 
 
 def unsupported(
@@ -323,7 +361,7 @@ def _case(lhs: Any, rhs: Any, sizes: Any, *_: Any, of_weights: bool, team: Team,
 
 ragged_dot_p = collective(
     "ragged_dot",
-    reference=reference,
+    reference=functools.partial(reference, mappable=_mappable),
     fused=functools.partial(_fused, of_weights=False),
     slower=functools.partial(_slower, of_weights=False),
     case=functools.partial(_case, of_weights=False),

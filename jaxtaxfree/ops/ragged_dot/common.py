@@ -4,7 +4,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxtaxfree.ops.operand import Operand
@@ -14,14 +13,6 @@ from jaxtaxfree.target import Target
 MOST_GROUPS = 511
 # Behind the name of what has scales of blocks of 128.
 BLOCKS = "_blocks"
-
-
-def as_int32(sizes: jax.Array) -> jax.Array:
-    """Sizes for a kernel. What has more bits becomes garbage as well, and not another size."""
-    if sizes.dtype != np.int32:
-        info = jnp.iinfo(sizes.dtype)
-        sizes = jnp.clip(sizes, max(-1, int(info.min)), min(int(info.max), np.iinfo(np.int32).max)).astype(jnp.int32)
-    return sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,12 +13,13 @@ from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.quantize import DTYPES, dequantize, expand, is_eight_bits
-from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call, as_int32
+from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call
 from jaxtaxfree.ops.ragged_dot.hopper import Hopper
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.ops.variant import KERNEL, Choice, choose, settings_of
 from jaxtaxfree.primitive import DTYPES as RESULTS
-from jaxtaxfree.primitive import Unsupported, collective, needs_devices, symbolic
+from jaxtaxfree.primitive import Unsupported, check_implementation, collective, needs_devices, symbolic
 from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import target_of
 
@@ -39,6 +40,7 @@ def define(operation: Callable[..., jax.Array]) -> Any:
 def ragged_dot(
     primitive: Any,
     operation: Callable[..., jax.Array],
+    check_operands: Callable[..., None],
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,
@@ -56,13 +58,18 @@ def ragged_dot(
 
     Args:
       primitive, operation: see `define`.
+      check_operands: raises ValueError unless lhs, rhs and sizes fit together.
       scales: of "lhs", "rhs" and "gate"; None for one that there is not.
       **form: other keywords.
 
     Raises:
-      ValueError: if a scale does not fit.
+      ValueError: if an operand or a scale does not fit.
     """
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(sizes)
+    check_implementation(implementation)
+    check_operands(lhs, rhs, sizes, rhs_transposed)
+    if gate is not None and jnp.shape(gate) != rhs.shape:
+        raise ValueError(f"ragged_dot takes a gate like rhs, {list(rhs.shape)}, not {list(jnp.shape(gate))}.")
     weights = {"rhs": rhs} if gate is None else {"rhs": rhs, "gate": jnp.asarray(gate)}
     given = {"lhs": lhs, **weights}
     found = {name: _check(name, given.get(name), scale, rhs_transposed) for name, scale in scales.items()}
@@ -146,7 +153,7 @@ def _may_fit(lhs: jax.Array, weights: Sequence[jax.Array], sizes: jax.Array, par
     """Whether a kernel for 8 bits may take operands, on some GPU."""
     return (
         params["rhs_transposed"]
-        and all(is_eight_bits(w) and w.dtype == weights[0].dtype and w.shape == weights[0].shape for w in weights)
+        and all(is_eight_bits(w) and w.dtype == weights[0].dtype for w in weights)
         and params["dtype"].name in RESULTS
         and not symbolic(lhs, *weights, sizes)
         and all(x.size for x in (lhs, *weights))
