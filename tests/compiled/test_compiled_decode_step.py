@@ -20,6 +20,7 @@ CACHE = P(None, None, "tp")
 
 def lowered(model: DecoderSpec, world: int, batch: int, eight: str | None = None, **config: Any) -> str:
     """The program of a step of this model, of all ranks together; with a dtype of 8 bits for its matrices, if given."""
+    config = {"kernel": "hopper"} | config
     mesh = mesh_of(world)
     specs = model.partition_specs("tp")
     shapes = model.param_shapes()
