@@ -220,7 +220,7 @@ def attend(
     if value_scale is not None:
         # The largest scale goes to the sum: times the weights it might be too small for f16.
         value_scale = jnp.where(seen[:, None, None], value_scale, 0)
-        unit = lax.stop_gradient(jnp.max(value_scale, axis=-1, keepdims=True))
+        unit = lax.stop_gradient(jnp.max(jnp.abs(value_scale), axis=-1, keepdims=True))
         unit = jnp.where(unit == 0, 1, unit)
         weights = weights * (value_scale / unit)
     y = jnp.einsum("bkgts,bksh->bkgth", weights.astype(q.dtype), values, **how)
