@@ -187,7 +187,7 @@ def appended(
     return tuple(put(old, new) for old, new in zip(cache, (*values, *of_values)))
 
 
-def scales_of(scales: Sequence[jax.Array]) -> dict[str, jax.Array]:
+def scales_of(scales: Sequence[jax.Array]) -> dict[str, Any]:
     """Those of a cache, if it has any, as `decode_attention` takes them."""
     return dict(zip(("key_scale", "value_scale"), scales))
 
@@ -217,6 +217,7 @@ def attend(
     total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
     # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
     values = jnp.where(there[:, None, :, None], values, 0)
+    unit = None
     if value_scale is not None:
         # The largest scale goes to the sum: times the weights it might be too small for f16.
         value_scale = jnp.where(seen[:, None, None], value_scale, 0)
@@ -224,7 +225,7 @@ def attend(
         unit = jnp.where(unit == 0, 1, unit)
         weights = weights * (value_scale / unit)
     y = jnp.einsum("bkgts,bksh->bkgth", weights.astype(q.dtype), values, **how)
-    y = y if value_scale is None else y * unit
+    y = y if unit is None else y * unit
     y = y / jnp.where(total == 0, 1, total)[..., None]
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, h).astype(q.dtype)
 
