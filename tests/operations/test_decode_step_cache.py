@@ -271,13 +271,46 @@ def types(dtype: str, world: int = 2) -> tuple[Any, ...]:
     return params, sharded(mesh, P(), (64, 64), "bfloat16"), rows, cache, rows, jax.random.key(0)
 
 
-def test_a_loop_keeps_the_cache_in_place():
-    """A donated one, in a `lax.while_loop`: neither numbers nor scales are copied, and all are the results."""
-    loop = decode_loop(SMALL, mesh_of(2), LONG, STEPS, implementation="xla")
-    text = loop.lower(*types(INT8)).compile().as_text()
+@pytest.mark.parametrize("by_operations", [False, True])
+@pytest.mark.parametrize("placement", ["heads", "contiguous"])
+def test_a_loop_keeps_the_cache_in_place(placement, by_operations):
+    """A donated one, in a `lax.while_loop`: neither numbers nor scales are copied, and all are the results.
+
+    Nor is a layer of it taken out and put back.
+    """
+    by_heads, world = placement == "heads", 2
+    cos, sin = map(jnp.asarray, rotary_tables(SMALL, LONG))
+    place = None if by_heads else placement_of(placement, None, LONG // world, None, "decode_step")
+
+    def local(params: Any, x: jax.Array, cache: Any, lengths: jax.Array) -> Any:
+        def step(state: Any) -> Any:
+            i, x, cache = state
+            if by_operations:
+                how = {"axes": ("tp",), "model": SMALL, "placement": place, "implementation": "xla"}
+                logits, cache = operations.run(params, x, cache, lengths + i, cos, sin, **how)
+            else:
+                how = {"model": SMALL, "cos": cos, "sin": sin, "placement": placement, "implementation": "xla"}
+                logits, cache = jtf.decode_step(params, x, cache, lengths + i, "tp", **how)
+            return i + 1, jax.lax.all_gather(logits, "tp", axis=1, tiled=True).astype(x.dtype), cache
+
+        return jax.lax.while_loop(lambda state: state[0] < STEPS, step, (jnp.int32(0), x, cache))[2]
+
+    of_cache = OF_HEADS if by_heads else OF_SEQUENCE
+    shapes, mesh, of_params = SMALL.param_shapes(), mesh_of(world), specs(SMALL, by_heads)
+    params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in of_params.items()}
+    values, scales = sharded(mesh, of_cache, SIZE, INT8), sharded(mesh, of_cache, SIZE[:-1], "float32")
+    in_specs = of_params, P(), of_cache, P()
+    loop = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=of_cache, check_vma=False)
+    rows, x = sharded(mesh, P(), (B,), "int32"), sharded(mesh, P(), (B, 64), "bfloat16")
+    given = params, x, (values, values, scales, scales), rows
+    text = jax.jit(loop, donate_argnums=2).lower(*given).compile().as_text()
     layers, b, heads, slots, h = SIZE
-    for sizes in (f"s8[{layers},{b},{heads // 2},{slots},{h}]", f"f32[{layers},{b},{heads // 2},{slots}]"):
-        assert sizes in text and [line for line in moved(text, 1) if f" = {sizes}" in line] == []
+    heads, slots = (heads // world, slots) if by_heads else (heads, slots // world)
+    for sizes in (f"s8[{layers},{b},{heads},{slots},{h}]", f"f32[{layers},{b},{heads},{slots}]"):
+        made = [line for line in text.splitlines() if f" = {sizes}" in line]
+        assert any("scatter" in line for line in made)
+        assert moved("\n".join(made), 1) == []
+        assert [line for line in made if "dynamic-update-slice" in line] == []
     aliased = text.partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
     assert aliased.count("may-alias") == 4
 

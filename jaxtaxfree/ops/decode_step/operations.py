@@ -24,9 +24,9 @@ from jaxtaxfree.ops.decode_step.reference import (
     added,
     appended,
     as_heads,
-    attend_along_the_sequence,
     capped,
     gated,
+    over_the_sequence,
     rms_norm,
     scaled_embedding,
     scales_of,
@@ -146,18 +146,16 @@ class _Step:
         made = self.times(y, w, tuple(f"{name}_proj" for name in names), **bias)
         q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
         window = model.window_by_layer[layer]
+        at, counts = self.lengths[:, None], jnp.ones_like(self.lengths)
+        cache = appended(cache, layer, k, v, at, counts, self.placement, self.axes)
+        past = tuple(part[layer] for part in cache)
         if self.placement is None:
-            cache = appended(cache, layer, k, v, self.lengths[:, None], jnp.ones_like(self.lengths))
-            key, value, *scales = (part[layer] for part in cache)
             y = decode_attention(
-                q, key, value, (), **scales_of(scales), scale=model.score_factor, local_window_size=window,
+                q, past[0], past[1], (), **scales_of(past[2:]), scale=model.score_factor, local_window_size=window,
                 key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",
                 implementation=self.implementation,
             )  # fmt: skip
         else:
-            past = tuple(part[layer] for part in cache)
-            past, y = attend_along_the_sequence(
-                q, k, v, past, self.lengths, (window,), 0, self.placement, self.axes, model, self.implementation
-            )
-            cache = tuple(old.at[layer].set(new) for old, new in zip(cache, past))
+            where = self.placement, self.axes, model, self.implementation
+            y = over_the_sequence(q, past, self.lengths, window, *where)
         return y.reshape(len(y), -1), cache

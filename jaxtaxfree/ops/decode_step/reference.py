@@ -65,16 +65,13 @@ def run(
         w, i, window, table = of_layer
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
+        cache = appended(cache, i, k, v, at, counts, placement, axes)
+        past = _of_layer(cache, i)
         if placement is None:
-            cache = appended(cache, i, k, v, at, counts)
-            y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
+            y = attend(q, past, at, lengths + counts, window, model)
         else:
-            past = _of_layer(cache, i)
-            given = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
-            past, y = attend_along_the_sequence(
-                q, k, v, past, given, model.windows[:1], 0, placement, axes, model, "xla"
-            )
-            cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
+            there = jnp.where(counts > 0, lengths, -1)  # where there is no token, it attends to nothing
+            y = over_the_sequence(q, past, there, model.windows[0], placement, axes, model, "xla")
         y = lax.psum(times(y.reshape(b, t, -1), w, "o_proj"), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
@@ -165,14 +162,18 @@ def _of_layer(cache: Parts, layer: jax.Array) -> Parts:
 
 
 def appended(
-    cache: Parts, layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array
-) -> Parts:
+    cache: Parts, layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array,
+    placement: Placement | None, axes: tuple[str, ...],
+) -> Parts:  # fmt: skip
     """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T].
 
-    Where they have scales, [L, B, K, S], the new ones are quantised as `append_kv` does it.
+    As by `append_kv`, which would have the layer alone, so that it would be copied, and back. Where they have scales,
+    [L, B, K, S], the new ones are quantised.
     """
     b, t = at.shape
     slots = cache[0].shape[3]
+    if placement is not None:
+        at = placement.slot_of(at, lax.axis_index(axes), lax.axis_size(axes))
     there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
     slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
     # Indices of the leading dimensions, or XLA would transpose the cache, and back.
@@ -245,21 +246,33 @@ def attend_along_the_sequence(
 
     Returns: (past with the new token, [B, 1, heads, H]).
     """
-    place: dict[str, Any] = {"placement": "round_robin", "kv_layout": "BKSH", "block_tables": block_tables}
-    place["block_size"] = placement.stretch if block_tables is None else None  # a page
-    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
-    past = append_kv(past, k, v, lengths, axes, **place)
+    past = append_kv(past, k, v, lengths, axes, **_placed(placement, block_tables))
 
     def over(size: int | None) -> jax.Array:
-        return decode_attention(
-            q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
-            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
-            implementation=implementation, **scales_of(past[2:]), **place,
-        )  # fmt: skip
+        return over_the_sequence(q, past, lengths, size, placement, axes, model, implementation, block_tables)
 
     if len(windows) == 1:
         return past, over(windows[0])
     return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
+
+
+def over_the_sequence(
+    q: jax.Array, past: Any, lengths: jax.Array, window: int | None, placement: Placement, axes: tuple[str, ...],
+    model: DecoderSpec, implementation: str | None, block_tables: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """As `attend_along_the_sequence`, whose new token is in `past`."""
+    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
+    return decode_attention(
+        q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
+        local_window_size=window, logits_soft_cap=model.score_soft_cap, output="heads",
+        implementation=implementation, **scales_of(past[2:]), **_placed(placement, block_tables),
+    )  # fmt: skip
+
+
+def _placed(placement: Placement, block_tables: jax.Array | None) -> dict[str, Any]:
+    """The placement of a cache as `append_kv` and `decode_attention` take it."""
+    block = placement.stretch if block_tables is None else None  # a page
+    return {"placement": "round_robin", "kv_layout": "BKSH", "block_size": block, "block_tables": block_tables}
 
 
 def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
