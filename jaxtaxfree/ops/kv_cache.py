@@ -274,8 +274,8 @@ def append_kv(
         # Scales of a tensor or a head stay as they are.
         return scales if scales is None or new is None or scales.ndim < 3 else put(scales, new)
 
-    new_key, key_scale = _quantised(key, parts.key.dtype, parts.key_scale)
-    new_value, value_scale = _quantised(value, parts.value.dtype, parts.value_scale)
+    new_key, key_scale = quantised(key, parts.key.dtype, parts.key_scale)
+    new_value, value_scale = quantised(value, parts.value.dtype, parts.value_scale)
     out = KVCache(
         put(parts.key, new_key),
         put(parts.value, new_value),
@@ -286,7 +286,7 @@ def append_kv(
     return same(*out[: len(cache)]) if hasattr(cache, "_fields") else same(out[: len(cache)])
 
 
-def _quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+def quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
     """x [B, T, K, H] in the cache's dtype, and its scales [B, T, K] if the cache has one for each token and head."""
     if scale is None:
         return x, None

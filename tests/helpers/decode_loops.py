@@ -63,7 +63,7 @@ def decode_loop(
         return out, cache
 
     call = jax.shard_map(
-        local, mesh=mesh, in_specs=(model.partition_specs("tp"), P(), P(), CACHES, P(), P()), out_specs=(P(), CACHES),
-        check_vma=False,
+        local, mesh=mesh, in_specs=(model.partition_specs("tp"), P(), P(), OF_CACHE, P(), P()),
+        out_specs=(P(), OF_CACHE), check_vma=False,
     )  # fmt: skip
     return jax.jit(call, donate_argnums=3)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from jaxtaxfree import DecoderSpec, quantize
@@ -110,13 +111,20 @@ def rotary_tables(spec: DecoderSpec, positions: int) -> tuple[np.ndarray, np.nda
 
 
 def decode(
-    spec: DecoderSpec, params: dict[str, np.ndarray], xs: np.ndarray, cos: np.ndarray, sin: np.ndarray
-) -> np.ndarray:
-    """The logits [V] of the last of a sequence's tokens xs [T, D], all computed anew in float64."""
+    spec: DecoderSpec, params: dict[str, np.ndarray], xs: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+    stored: tuple[np.ndarray, ...] = (),
+) -> np.ndarray:  # fmt: skip
+    """The logits [V] of the last of a sequence's tokens xs [T, D], all computed anew in float64.
+
+    Args:
+      stored: keys, values [L, K, S, H] and the scales of both [L, K, S] of a cache of 8 bits, which has to hold what
+        is computed, rounded. Attention reads the rounded numbers.
+    """
     w = {name: value.astype(np.float64) for name, value in params.items()}
     x = xs.astype(np.float64) * spec.embedding_scale
     for i in range(spec.layers):
-        attended = _attention(spec, w, i, _norm(spec, x, w["attn_norm"][i]), cos, sin)
+        of_layer = tuple(part[i] for part in stored)
+        attended = _attention(spec, w, i, _norm(spec, x, w["attn_norm"][i]), cos, sin, of_layer)
         x = x + spec.residual_scale * (_norm(spec, attended, w["post_attn_norm"][i]) if spec.post_norms else attended)
         y = _norm(spec, x, w["mlp_norm"][i])
         y = (_activation(spec, y @ w["gate_proj"][i].T) * (y @ w["up_proj"][i].T)) @ w["down_proj"][i].T
@@ -142,9 +150,26 @@ def _activation(spec: DecoderSpec, x: np.ndarray) -> np.ndarray:
     return x / 2 * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
 
 
+def _rounded(x: np.ndarray, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """x [T, heads, H] as it is in a cache of 8 bits: values [heads, S, H] times scales [heads, S], if these are right.
+
+    A number in the middle between two of the dtype may be either, by as much as f32 may miss it.
+    """
+    values, scales = values[:, : len(x)].swapaxes(0, 1), scales[:, : len(x)].T
+    whole = values.dtype == np.int8
+    largest = 127.0 if whole else float(ml_dtypes.finfo(values.dtype).max)
+    exact = np.abs(x).max(-1) / largest
+    np.testing.assert_allclose(scales, exact, rtol=1e-5)
+    at, found = x / exact[..., None], values.astype(np.float64)
+    nearest = np.rint(at) if whole else at.astype(np.float32).astype(values.dtype).astype(np.float64)
+    assert (np.abs(found - at) <= np.abs(nearest - at) + 1e-5 * largest).all()
+    return found * scales[..., None]
+
+
 def _attention(
-    spec: DecoderSpec, w: dict[str, np.ndarray], layer: int, y: np.ndarray, cos: np.ndarray, sin: np.ndarray
-) -> np.ndarray:
+    spec: DecoderSpec, w: dict[str, np.ndarray], layer: int, y: np.ndarray, cos: np.ndarray, sin: np.ndarray,
+    stored: tuple[np.ndarray, ...],
+) -> np.ndarray:  # fmt: skip
     """Head by head and token by token."""
     h, count = spec.head_dim, len(y)
     table = spec.rotary_tables[layer % len(spec.rotary_tables)]
@@ -165,6 +190,8 @@ def _attention(
             )
             rows = np.concatenate([turned.real, turned.imag, rows[..., 2 * half :]], axis=-1)
         made[name] = rows
+    for name, values, scales in zip("kv", stored[:2], stored[2:]):
+        made[name] = _rounded(made[name], values, scales)
     factor = 1 / math.sqrt(h) if spec.score_scale is None else spec.score_scale
     out = np.zeros((count, spec.heads, h))
     for token in range(count):

@@ -25,16 +25,18 @@ from jaxtaxfree.shmem import shmem_call
 from jaxtaxfree.target import HOPPER, target_of
 from jaxtaxfree.teams import Team, check_axes
 
-Cache = tuple[jax.Array, jax.Array]
+# Keys and values; of 8 bits with the scales of both.
+Cache = tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+PARTS = "(keys, values) or (keys, values, key_scales, value_scales)"
 PLACEMENTS = ("heads", "contiguous", "round_robin")
 # Of those that do not refuse a call the cheapest one takes it.
 VARIANTS: tuple[Variant[Call], ...] = (Hopper(), operations.Operations())
 
 
-def decode_step(
+def decode_step[C: Cache](
     params: Params,
     x: jax.Array,
-    cache: Cache,
+    cache: C,
     lengths: jax.Array,
     axis_name: str | Sequence[str],
     *,
@@ -46,7 +48,7 @@ def decode_step(
     block_size: int | None = None,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, C]:
     """One new token of each sequence through all layers of a dense decoder, to the logits of the next one.
 
     Call it inside `jax.shard_map`. The letters are those of `jax.nn`: B sequences, T new tokens, S positions of the
@@ -74,7 +76,11 @@ def decode_step(
         `model.scale_shapes(W)` and `model.scale_specs(axis_name)` are as those of the weights.
       x: the embeddings of the new tokens, [B, D], the same on every rank, before `model.embedding_scale`. Or, to read
         prompts, [B, T, D].
-      cache: keys and values, each [L, B, K / W, S, H] by heads; along the sequence [L, B, K, S / W, H].
+      cache: (keys, values), each [L, B, K / W, S, H] by heads; along the sequence [L, B, K, S / W, H]. Of 8 bits, int8
+        or float8_e4m3fn, it is (keys, values, key_scales, value_scales). The scales are f32 of the same shape without
+        H, one for each position and head: [L, B, K / W, S], or [L, B, K, S / W]. New keys and values are quantised as
+        by `append_kv`, each with its own scale. All tokens attend to what is stored, to their own keys as well, so that
+        this is `decode_attention` behind `append_kv`, in steps and in prompts.
       lengths: i32[B], tokens in the cache so far, the same on every rank. The first new token gets this position.
       axis_name: the mesh axis, or axes, along which the model is sharded.
       model: what the model is made of.
@@ -86,21 +92,23 @@ def decode_step(
         "round_robin", with `block_size`: as in `decode_attention`.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 and with norms behind the blocks 1
-        to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence, and on
-        other GPUs. None takes what has been measured, on several ranks, which is weights of 16 bits alone.
+        to 4. It is our operations, some kernels a layer, of more sequences, with a cache along the sequence or of 8
+        bits, and on other GPUs. None takes what has been measured, on several ranks, which is weights and caches of 16
+        bits alone.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
         leaves out. {"kernel": "operations"} is our operations. No GPU has run these yet, so a config has to ask for
         them: 5 sequences or more with norms behind the blocks ({"tensor_cores": True}), and weights of 8 bits
         ({"kernel": "hopper"}). Of these all layers have one dtype, with scales of rows whose lengths 128 divides; of 5
         sequences or more the unembedding has 8 bits, too.
 
-    Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens). Positions past the
-      cache's end or before its beginning are dropped: such a token attends to what is in the cache, not to itself.
+    Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens, a tuple like the
+      one that was passed). Positions past the cache's end or before its beginning are dropped: such a token attends to
+      what is in the cache, not to itself.
 
     Raises:
       ValueError: if the operands do not fit together.
       NameError: if `axis_name` is not bound.
-      NotImplementedError: for experts; for a cache of 8 bits; for several tokens, or layers with different windows, and
+      NotImplementedError: for experts; for several tokens, or layers with different windows, and
         a cache along the sequence; and if "fused" is asked for and cannot run here.
     """
     axes = check_axes(axis_name, "decode_step")
@@ -109,12 +117,12 @@ def decode_step(
     world = lax.axis_size(axes)
     params = {name: jnp.asarray(weight) for name, weight in params.items()}
     x, lengths = jnp.asarray(x), jnp.asarray(lengths)
-    key, value = (jnp.asarray(part) for part in cache)
+    key, value, *scales = (jnp.asarray(part) for part in cache if part is not None)
     cos, sin = (jnp.asarray(table) for table in (cos, sin))
     cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
     given = x if x.ndim == 3 else x[:, None]
     counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32) if counts is None else jnp.asarray(counts)
-    eight = _check(params, x, key, value, lengths, counts, cos, sin, model, world, placement)
+    eight = _check(params, x, key, value, scales, lengths, counts, cos, sin, model, world, placement)
     counts = jnp.clip(counts, 0, given.shape[1])
     place = None
     if placement != "heads":
@@ -122,37 +130,44 @@ def decode_step(
         if len(set(model.windows)) > 1:
             raise NotImplementedError("decode_step takes layers with different windows only with a cache by heads.")
     settings = settings_of("decode_step", VARIANTS, config)
-    operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin, *params.values()]
+    operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin]
+    operands += [*scales, *params.values()]
     params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place, "eight": eight}
     reasons = _refusals(operands, model, world, place, eight)
     if takes_reference("decode_step", [x, key], implementation, reasons):
         logits, *parts = reference(*operands, **params_)
     else:
         logits, *parts = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
-    return logits, (parts[0], parts[1])
+    same: Any = type(cache)
+    return logits, same(*parts) if hasattr(cache, "_fields") else same([*parts, *cache[len(parts) :]])
 
 
 def reference(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
-    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    sin: jax.Array, *others: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
     placement: Placement | None, eight: tuple[Eight, ...] = (), config: Any = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """What the operation means, in plain `lax`: [logits, keys, values]."""
+    """What the operation means, in plain `lax`: [logits, keys, values, and their scales if there are any].
+
+    Args:
+      others: scales of keys and values, if there are any, and the weights with these names.
+    """
     del config, eight
-    params = dict(zip(names, weights))
+    scales, params = _parted(others, names)
     how = {"axes": axes, "model": model, "placement": placement}
-    logits, cache = plain.run(params, x, (key, value), lengths, counts, cos, sin, **how)
+    logits, cache = plain.run(params, x, (key, value, *scales), lengths, counts, cos, sin, **how)
     return [logits, *cache]
 
 
 def fused(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
-    sin: jax.Array, *weights: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
+    sin: jax.Array, *others: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
     eight: tuple[Eight, ...] = (), implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """The operation by one kernel, and one scatter of the new keys and values; or by operations."""
+    """The operation by one kernel, and one scatter of the new keys and values; or by operations. As `reference`."""
     operands = [x, key, value]
+    scales, params = _parted(others, names)
     if reasons := symbolic(*operands):
         raise Unsupported("decode_step", reasons)
     call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, compute_capability)
@@ -160,11 +175,11 @@ def fused(
     lengths = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
     if chosen.variant.name == operations.Operations.name:
         how = {"axes": axes, "model": model, "placement": placement, "implementation": implementation or "fused"}
-        logits, cache = operations.run(dict(zip(names, weights)), x[:, 0], (key, value), lengths, cos, sin, **how)
+        logits, cache = operations.run(params, x[:, 0], (key, value, *scales), lengths, cos, sin, **how)
         return [logits, *cache]
     stream = plain.scaled_embedding(x[:, 0], model).astype(jnp.float32)
     tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    arrays = chosen.arrays(dict(zip(names, weights)), stream, (key, value), lengths, *tables)
+    arrays = chosen.arrays(params, stream, (key, value), lengths, *tables)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
     logits, *news = outs[:3]  # and times, if they are taken
@@ -177,6 +192,12 @@ def fused(
         return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
 
     return [logits, *(put(old, new) for old, new in zip((key, value), news))]
+
+
+def _parted(others: Sequence[jax.Array], names: tuple[str, ...]) -> tuple[Sequence[jax.Array], Params]:
+    """Scales of a cache, if there are any, and the weights with these names, which come behind them."""
+    count = len(others) - len(names)
+    return others[:count], dict(zip(names, others[count:]))
 
 
 def _call_of(
@@ -211,7 +232,7 @@ def _refusals(
 
 
 def _slower(
-    *_: Any, axes: tuple[str, ...], placement: Placement | None, eight: tuple[Eight, ...], **__: Any
+    x: Any, key: Any, *_: Any, axes: tuple[str, ...], placement: Placement | None, eight: tuple[Eight, ...], **__: Any
 ) -> str | None:
     """Why XLA is taken. Us a step of ours and of XLA's same program, each at its best flags:
 
@@ -220,8 +241,11 @@ def _slower(
     sequences: one launch 362, operations 477 to 504, XLA 1145. On 4 GPUs, 16 sequences: 757, 868 to 913, and 1176 by
     the best of XLA's by hand.
     """
+    del x
     if placement is not None:
         return "operations were measured with a cache by heads alone"
+    if key.dtype.itemsize == 1:
+        return "it was measured with a cache of 16 bits alone"
     if eight and "eight_bits" not in MEASURED:
         return "it was measured with weights of 16 bits alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
@@ -263,9 +287,11 @@ def _check_kinds(params: Any, cache: Any, model: Any, placement: Any, block_size
         wrong.append(f"model must be a DecoderSpec, not {type(model).__name__}")
     if not isinstance(params, Mapping):
         wrong.append(f"params must be a mapping of names to arrays, not {type(params).__name__}")
-    if not isinstance(cache, tuple | list) or len(cache) != 2:
-        found = f"{len(cache)} parts" if isinstance(cache, tuple | list) else type(cache).__name__
-        wrong.append(f"cache must be (keys, values), not {found}")
+    if not isinstance(cache, tuple | list):
+        wrong.append(f"cache must be {PARTS}, not {type(cache).__name__}")
+    elif (missing := [part is None for part in cache]) not in ([False] * 2, [False] * 4, [False, False, True, True]):
+        found = f"{len(cache)} parts" + (f", of which {sum(missing)} None" if any(missing) else "")
+        wrong.append(f"cache must be {PARTS}, not {found}")
     if placement == "heads" and block_size is not None:
         wrong.append(f'block_size={block_size} goes with placement="round_robin": by heads there are no blocks')
     if wrong:
@@ -273,8 +299,8 @@ def _check_kinds(params: Any, cache: Any, model: Any, placement: Any, block_size
 
 
 def _check(
-    params: Params, x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array,
-    cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
+    params: Params, x: jax.Array, key: jax.Array, value: jax.Array, scales: Sequence[jax.Array], lengths: jax.Array,
+    counts: jax.Array, cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
 ) -> tuple[Eight, ...]:  # fmt: skip
     """The weights of 8 bits.
 
@@ -283,11 +309,6 @@ def _check(
     if model.experts:
         raise NotImplementedError(
             f"decode_step has no experts, and this model has experts={model.experts}: jaxtaxfree.models runs it."
-        )
-    if 1 in (key.dtype.itemsize, value.dtype.itemsize):
-        raise NotImplementedError(
-            f"decode_step has no cache of 8 bits, and this one is {key.dtype} and {value.dtype}: keep it in {x.dtype}, "
-            "or take decode_attention and append_kv, which have scales."
         )
     wrong = []
     by_heads = placement == "heads"
@@ -302,7 +323,7 @@ def _check(
         wrong.append(f"x must be [B, {model.d_model}] or [B, T, {model.d_model}], not {list(x.shape)}")
     elif x.ndim == 3 and x.shape[1] == 0:
         wrong.append("x has no token, and the logits are those of the last one")
-    for name, of in (("x", x), ("the cache", key), ("cos", cos), ("sin", sin)):
+    for name, of in (("x", x), ("cos", cos), ("sin", sin)):
         if not jnp.issubdtype(of.dtype, jnp.floating):
             wrong.append(f"{name} must be of floats, not {of.dtype}")
     shapes = model.param_shapes(world, by_heads)
@@ -338,6 +359,16 @@ def _check(
             wrong.append(f"the cache's {name} must be {wanted}, not {list(part.shape)}")
         elif part.shape[3] == 0:
             wrong.append(f"the cache's {name} have no room for a position: {list(part.shape)}")
+    if key.dtype.name in EIGHT_BITS and not scales:
+        wrong.append(f"the cache is {key.dtype}, so it must be (keys, values, key_scales, value_scales)")
+    elif key.dtype.name not in EIGHT_BITS and (key.dtype.itemsize == 1 or not jnp.issubdtype(key.dtype, jnp.floating)):
+        wrong.append(f"the cache must be of floats, or {' or '.join(EIGHT_BITS)}, not {key.dtype}")
+    elif key.dtype.name not in EIGHT_BITS and scales:
+        wrong.append(f"the cache has scales, so it must be {' or '.join(EIGHT_BITS)}, not {key.dtype}")
+    for name, scale, part in zip(("key_scales", "value_scales"), scales, (key, value)):
+        if scale.dtype != np.float32 or scale.shape != part.shape[:-1]:
+            wanted = f"float32{list(part.shape[:-1])}"
+            wrong.append(f"the cache's {name} must be {wanted}, not {scale.dtype}{list(scale.shape)}")
     if key.shape != value.shape or key.dtype != value.dtype:
         wrong.append(f"keys are {key.dtype}{list(key.shape)} and values {value.dtype}{list(value.shape)}")
     for name, of in (("lengths", lengths), ("counts", counts)):

@@ -23,13 +23,14 @@ SCALES = {
 }  # fmt: skip
 
 
-def refusals_of_form(call: Call) -> list[str]:
-    """What keeps both variants from taking a call."""
+def refusals_of_form(call: Call, of_cache: tuple[str, ...] = ()) -> list[str]:
+    """What keeps both variants from taking a call, one of which takes a cache of other dtypes, too."""
     reasons: list[str] = []
     if call.dtype.name not in ("bfloat16", "float16"):
         reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
-    if call.cache_dtype != call.dtype:
-        reasons.append(Lasting(f"it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}"))
+    if call.cache_dtype.name not in (call.dtype.name, *of_cache):
+        known = " or ".join([call.dtype.name, *of_cache])
+        reasons.append(Lasting(f"it takes a cache of the weights' dtype, {known}, not {call.cache_dtype}"))
     if call.tokens != 1:
         reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
     return reasons

@@ -15,24 +15,28 @@ import jax.numpy as jnp
 
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
 from jaxtaxfree.ops.decode_step.hopper import Call, refusals_of_form
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
     Params,
+    Parts,
     added,
     appended,
     as_heads,
-    attend_along_the_sequence,
     capped,
     gated,
+    over_the_sequence,
     rms_norm,
     scaled_embedding,
+    scales_of,
 )
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.ops.matmul_all_reduce import matmul_all_reduce
 from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.ops.variant import Variant
+from jaxtaxfree.primitive import Lasting
 from jaxtaxfree.settings import Settings
 from jaxtaxfree.teams import vary
 
@@ -49,7 +53,9 @@ class Operations(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        reasons = refusals_of_form(call)
+        reasons = refusals_of_form(call, EIGHT_BITS)
+        if call.cache_dtype.name == "float8_e4m3fn" and call.target.compute_capability < 89:
+            reasons.append(Lasting(f"GPUs of compute capability {call.target} have no float8_e4m3fn: take int8"))
         columns = {"o_proj": call.heads * call.model.head_dim, "down_proj": call.d_mlp}
         for each in call.eight if call.world > 1 else ():
             own = columns.get(each.name, 0)
@@ -72,15 +78,15 @@ class Operations(Variant[Call]):
 
 
 def run(
-    params: Params, x: jax.Array, cache: tuple[jax.Array, jax.Array], lengths: jax.Array, cos: jax.Array,
-    sin: jax.Array, *, axes: tuple[str, ...], model: DecoderSpec, placement: Placement | None, implementation: str,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+    params: Params, x: jax.Array, cache: Parts, lengths: jax.Array, cos: jax.Array, sin: jax.Array, *,
+    axes: tuple[str, ...], model: DecoderSpec, placement: Placement | None, implementation: str,
+) -> tuple[jax.Array, Parts]:  # fmt: skip
     """As `reference.run`, of one new token of each sequence, x [B, D]."""
     step = _Step(axes, model, placement, lengths, implementation)
     x = scaled_embedding(x, model)
     row = jnp.clip(lengths[:, None], 0, cos.shape[1] - 1)
     by_layer = {name: w for name, w in params.items() if name not in LAYER_FREE}
-    cache = vary(cache[0], axes), vary(cache[1], axes)
+    cache = tuple(vary(part, axes) for part in cache)
     for i in range(model.layers):
         w = {name: of[i] for name, of in by_layer.items()}
         table = model.table_by_layer[i]
@@ -132,26 +138,24 @@ class _Step:
         return added(x, functools.partial(matmul_all_reduce, y, w[name], self.axes, **how), norm, self.model)
 
     def attention(
-        self, layer: int, w: Params, y: jax.Array, cache: tuple[jax.Array, jax.Array],
-        rotation: tuple[jax.Array, jax.Array],
-    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:  # fmt: skip
+        self, layer: int, w: Params, y: jax.Array, cache: Parts, rotation: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, Parts]:
         """Of normalised y [B, D] what this rank's heads find, [B, heads * H], and the cache with the new token."""
         model, names = self.model, ("q", "k", "v")
         bias = {"bias": tuple(w[f"{name}_bias"] for name in names)} if model.qkv_bias else {}
         made = self.times(y, w, tuple(f"{name}_proj" for name in names), **bias)
         q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
         window = model.window_by_layer[layer]
+        at, counts = self.lengths[:, None], jnp.ones_like(self.lengths)
+        cache = appended(cache, layer, k, v, at, counts, self.placement, self.axes)
+        past = tuple(part[layer] for part in cache)
         if self.placement is None:
-            cache = appended(cache, layer, k, v, self.lengths[:, None], jnp.ones_like(self.lengths))
             y = decode_attention(
-                q, cache[0][layer], cache[1][layer], (), scale=model.score_factor, local_window_size=window,
+                q, past[0], past[1], (), **scales_of(past[2:]), scale=model.score_factor, local_window_size=window,
                 key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",
                 implementation=self.implementation,
             )  # fmt: skip
         else:
-            past = cache[0][layer], cache[1][layer]
-            past, y = attend_along_the_sequence(
-                q, k, v, past, self.lengths, (window,), 0, self.placement, self.axes, model, self.implementation
-            )
-            cache = cache[0].at[layer].set(past[0]), cache[1].at[layer].set(past[1])
+            where = self.placement, self.axes, model, self.implementation
+            y = over_the_sequence(q, past, self.lengths, window, *where)
         return y.reshape(len(y), -1), cache

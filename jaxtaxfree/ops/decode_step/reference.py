@@ -10,18 +10,19 @@ from jax import lax
 from jaxtaxfree.ops.decode_attention import decode_attention
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.epilogue import ACTIVATIONS
-from jaxtaxfree.ops.kv_cache import Placement, append_kv
+from jaxtaxfree.ops.kv_cache import Placement, append_kv, quantised
 from jaxtaxfree.ops.scaled import Scaled
 from jaxtaxfree.teams import vary
 
 Params = Mapping[str, jax.Array]
+Parts = tuple[jax.Array, ...]  # of a cache: keys and values, and of 8 bits the scales of both
 LAYER_FREE = ("final_norm", "unembed", "unembed_scale", "embed")  # parameters that no layer has
 
 
 def run(
     params: Params,
     x: jax.Array,
-    cache: tuple[jax.Array, jax.Array],
+    cache: Parts,
     lengths: jax.Array,
     counts: jax.Array,
     cos: jax.Array,
@@ -30,7 +31,7 @@ def run(
     axes: tuple[str, ...],
     model: DecoderSpec,
     placement: Placement | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+) -> tuple[jax.Array, Parts]:
     """All layers, for T new tokens of each sequence.
 
     Args:
@@ -64,16 +65,13 @@ def run(
         w, i, window, table = of_layer
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
+        cache = appended(cache, i, k, v, at, counts, placement, axes)
+        past = _of_layer(cache, i)
         if placement is None:
-            cache = appended(cache, i, k, v, at, counts)
-            y = attend(q, _of_layer(cache, i), at, lengths + counts, window, model)
+            y = attend(q, past, at, lengths + counts, window, model)
         else:
-            past = _of_layer(cache, i)
-            given = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
-            past, y = attend_along_the_sequence(
-                q, k, v, past, given, model.windows[:1], 0, placement, axes, model, "xla"
-            )
-            cache = tuple(old.at[i].set(new) for old, new in zip(cache, past))
+            there = jnp.where(counts > 0, lengths, -1)  # where there is no token, it attends to nothing
+            y = over_the_sequence(q, past, there, model.windows[0], placement, axes, model, "xla")
         y = lax.psum(times(y.reshape(b, t, -1), w, "o_proj"), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
@@ -84,7 +82,7 @@ def run(
         return (x, cache), None
 
     # The cache is carried through the layers, not handed to each: then a donated one is updated where it lies.
-    cache = vary(cache[0], axes), vary(cache[1], axes)
+    cache = tuple(vary(part, axes) for part in cache)
     (x, cache), _ = lax.scan(layer, (x, cache), by_layer)
     x = jnp.take_along_axis(x, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     logits = times(normal(x, params["final_norm"]), params, "embed" if model.tied else "unembed")
@@ -158,19 +156,24 @@ def as_heads(
     return rotate(rms_norm(x, w[f"{name}_norm"], model) if model.qk_norm else x, rotation)
 
 
-def _of_layer(cache: tuple[jax.Array, jax.Array], layer: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values of one layer, [B, K, S, H]."""
-    keys, values = (lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in cache)
-    return keys, values
+def _of_layer(cache: Parts, layer: jax.Array) -> Parts:
+    """Keys and values of one layer, [B, K, S, H], and their scales, [B, K, S]."""
+    return tuple(lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in cache)
 
 
 def appended(
-    cache: tuple[jax.Array, jax.Array], layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array,
-    counts: jax.Array,
-) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T]."""
+    cache: Parts, layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array,
+    placement: Placement | None, axes: tuple[str, ...],
+) -> Parts:  # fmt: skip
+    """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T].
+
+    As by `append_kv`, which would have the layer alone, so that it would be copied, and back. Where they have scales,
+    [L, B, K, S], the new ones are quantised.
+    """
     b, t = at.shape
     slots = cache[0].shape[3]
+    if placement is not None:
+        at = placement.slot_of(at, lax.axis_index(axes), lax.axis_size(axes))
     there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
     slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
     # Indices of the leading dimensions, or XLA would transpose the cache, and back.
@@ -180,20 +183,31 @@ def appended(
         new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
         return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
 
-    return put(cache[0], k), put(cache[1], v)
+    scales = cache[2:] or (None, None)
+    values, of_values = zip(*(quantised(x, old.dtype, s) for x, old, s in zip((k, v), cache, scales)))
+    return tuple(put(old, new) for old, new in zip(cache, (*values, *of_values)))
+
+
+def scales_of(scales: Sequence[jax.Array]) -> dict[str, Any]:
+    """Those of a cache, if it has any, as `decode_attention` takes them."""
+    return dict(zip(("key_scale", "value_scale"), scales))
 
 
 def attend(
-    q: jax.Array, past: tuple[jax.Array, jax.Array], at: jax.Array, ends: jax.Array, window: jax.Array,
-    model: DecoderSpec,
-) -> jax.Array:  # fmt: skip
-    """Of queries [B, T, N, H] at positions [B, T] over keys and values [B, K, S, H], before ends [B]: [B, T, N, H]."""
+    q: jax.Array, past: Parts, at: jax.Array, ends: jax.Array, window: jax.Array, model: DecoderSpec
+) -> jax.Array:
+    """Of queries [B, T, N, H] at positions [B, T] over keys and values [B, K, S, H], before ends [B]: [B, T, N, H].
+
+    Scales of keys and values, [B, K, S], multiply scores and weights, in f32, as in `decode_attention`.
+    """
     b, t, n, h = q.shape
+    key_scale, value_scale = (scale[:, :, None, None] for scale in past[2:]) if len(past) > 2 else (None, None)
     keys, values = past[0].astype(q.dtype), past[1].astype(q.dtype)
     k, slots = keys.shape[1:3]
     grouped = q.reshape(b, t, k, n // k, h)
     how = {"precision": precision_of(q), "preferred_element_type": jnp.float32}
-    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how) * model.score_factor
+    scores = jnp.einsum("btkgh,bksh->bkgts", grouped, keys, **how)
+    scores = (scores if key_scale is None else scores * key_scale) * model.score_factor
     scores = capped(scores, model.score_soft_cap)
     slot = jnp.arange(slots)
     there = slot < ends[:, None]
@@ -202,42 +216,63 @@ def attend(
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0, top))
     total = jnp.sum(weights, axis=-1)  # [B, K, G, T]
-    # Behind the last key the cache may hold anything, and 0 * NaN is NaN.
+    # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
     values = jnp.where(there[:, None, :, None], values, 0)
+    unit = None
+    if value_scale is not None:
+        # The largest scale goes to the sum: times the weights it might be too small for f16.
+        value_scale = jnp.where(seen[:, None, None], value_scale, 0)
+        unit = lax.stop_gradient(jnp.max(jnp.abs(value_scale), axis=-1, keepdims=True))
+        unit = jnp.where(unit == 0, 1, unit)
+        weights = weights * (value_scale / unit)
     y = jnp.einsum("bkgts,bksh->bkgth", weights.astype(q.dtype), values, **how)
+    y = y if unit is None else y * unit
     y = y / jnp.where(total == 0, 1, total)[..., None]
     return jnp.moveaxis(y, 3, 1).reshape(b, t, n, h).astype(q.dtype)
 
 
 def attend_along_the_sequence(
-    q: jax.Array, k: jax.Array, v: jax.Array, past: tuple, lengths: jax.Array, windows: Sequence[int | None],
+    q: jax.Array, k: jax.Array, v: jax.Array, past: Any, lengths: jax.Array, windows: Sequence[int | None],
     window: int | jax.Array, placement: Placement, axes: tuple[str, ...], model: DecoderSpec,
     implementation: str | None, block_tables: jax.Array | None = None,
-) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:  # fmt: skip
+) -> tuple[Any, jax.Array]:  # fmt: skip
     """As `attend`, of one new token, over a cache of which each rank has some positions of all heads.
 
     Args:
       q, k, v: of the new token, [B, 1, heads, H]: queries of this rank's heads, keys and values of all.
       past: keys and values, [B, K, S, H]; or [pages, K, page, H] with `block_tables`, as `decode_attention` takes them.
+        Those of 8 bits have their scales behind them, of the same shape without H.
       windows: those that a layer may have; `window` says which of them this one has.
 
-    Returns: (keys and values with those of the new token, [B, 1, heads, H]).
+    Returns: (past with the new token, [B, 1, heads, H]).
     """
-    place: dict[str, Any] = {"placement": "round_robin", "kv_layout": "BKSH", "block_tables": block_tables}
-    place["block_size"] = placement.stretch if block_tables is None else None  # a page
-    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
-    past = append_kv(past, k, v, lengths, axes, **place)
+    past = append_kv(past, k, v, lengths, axes, **_placed(placement, block_tables))
 
     def over(size: int | None) -> jax.Array:
-        return decode_attention(
-            q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
-            local_window_size=size, logits_soft_cap=model.score_soft_cap, output="heads",
-            implementation=implementation, **place,
-        )  # fmt: skip
+        return over_the_sequence(q, past, lengths, size, placement, axes, model, implementation, block_tables)
 
     if len(windows) == 1:
         return past, over(windows[0])
     return past, lax.switch(window, [lambda size=size: over(size) for size in windows])
+
+
+def over_the_sequence(
+    q: jax.Array, past: Any, lengths: jax.Array, window: int | None, placement: Placement, axes: tuple[str, ...],
+    model: DecoderSpec, implementation: str | None, block_tables: jax.Array | None = None,
+) -> jax.Array:  # fmt: skip
+    """As `attend_along_the_sequence`, whose new token is in `past`."""
+    q = lax.all_gather(q, axes, axis=2, tiled=True)  # of all heads
+    return decode_attention(
+        q, past[0], past[1], axes, scale=model.score_factor, key_value_seq_lengths=lengths + 1,
+        local_window_size=window, logits_soft_cap=model.score_soft_cap, output="heads",
+        implementation=implementation, **scales_of(past[2:]), **_placed(placement, block_tables),
+    )  # fmt: skip
+
+
+def _placed(placement: Placement, block_tables: jax.Array | None) -> dict[str, Any]:
+    """The placement of a cache as `append_kv` and `decode_attention` take it."""
+    block = placement.stretch if block_tables is None else None  # a page
+    return {"placement": "round_robin", "kv_layout": "BKSH", "block_size": block, "block_tables": block_tables}
 
 
 def scaled(y: jax.Array, model: DecoderSpec) -> jax.Array:
