@@ -353,9 +353,30 @@ def _check(
             kind: Scales = "row" if found.shape == rows[scale] else "block"
             eight.append(Eight(name=name, dtype=params[name].dtype.name, scales=kind))
     b, heads = x.shape[0], model.kv_heads // world if by_heads else model.kv_heads
+    wrong += _cache_faults(key, value, scales, (model.layers, b, heads), model.head_dim)
+    for name, of in (("lengths", lengths), ("counts", counts)):
+        if of.shape != (b,) or not jnp.issubdtype(of.dtype, jnp.integer):
+            wrong.append(f"{name} must be i32[{b}], not {of.dtype}{list(of.shape)}")
+    for name, table in (("cos", cos), ("sin", sin)):
+        small = table.ndim != 3 or table.shape[0] < model.tables or table.shape[1] == 0
+        if small or table.shape[2] != model.rotated // 2:
+            wanted = f"[{model.tables}, positions, {model.rotated // 2}]"
+            wrong.append(f"{name} must be {wanted}, not {list(table.shape)}")
+    if cos.shape != sin.shape:
+        wrong.append(f"cos is {list(cos.shape)} and sin {list(sin.shape)}")
+    if wrong:
+        raise ValueError(f"decode_step cannot take these operands: {'; '.join(wrong)}.")
+    return tuple(eight)
+
+
+def _cache_faults(
+    key: jax.Array, value: jax.Array, scales: Sequence[jax.Array], leading: tuple[int, ...], head_dim: int
+) -> list[str]:
+    """All reasons for which these are not the parts of a cache [*leading, S, head_dim]."""
+    wrong = []
     for name, part in (("keys", key), ("values", value)):
-        if part.ndim != 5 or part.shape != (model.layers, b, heads, part.shape[3], model.head_dim):
-            wanted = f"[{model.layers}, {b}, {heads}, S, {model.head_dim}]"
+        if part.ndim != 5 or part.shape != (*leading, part.shape[3], head_dim):
+            wanted = f"[{', '.join(map(str, leading))}, S, {head_dim}]"
             wrong.append(f"the cache's {name} must be {wanted}, not {list(part.shape)}")
         elif part.shape[3] == 0:
             wrong.append(f"the cache's {name} have no room for a position: {list(part.shape)}")
@@ -371,19 +392,7 @@ def _check(
             wrong.append(f"the cache's {name} must be {wanted}, not {scale.dtype}{list(scale.shape)}")
     if key.shape != value.shape or key.dtype != value.dtype:
         wrong.append(f"keys are {key.dtype}{list(key.shape)} and values {value.dtype}{list(value.shape)}")
-    for name, of in (("lengths", lengths), ("counts", counts)):
-        if of.shape != (b,) or not jnp.issubdtype(of.dtype, jnp.integer):
-            wrong.append(f"{name} must be i32[{b}], not {of.dtype}{list(of.shape)}")
-    for name, table in (("cos", cos), ("sin", sin)):
-        small = table.ndim != 3 or table.shape[0] < model.tables or table.shape[1] == 0
-        if small or table.shape[2] != model.rotated // 2:
-            wanted = f"[{model.tables}, positions, {model.rotated // 2}]"
-            wrong.append(f"{name} must be {wanted}, not {list(table.shape)}")
-    if cos.shape != sin.shape:
-        wrong.append(f"cos is {list(cos.shape)} and sin {list(sin.shape)}")
-    if wrong:
-        raise ValueError(f"decode_step cannot take these operands: {'; '.join(wrong)}.")
-    return tuple(eight)
+    return wrong
 
 
 __all__ = ["Cache", "DecoderSpec", "Params", "Placement", "decode_step"]
