@@ -18,9 +18,10 @@ from rich.rule import Rule
 
 from jaxtaxfree.models.config import DTYPES
 from jaxtaxfree.models.errors import ModelError
-from jaxtaxfree.models.model import CACHES, EIGHT, Model, load
+from jaxtaxfree.models.model import CACHES, Model, load
 from jaxtaxfree.models.sampling import Sampling
 from jaxtaxfree.models.tokenizer import Tokenizer
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
 from jaxtaxfree.target import memory_bandwidth_of
 
 IMPLEMENTATIONS = ("auto", "fused", "xla", "simulate")
@@ -38,7 +39,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--cache", choices=CACHES, help="by heads, along the sequence, or in pages (default: heads)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
-    parser.add_argument("--weights", choices=EIGHT, help="of the matrices of layers, with scales (default: --dtype)")
+    parser.add_argument(
+        "--weights", choices=EIGHT_BITS, help="of the matrices of layers, with scales (default: --dtype)"
+    )
     parser.add_argument(
         "--quantize-activations", action="store_true", help="to the 8 bits of --weights, in front of each matrix"
     )

@@ -62,8 +62,7 @@ def read_config(folder: str | Path) -> ModelConfig:
     if generation.get("eos_token_id") is not None:
         fields = Fields(generation, f"{folder / 'generation_config.json'}")
         config = dataclasses.replace(config, stop=_stop(fields))
-        if fields.wrong:
-            raise ModelError(f"{folder / 'generation_config.json'} cannot be taken: {'; '.join(fields.wrong)}.")
+        fields.check()
     return config
 
 

@@ -91,6 +91,10 @@ class Fields:
         if unknown := [name for name in self._left if name not in IRRELEVANT]:
             named = ", ".join(f"{name}={_short(self._left[name])}" for name in unknown)
             self.wrong.append(f"unknown field{'s' * (len(unknown) > 1)} {named}")
+        self.check()
+
+    def check(self) -> None:
+        """Raises ModelError with all that is wrong so far."""
         if self.wrong:
             raise ModelError(f"{self._where} cannot be taken: {'; '.join(self.wrong)}.")
 

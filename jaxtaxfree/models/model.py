@@ -27,6 +27,7 @@ from jaxtaxfree.models.rotary import rotary_tables
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.weights import Layout, Weights
 from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.primitive import check_implementation, check_whole
 
@@ -34,7 +35,6 @@ BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequ
 GROWTH = 1024  # positions that a cache gets at a time
 ROOM = 128  # what a cache by heads is a multiple of, so that not every length has programs of its own
 CACHES = ("heads", "sequence", "pages")
-EIGHT = ("int8", "float8_e4m3fn")  # what matrices may lie in
 
 
 def load(
@@ -91,8 +91,8 @@ def load(
     layout = layout_of(config, world, cache)
     if weights is not None:
         eight = _dtype_of(weights)
-        if eight is None or eight.name not in EIGHT:
-            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT)}, not {_named(weights)}.")
+        if eight is None or eight.name not in EIGHT_BITS:
+            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT_BITS)}, not {_named(weights)}.")
         layout = dataclasses.replace(layout, eight=eight)
     elif quantize_activations:
         raise ValueError("quantize_activations=True needs weights of 8 bits: say weights='int8' or 'float8_e4m3fn'.")

@@ -276,14 +276,20 @@ def append_kv(
 
     new_key, key_scale = quantised(key, parts.key.dtype, parts.key_scale)
     new_value, value_scale = quantised(value, parts.value.dtype, parts.value_scale)
-    out = KVCache(
+    out = (
         put(parts.key, new_key),
         put(parts.value, new_value),
         put_scale(parts.key_scale, key_scale),
         put_scale(parts.value_scale, value_scale),
     )
+    return like(cache, out)
+
+
+def like[C: Sequence[Any]](cache: C, parts: Sequence[jax.Array | None]) -> C:
+    """A cache of the same type and length with these parts; those that are left over are None in it."""
     same: Any = type(cache)
-    return same(*out[: len(cache)]) if hasattr(cache, "_fields") else same(out[: len(cache)])
+    found = [*parts[: len(cache)], *[None] * (len(cache) - len(parts))]
+    return same(*found) if hasattr(cache, "_fields") else same(found)
 
 
 def quantised(x: jax.Array, dtype: Any, scale: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:

@@ -195,11 +195,18 @@ def place_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.const
     Returns: (the vector b, the row, whether it is one of ROWS and of these tiles), which broadcast to [SIZE, 16, 8].
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
-    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     b = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    row = first + (tile + own) * 8 + row
+    row = rows_of_sums(first, tile, SIZE)
     return b, row, (row < gl.minimum(ROWS, first + (tile + COUNT) * 8)) & (b >= 0)
+
+
+@gluon.jit
+def rows_of_sums(first, tile: gl.constexpr, SIZE: gl.constexpr):
+    """The rows [SIZE, 1, 8] of SIZE tiles that `tensor.collect` returns, from one of those that begin at `first` on."""
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
+    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
+    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
+    return first + (tile + own) * 8 + row
 
 
 @triton.constexpr_function
@@ -240,24 +247,19 @@ def scales_of(ptr, first, TILES: gl.constexpr, ROWS: gl.constexpr):
     scales = ()
     if ptr is not None:
         for tile in gl.static_range(0, TILES, PORTION):
-            row, there = rows_of_sums(first, tile, portion_of(TILES, tile), ROWS)
-            scales = scales + (gl.load(ptr + row, mask=there, other=0.0),)
+            row = rows_of_sums(first, tile, triton.next_power_of_2(portion_of(TILES, tile)))
+            scales = scales + (gl.load(ptr + row, mask=row < ROWS, other=0.0),)
     return scales
 
 
 @gluon.jit
 def scales_of_projections(given, layer, first, TILES: gl.constexpr, SIZES: gl.constexpr):
     """The same of queries, keys and values."""
-    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
-    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     scales = ()
     if given.query_scale is not None:
         for tile in gl.static_range(0, TILES, PORTION):
-            row, _ = rows_of_sums(first, tile, portion_of(TILES, tile), QUERIES + 2 * KEYS)
-            scale = phases.part_of(phases.of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
-            scale += phases.part_of(phases.of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
-            scale += phases.part_of(phases.of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
-            scales = scales + (scale,)
+            row = rows_of_sums(first, tile, triton.next_power_of_2(portion_of(TILES, tile)))
+            scales = scales + (phases.scale_of_projections(given, layer, row, SIZES),)
     return scales
 
 
@@ -267,17 +269,6 @@ def scaled(value, scales, tile: gl.constexpr):
     if len(scales) > 0:
         value *= scales[tile // PORTION]
     return value
-
-
-@gluon.jit
-def rows_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
-    """The rows of COUNT tiles as `place_of_sums` has them, [SIZE, 1, 8], and whether they are among ROWS."""
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
-    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
-    own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    row = first + (tile + own) * 8 + row
-    return row, row < ROWS
 
 
 @gluon.jit

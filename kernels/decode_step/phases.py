@@ -244,9 +244,7 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, WIDTH, SIZES)
         scale = 1.0
         if given.query_scale is not None:
-            scale = part_of(of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
-            scale += part_of(of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
-            scale += part_of(of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
+            scale = scale_of_projections(given, layer, row, SIZES)
         bias = row.to(gl.float32) * 0.0
         if given.query_bias is not None:
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
@@ -311,6 +309,17 @@ def scale_of(ptr, row, there):
     scale = 1.0
     if ptr is not None:
         scale = gl.load(ptr + row, mask=there, other=0.0)
+    return scale
+
+
+@gluon.jit
+def scale_of_projections(given, layer, row, SIZES: gl.constexpr):
+    """The same of queries, keys and values, which have some."""
+    QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
+    KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
+    scale = part_of(of_layer(given.query_scale, layer, QUERIES), row, QUERIES)
+    scale += part_of(of_layer(given.key_scale, layer, KEYS), row - QUERIES, KEYS)
+    scale += part_of(of_layer(given.value_scale, layer, KEYS), row - QUERIES - KEYS, KEYS)
     return scale
 
 

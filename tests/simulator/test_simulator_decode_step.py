@@ -381,8 +381,8 @@ MUTANTS = {
         for of, module, edit in (
             ("matrix", hopper, ("of_layer(given.down_scale,", "of_layer(given.out_scale,")),
             ("row", phases, ("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there")),
-            ("row, of keys", phases, ("layer, KEYS), row - QUERIES, KEYS)\n            scale +=",
-             "layer, KEYS), row - QUERIES + 1, KEYS)\n            scale +=")),
+            ("row, of keys", phases, ("layer, KEYS), row - QUERIES, KEYS)\n    scale +=",
+             "layer, KEYS), row - QUERIES + 1, KEYS)\n    scale +=")),
             ("program's rows", phases, ("scale_of(scales, own, there)", "scale_of(scales, own % 4, there)")),
         )
     },
@@ -530,13 +530,15 @@ MUTANTS = {
     ),
     **{
         f"scales of another layer by tensor cores, {name}": Mutant(
-            module=many, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
+            module=module, edits=((f"of_layer(given.{name}_scale, layer,", f"of_layer(given.{name}_scale, 0,"),),
             errors=(AssertionError,), step=SEVERAL_INT8,
         )
-        for name in ("query", "key", "value", "gate", "up", "out", "down")
+        for name, module in {
+            **dict.fromkeys(("query", "key", "value"), phases), **dict.fromkeys(("gate", "up", "out", "down"), many)
+        }.items()
     },
     "scales of another row by tensor cores": Mutant(
-        module=many, edits=(("gl.load(ptr + row, mask=there", "gl.load(ptr + row // 2 * 2, mask=there"),),
+        module=many, edits=(("gl.load(ptr + row, mask=row < ROWS", "gl.load(ptr + row // 2 * 2, mask=row < ROWS"),),
         errors=(AssertionError,), step=SEVERAL_INT8,
     ),
     "scales of another turn's tiles": Mutant(

@@ -64,10 +64,8 @@ def reference(
     total = jnp.sum(weights, axis=-1)
     # Behind the last key the cache and its scales may hold anything, and 0 * NaN is NaN.
     scales = jnp.where(seen[:, None, None], scale_of("value_scale"), 0)
-    # The largest scale goes to the sum: times the weights it might be too small for f16.
-    unit = lax.stop_gradient(jnp.max(jnp.abs(scales), axis=-1, keepdims=True, initial=0))
-    unit = jnp.where(unit == 0, 1, unit)
-    weights = (weights * scales / unit).astype(query.dtype)
+    weights, unit = times_scales(weights, scales)
+    weights = weights.astype(query.dtype)
     values = jnp.where((positions[:, 0] < lengths[:, None])[:, :, None, None], values, 0)
     acc = jnp.einsum("bkgts,bskh->bkgth", weights, values, precision=precision, preferred_element_type=jnp.float32)
     acc = acc * unit
@@ -86,6 +84,16 @@ def reference(
     acc = jnp.sum(parts[..., None] * exchange(acc), axis=0)
     out = normalised(acc, total)
     return [jnp.swapaxes(out, 1, 2).astype(spec.dtype), jnp.swapaxes(base + log(total), 1, 2)]
+
+
+def times_scales(weights: jax.Array, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(Weights [..., S] times the scales of values over the largest of these; that one, which goes to the sum).
+
+    Times the weights it might be too small for f16.
+    """
+    unit = lax.stop_gradient(jnp.max(jnp.abs(scales), axis=-1, keepdims=True, initial=0))
+    unit = jnp.where(unit == 0, 1, unit)
+    return weights * scales / unit, unit
 
 
 def _exchanged(x: jax.Array, axes: tuple[str, ...], by_heads: bool) -> jax.Array:

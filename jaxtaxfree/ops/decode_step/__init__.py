@@ -16,7 +16,7 @@ from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, MEASURED, Eight
 from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
-from jaxtaxfree.ops.kv_cache import Placement, placement_of
+from jaxtaxfree.ops.kv_cache import Placement, like, placement_of
 from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.ops.variant import Variant, choose, settings_of
 from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
@@ -138,8 +138,7 @@ def decode_step[C: Cache](
         logits, *parts = reference(*operands, **params_)
     else:
         logits, *parts = decode_step_p.bind(*operands, implementation=implementation, config=settings, **params_)
-    same: Any = type(cache)
-    return logits, same(*parts) if hasattr(cache, "_fields") else same([*parts, *cache[len(parts) :]])
+    return logits, like(cache, parts)
 
 
 def reference(

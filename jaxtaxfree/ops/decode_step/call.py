@@ -15,7 +15,7 @@ FEW = 4  # sequences, whose vectors registers have room for
 # Forms of the kernel that a GPU has run, of "eight_bits", "exchanged", "vectors" (8 of them) and "post_norms" (of 5
 # sequences or more): others are for a config that asks for them.
 MEASURED: frozenset[str] = frozenset()
-EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights
+EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights and of a cache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

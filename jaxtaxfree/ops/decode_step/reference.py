@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtaxfree.ops.decode_attention import decode_attention
+from jaxtaxfree.ops.decode_attention.meaning import times_scales
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.epilogue import ACTIVATIONS
 from jaxtaxfree.ops.kv_cache import Placement, append_kv, quantised
@@ -220,11 +221,7 @@ def attend(
     values = jnp.where(there[:, None, :, None], values, 0)
     unit = None
     if value_scale is not None:
-        # The largest scale goes to the sum: times the weights it might be too small for f16.
-        value_scale = jnp.where(seen[:, None, None], value_scale, 0)
-        unit = lax.stop_gradient(jnp.max(jnp.abs(value_scale), axis=-1, keepdims=True))
-        unit = jnp.where(unit == 0, 1, unit)
-        weights = weights * (value_scale / unit)
+        weights, unit = times_scales(weights, jnp.where(seen[:, None, None], value_scale, 0))
     y = jnp.einsum("bkgts,bksh->bkgth", weights.astype(q.dtype), values, **how)
     y = y if unit is None else y * unit
     y = y / jnp.where(total == 0, 1, total)[..., None]

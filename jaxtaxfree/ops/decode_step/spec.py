@@ -81,7 +81,7 @@ class DecoderSpec:
 
     def __post_init__(self) -> None:
         for name in SIZES:  # of NumPy's whole numbers Python's, by which tables know a model
-            if isinstance(size := getattr(self, name), numbers.Integral) and not isinstance(size, bool):
+            if _is_whole(size := getattr(self, name)):
                 object.__setattr__(self, name, int(size))
         if wrong := self._wrong_kinds() or self._wrong_values():
             raise ValueError(f"There is no such DecoderSpec: {'; '.join(wrong)}.")

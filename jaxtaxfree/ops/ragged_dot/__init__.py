@@ -17,7 +17,7 @@ from jaxtaxfree.ops import matmul
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
-from jaxtaxfree.ops.ragged_dot.common import Call
+from jaxtaxfree.ops.ragged_dot.common import Call, check_operands
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
 from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
@@ -109,8 +109,8 @@ def ragged_dot(
     if any(scale is not None for scale in scales.values()):
         form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
         return scaled.ragged_dot(
-            scaled_p, ragged_dot, check_operands, lhs, rhs, group_sizes, scales=scales, gate=gate,
-            activation=activation, preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
+            scaled_p, ragged_dot, lhs, rhs, group_sizes, scales=scales, gate=gate, activation=activation,
+            preferred_element_type=preferred_element_type, rhs_transposed=rhs_transposed, **form,
         )  # fmt: skip
     lhs, rhs, sizes = jnp.asarray(lhs), jnp.asarray(rhs), jnp.asarray(group_sizes)
     check_implementation(implementation)
@@ -133,20 +133,6 @@ def ragged_dot(
 
 def _bind(primitive: Any, *operands: jax.Array, **params: Any) -> jax.Array:
     return primitive.bind(*matmul.vary_alike(*operands, axes=()), **params)[0]
-
-
-def check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
-    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if rhs_transposed else 1]:
-        wanted = "[G, N, K]" if rhs_transposed else "[G, K, N]"
-        raise ValueError(
-            f"ragged_dot takes lhs [M, K] and rhs {wanted}, not {list(lhs.shape)} and {list(rhs.shape)}: reshape lhs "
-            "if it has more dimensions."
-        )
-    if sizes.shape != rhs.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        raise ValueError(
-            f"ragged_dot takes group_sizes as integers [{rhs.shape[0]}], one for each group of rhs, not "
-            f"{sizes.dtype}{list(sizes.shape)}."
-        )
 
 
 def _epilogue(

@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxtaxfree.ops.operand import Operand
@@ -13,6 +14,21 @@ from jaxtaxfree.target import Target
 MOST_GROUPS = 511
 # Behind the name of what has scales of blocks of 128.
 BLOCKS = "_blocks"
+
+
+def check_operands(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array, rhs_transposed: bool) -> None:
+    """Raises ValueError unless the operands fit together."""
+    if lhs.ndim != 2 or rhs.ndim != 3 or lhs.shape[1] != rhs.shape[2 if rhs_transposed else 1]:
+        wanted = "[G, N, K]" if rhs_transposed else "[G, K, N]"
+        raise ValueError(
+            f"ragged_dot takes lhs [M, K] and rhs {wanted}, not {list(lhs.shape)} and {list(rhs.shape)}: reshape lhs "
+            "if it has more dimensions."
+        )
+    if sizes.shape != rhs.shape[:1] or not jnp.issubdtype(sizes.dtype, jnp.integer):
+        raise ValueError(
+            f"ragged_dot takes group_sizes as integers [{rhs.shape[0]}], one for each group of rhs, not "
+            f"{sizes.dtype}{list(sizes.shape)}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

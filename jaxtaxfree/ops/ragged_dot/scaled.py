@@ -13,7 +13,7 @@ from jaxtaxfree.ops import matmul, scaled
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.ops.operand import Operand, Scales
 from jaxtaxfree.ops.quantize import DTYPES, dequantize, expand, is_eight_bits
-from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call
+from jaxtaxfree.ops.ragged_dot.common import BLOCKS, Call, check_operands
 from jaxtaxfree.ops.ragged_dot.hopper import Hopper
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS
 from jaxtaxfree.ops.untrusted import as_int32
@@ -40,7 +40,6 @@ def define(operation: Callable[..., jax.Array]) -> Any:
 def ragged_dot(
     primitive: Any,
     operation: Callable[..., jax.Array],
-    check_operands: Callable[..., None],
     lhs: jax.Array,
     rhs: jax.Array,
     sizes: jax.Array,
@@ -58,7 +57,6 @@ def ragged_dot(
 
     Args:
       primitive, operation: see `define`.
-      check_operands: raises ValueError unless lhs, rhs and sizes fit together.
       scales: of "lhs", "rhs" and "gate"; None for one that there is not.
       **form: other keywords.
 
