@@ -160,20 +160,18 @@ def check_operations(mesh: Mesh) -> None:
 
 def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
     """Weights of 8 bits beside XLA's of the same weights."""
-    programs = [
-        program(mesh, functools.partial(errors_of, *case, kernel=kernel, eight=eight))
-        for eight, *case in EIGHT_BITS.values()
-    ]
-    _check_errors(dict(zip(EIGHT_BITS, run_all(programs), strict=True)))
+    _run(mesh, {
+        name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight)
+        for name, (eight, model, lengths) in EIGHT_BITS.items()
+    })  # fmt: skip
 
 
 def check_forms(mesh: Mesh) -> None:
     """Forms of the launch that settings ask for."""
-    programs = [
-        program(mesh, functools.partial(errors_of, model, lengths, config=config))
-        for model, lengths, config in FORMS.values()
-    ]
-    _check_errors(dict(zip(FORMS, run_all(programs), strict=True)))
+    _run(mesh, {
+        name: functools.partial(errors_of, model, lengths, config=config)
+        for name, (model, lengths, config) in FORMS.items()
+    })  # fmt: skip
 
 
 def check_full_layers(mesh: Mesh) -> None:
@@ -183,11 +181,12 @@ def check_full_layers(mesh: Mesh) -> None:
 
 
 def _check_all(mesh: Mesh, cases: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]], **how: Any) -> None:
-    programs = [program(mesh, functools.partial(errors_of, *case, **how)) for case in cases.values()]
-    _check_errors(dict(zip(cases, run_all(programs), strict=True)))
+    _run(mesh, {name: functools.partial(errors_of, *case, **how) for name, case in cases.items()})
 
 
-def _check_errors(found: dict[str, np.ndarray]) -> None:
+def _run(mesh: Mesh, cases: dict[str, Callable[[], jax.Array]]) -> None:
+    """Compiles and runs what returns errors, which have to be small."""
+    found = dict(zip(cases, run_all([program(mesh, case) for case in cases.values()]), strict=True))
     wrong = [f"{name}: {error}" for name, error in found.items() if not np.all(error < TOLERANCE)]
     assert not wrong, wrong
 

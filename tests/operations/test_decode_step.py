@@ -249,17 +249,27 @@ def test_the_scale_of_the_embedding_is_rounded_as_in_published_models():
     assert found.dtype == jnp.bfloat16 and float(found[0, 0]) == 50.5 != round(model.embedding_scale, 1)
 
 
+@pytest.mark.covers(3)
+@pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("by_operations", [False, True])
 @pytest.mark.parametrize("placement", ["heads", "contiguous"])
-def test_sequences_without_a_token_leave_no_trace(placement, by_operations):
-    """Whatever the length, which may be outside of the cache, and with a count that is outside of 0 to 1."""
+def test_sequences_without_a_token_leave_no_trace(placement, by_operations, eight):
+    """Whatever the length, which may be outside of the cache, and with a count that is outside of 0 to 1.
+
+    Tokens outside of the cache leave none either, in numbers of 8 bits and in their scales.
+    """
     model, slots, by_heads = tiny("llama-3-8b", layers=1), 8, placement == "heads"
     lengths = np.array([3, 3, 0, 8, 9, -1, 5], np.int32)
     counts = np.array([1, 0, 0, 1, 0, 1, 7], np.int32)
     cos, sin = map(jnp.asarray, rotary_tables(model, slots))
     rng = np.random.default_rng(0)
     x = rng.standard_normal((len(lengths), model.d_model)).astype(np.float32)
-    cache = tuple(rng.standard_normal((1, len(lengths), 4, slots, 8)).astype(np.float32) for _ in range(2))
+    shape = (1, len(lengths), 4, slots, 8)
+    if eight:
+        cache = tuple(rng.integers(-127, 128, shape).astype(np.int8) for _ in range(2))
+        cache += tuple(rng.random(shape[:-1]).astype(np.float32) for _ in range(2))
+    else:
+        cache = tuple(rng.standard_normal(shape).astype(np.float32) for _ in range(2))
 
     def step(params: Any, cache: Any) -> Any:
         if not by_operations:
@@ -272,12 +282,12 @@ def test_sequences_without_a_token_leave_no_trace(placement, by_operations):
     of_cache = P(None, None, "tp") if by_heads else P(None, None, None, "tp")
     mesh = Mesh(np.array(jax.devices()[:2]), ("tp",))
     specs_of_step = specs(model, by_heads), of_cache
-    run = jax.shard_map(step, mesh=mesh, in_specs=specs_of_step, out_specs=(P(None, "tp"), of_cache), check_vma=False)
+    run = jax.shard_map(step, mesh=mesh, in_specs=specs_of_step, out_specs=(P(None, "tp"), of_cache), check_vma=True)
     logits, new = jax.jit(run)(make_params(model), cache)
     assert np.isfinite(np.asarray(logits)).all()
-    for old, found in zip(cache, map(np.asarray, new)):
-        changed = [(int(b), int(at)) for b, at in zip(*np.nonzero((old != found).any(axis=(0, 2, 4))))]
-        assert changed == [(0, 3), (6, 5)]
+    for old, found in zip(cache, map(np.asarray, new), strict=True):
+        differs = (old != found).any(axis=(0, 2, *range(4, old.ndim)))
+        assert [(int(b), int(at)) for b, at in zip(*np.nonzero(differs))] == [(0, 3), (6, 5)]
 
 
 @pytest.mark.parametrize(
