@@ -5,9 +5,7 @@ A block of keys or values, [groups of 64 columns, slots, 64], falls into parts o
 own, and a softmax of its own until an item is over, so warps do not wait for each other. Warps of the same part have
 the same scores, and share the columns of the values.
 
-The items of a pair (a sequence and a key/value head) leave what they have for `attention.merge`. Or they send it to
-each other, as messages (EXCHANGED): each adds up some columns of all, in the order of the items, so that nobody else
-has to wait before all heads are there.
+The items of a pair (a sequence and a key/value head) leave what they have for `attention.merge`.
 """
 
 import triton
@@ -16,10 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import attention, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
-from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 ROWS = gl.constexpr(16)  # of an instruction, and its slots
 USED = gl.constexpr(8)  # at most, of these rows
@@ -111,7 +107,7 @@ def attend(me, ring, position, given, kept, results, lengths, window, table, lay
             for group in gl.static_range(GROUPS):
                 scaled = scaled + (accs[group] * keep,)
             accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
-        together(me, ring, SHAPE, kept, layer, item, tops, totals, accs, factor, SIZES)
+        together(ring, SHAPE, kept, item, tops, totals, accs, SIZES)
     return position
 
 
@@ -241,7 +237,7 @@ def clear_behind(ring, stage, desc, count):
 
 
 @gluon.jit
-def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, accs, factor, SIZES: gl.constexpr):
+def together(ring, SHAPE: gl.constexpr, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     """Adds up the parts of an item, and hands them on."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
@@ -265,7 +261,7 @@ def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, acc
     both.index(1).store(gl.convert_layout(gl.sum(totals, 2), OF_ROWS, assert_trivial=True) * weight)
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
     AT_ONCE: gl.constexpr = min(GROUPS, SIZES.SUMS // (PARTS * USED * 64))
-    COLUMNS: gl.constexpr = columns_layout(PARTS, SIZES.EXCHANGED, WARPS)
+    COLUMNS: gl.constexpr = gl.BlockedLayout([PARTS, 1, 2], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, COLUMNS))
     head = gl.arange(0, USED, OF_HEADS)[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(0, COLUMNS)))[None, :]
@@ -275,131 +271,12 @@ def together(me, ring, SHAPE: gl.constexpr, kept, layer, item, tops, totals, acc
             # The rows that are used are half of what each thread has.
             acc = gl.where(row < USED, accs[group] * weight[:, :, None], 0.0)
             memory.index(group - begin).store(gl.sum(acc.reshape([PARTS, ROWS // USED, USED, 64]), 1))
-        if SIZES.EXCHANGED:
-            top = lines.index(0).slice(0, USED).load(OF_HEADS)
-            total = lines.index(PARTS).slice(0, USED).load(OF_HEADS)
-            for part in gl.static_range(1, PARTS):
-                top = gl.maximum(top, lines.index(part).slice(0, USED).load(OF_HEADS))
-                total += lines.index(PARTS + part).slice(0, USED).load(OF_HEADS)
         for group in gl.static_range(begin, min(GROUPS, begin + AT_ONCE)):
             acc = gl.sum(memory.index(group - begin).load(COLUMNS), 0)
-            if SIZES.EXCHANGED:
-                hand_on(
-                    me, kept, layer, item, acc, top[:, None], total[:, None], head, group * 64 + column, factor, SIZES
-                )  # fmt: skip
-            else:
-                gl.store(kept.accs + (item * G + head) * H + group * 64 + column, acc, mask=(head < G) & (column >= 0))
-    if not SIZES.EXCHANGED:
-        total = lines.index(PARTS).load(OF_ROW)
-        for part in gl.static_range(1, PARTS):
-            total += lines.index(PARTS + part).load(OF_ROW)
-        g = gl.arange(0, ROWS, OF_ROW)
-        gl.store(kept.tops + (item * G + g) * 2, highest, mask=g < G)
-        gl.store(kept.tops + (item * G + g) * 2 + 1, total, mask=g < G)
-
-
-@triton.constexpr_function
-def columns_layout(parts, exchanged, warps):
-    """The layout of parts [parts, 8, 64] of an item: of what is sent, 4 columns next to each other are a thread's."""
-    if exchanged:
-        return gl.BlockedLayout([parts, 1, 4], [1, 2, 16], [1, warps, 1], [2, 1, 0])
-    return gl.BlockedLayout([parts, 1, 2], [1, 1, 32], [1, warps, 1], [2, 1, 0])
-
-
-@triton.constexpr_function
-def width_of(splits, h):
-    """How many columns of each head a program adds up of all items of a pair; in a message at least 4."""
-    return max(4, triton.next_power_of_2(triton.cdiv(h, splits)))
-
-
-@triton.constexpr_function
-def words_of(splits, group, h):
-    """How many words of messages an item has for each program that adds up some columns."""
-    return triton.next_power_of_2(group) * 2 * width_of(splits, h)
-
-
-@gluon.jit
-def hand_on(me, kept, layer, item, acc, top, total, head, column, factor, SIZES: gl.constexpr):
-    """Some columns of an item's heads: stores them if the pair has no other item, else sends them to whoever adds up
-    these columns.
-
-    A message has for each head columns of acc, and as many words more, of which the first two are (top, total).
-
-    Args:
-      acc: [8, columns].
-      top, total, head: [8, 1].
-      column: [1, columns].
-    """
-    H: gl.constexpr = SIZES.H
-    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    WIDTH: gl.constexpr = width_of(SIZES.SPLITS, H)
-    if SIZES.SPLITS == 1:
-        result = acc * (factor / gl.where(total == 0, 1.0, total))
-        at = (item % SIZES.KV_HEADS * G + head) * H + column
-        tensor.keep(kept.heads, result, item // SIZES.KV_HEADS + at * 0, at, head < G, SIZES)
-    else:
-        WORDS: gl.constexpr = words_of(SIZES.SPLITS, G, H)
-        split = item % SIZES.SPLITS
-        dest = messages_of(kept, layer, item, column // WIDTH, SIZES) + split * WORDS
-        word = head * (2 * WIDTH) + column % WIDTH
-        there = (head < triton.next_power_of_2(G)) & (column >= 0)
-        shmem.send(me, dest + word, acc, me.rank, there)
-        of_head = gl.where(column % WIDTH == 0, top, gl.where(column % WIDTH == 1, total, 0.0))
-        shmem.send(me, dest + WIDTH + word, of_head, me.rank, there)
-
-
-@gluon.jit
-def messages_of(kept, layer, item, receiver, SIZES: gl.constexpr):
-    """Where the messages of an item's pair begin, to the one who adds up the columns with this number."""
-    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    RECEIVERS: gl.constexpr = SIZES.H // width_of(SIZES.SPLITS, SIZES.H)
-    PAIRS: gl.constexpr = SIZES.B * SIZES.KV_HEADS
-    pair = layer * PAIRS + item // SIZES.SPLITS
-    return kept.accs + (pair * RECEIVERS + receiver) * (SIZES.SPLITS * words_of(SIZES.SPLITS, G, SIZES.H))
-
-
-@gluon.jit
-def merge(me, ring, kept, layer, factor, SIZES: gl.constexpr):
-    """Adds up some columns of all items of the program's pairs, and stores them: kept.heads [vectors, HEADS * H]."""
-    H: gl.constexpr = SIZES.H
-    SPLITS: gl.constexpr = SIZES.SPLITS
-    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    HEADS: gl.constexpr = triton.next_power_of_2(G)
-    ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SPLITS
-    WIDTH: gl.constexpr = width_of(SPLITS, H)
-    COUNT: gl.constexpr = SPLITS * words_of(SPLITS, G, H)
-    PARTS: gl.constexpr = triton.next_power_of_2(SPLITS)
-    SIZE: gl.constexpr = PARTS * words_of(SPLITS, G, H)
-    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    LAYOUT: gl.constexpr = merged_layout(PARTS, HEADS, WIDTH, gl.num_warps())
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    head = gl.arange(0, HEADS, gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))[:, None]
-    column = gl.arange(0, WIDTH, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))[None, :]
-    for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
-        split = item % SPLITS
-        if split < H // WIDTH:
-            source = messages_of(kept, layer, item, split, SIZES)
-            words, late = shmem.receive_own(me, source, COUNT, SIZE)
-            ring.sums.reinterpret(gl.float32, [SIZE], LINE).store(words)
-            parts = ring.sums.reinterpret(gl.float32, [PARTS, HEADS, 2 * WIDTH], PLAIN)
-            acc = gl.where(part < SPLITS, parts.slice(0, WIDTH, dim=2).load(LAYOUT), 0.0)
-            top = gl.where(part < SPLITS, parts.slice(WIDTH, 1, dim=2).load(LAYOUT), float("-inf"))
-            total = gl.where(part < SPLITS, parts.slice(WIDTH + 1, 1, dim=2).load(LAYOUT), 0.0)
-            highest = gl.max(top, 0, keep_dims=True)
-            weight = gl.exp2(top - gl.where(highest == float("-inf"), 0.0, highest))
-            whole = gl.sum(total * weight, 0)
-            result = gl.sum(acc * weight, 0) * (factor / gl.where(whole == 0, 1.0, whole))
-            pair = item // SPLITS
-            at = (pair % SIZES.KV_HEADS * G + head) * H + split * WIDTH + column
-            tensor.keep(kept.heads, result, pair // SIZES.KV_HEADS + at * 0, at, head < G, SIZES)
-            shmem.report_own(me, source, late, SIZE)
-
-
-@triton.constexpr_function
-def merged_layout(parts, heads, width, warps):
-    """The layout of parts [parts, heads, width]: a thread has all parts of a number, or 32 of them."""
-    lanes, apart = min(32, width), min(warps, max(1, parts // 32))
-    across = min(warps // apart, max(1, heads * lanes // 32))
-    rest = warps // apart // across
-    return gl.BlockedLayout([parts // apart, 1, 1], [1, 32 // lanes, lanes], [apart, across, rest], [2, 1, 0])
+            gl.store(kept.accs + (item * G + head) * H + group * 64 + column, acc, mask=(head < G) & (column >= 0))
+    total = lines.index(PARTS).load(OF_ROW)
+    for part in gl.static_range(1, PARTS):
+        total += lines.index(PARTS + part).load(OF_ROW)
+    g = gl.arange(0, ROWS, OF_ROW)
+    gl.store(kept.tops + (item * G + g) * 2, highest, mask=g < G)
+    gl.store(kept.tops + (item * G + g) * 2 + 1, total, mask=g < G)

@@ -47,7 +47,6 @@ class Sizes(NamedTuple):
     B: Any
     TENSOR_CORES: Any
     VECTORS: Any
-    EXCHANGED: Any
     NARROW: Any
     D: Any
     HEADS: Any
@@ -188,7 +187,7 @@ def decode_step_kernel(
     scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
     squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
-    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]; EXCHANGED: messages f32, of `hand_on`
+    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2], or none
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
@@ -203,7 +202,6 @@ def decode_step_kernel(
     B: gl.constexpr,
     TENSOR_CORES: gl.constexpr,  # which multiply, see `many.py`
     VECTORS: gl.constexpr,  # that lie in memory for these, 8 or 16
-    EXCHANGED: gl.constexpr,  # parts of attention are messages, from item to item, for these
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -237,10 +235,10 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, VECTORS, EXCHANGED, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H,
-        F, V, SLOTS, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION,
-        RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD,
-        SUMS, WINDOW, TABLE,
+        LAYERS, B, TENSOR_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H, F, V, SLOTS,
+        POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE,
+        LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW,
+        TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -257,7 +255,7 @@ def decode_step_kernel(
     kept = Kept(
         shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), parts_of(me, accs, EXCHANGED), shmem.scratch(me, tops, gl.float32),
+        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
@@ -276,15 +274,6 @@ def decode_step_kernel(
             [1], [24],
         )  # fmt: skip
     shmem.finish(me)
-
-
-@gluon.jit
-def parts_of(me, accs, EXCHANGED: gl.constexpr):
-    if EXCHANGED:
-        parts = shmem.messages(me, accs)
-    else:
-        parts = shmem.scratch(me, accs, gl.float32)
-    return parts
 
 
 @gluon.jit

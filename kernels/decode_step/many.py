@@ -43,7 +43,6 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     """The phases of all layers, and the logits."""
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
-    PARTED: gl.constexpr = 0 if SIZES.EXCHANGED else 1  # meetings between attention and the merge of its parts
     POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
@@ -62,36 +61,30 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position = attention_many.attend(
             me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
-        if SIZES.EXCHANGED:
-            phases.pass_by(times)
-        else:
-            factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        if not SIZES.EXCHANGED:
-            attention.merge(me, kept, kept.heads, factor, SIZES)
-        elif SIZES.SPLITS > 1:
-            attention_many.merge(me, ring, kept, layer, factor, SIZES)
-        factor = phases.meet(me, met, phase + 1 + PARTED, factor, times, SIZES)
+        attention.merge(me, kept, kept.heads, factor, SIZES)
+        factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         behind = phases.of_layer(given.post_attn_norm, layer, D)
         position, factor = add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, D), kept.heads, x,
-            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 2 + PARTED, times, factor, QUERIES,
+            given.mlp_norm + layer * D, behind, kept, sums, met, 2 * layer, phase + 3, times, factor, QUERIES,
             SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 2 + PARTED + POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 3 + POST, factor, times, SIZES)
         x = kept.stream
         times = phases.times_of(results.times, layer, 4, SIZES)
         position = gate(ring, position, given, kept, layer, times, factor, SIZES)
-        factor = phases.meet(me, met, phase + 3 + PARTED + POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 4 + POST, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         norm = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * D)
         behind = phases.of_layer(given.post_mlp_norm, layer, D)
         position, factor = add(
             me, ring, position, given.down, phases.of_layer(given.down_scale, layer, D), kept.hidden, x, norm, behind,
-            kept, sums, met, 2 * layer + 1, phase + 4 + PARTED + POST, times, factor, SIZES.F, SIZES,
+            kept, sums, met, 2 * layer + 1, phase + 5 + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
-        factor = phases.meet(me, met, phase + 4 + PARTED + 2 * POST, factor, times, SIZES)
+        factor = phases.meet(me, met, phase + 5 + 2 * POST, factor, times, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 

@@ -92,11 +92,10 @@ def stamp(times, which: gl.constexpr):
 def meetings_of(sizes):
     """How many times the programs meet in a layer: behind each phase but those whose results are messages.
 
-    For tensor cores each phase ends so, but attention whose items exchange messages, and each of two norms behind a
-    block has a meeting before it.
+    For tensor cores each phase ends so, and each of two norms behind a block has a meeting before it.
     """
     if sizes.TENSOR_CORES:
-        return PHASES.value - (1 if sizes.EXCHANGED else 0) + (2 if sizes.POST_NORMS else 0)
+        return PHASES.value + (2 if sizes.POST_NORMS else 0)
     return 2 if sizes.STREAM_TOLD else 4
 
 

@@ -74,27 +74,26 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
-@pytest.mark.parametrize("exchanged", [False, True])
 @pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
-def test_sixteen_sequences(eight, exchanged):
+def test_sixteen_sequences(eight):
     """By tensor cores: their operands come as they are taken, and stages go back behind a fence."""
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 16, eight, exchanged=exchanged))
+    kernel = launch_of(lowered(model, 2, 16, eight))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) <= (16 if eight else 0)
     assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     products = code.ptx.count("mma.sync")
     # 32 columns of 8 rows or keys at a time, or 16 slots of 16 columns of values, which two products take; nothing goes
-    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each, and what items exchange
-    # 2. Of weights of 8 bits it is 64 columns, which four products take.
+    # through shared memory in between. Queries take 8 more, 16 columns of a head of 128 each. Of weights of 8 bits it
+    # is 64 columns, which four products take.
     loads = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.shared.b16")
     turned = code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16")
     assert loads + turned == code.ptx.count("ldmatrix")
     # 16 slots of 64 columns, of a head of 128 that two warps share; with weights of 8 bits a block has half as many.
     assert turned == (2 if eight else 4)
-    keys, others = 8, 10 if exchanged else 8
-    assert (4 if eight else 2) * (loads - keys - others) + 2 * (keys + turned) == products
+    keys, queries = 8, 8
+    assert (4 if eight else 2) * (loads - keys - queries) + 2 * (keys + turned) == products
     returns = len(re.findall(r"mbarrier\.arrive\.shared::cta", code.ptx))  # the loading warp's expect bytes
     assert 0 < returns == code.ptx.count("fence.proxy.async.shared::cta")
 
@@ -110,15 +109,6 @@ def test_several_sequences_of_eight_bits(batch):
     assert spilled_bytes(ptxas_report(code)) <= 40
 
 
-def test_messages_of_two_sequences():
-    """They have more parts than one thread could add up."""
-    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, 2, exchanged=True, vectors=8))
-    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
-    assert code.shared <= SHARED_MEMORY[90]
-    assert spilled_bytes(ptxas_report(code)) == 0
-
-
 @pytest.mark.parametrize("batch", [2, 16])
 def test_norms_behind_the_blocks(batch):
     """A share of Gemma 2."""
@@ -126,8 +116,7 @@ def test_norms_behind_the_blocks(batch):
         layers=2, d_model=3584, heads=4, kv_heads=2, head_dim=256, d_mlp=3584, vocab=2048, norm_plus_one=True,
         post_norms=True, score_soft_cap=50.0, activation="gelu_tanh", tied=True, logit_soft_cap=30.0,
     )  # fmt: skip
-    config = {"tensor_cores": True, "exchanged": True} if batch > 4 else {}
-    kernel = launch_of(lowered(model, 2, batch, **config))
+    kernel = launch_of(lowered(model, 2, batch))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert spilled_bytes(ptxas_report(code)) == 0

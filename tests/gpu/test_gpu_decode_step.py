@@ -45,11 +45,6 @@ def test_parity_in_eight_bits(world: int, kernel: str) -> None:
     step_parity.check_eight_bits(mesh_of(world), kernel)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_parity_of_forms_that_are_asked_for(world: int) -> None:
-    step_parity.check_forms(mesh_of(world))
-
-
 def test_parity_of_full_layers() -> None:
     step_parity.check_full_layers(mesh_of(2))
 

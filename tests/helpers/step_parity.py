@@ -43,6 +43,8 @@ CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
     "qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "qwen 3": (tiny("qwen3-8b", **SIZES), (64,)),
     "gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200)),
+    "five sequences of gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200, 0, 1, 511)),
+    "nine sequences of gemma 2": (tiny("gemma-2-9b", **SIZES), tuple(range(0, 450, 50))),
     "a window": (dataclasses.replace(LLAMA, windows=(64, None)), (130, 20)),
     "caps": (dataclasses.replace(LLAMA, score_soft_cap=5.0, logit_soft_cap=2.0, activation="gelu_tanh"), (90,)),
 }
@@ -60,16 +62,6 @@ EIGHT_BITS: dict[str, tuple[str, jtf.DecoderSpec, tuple[int, ...]]] = {
     "gemma 2 in e4m3": ("float8_e4m3fn", tiny("gemma-2-9b", **SIZES), (33, 200)),
     "seven sequences in int8": ("int8", LLAMA, (5, 240, 64, 100, 0, 511, 1)),
     "sixteen sequences in e4m3": ("float8_e4m3fn", LLAMA, tuple(range(0, 512, 32))),
-}  # fmt: skip
-# What is only taken where it is asked for: the model, the tokens of each sequence, the settings.
-FORMS: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...], dict[str, Any]]] = {
-    "two sequences, messages, vectors of 8": (LLAMA, (5, 500), {"exchanged": True, "vectors": 8}),
-    "seven sequences, vectors of 8": (LLAMA, (5, 240, 64, 100, 0, 511, 1), {"vectors": 8}),
-    "sixteen sequences, messages": (LLAMA, tuple(range(0, 512, 32)), {"exchanged": True}),
-    "five sequences of gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200, 0, 1, 511), {"tensor_cores": True}),
-    "nine sequences of gemma 2, messages": (
-        tiny("gemma-2-9b", **SIZES), tuple(range(0, 450, 50)), {"tensor_cores": True, "exchanged": True}
-    ),
 }  # fmt: skip
 
 
@@ -163,14 +155,6 @@ def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
     _run(mesh, {
         name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight)
         for name, (eight, model, lengths) in EIGHT_BITS.items()
-    })  # fmt: skip
-
-
-def check_forms(mesh: Mesh) -> None:
-    """Forms of the launch that settings ask for."""
-    _run(mesh, {
-        name: functools.partial(errors_of, model, lengths, config=config)
-        for name, (model, lengths, config) in FORMS.items()
     })  # fmt: skip
 
 

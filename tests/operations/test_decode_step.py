@@ -365,9 +365,8 @@ def test_what_the_kernel_does_not_take():
 @pytest.mark.parametrize("world", [1, 2, 4])
 @pytest.mark.parametrize("batch", [1, 16])
 def test_what_the_kernel_takes(family, world, batch):
-    """Every published model; norms behind the blocks of many sequences where they are asked for."""
+    """Every published model."""
     model = FAMILIES[family]
-    asked = {"tensor_cores": True} if batch > 4 and model.post_norms else {}
     if model.kv_heads % world:
         pytest.skip("the ranks do not divide the key/value heads")
     call = Call(
@@ -375,7 +374,7 @@ def test_what_the_kernel_takes(family, world, batch):
         cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
     )  # fmt: skip
     kernel = Hopper()
-    config = kernel.by_shape(call, asked)
+    config = kernel.by_shape(call, {})
     assert kernel.refuses(call, config) == []
     for name, (rows, groups, width) in kernel.blocks(call, config).items():
         assert width == 64 and max(rows, groups) <= 256, name
@@ -394,6 +393,7 @@ def test_what_the_kernel_takes(family, world, batch):
         (LLAMA, 2, "bfloat16", {"stage": 2048, "num_warps": 4}, True),
         (LLAMA, 4, "float16", {}, False),
         (FAMILIES["gemma-2-9b"], 4, "bfloat16", {}, False),
+        (FAMILIES["gemma-2-9b"], 5, "bfloat16", {}, True),
         (LLAMA, 5, "bfloat16", {}, True),
     ],
 )
@@ -404,30 +404,6 @@ def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
     config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
     assert config.tensor_cores == expected
     assert kernel.refuses(call, config) == []
-    assert not config.exchanged and config.vectors == 16  # no GPU has run anything else
-
-
-def test_what_no_gpu_has_run_is_asked_for():
-    """Norms behind the blocks of many sequences, messages between items, and eight vectors."""
-    kernel = Hopper()
-    gemma = call_of(FAMILIES["gemma-2-9b"], 2, 5, 2048)
-    assert kernel.refuses(gemma, kernel.by_shape(gemma, {})) == [
-        "without tensor cores it takes 1 to 4 sequences, not 5"
-    ]
-    assert choose("decode_step", VARIANTS, gemma, {}).variant.name == "operations"
-    for asked in ({"tensor_cores": True}, {"tensor_cores": True, "exchanged": True, "vectors": 8}):
-        config = dataclasses.replace(kernel.by_shape(gemma, asked), **asked)
-        assert kernel.refuses(gemma, config) == []
-    few = dataclasses.replace(kernel.by_shape(gemma, {}), exchanged=True)
-    assert "items exchange messages (exchanged) by tensor cores alone" in kernel.refuses(gemma, few)
-    long = call_of(FAMILIES["qwen3-8b"], 8, 1, 1 << 15)
-    asked = {"tensor_cores": True, "exchanged": True}
-    assert kernel.by_shape(long, {}).splits == 132 and kernel.by_shape(long, asked).splits == 128
-    config = dataclasses.replace(kernel.by_shape(long, asked), splits=132)
-    assert kernel.refuses(long, config) == ["of one head at most 128 items exchange messages, not splits=132"]
-    nine = call_of(LLAMA, 2, 9, 2048)
-    config = dataclasses.replace(kernel.by_shape(nine, {}), vectors=8)
-    assert kernel.refuses(nine, config) == ["of 9 sequences it takes vectors=16, not 8"]
 
 
 def test_too_many_sequences_for_registers():
@@ -640,12 +616,13 @@ def test_errors_of_scales():
     [
         (17, None, None, 0),
         (17, "fused", None, 2 * 8 + 1),
-        (1, "fused", None, 2 * 8 + 1),
-        (1, "fused", {"kernel": "hopper"}, 1),
+        (16, None, None, 1),
+        (1, None, None, 1),
+        (1, "fused", {"kernel": "operations"}, 2 * 8 + 1),
     ],
 )
 def test_what_takes_eight_bits(sequences, implementation, config, kernels):
-    """Operations, each product one of its own, or one launch if asked for; None takes XLA until it is measured."""
+    """One launch for up to 16 sequences; or operations, each product one of its own, which are asked for."""
     model = tiny("llama-3-8b", layers=2, d_model=128, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=128)
     params, _ = in_eight_bits(make_params(model), model, specs(model), 2, INT8, False)
     types = {

@@ -202,12 +202,12 @@ def test_what_does_not_fit_is_said() -> None:
 @pytest.mark.parametrize(
     ("rows", "lhs", "more", "kernel"),
     [
-        (256, "int8", "", True),
-        (255, "int8", "", False),
+        (8, "int8", "", True),
+        (7, "int8", "", False),
         (2048, "bfloat16", "", True),
         (2049, "bfloat16", "", False),
-        (256, "int8", "blocks", True),
-        (255, "int8", "blocks", False),
+        (8, "int8", "blocks", True),
+        (7, "int8", "blocks", False),
         (256, "int8", "gate", True),
         (2048, "bfloat16", "gate", False),
     ],

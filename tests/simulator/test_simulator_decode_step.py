@@ -53,27 +53,15 @@ STEPS = {
 }  # fmt: skip
 # By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
 TILES = (("tensor_cores", True), ("stage", 2048))
-MESSAGES = (*TILES, ("exchanged", True))  # from item to item
-EIGHT_VECTORS = (*MESSAGES, ("vectors", 8))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
-    "the same with messages, and eight vectors": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=EIGHT_VECTORS),
-    "nine sequences with messages": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=MESSAGES),
+    "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
         family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*TILES, ("splits", 3), ("merged", 64))
     ),
-    "eight sequences of qwen 2, in parts, with messages": Step(
-        family="qwen2-7b", lengths=(20, 1, 2, 3, 4, 5, 6, 19), config=(*EIGHT_VECTORS, ("splits", 3))
-    ),
-    "two sequences in more parts than a thread adds up": Step(
-        world=1, lengths=(20, 7), config=(*EIGHT_VECTORS, ("splits", 40), ("programs", 5))
-    ),
-    "nine sequences in more parts than columns": Step(
-        world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), group=3, config=(*MESSAGES, ("splits", 17), ("programs", 5))
-    ),
-    "two sizes of parts": Step(lengths=(20, 0, 7, 19, 3), layers=2, config=(*EIGHT_VECTORS, ("splits", 2))),
+    "two sequences in many parts": Step(world=1, lengths=(20, 7), config=(*TILES, ("splits", 40), ("programs", 5))),
     "qwen 3 with scales and caps": Step(
         world=1,
         family="qwen3-8b",
@@ -90,7 +78,7 @@ TENSOR_CORES = {
         ),
         config=TILES,
     ),
-    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=EIGHT_VECTORS),
+    "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
     "gemma 3 by tensor cores, heads of 256": Step(
         world=1,
         family="gemma-3-4b",
@@ -122,7 +110,7 @@ EIGHT_BITS |= {
     "eight sequences of qwen 2 in e4m3": Step(
         family="qwen2-7b",
         lengths=(20, 1, 2, 3, 4, 5, 6, 19),
-        config=EIGHT_VECTORS,
+        config=TILES,
         eight=("float8_e4m3fn", "unembed"),
         changes=(("tied", False), ("d_model", 640), ("d_mlp", 768)),
     ),
@@ -238,8 +226,6 @@ RECEIVED_BY_TURNS = """    for rank in gl.static_range(1, WORLD):
 """
 CLEARED = "    shmem.clear_vectors(me, box, begin // 4, end, late, 4, SIZES.WORDS, MOST_ROWS, 4, 1, WORLD)\n"
 SEVERAL = TENSOR_CORES["six sequences on two ranks, two layers"]
-WITH_MESSAGES = TENSOR_CORES["the same with messages, and eight vectors"]
-IN_PARTS = TENSOR_CORES["two sizes of parts"]
 SEVERAL_POST_NORMS = TENSOR_CORES["gemma 2 by tensor cores"]
 EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
@@ -457,40 +443,10 @@ MUTANTS = {
             module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=SEVERAL
         )
         for name, after in (
-            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 1 + PARTED"),
-            ("the gate", " + 2 + PARTED + POST"), ("the product behind the gate", " + 3 + PARTED + POST"),
-            ("the next layer", " + 4 + PARTED + 2 * POST"),
+            ("attention", ""), ("the merge", " + 1"), ("the product of the heads", " + 2"), ("the gate", " + 3 + POST"),
+            ("the product behind the gate", " + 4 + POST"), ("the next layer", " + 5 + 2 * POST"),
         )
     },
-    **{
-        f"{name} does not wait, with messages": Mutant(
-            module=many, edits=((MEET.format(after), ALONE),), errors=TOO_EARLY, step=WITH_MESSAGES
-        )
-        for name, after in (("attention", ""), ("the product of the heads", " + 1 + PARTED"))
-    },
-    "parts of a pair go to another layer's": Mutant(
-        module=attention_many, edits=(("pair = layer * PAIRS +", "pair = 0 * PAIRS +"),),
-        errors=(MessageError, DeadlockError), step=IN_PARTS,
-    ),
-    "an item's parts go to the place of another one": Mutant(
-        module=attention_many, edits=(("SIZES) + split * WORDS", "SIZES) + 0 * WORDS"),),
-        errors=(MessageError, DeadlockError), step=IN_PARTS,
-    ),
-    "what fills a message is not sent": Mutant(
-        module=attention_many, edits=(("of_head, me.rank, there)", "of_head, me.rank, there & (column % WIDTH < 2))"),),
-        errors=(MessageError, DeadlockError), step=IN_PARTS,
-    ),
-    "some columns are added up twice": Mutant(
-        module=attention_many, edits=(("item, split, SIZES)", "item, 0, SIZES)"),),
-        errors=(AssertionError, MessageError), step=IN_PARTS,
-    ),
-    "items are added up as if their highest scores were the same": Mutant(
-        module=attention_many,
-        edits=(
-            ("top - gl.where(highest == float(\"-inf\"), 0.0, highest)", "top - gl.where(top < -1e9, 0.0, top)"),
-        ),
-        errors=(AssertionError,), step=IN_PARTS,
-    ),
     "a norm behind a block does not wait": Mutant(
         module=many, edits=(("factor = phases.meet(me, met, phase, factor, None, SIZES)", "shmem.arrive(me, met)"),),
         errors=TOO_EARLY, step=SEVERAL_POST_NORMS,
@@ -547,11 +503,11 @@ MUTANTS = {
     ),
     "the upper 8 of 16 vectors lie where the lower ones are read": Mutant(
         module=tensor_cores, edits=(("+ b // 8 * 2 +", "+ (1 - b // 8) * 2 +"),), errors=(AssertionError,),
-        step=TENSOR_CORES["nine sequences with messages"],
+        step=TENSOR_CORES["nine sequences"],
     ),
     "more vectors are stored than lie in memory": Mutant(
         module=tensor_cores, edits=(("mask=there & (b < COUNT)", "mask=there"),),
-        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=WITH_MESSAGES,
+        errors=(AssertionError, DataRaceError, simulator.SimulationError), step=SEVERAL,
     ),
     "a warp's sums are left out": Mutant(
         module=tensor_cores, edits=(("16, 8], ALL).load", "16, 8], ALL).slice(0, 2, 1).load"),),

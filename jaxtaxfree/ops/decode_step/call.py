@@ -12,9 +12,6 @@ from jaxtaxfree.target import Target
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors registers have room for
-# Forms of the kernel that a GPU has run, of "eight_bits", "exchanged", "vectors" (8 of them) and "post_norms" (of 5
-# sequences or more): others are for a config that asks for them.
-MEASURED: frozenset[str] = frozenset()
 EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights and of a cache
 
 
@@ -90,11 +87,7 @@ class Config(Settings):
       stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
-      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size; if not
-        `exchanged`.
-      exchanged: of tensor cores: parts of a sequence and key/value head are messages from program to program. Otherwise
-        all programs meet before these are merged.
-      vectors: of tensor cores: how many lie in memory, 8 or 16.
+      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
         Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
@@ -110,8 +103,6 @@ class Config(Settings):
     num_stages: int = setting(12, least=2, most=32)
     splits: int = setting(1, least=1)
     merged: int = setting(8, least=4, most=128, power_of_2=True)
-    exchanged: bool = False
-    vectors: int = setting(16, least=8, most=16, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(2, least=1, most=32)
     times: bool = False

@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, MEASURED, Call, Config
+from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
@@ -57,14 +57,18 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
 
     us a step on one H100, 8 layers, 2048 tokens: Llama 3 8B's share of eight GPUs takes 288 to 290 for 1 to 4
     sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
-    come in five blocks in registers, takes 808 by tensor cores, and 867.
+    come in five blocks in registers, takes 808 by tensor cores, and 867. With weights of int8, on 2 H100, 4 sequences
+    of 8192 tokens take 315, and 480 in registers.
     """
-    if call.model.post_norms:
-        return call.batch > FEW and "post_norms" in MEASURED
-    if many.refused(call, config) or call.eight:  # of 8 bits few sequences were not timed
+    if call.model.post_norms or many.refused(call, config) or _widths_differ(call):
         return call.batch > FEW
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
     return call.batch > 1 or call.model.d_model > 2 * groups * width
+
+
+def _widths_differ(call: Call) -> bool:
+    """Whether the last product's weights have other bits than those of layers, as where an embedding is tied."""
+    return call.dtype_of("unembed").itemsize != call.dtype_of("q_proj").itemsize
 
 
 def narrow_block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple[int, int, int]:
@@ -83,7 +87,7 @@ def refused_eight_bits(call: Call, config: Config) -> list[str]:
     if not call.eight:
         return []
     reasons: list[str] = []
-    if config.tensor_cores and call.dtype_of("unembed").itemsize != call.dtype_of("q_proj").itemsize:
+    if config.tensor_cores and _widths_differ(call):
         reasons.append("by tensor cores it takes layers and an unembedding of 8 bits, or neither")
     if blocks := [each.name for each in call.eight if each.scales != "row"]:
         reasons.append(Lasting(f"it takes a scale for each row of weights of 8 bits, not for blocks, of {blocks[0]}"))
@@ -105,11 +109,6 @@ class Hopper(Variant[Call]):
 
     name, Config, kernel = "hopper", Config, decode_step_kernel
 
-    def cost(self, call: Call, config: Config) -> float:
-        """Of weights of 8 bits it is taken where it is named."""
-        del config
-        return math.inf if call.eight and "eight_bits" not in MEASURED else 0
-
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
         reasons = []
@@ -123,10 +122,6 @@ class Hopper(Variant[Call]):
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
-        if config.exchanged and not config.tensor_cores:
-            reasons.append("items exchange messages (exchanged) by tensor cores alone")
-        if config.exchanged and config.splits > many.EXCHANGED:
-            reasons.append(f"of one head at most {many.EXCHANGED} items exchange messages, not splits={config.splits}")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -155,16 +150,10 @@ class Hopper(Variant[Call]):
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
         tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
-        exchanged = asked.get("exchanged", tensor_cores and "exchanged" in MEASURED)
-        if exchanged:
-            splits = min(splits, many.EXCHANGED)
-        vectors = many.VECTORS // 2 if "vectors" in MEASURED and call.batch <= many.VECTORS // 2 else many.VECTORS
-        merged = Config.merged
-        if tensor_cores and not exchanged:
-            merged = many.merged_of(call, programs, splits, Config.merged)
+        merged = many.merged_of(call, programs, splits, Config.merged) if tensor_cores else Config.merged
         return Config(
             tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
-            exchanged=exchanged, vectors=vectors, in_flight=_in_flight(stage),
+            in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -214,8 +203,8 @@ class Hopper(Variant[Call]):
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
-                **({} if config.exchanged else {"accs": f32(*items, h)}),
-                "tops": f32(*((0,) if config.exchanged else (*items, 2))),
+                "accs": f32(*items, h),
+                "tops": f32(*items, 2),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
@@ -236,8 +225,7 @@ class Hopper(Variant[Call]):
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
-            "VECTORS": config.vectors,
-            "EXCHANGED": int(config.exchanged),
+            "VECTORS": many.vectors_of(call),
             "D": d,
             "HEADS": heads,
             "KV_HEADS": kv_heads,
@@ -334,9 +322,7 @@ class Hopper(Variant[Call]):
             ),
             *each("in_flight", 1, 3, 4, 32),
             *each("num_warps", 4, 16),
-            *([] if config.exchanged else each("merged", 4, 16, 32)),
-            *([{"exchanged": not config.exchanged}] if config.tensor_cores else []),
-            *(each("vectors", 8, 16) if config.tensor_cores and call.batch <= many.VECTORS // 2 else []),
+            *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
 
