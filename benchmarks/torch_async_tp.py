@@ -208,7 +208,11 @@ def rank_main(rank: int, port: int, request: dict[str, Any], measure: Measure) -
         for found in measure(job, modes, request["seconds"]):
             if rank == 0:
                 print(json.dumps({"name": job["name"], **found}), flush=True)
-    dist.destroy_process_group()
+    # Nobody ends while another one needs it. A communicator cannot be destroyed while a CUDA graph has its kernels:
+    # NCCL waits for ever.
+    dist.barrier()
+    torch.cuda.synchronize()
+    os._exit(0)
 
 
 def run_ranks(measure: Measure) -> None:

@@ -392,7 +392,8 @@ def test_what_the_kernel_takes(family, world, batch):
         (LLAMA, 2, "bfloat16", {"stage": 2048}, False),  # tiles are too narrow for eight warps
         (LLAMA, 2, "bfloat16", {"stage": 2048, "num_warps": 4}, True),
         (LLAMA, 4, "float16", {}, False),
-        (FAMILIES["gemma-2-9b"], 4, "bfloat16", {}, False),
+        (FAMILIES["gemma-2-9b"], 2, "bfloat16", {}, False),
+        (FAMILIES["gemma-2-9b"], 3, "bfloat16", {}, True),
         (FAMILIES["gemma-2-9b"], 5, "bfloat16", {}, True),
         (LLAMA, 5, "bfloat16", {}, True),
     ],
