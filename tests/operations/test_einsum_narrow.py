@@ -184,6 +184,32 @@ def test_epilogues(implementation: str | None, context: bool) -> None:
     assert np.all(error <= (2**-4 + 1e-3) * np.abs(units) + 0.01)
 
 
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_gradients_of_epilogues(implementation: str | None) -> None:
+    """They reach everything that has no 8 bits, with lhs as it was."""
+    mesh = mesh_of(AxisType.Explicit)
+    x, bias, residual = normal(0, (16, 256)), normal(1, (32,)), normal(2, (16, 32))
+    (w, w_scale), (gate, gate_scale) = (jtf.quantize(normal(i, (32, 256)), "int8", block=(1, -1)) for i in (3, 4))
+    ct = np.asarray(normal(5, (16, 32)), np.float64)
+    specs = (ROWS, ROWS, ROWS, ROWS, ROWS, ROWS, COLUMNS)
+    x_, w_, gate_, *others = put(mesh, specs, x, w, gate, w_scale, gate_scale, bias, residual)
+    names = ("rhs_scale", "gate_scale", "bias", "residual")
+
+    def loss(*others: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"quantize_lhs": "row", "out_sharding": COLUMNS, "precision": "highest"}
+        how |= {"implementation": implementation, **dict(zip(names, others, strict=True))}
+        return jnp.sum(jtf.einsum("mk,nk->mn", x_, w_, gate=gate_, **how) * jnp.asarray(ct, jnp.float32))
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(*others)
+    up, gated = (np.asarray(x, np.float64) @ np.asarray(each, np.float64).T for each in (w, gate))
+    of_up, of_gate, more = (np.asarray(each, np.float64).T for each in (w_scale, gate_scale, bias))
+    of_columns = [ct * up * gated * of_gate, ct * gated * (up * of_up + more), ct * gated * of_gate]
+    wanted = [*(each.sum(0) for each in of_columns), ct]
+    for each, of in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(each.reshape(of.shape), of, rtol=1e-4, atol=1e-5 * np.abs(of).max())
+
+
 def test_two_products_chain_without_a_cast() -> None:
     """The blocks of one result are those that the next product takes."""
     mesh = mesh_of(AxisType.Explicit)
