@@ -1,6 +1,6 @@
-"""What the three products do around a kernel to take wide rows, and to give results of 8 bits: `quantize_lhs=` and
-`out_scale=`."""
+"""What products do around a kernel to take wide rows and give results of 8 bits: `quantize_lhs=` and `out_scale=`."""
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtaxfree.ops.quantize import BLOCK, DTYPES, divide, is_eight_bits, quantize
+from jaxtaxfree.ops.scaled import result_dtype
 
 # What of lhs has one scale.
 LHS_BLOCKS = {"row": (1, -1), "block": (1, BLOCK)}
+# (operands by their names, dtype of the result) -> a product of them.
+Product = Callable[[Mapping[str, jax.Array], Any], jax.Array]
 
 
 def asked(quantize_lhs: Any, out_scale: Any) -> bool:
@@ -49,10 +52,10 @@ def call(
         raise ValueError(f"{name} takes quantize_lhs and out_scale with one rhs, and without return_gathered.")
     given = {"lhs": jnp.asarray(lhs), "rhs": jnp.asarray(rhs)}
     given |= {key: jnp.asarray(x) for key, x in operands.items() if x is not None}
-    narrow = None
+    dtype = None
     if out_scale is not None:
-        narrow, out_scale = _check_result(name, preferred_element_type, out_scale)
-        preferred_element_type = None
+        dtype, out_scale = check_result(name, preferred_element_type, out_scale)
+        preferred_element_type = result_dtype(given["lhs"], given["rhs"], None)
 
     def product(operands: Mapping[str, jax.Array], preferred_element_type: Any) -> jax.Array:
         own = {key: x for key, x in operands.items() if key not in ("lhs", "rhs")}
@@ -62,23 +65,38 @@ def call(
     if quantize_lhs is None:
         out = product(given, preferred_element_type)
     else:
-        block = _check_lhs(name, quantize_lhs, given)
-        out = _straight_through(product, block, preferred_element_type or given["lhs"].dtype, form)(given)
-    if narrow is None:
-        return out
+        block = check_lhs(name, quantize_lhs, given)
+        wide = preferred_element_type or given["lhs"].dtype
+        out = straight_through(product, functools.partial(quantize, block=block), wide)(given)
+    return out if dtype is None else rounded(out, dtype, out_scale)
+
+
+def rounded(out: jax.Array, dtype: np.dtype, out_scale: Any) -> Any:
+    """A result in 8 bits, divided by `out_scale`, f32 []; or with "block" values [..., N] and scales
+    [..., ceil(N / 128)].
+    """
     if isinstance(out_scale, str):
-        return quantize(out, narrow, block=(1, BLOCK))
-    return divide(out.astype(jnp.float32), out_scale, narrow)
+        if out.ndim == 1:
+            values, scale = quantize(out[None], dtype, block=(1, BLOCK))
+            return values[0], scale[0]
+        return quantize(out, dtype, block=(1, BLOCK))
+    return divide(out.astype(jnp.float32), out_scale, dtype)
 
 
-def _straight_through(
-    product: Callable[..., jax.Array], block: tuple[int, int], dtype: Any, form: Mapping[str, Any]
+def straight_through(
+    product: Product, quantizer: Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]], dtype: Any
 ) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
-    """The product of a quantised lhs, whose gradients are those of the product of lhs itself."""
+    """The product of a quantised lhs, whose gradients are those of the product of lhs itself.
+
+    Args:
+      product: of operands by their names, "lhs", "rhs", "lhs_scale" and whatever else it takes.
+      quantizer: (lhs, dtype) -> values and their scales.
+      dtype: of the result.
+    """
 
     @jax.custom_vjp
     def run(operands: Mapping[str, jax.Array]) -> jax.Array:
-        values, scale = quantize(operands["lhs"], operands["rhs"].dtype, block=block)
+        values, scale = quantizer(operands["lhs"], operands["rhs"].dtype)
         return product({**operands, "lhs": values, "lhs_scale": scale}, dtype)
 
     def forward(operands: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
@@ -92,8 +110,8 @@ def _straight_through(
     return run
 
 
-def _check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) -> tuple[int, int]:
-    """The block of lhs that has one scale."""
+def check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) -> tuple[int, int]:
+    """The block of lhs that has one scale; raises ValueError if operands do not go with `quantize_lhs`."""
     if quantize_lhs not in LHS_BLOCKS:
         raise ValueError(f"{name} takes quantize_lhs as {', '.join(map(repr, LHS_BLOCKS))}, not {quantize_lhs!r}.")
     lhs, rhs = operands["lhs"], operands["rhs"]
@@ -108,8 +126,8 @@ def _check_lhs(name: str, quantize_lhs: str, operands: Mapping[str, jax.Array]) 
     return LHS_BLOCKS[quantize_lhs]
 
 
-def _check_result(name: str, preferred_element_type: Any, out_scale: Any) -> tuple[np.dtype, Any]:
-    """The dtype of the result, and its scale: "block" or an array []."""
+def check_result(name: str, preferred_element_type: Any, out_scale: Any) -> tuple[np.dtype, Any]:
+    """The dtype of the result, and its scale: "block" or an array []; raises ValueError for another one."""
     if preferred_element_type is None or np.dtype(preferred_element_type).name not in DTYPES:
         raise ValueError(
             f"{name} takes out_scale with a preferred_element_type of {', '.join(DTYPES)}, not "

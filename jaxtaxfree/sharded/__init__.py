@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from jaxtaxfree.primitive import symbolic
-from jaxtaxfree.sharded.call import Asked, Call, Keywords, for_each, product, products
+from jaxtaxfree.sharded.call import Asked, Blocks, Call, Keywords, for_each, product, products
 from jaxtaxfree.sharded.plan import labels_of
 
 
@@ -45,6 +45,7 @@ def einsum(
 ) -> jax.Array: ...
 
 
+@overload
 def einsum(
     subscripts: Any,
     /,
@@ -54,7 +55,20 @@ def einsum(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     _dot_general: Callable[..., jax.Array] = lax.dot_general,
-    **asked: Unpack[Keywords],
+    **asked: Unpack[Blocks],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def einsum(
+    subscripts: Any,
+    /,
+    *operands: Any,
+    out: None = None,
+    optimize: Any = "auto",
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    _dot_general: Callable[..., jax.Array] = lax.dot_general,
+    **asked: Any,
 ) -> Any:
     """`jnp.einsum` of global arrays, as one kernel with the communication that its shardings ask for.
 
@@ -93,25 +107,35 @@ def einsum(
         f32, and the result has the dtype of the operand that has not 8 bits, else bfloat16.
       rhs_scale, gate_scale: the same of rhs and of the gate, 1 along the contracted dimensions (of columns), or of a
         matrix ceil(length / 128) along both. With several rhs a tuple with one, or None, for each.
+      quantize_lhs: "row" or "block": lhs has 16 or 32 bits, and is quantised to the dtype of rhs, which has a
+        rhs_scale, by rows or by 128 of its single contracted dimension, before it travels. A row is what a device has
+        of it where the operation multiplies; in JAX's own product it is whole. A program in front of the kernel does
+        that. Gradients are those of lhs as it was. The result has the dtype of lhs. Not with several rhs.
+      out_scale: with a preferred_element_type of 8 bits: by what the result is divided before it is rounded to that,
+        f32 []; or "block", which gives a pair of values and their scales, f32 [..., ceil(N / 128)], where rhs has a
+        single dimension N that lhs has not, and the result has it last. Scales lie as values do. A program behind the
+        kernel does that, to a result of 16 bits, or of 32 if an operand has 32. Not with several rhs.
       implementation: "fused": the kernel. "xla": JAX's own product. None: the kernel, where it can run and is not known
         to be slower. "simulate": the kernel, run for all ranks on the CPU; see `jaxtaxfree.simulator`.
       config: names the kernel and its settings, as of the operation; see `all_gather_matmul`.
 
-    Returns: the result; of several rhs a tuple of results. Gate, bias, activation and residual are applied in f32; see
-      the operations. Several rhs whose lhs is not gathered are products by themselves.
+    Returns: the result; with out_scale="block" a pair of it and its scales; of several rhs a tuple of results. Gate,
+      bias, activation and residual are applied in f32; see the operations. Several rhs whose lhs is not gathered are
+      products by themselves.
 
     Inside a `jax.shard_map` with manual axes arrays are local, and the product is JAX's own. With "fused" a product of
     rows [..., M, K] by [K, N], or by [N, K] without a gate, is a kernel there, too: that of `all_gather_matmul` over no
     axis. Of the few rows of a decode step it reads the weights at the memory's speed.
 
     Raises:
-      ValueError: if gate, bias or residual do not fit, shardings are of several meshes, or the implementation,
+      ValueError: if gate, bias, residual or scales do not fit, the equation has no rows or blocks as quantize_lhs and
+        out_scale ask for, their dtypes do not go together, shardings are of several meshes, or the implementation,
         activation or setting does not exist; or JAX does.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here, or no operation is for such a
         product. The error gives all reasons.
     """
     given: dict[str, Any] = {"out": out, "optimize": optimize, "_dot_general": _dot_general, "precision": precision}
-    given["preferred_element_type"] = preferred_element_type
+    given["preferred"] = preferred_element_type
     if len(operands) == 2 and isinstance(operands[1], tuple):
         lhs, several = operands
         each = for_each("einsum", len(several), Asked(**asked))
@@ -119,7 +143,9 @@ def einsum(
     return product(_einsum(subscripts, operands, Asked(**asked), **given))
 
 
-def _einsum(subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general: Any, **given: Any) -> Call:
+def _einsum(
+    subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general: Any, preferred: Any, **given: Any
+) -> Call:
     """The call of an einsum."""
     arrays, shapes, own = _einsum_operands(subscripts, operands)
     labels, reasons = None, [] if len(arrays) == 2 else [f"it has {len(arrays)} operands, not two"]
@@ -132,8 +158,9 @@ def _einsum(subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general
         if any(m != n for a, m in zip(lhs, arrays[0].shape) for b, n in zip(rhs, arrays[1].shape) if a == b):
             reasons.append("a dimension of length 1 is broadcast")
 
-    def of_jax(operands: Sequence[jax.Array], out_sharding: Any) -> jax.Array:
-        return jnp.einsum(*own(operands), _dot_general=_dot_general, out_sharding=out_sharding, **given)
+    def of_jax(operands: Sequence[jax.Array], out_sharding: Any, preferred_element_type: Any) -> jax.Array:
+        how = given | {"out_sharding": out_sharding, "preferred_element_type": preferred_element_type}
+        return jnp.einsum(*own(operands), _dot_general=_dot_general, **how)
 
     return Call(
         name="einsum",
@@ -142,9 +169,31 @@ def _einsum(subscripts: Any, operands: Sequence[Any], asked: Asked, _dot_general
         labels=labels,
         reasons=reasons,
         precision=given["precision"],
-        preferred_element_type=given["preferred_element_type"],
+        preferred_element_type=preferred,
         asked=asked,
     )
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    **asked: Unpack[Keywords],
+) -> jax.Array: ...
+
+
+@overload
+def matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    **asked: Unpack[Blocks],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def matmul(
@@ -153,14 +202,14 @@ def matmul(
     *,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    **asked: Unpack[Keywords],
-) -> jax.Array:
+    **asked: Any,
+) -> Any:
     """`jnp.matmul` of global arrays, as one kernel with the communication that its shardings ask for.
 
     It is `einsum` with the dimensions of a product of matrices: a [..., M, K], and b [K, N], which can be fused, or
     [..., K, N]. See `einsum` for the rules, the arguments and the errors.
 
-    Returns: [..., M, N].
+    Returns: [..., M, N]; with out_scale="block" a pair of it and its scales.
     """
     lhs, rhs, given = jnp.asarray(a), jnp.asarray(b), Asked(**asked)
     labels = None
@@ -174,7 +223,7 @@ def matmul(
         labels = tuple(names), of_rhs, (*further, *rows, *(["N"] if rhs.ndim > 1 else []))
     reasons = ["it is a batch of products"] if rhs.ndim > 2 else []
 
-    def of_jax(operands: Sequence[jax.Array], out_sharding: Any) -> jax.Array:
+    def of_jax(operands: Sequence[jax.Array], out_sharding: Any, preferred_element_type: Any) -> jax.Array:
         how = {"precision": precision, "preferred_element_type": preferred_element_type}
         return jnp.matmul(*operands, **how, out_sharding=out_sharding)
 
@@ -192,6 +241,7 @@ def matmul(
     )
 
 
+@overload
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -199,12 +249,34 @@ def dot_general(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     **asked: Unpack[Keywords],
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    **asked: Unpack[Blocks],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: Any,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    **asked: Any,
+) -> Any:
     """`jax.lax.dot_general` of global arrays, as one kernel with the communication that its shardings ask for.
 
     See `einsum` for the rules, the arguments and the errors. A product with batch dimensions is JAX's own.
 
-    Returns: [batch, dimensions of lhs, dimensions of rhs], without the contracted ones.
+    Returns: [batch, dimensions of lhs, dimensions of rhs], without the contracted ones; with out_scale="block" a pair
+      of it and its scales.
     """
     operands = jnp.asarray(lhs), jnp.asarray(rhs)
     dtypes = [x.dtype for x in operands]
@@ -212,7 +284,7 @@ def dot_general(
     alike = len(set(dtypes)) == 1 or given.scaled
     reasons = [] if alike else [f"operands are of two dtypes, {dtypes[0]} and {dtypes[1]}"]
 
-    def of_jax(operands: Sequence[jax.Array], out_sharding: Any) -> jax.Array:
+    def of_jax(operands: Sequence[jax.Array], out_sharding: Any, preferred_element_type: Any) -> jax.Array:
         lhs, rhs = operands
         return lax.dot_general(
             lhs, rhs, dimension_numbers, precision, preferred_element_type, out_sharding=out_sharding

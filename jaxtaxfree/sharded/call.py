@@ -3,9 +3,10 @@
 import dataclasses
 import functools
 import logging
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtaxfree.ops import epilogue as epilogues
+from jaxtaxfree.ops import narrow
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul, several
 from jaxtaxfree.ops.epilogue import Epilogue
+from jaxtaxfree.ops.quantize import BLOCK
 from jaxtaxfree.ops.scaled import result_dtype
 from jaxtaxfree.primitive import Unsupported, check_implementation, symbolic
 from jaxtaxfree.settings import Settings
@@ -29,7 +32,7 @@ Sharding = PartitionSpec | NamedSharding
 Activation = str | Callable[..., jax.Array] | None
 
 
-class Keywords(TypedDict, total=False):
+class _Keywords(TypedDict, total=False):
     """What `einsum`, `matmul` and `dot_general` take besides; see `jaxtaxfree.einsum`."""
 
     out_sharding: Sharding | None
@@ -41,8 +44,21 @@ class Keywords(TypedDict, total=False):
     lhs_scale: jax.Array | None
     rhs_scale: jax.Array | tuple[jax.Array | None, ...] | None
     gate_scale: jax.Array | None
+    quantize_lhs: str | None
     implementation: str | None
     config: Settings | Mapping[str, Any] | None
+
+
+class Keywords(_Keywords, total=False):
+    """The same, where the result is an array."""
+
+    out_scale: jax.Array | None
+
+
+class Blocks(_Keywords):
+    """The same, where the result is a pair of values and their scales."""
+
+    out_scale: Literal["block"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +74,8 @@ class Asked:
     lhs_scale: Any = None
     rhs_scale: Any = None
     gate_scale: Any = None
+    quantize_lhs: Any = None
+    out_scale: Any = None
     implementation: str | None = None
     config: Any = None
 
@@ -66,10 +84,17 @@ class Asked:
         """Whether there are scales."""
         return not (self.lhs_scale is None and self.rhs_scale is None and self.gate_scale is None)
 
+    @property
+    def by_blocks(self) -> bool:
+        """Whether the result is in 8 bits with scales of its own."""
+        return isinstance(self.out_scale, str)
+
 
 def for_each(operation: str, count: int, asked: Asked) -> list[Asked]:
     """What is asked for of each of several rhs; raises ValueError if it is not for several."""
     several.check_epilogue(operation, count, gate=asked.gate, residual=asked.residual, gate_scale=asked.gate_scale)
+    if narrow.asked(asked.quantize_lhs, asked.out_scale):
+        raise ValueError(f"{operation} takes quantize_lhs and out_scale with one rhs.")
     if asked.rhs_scale is not None and not isinstance(asked.rhs_scale, tuple):
         raise ValueError(f"{operation} takes rhs_scale as a tuple where rhs is one.")
     names = ("activation", "bias", "rhs_scale")
@@ -83,7 +108,7 @@ class Call:
 
     Attributes:
       name: of the function.
-      own: (operands, out_sharding) -> JAX's own product of them.
+      own: (operands, out_sharding, preferred_element_type) -> JAX's own product of them.
       operands: of the product.
       labels: of lhs, rhs and the result; None if it is no product of two operands.
       reasons: why it can be JAX's own product alone.
@@ -92,7 +117,7 @@ class Call:
     """
 
     name: str
-    own: Callable[[Sequence[jax.Array], Any], jax.Array]
+    own: Callable[..., jax.Array]
     operands: Sequence[jax.Array]
     labels: tuple[tuple[str, ...], ...] | None
     reasons: Sequence[str] = ()
@@ -104,8 +129,9 @@ class Call:
     def keywords(self) -> dict[str, Any]:
         """Of the operation."""
         precision = {"precision": self.precision, "preferred_element_type": self.preferred_element_type}
-        names = ("activation", "implementation", "config")
-        return precision | {name: getattr(self.asked, name) for name in names}
+        names = ("activation", "quantize_lhs", "implementation", "config")
+        blocks = {"out_scale": self.asked.out_scale} if self.asked.by_blocks else {}
+        return precision | blocks | {name: getattr(self.asked, name) for name in names}
 
     @functools.cached_property
     def others(self) -> dict[str, jax.Array]:
@@ -118,6 +144,14 @@ class Call:
         """Of "lhs", "rhs" and "gate", as far as there are any."""
         given = {name: getattr(self.asked, f"{name}_scale") for name in ("lhs", "rhs", "gate")}
         return {name: jnp.asarray(x) for name, x in given.items() if x is not None}
+
+    @property
+    def named(self) -> dict[str, jax.Array]:
+        """All arrays of a product of two operands, as the operation names them, with a scale of the result."""
+        found = dict(zip(("lhs", "rhs"), self.operands, strict=True)) | self.others
+        found |= {f"{name}_scale": scale for name, scale in self.scales.items()}
+        given = self.asked.out_scale is not None and not self.asked.by_blocks
+        return found | ({"out_scale": jnp.asarray(self.asked.out_scale)} if given else {})
 
     @property
     def by_name(self) -> dict[str, jax.Array]:
@@ -138,22 +172,21 @@ class Call:
         return [label for label in rhs if label not in lhs]
 
 
-def product(call: Call) -> jax.Array:
-    """The result of a call."""
+def product(call: Call) -> Any:
+    """The result of a call: an array, or with scales of its own a pair of values and these."""
     mesh = _checked(call)
     if call.asked.implementation == "xla":
         return _plain(call, mesh)
     found = _plan(call, mesh)
     if isinstance(found, Plan):
         assert mesh is not None
-        return _run([call], [found], mesh)[0]
+        out = _run([call], [found], mesh)
+        return tuple(out) if call.asked.by_blocks else out[0]
     if call.asked.implementation is not None:
         if (transposed := _lies_alone(call, mesh)) is None:
             raise Unsupported(call.name, found)
-        lhs, rhs = call.operands
-        own = {f"{name}_scale": scale for name, scale in call.scales.items()}
-        how: dict[str, Any] = call.keywords | call.others | own
-        return all_gather_matmul(lhs, rhs, (), rhs_transposed=transposed, **how)
+        given: dict[str, Any] = call.keywords | call.named
+        return all_gather_matmul(given.pop("lhs"), given.pop("rhs"), (), rhs_transposed=transposed, **given)
     _say(call, "; ".join(found))
     return _plain(call, mesh)
 
@@ -195,9 +228,35 @@ def _checked(call: Call) -> AnyMesh | None:
             raise ValueError(f"{call.name} takes gate_scale with a gate only.")
         lhs, rhs, _ = call.labels
         scales.check(call.name, call.by_name, call.scales, {"lhs": lhs, "rhs": rhs, "gate": rhs})
+    _check_narrow(call)
     mesh = _mesh_of(call)
     _check_shardings(call, mesh)
     return mesh
+
+
+def _check_narrow(call: Call) -> None:
+    """Raises ValueError if a product cannot quantise its lhs, or round its result to 8 bits, as it is asked to."""
+    asked = call.asked
+    if not narrow.asked(asked.quantize_lhs, asked.out_scale):
+        return
+    if call.labels is None:
+        raise ValueError(f"{call.name} takes quantize_lhs and out_scale with two operands only.")
+    lhs, _, result = call.labels
+    if asked.quantize_lhs is not None:
+        narrow.check_lhs(call.name, asked.quantize_lhs, call.named)
+        contracted = [label for label in lhs if label not in result]
+        if asked.quantize_lhs == "block" and len(contracted) != 1:
+            raise ValueError(
+                f"{call.name} takes quantize_lhs='block' where lhs has one contracted dimension, not {contracted}: "
+                "take 'row'."
+            )
+    if asked.out_scale is not None:
+        narrow.check_result(call.name, call.preferred_element_type, asked.out_scale)
+    if asked.by_blocks and not (len(call.columns) == 1 and result[-1:] == tuple(call.columns)):
+        raise ValueError(
+            f"{call.name} takes out_scale='block' where rhs has one dimension that lhs has not, and it is the last one "
+            f"of the result, not {call.columns} in {list(result)}: give an out_scale of float32 []."
+        )
 
 
 def _run(calls: Sequence[Call], plans: Sequence[Plan], mesh: AnyMesh) -> list[jax.Array]:
@@ -218,6 +277,8 @@ def _run(calls: Sequence[Call], plans: Sequence[Plan], mesh: AnyMesh) -> list[ja
         keywords.setdefault("scales", {})[f"{name}_scale"] = scales.sharding(
             plans[0], name, calls[0].by_name[name], scale
         )
+    if "out_scale" in calls[0].named:
+        others["out_scale"] = calls[0].named["out_scale"]
     return run(plans, mesh, pairs[0][0], [w for _, w in pairs], others, **keywords)
 
 
@@ -328,10 +389,13 @@ def _plan(call: Call, mesh: AnyMesh | None) -> Plan | list[str]:
     if reasons := [each for each in found if isinstance(each, str)]:
         return list(dict.fromkeys(reasons))
     lhs, rhs, out = (each for each in found if isinstance(each, Sharded))
-    # With scales lhs has the rows: scales of rows and of weights are not alike.
-    swapped = False if call.scales else None
+    # With scales lhs has the rows: scales of rows and of weights are not alike, and blocks are of a row's columns.
+    swapped = False if call.scales or call.asked.by_blocks else None
     planned = plan(lhs, rhs, out, call.lengths, mesh.shape, list(call.others), swapped)
     if isinstance(planned, Plan) and (refused := scales.refusals(planned, call.by_name, call.scales, mesh.shape)):
+        return refused
+    of_blocks = isinstance(planned, Plan) and call.asked.by_blocks
+    if of_blocks and (refused := scales.refusals_of_result(planned, call.lengths, mesh.shape)):
         return refused
     if isinstance(planned, Plan) and not planned.operation:
         gathers = planned.gathered or planned.before
@@ -351,8 +415,17 @@ def _sharded(name: str, labels: Sequence[str], sharding: Sharding) -> Sharded | 
     return Sharded(tuple(labels), tuple(_entries(spec, len(labels))))
 
 
-def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
-    """JAX's own product, with the same epilogue."""
+def _plain(call: Call, mesh: AnyMesh | None) -> Any:
+    """JAX's own product, with the same epilogue: an array, or with scales of its own a pair of values and these."""
+    if call.asked.out_scale is not None:
+        dtype, out_scale = narrow.check_result(call.name, call.preferred_element_type, call.asked.out_scale)
+        lhs, rhs = call.operands
+        wide = result_dtype(lhs, rhs, None)
+        asked = dataclasses.replace(call.asked, out_scale=None)
+        y = _plain(dataclasses.replace(call, asked=asked, preferred_element_type=wide), mesh)
+        return _rounded(y, dtype, out_scale)
+    if call.asked.quantize_lhs is not None:
+        return _quantized(call, mesh)
     if call.scales:
         wide = {name: scales.expanded(x, call.scales[name]) for name, x in call.by_name.items() if name in call.scales}
         operands = [wide.get(name, x.astype(jnp.float32)) for name, x in zip(("lhs", "rhs"), call.operands)]
@@ -386,6 +459,58 @@ def _plain(call: Call, mesh: AnyMesh | None) -> jax.Array:
     return epilogue.apply(products, others, dtype)
 
 
+def _rounded(y: jax.Array, dtype: Any, out_scale: Any) -> Any:
+    """The result in 8 bits, which lies as it did. Scales lie as blocks do; whole where a block lies on two devices."""
+    if not isinstance(out_scale, str):
+        return narrow.rounded(y, dtype, out_scale)
+    mesh = jax.typeof(y).sharding.mesh
+    spec = _entries(jax.typeof(y).sharding.spec, y.ndim)
+    *others, last = spec
+    divided = y.shape[-1] % (BLOCK * math.prod(mesh.shape[axis] for axis in last)) == 0
+    quantizer = functools.partial(narrow.rounded, dtype=dtype, out_scale=out_scale)
+    return _by_auto_axes(quantizer, mesh, [spec, [*others, last if divided else ()]])(y)
+
+
+def _quantized(call: Call, mesh: AnyMesh | None) -> jax.Array:
+    """The product of a lhs that is quantised, whose gradients are those of the product of lhs itself."""
+    assert call.labels is not None
+    labels, _, result = call.labels
+    block = narrow.check_lhs(call.name, call.asked.quantize_lhs, call.named)
+
+    def product(given: Mapping[str, jax.Array], dtype: Any) -> jax.Array:
+        names = ("gate", "bias", "residual", "lhs_scale", "rhs_scale", "gate_scale")
+        own: dict[str, Any] = {name: given.get(name) for name in names}
+        asked = dataclasses.replace(call.asked, quantize_lhs=None, **own)
+        operands = [given["lhs"], given["rhs"]]
+        return _plain(dataclasses.replace(call, operands=operands, asked=asked, preferred_element_type=dtype), mesh)
+
+    def quantizer(lhs: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+        lies = jax.typeof(lhs).sharding
+        spec = _entries(lies.spec, lhs.ndim)
+        contracted = [label not in result for label in labels]
+        of_scale = [() if own else entry for own, entry in zip(contracted, spec, strict=True)]
+        quantized = functools.partial(scales.quantized, contracted=contracted, dtype=dtype, block=block)
+        return _by_auto_axes(quantized, lies.mesh, [spec, of_scale])(lhs)
+
+    wide = call.preferred_element_type or call.operands[0].dtype
+    return narrow.straight_through(product, quantizer, wide)(call.named)
+
+
+def _by_auto_axes(
+    function: Callable[[jax.Array], Any], mesh: AnyMesh, outs: Sequence[Sequence[Axes]]
+) -> Callable[[jax.Array], Any]:
+    """A function of an array, in which XLA finds how what it reshapes lies along Explicit axes.
+
+    Args:
+      outs: the axes that shard its results.
+    """
+    explicit = axes_of(mesh, AxisType.Explicit)
+    if not explicit:
+        return function
+    out_sharding = tuple(sharding_on(mesh, spec_of(each, explicit)) for each in outs)
+    return jax.sharding.auto_axes(function, axes=tuple(explicit), out_sharding=out_sharding)
+
+
 def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
     """The operands, as the caller says that they lie."""
     if mesh is None or call.asked.in_shardings is None:
@@ -398,13 +523,14 @@ def _placed_operands(call: Call, mesh: AnyMesh | None) -> list[jax.Array]:
 def _own(call: Call, mesh: AnyMesh | None, operands: Sequence[jax.Array]) -> jax.Array:
     """JAX's own product, which takes shardings along Explicit axes alone."""
     sharding = call.asked.out_sharding
+    own = functools.partial(call.own, preferred_element_type=call.preferred_element_type)
     if sharding is None or mesh is None or not axes_of(mesh, AxisType.Auto):
-        return call.own(operands, sharding)
-    y = call.own(operands, None) if not axes_of(mesh, AxisType.Explicit) else None
+        return own(operands, sharding)
+    y = own(operands, None) if not axes_of(mesh, AxisType.Explicit) else None
     if y is None:
         spec = _spec(sharding)
         explicit = spec_of(_entries(spec, len(spec)), axes_of(mesh, AxisType.Explicit))
-        y = call.own(operands, sharding_on(mesh, explicit))
+        y = own(operands, sharding_on(mesh, explicit))
     return _placed(y, mesh, sharding)
 
 

@@ -82,20 +82,20 @@ def run(
       plans: of each; of several they agree in all that concerns x, see `disagreement`.
       mesh: that has the plans' axes.
       x, weights: the operands.
-      others: "gate" [as the weights], "bias" [columns] and "residual" [as the result], as far as there are any. Of
-        several products only a bias, a tuple of one or None for each.
+      others: "gate" [as the weights], "bias" [columns], "residual" [as the result] and "out_scale" [], as far as there
+        are any. Of several products only a bias, a tuple of one or None for each.
       gathered: how x lies where it was gathered, if that is to be returned as well.
       scales: how "lhs_scale", "rhs_scale" and "gate_scale" of others lie, as far as there are any.
-      **keywords: of the operation.
+      **keywords: of the operation. With out_scale="block" there is one product.
 
-    Returns: the results, which lie as the plans say, and x as it was gathered.
+    Returns: the results, which lie as the plans say, and x as it was gathered; or the result and its scales.
     """
     first = plans[0]
     columns = [Sharded(plan.columns, tuple(map(plan.out.along, plan.columns))) for plan in plans]
     bias = others.get("bias")
     of_bias = tuple(None if b is None else c for b, c in zip(bias, columns)) if isinstance(bias, tuple) else columns[0]
     # A bias is as whole, or as sharded, as the columns.
-    how = {"gate": first.w, "bias": of_bias, "residual": first.out, **(scales or {})}
+    how = {"gate": first.w, "bias": of_bias, "residual": first.out, "out_scale": Sharded((), ()), **(scales or {})}
     there = {name: given for name, given in others.items() if given is not None}
     arrays = {"x": x, "weights": tuple(weights), **there}
     ins = {"x": first.x, "weights": tuple(plan.w for plan in plans), **{name: how[name] for name in there}}
@@ -105,7 +105,8 @@ def run(
         gathers = gathered is not None
         return of_device(plans, given["x"], given["weights"], others, return_gathered=gathers, **keywords)
 
-    outs = [plan.out.entries for plan in plans] + ([] if gathered is None else [tuple(gathered)])
+    more = [first.out.entries] if "out_scale" in keywords else [] if gathered is None else [tuple(gathered)]
+    outs = [plan.out.entries for plan in plans] + more
     return jax.shard_map(
         program,
         mesh=None if _in_context(mesh) else mesh,
@@ -161,17 +162,22 @@ def of_device(
     operation = _OPERATIONS[first.operation]
     flat = tuple(each.array for each in matrices)
     found = operation(x, flat[0] if one else flat, first.axes, **own, **keywords)
+    if "out_scale" in keywords:  # columns are a single dimension, and the last one
+        return [_result(first, matrices[0], each) for each in found]
     products, *more = found if return_gathered else (found,)
-    outs = []
-    for plan, matrix, y in zip(plans, matrices, (products,) if one else products, strict=True):
-        # Of the columns only the first ones may have been scattered.
-        y = y.reshape(*(y.shape[:-1] if plan.rows else ()), -1, *matrix.lengths[1:])
-        outs.append(_ordered(y, (*plan.rows, *plan.columns), plan.out.labels))
+    outs = [_result(*each) for each in zip(plans, matrices, (products,) if one else products, strict=True)]
     for gathered in more:
         contracted = [lengths[label] for label in first.contracted]
         whole = gathered.reshape(*(gathered.shape[:-1] if first.rows else ()), -1, *contracted[1:])
         outs.append(_ordered(whole, (*first.rows, *first.contracted), first.x.labels))
     return outs
+
+
+def _result(plan: Plan, matrix: "_Matrix", y: jax.Array) -> jax.Array:
+    """What the operation gives, as the result lies."""
+    # Of the columns only the first ones may have been scattered.
+    y = y.reshape(*(y.shape[:-1] if plan.rows else ()), -1, *matrix.lengths[1:])
+    return _ordered(y, (*plan.rows, *plan.columns), plan.out.labels)
 
 
 def _flat(plan: Plan, name: str, given: jax.Array, in_place: bool) -> jax.Array:

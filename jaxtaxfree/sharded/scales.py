@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtaxfree.ops.quantize import BLOCK, DTYPES, is_eight_bits
+from jaxtaxfree.ops.quantize import BLOCK, DTYPES, is_eight_bits, quantize
 from jaxtaxfree.sharded.plan import Plan, Sharded
 
 
@@ -59,6 +59,24 @@ def expanded(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x.astype(jnp.float32) * scale
 
 
+def quantized(
+    x: jax.Array, contracted: Sequence[bool], dtype: np.dtype, block: tuple[int, int]
+) -> tuple[jax.Array, jax.Array]:
+    """A lhs in 8 bits, and its scale, which has its dimensions: 1 of what is contracted, or the blocks of a single one.
+
+    Args:
+      contracted: which of its dimensions are.
+      block: of rows and of what is contracted, as of `quantize`.
+    """
+    order = sorted(range(x.ndim), key=lambda axis: contracted[axis])  # rows first
+    back = [order.index(axis) for axis in range(x.ndim)]
+    turned, rows = x.transpose(order), x.ndim - sum(contracted)
+    lengths, k = turned.shape[:rows], math.prod(turned.shape[rows:])
+    values, scale = quantize(turned.reshape(*(lengths or (1,)), k), dtype, block=block)
+    of_scale = (*[1] * (sum(contracted) - 1), scale.shape[-1]) if any(contracted) else ()
+    return values.reshape(turned.shape).transpose(back), scale.reshape(*lengths, *of_scale).transpose(back)
+
+
 def sharding(plan: Plan, which: str, x: jax.Array, scale: jax.Array) -> Sharded:
     """How the scale of "lhs" or of weights lies where the operation takes it; whole where the operand is gathered."""
     if not scale.ndim:
@@ -82,4 +100,12 @@ def refusals(
             parts = math.prod(mesh[axis] for axis in axes)
             if blocks not in (1, length) and parts > 1 and length % (parts * BLOCK):
                 return [f"blocks of {BLOCK} of {which}_scale do not divide among {parts} devices"]
+    return []
+
+
+def refusals_of_result(plan: Plan, lengths: Mapping[str, int], mesh: Mapping[str, int]) -> list[str]:
+    """Why a plan does not give scales of the blocks of its columns, which are the last dimension of the result."""
+    parts = math.prod(mesh[axis] for axis in plan.out.entries[-1])
+    if parts > 1 and lengths[plan.out.labels[-1]] % (parts * BLOCK):
+        return [f"blocks of {BLOCK} of the result do not divide among {parts} devices"]
     return []

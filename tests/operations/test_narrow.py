@@ -198,3 +198,17 @@ def test_a_result_of_8_bits_without_a_scale_is_a_cast(cpu_mesh: Any, operation: 
     # The ranks' parts of a sum are rounded to 8 bits before.
     parts = 0 if operation is jtf.all_gather_matmul else 2**-2 * np.abs(wide).max()
     np.testing.assert_allclose(narrow.astype(jnp.float32), wide, rtol=2**-3, atol=parts + 2**-16)
+
+
+@pytest.mark.parametrize("operation", SPECS)
+def test_operands_of_8_bits_without_scales_are_added_up_in_more(cpu_mesh: Any, operation: Any) -> None:
+    """Their result is bf16 before it is divided, and not of 8 bits, where sums would wrap round."""
+    x, w = jnp.full((M, K), 3, jnp.int8), jnp.full((N, K), 5, jnp.int8)
+    *specs, out = SPECS[operation]
+
+    def local(x: jax.Array, w: jax.Array) -> jax.Array:
+        how = {"rhs_transposed": True, "preferred_element_type": "int8", "out_scale": jnp.float32(128)}
+        return operation(x, w, "tp", **how)
+
+    found = jax.jit(jax.shard_map(local, mesh=cpu_mesh(WORLD, "tp"), in_specs=tuple(specs[:2]), out_specs=out))(x, w)
+    np.testing.assert_array_equal(found, 3 * 5 * K // 128)

@@ -125,3 +125,20 @@ def test_what_is_no_product_of_matrices_has_no_kernel():
 
     with fails(NotImplementedError, "manual"):
         one_program(local, mesh=mesh_of(2), in_specs=(P(), COLUMNS), out_specs=P("tp"))(X, W)
+
+
+@pytest.mark.parametrize("implementation", ["xla", None, "simulate"])
+@pytest.mark.parametrize("shape", [(), (2, 1), (2, 2)])
+def test_operands_of_8_bits(shape: tuple[int, ...], implementation: str | None) -> None:
+    """With scales of a tensor, of rows and of blocks, which are gathered along no axis."""
+    x, w = (whole_numbers(seed, n, 256, dtype="int8") for seed, n in ((3, 2), (4, 64)))
+    scale = np.ldexp(1.0, whole_numbers(5, *shape, dtype="int32")).astype(np.float32)
+    expanded = np.repeat(scale, 128, 1) if shape == (2, 2) else scale
+    wanted = np.asarray(x, np.float64) * expanded @ np.asarray(w, np.float64).T / 4
+
+    def local(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"rhs_transposed": True, "implementation": implementation, "lhs_scale": scale}
+        return jtf.all_gather_matmul(x, w, (), rhs_scale=jnp.float32(0.25), preferred_element_type="float32", **how)
+
+    call = one_program(local, mesh=mesh_of(2), in_specs=(P(), P("tp"), P()), out_specs=COLUMNS)
+    np.testing.assert_array_equal(call(x, w, scale), wanted)

@@ -174,6 +174,144 @@ def test_a_kernel_that_is_named_says_why_it_refuses_blocks(
     assert TRITON_CALL not in lower_for_cuda(functools.partial(call, implementation=None), x, w)
 
 
+WIDE = 200  # columns, so that a second block is smaller
+
+
+def narrow_operands(dtypes: tuple[str, str]) -> tuple[jax.Array, jax.Array, dict[str, Any], np.ndarray]:
+    """lhs, rhs [G, K, N], their scales, and the product in f64."""
+    x = jax.random.normal(jax.random.key(0), (M, K)).astype(jnp.bfloat16)
+    w = jax.random.normal(jax.random.key(1), (4, WIDE, K)).astype(jnp.bfloat16)
+    left, right, scales = x, w, {}
+    if dtypes[1] != "bfloat16":
+        w, scale = groups_of(w, dtypes[1])
+        right, scales["rhs_scale"] = np.asarray(w, np.float64) * np.asarray(scale, np.float64), scale.swapaxes(1, 2)
+    if dtypes[0] != "bfloat16":
+        x, scales["lhs_scale"] = jtf.quantize(x, dtypes[0], block=(1, -1))
+        left = jtf.dequantize(x, scales["lhs_scale"])
+    rows = np.asarray(left, np.float64)[: sum(SIZES)], np.asarray(right, np.float64)[np.repeat(np.arange(4), SIZES)]
+    wanted = np.pad(np.einsum("mk,mnk->mn", *rows), [(0, M - sum(SIZES)), (0, 0)])
+    return x, w.swapaxes(1, 2), scales, wanted
+
+
+@pytest.mark.parametrize("to", [E4M3, "int8"])
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), (E4M3, E4M3), ("bfloat16", "int8")])
+def test_results_of_8_bits(dtypes: tuple[str, str], to: str) -> None:
+    """By a scale that is given, and by blocks of 1 x 128. Rows behind the last group are zeros, whose scale is 1."""
+    x, w, scales, wanted = narrow_operands(dtypes)
+    largest = {E4M3: 448.0, "int8": 127.0}[to]
+
+    @functools.partial(jax.jit, static_argnames="blocks")
+    def call(x: jax.Array, w: jax.Array, out_scale: jax.Array, blocks: bool = False) -> Any:
+        how: dict[str, Any] = {"preferred_element_type": to, "out_scale": "block" if blocks else out_scale, **scales}
+        return jtf.ragged_dot(x, w, jnp.array(SIZES), **how)
+
+    # Half of the results are too large for the given one: they become the largest number.
+    given = jnp.float32(np.median(np.abs(wanted[: sum(SIZES)])) / largest)
+    found, (values, scale) = call(x, w, given), call(x, w, given, blocks=True)
+    assert found.dtype == values.dtype == to and scale.dtype == jnp.float32 and scale.shape == (M, 2)
+    blocks = np.abs(np.pad(wanted, [(0, 0), (0, 256 - WIDE)])).reshape(M, 2, 128).max(2)
+    # The result is bf16 before.
+    np.testing.assert_allclose(scale, np.where(blocks == 0, 1, blocks / largest), rtol=2**-8)
+    for out, factor in ((found, float(given)), (values, np.repeat(scale, 128, axis=1)[:, :WIDE])):
+        units = np.clip(wanted / factor, -largest, largest)
+        step = 0.5 if to == "int8" else 2**-4 * np.abs(units) + 2**-9
+        out = np.asarray(out.astype(jnp.float32), np.float64)
+        assert np.all(np.abs(out - units) <= step + 2**-7 * np.abs(units) + 1e-5 * largest)
+        assert not out[sum(SIZES) :].any()
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), (E4M3, E4M3)])
+@pytest.mark.parametrize("config", [None, {"kernel": "portable"}])
+def test_results_of_8_bits_of_kernels(dtypes: tuple[str, str], config: dict[str, Any] | None) -> None:
+    """What the kernel's result becomes, in the simulator, is what XLA's becomes."""
+    x, w, scales, _ = narrow_operands(dtypes)
+    if transposed := config is None:
+        w, scales = w.swapaxes(1, 2), {name: s.swapaxes(1, 2) if s.ndim == 3 else s for name, s in scales.items()}
+        config = {"kernel": "hopper", "block_n": 32, "block_k": 32, "num_stages": 2, "programs": 3}
+    how: dict[str, Any] = {"preferred_element_type": E4M3, "out_scale": "block", "rhs_transposed": transposed, **scales}
+    call = functools.partial(jtf.ragged_dot, x, w, jnp.array(SIZES), **how)
+    found, plain = (
+        np.asarray(jtf.dequantize(*call(implementation=implementation, config=own)), np.float64)
+        for implementation, own in (("simulate", config), ("xla", None))
+    )
+    assert found.any()
+    # Sums in another order may fall on the other side of a boundary of bf16 and of e4m3.
+    np.testing.assert_allclose(found, plain, rtol=2**-3 + 2**-6, atol=1e-3 * np.abs(plain).max())
+    assert np.mean(found != plain) < 0.02
+
+
+def test_two_products_chain_without_a_cast() -> None:
+    x, w, scales, hidden = narrow_operands((E4M3, E4M3))
+    down, down_scale = groups_of(jax.random.normal(jax.random.key(2), (4, N, WIDE)), E4M3)
+    right = np.asarray(down, np.float64) * np.asarray(down_scale, np.float64)
+    wanted = np.einsum("mk,mnk->mn", hidden[: sum(SIZES)], right[np.repeat(np.arange(4), SIZES)])
+
+    @jax.jit
+    def layer(x: jax.Array, w: jax.Array, down: jax.Array) -> jax.Array:
+        sizes = jnp.array(SIZES)
+        values, scale = jtf.ragged_dot(x, w, sizes, None, E4M3, out_scale="block", **scales)
+        return jtf.ragged_dot(
+            values, down, sizes, None, jnp.float32, rhs_transposed=True, lhs_scale=scale, rhs_scale=down_scale
+        )
+
+    found = np.asarray(layer(x, w, down), np.float64)[: sum(SIZES)]
+    # A rounding to 3 bits of mantissa.
+    error = np.sqrt(np.mean((found - wanted) ** 2) / np.mean(wanted**2))
+    assert 0.01 < error < 0.04
+
+
+def test_gradients_and_maps_of_results_of_8_bits() -> None:
+    """As of the three products: those of the product and of what rounds it."""
+    x, w, _, wanted = narrow_operands(("bfloat16", "bfloat16"))
+    x, w = x.astype(jnp.float32), w.astype(jnp.float32)
+    wide, sizes = 4 * float(np.abs(wanted).max()), jnp.array(SIZES)
+
+    def call(x: jax.Array, w: jax.Array, out_scale: Any) -> Any:
+        return jtf.ragged_dot(x, w, sizes, "highest", E4M3, out_scale=out_scale)
+
+    def loss(x: jax.Array, w: jax.Array, out_scale: jax.Array) -> jax.Array:
+        return jnp.sum(call(x, w, out_scale).astype(jnp.float32))
+
+    # Nothing is cut off, so the gradient is that of the product over the scale; the cotangent is 1, which e4m3 has.
+    of_x, of_w, of_scale = jax.jit(jax.grad(loss, (0, 1, 2)))(x, w, jnp.float32(wide / 448))
+    group = np.repeat(np.arange(4), SIZES)
+    right = np.asarray(w, np.float64).sum(2)[group] * 448 / wide
+    np.testing.assert_allclose(of_x[: len(group)], right, rtol=1e-4, atol=1e-5 * np.abs(right).max())
+    left = np.stack([np.asarray(x, np.float64)[: len(group)][group == i].sum(0) for i in range(4)]) * 448 / wide
+    np.testing.assert_allclose(of_w, np.repeat(left[:, :, None], WIDE, 2), rtol=1e-4, atol=1e-5 * np.abs(left).max())
+    total = -np.sum(wanted) * (448 / wide) ** 2
+    np.testing.assert_allclose(of_scale, total, rtol=1e-3, atol=1e-5 * np.sum(np.abs(wanted)) * (448 / wide) ** 2)
+    several = jnp.stack([x, -2 * x])
+    values, scale = jax.jit(jax.vmap(lambda x: call(x, w, "block")))(several)
+    for i in range(2):
+        each, own = call(several[i], w, "block")
+        np.testing.assert_array_equal(values[i].astype(jnp.float32), each.astype(jnp.float32))
+        np.testing.assert_array_equal(scale[i], own)
+
+
+def test_wrong_sizes_make_scales_nan() -> None:
+    x, w = jnp.ones((8, 16)), jnp.ones((2, 16, 4))
+    for dtype in (E4M3, "int8"):
+        values, scale = jtf.ragged_dot(x, w, jnp.array([9, 9]), preferred_element_type=dtype, out_scale="block")
+        assert np.isnan(np.asarray(jtf.dequantize(values, scale))).all()
+    values = jtf.ragged_dot(x, w, jnp.array([-1, 2]), preferred_element_type=E4M3, out_scale=jnp.float32(1))
+    assert np.isnan(np.asarray(values, np.float32)).all()
+
+
+@pytest.mark.parametrize("lhs", [E4M3, "bfloat16"])
+def test_results_of_8_bits_for_cuda(lhs: str) -> None:
+    """The kernel's result is bf16: 8 bits are made behind it."""
+    shape = jax.ShapeDtypeStruct
+    operands = [shape((2048, 256), lhs), shape((4, 128, 256), lhs), shape((4,), "int32")]
+    scales = {} if lhs == "bfloat16" else {"lhs_scale": jnp.float32(1), "rhs_scale": jnp.float32(1)}
+    how: dict[str, Any] = {"rhs_transposed": True, "preferred_element_type": E4M3, "out_scale": "block", **scales}
+    text = lower_for_cuda(functools.partial(jtf.ragged_dot, implementation="fused", **how), *operands)
+    (kernel,) = [line for line in text.splitlines() if TRITON_CALL in line]
+    wanted = "tensor<2048x256xf8E4M3FN>" if lhs == E4M3 else "tensor<2048x256xbf16>"
+    assert f"({wanted}" in kernel and kernel.rstrip().endswith("tensor<2048x128xbf16>")
+    assert "tensor<2048x128xf8E4M3FN>" in text
+
+
 def test_what_does_not_fit_is_said() -> None:
     x, w, sizes = jnp.ones((8, 16), jnp.int8), jnp.ones((2, 16, 4), jnp.int8), jnp.array([4, 4])
     with fails(ValueError, "ragged_dot takes rhs_scale of shape [], [2, 1, 4] or [2, 1, 1] here, not [2, 4, 1]"):
@@ -184,6 +322,14 @@ def test_what_does_not_fit_is_said() -> None:
         jtf.ragged_dot(x, w, sizes, gate_scale=jnp.float32(1))
     with fails(ValueError, "takes lhs_scale as float32, not int32"):
         jtf.ragged_dot(x, w, sizes, lhs_scale=jnp.int32(1))
+    for out_scale, dtype, reason in (
+        ("block", None, "out_scale with a preferred_element_type of float8_e4m3fn, float8_e5m2, int8, not None"),
+        ("row", "int8", "out_scale as float32 [] or 'block', not 'row'"),
+        (jnp.ones(3), "int8", "out_scale as float32 [] or 'block', not float32[3]"),
+        (jnp.int32(1), "int8", "out_scale as float32 [] or 'block', not int32[]"),
+    ):
+        with fails(ValueError, f"ragged_dot takes {reason}"):
+            jtf.ragged_dot(x, w, sizes, out_scale=out_scale, preferred_element_type=dtype)
     scaled = {"rhs_scale": jnp.float32(1)}
     with fails(ValueError, "ragged_dot takes a gate like rhs, [2, 16, 4], not [2, 16, 1]."):
         jtf.ragged_dot(x, w, sizes, gate=w[..., :1], gate_scale=jnp.float32(1), **scaled)

@@ -1,5 +1,6 @@
 """Operands of 8 bits with scales: quantisers, and the products against f64 of what the scales make of the operands."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -46,6 +47,41 @@ def test_quantize(dtype: str, block: Any) -> None:
 
     values, power = jtf.quantize(x, dtype, block=block, power_of_2=True)
     assert np.all(np.log2(np.asarray(power)) % 1 == 0) and np.all((power >= scale) & (power < 2 * scale))
+
+
+@dataclasses.dataclass
+class QArray:
+    """What Qwix calls so."""
+
+    qvalue: jax.Array
+    scale: jax.Array  # of as many dimensions, one for each tile; of the dtype of what was quantised
+    zero_point: jax.Array | None = None
+
+
+@pytest.mark.parametrize("tiles", [(512, 256), (512, 1), (128, 128)])
+def test_arrays_of_qwix(tiles: tuple[int, int]) -> None:
+    """They go into a product as docs/eight_bits.md says, and those of `quantize` mean the same as an array of Qwix."""
+    x, w = normal(8, 512, seed=1).astype(jnp.bfloat16), normal(512, 256).astype(jnp.bfloat16)
+
+    def cut(x: Any) -> Any:
+        return x.reshape(512 // tiles[0], tiles[0], 256 // tiles[1], tiles[1])
+
+    def means(q: QArray) -> np.ndarray:
+        scale = np.asarray(q.scale, np.float64)[:, None, :, None]
+        return (np.asarray(cut(q.qvalue), np.float64) * scale).reshape(w.shape)
+
+    scale = jnp.max(jnp.abs(cut(w)), (1, 3), keepdims=True) / 127
+    q = QArray(jnp.round(cut(w) / scale).astype(jnp.int8).reshape(w.shape), scale[:, 0, :, 0])
+    scale = q.scale.astype(jnp.float32)
+    found = jtf.matmul(
+        x, q.qvalue, preferred_element_type=jnp.float32, rhs_scale=scale.reshape(()) if scale.size == 1 else scale
+    )
+    wanted = np.asarray(x, np.float64) @ means(q)
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    if tiles != (512, 256):
+        own = QArray(*jtf.quantize(w, jnp.int8, block=(-1, 1) if tiles[1] == 1 else (128, 128)))
+        assert own.scale.shape == q.scale.shape
+        np.testing.assert_allclose(means(own), jtf.dequantize(own.qvalue, own.scale), rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

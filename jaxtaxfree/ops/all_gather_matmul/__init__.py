@@ -421,6 +421,8 @@ def _gather_scales(
 
     Where ranks have columns, each with scales of its own, these are applied before the gather.
     """
+    if not axes:
+        return lhs, scaling, scales
     own, *others = scales
     if axis == lhs.ndim - 1:
         return dequantize(lhs, own), Scaling(scaling.kinds[1:]), others

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +13,13 @@ from jax.interpreters import ad
 
 from jaxtaxfree.dispatch import Case
 from jaxtaxfree.ops import epilogue as epilogues
-from jaxtaxfree.ops import matmul
+from jaxtaxfree.ops import matmul, narrow
 from jaxtaxfree.ops.epilogue import NONE, Epilogue
 from jaxtaxfree.ops.operand import Operand
 from jaxtaxfree.ops.ragged_dot import scaled
 from jaxtaxfree.ops.ragged_dot.common import Call, check_operands
 from jaxtaxfree.ops.ragged_dot.variants import VARIANTS, VARIANTS_OF_WEIGHTS
+from jaxtaxfree.ops.scaled import result_dtype
 from jaxtaxfree.ops.untrusted import as_int32, nothing
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
@@ -47,6 +48,7 @@ OF_WEIGHTS = lax.RaggedDotDimensionNumbers(
 )
 
 
+@overload
 def ragged_dot(
     lhs: jax.Array,
     rhs: jax.Array,
@@ -59,11 +61,53 @@ def ragged_dot(
     rhs_scale: jax.Array | None = None,
     gate: jax.Array | None = None,
     gate_scale: jax.Array | None = None,
+    out_scale: jax.Array | None = None,
     activation: str | Callable[..., Any] | None = None,
     fill: bool = True,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
-) -> jax.Array:
+) -> jax.Array: ...
+
+
+@overload
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
+    out_scale: Literal["block"],
+    activation: str | Callable[..., Any] | None = None,
+    fill: bool = True,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def ragged_dot(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    *,
+    rhs_transposed: bool = False,
+    lhs_scale: jax.Array | None = None,
+    rhs_scale: jax.Array | None = None,
+    gate: jax.Array | None = None,
+    gate_scale: jax.Array | None = None,
+    out_scale: jax.Array | str | None = None,
+    activation: str | Callable[..., Any] | None = None,
+    fill: bool = True,
+    implementation: str | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
+) -> Any:
     """`lax.ragged_dot`, as one kernel on NVIDIA GPUs: sizes are read on the device, and empty groups cost nothing.
 
     The rows of `lhs` are in groups, one behind the other. Those of group i are multiplied by `rhs[i]`. Rows behind the
@@ -86,6 +130,10 @@ def ragged_dot(
         turned over as `rhs` is.
       gate: [G, K, N], a second `rhs`, as in SwiGLU. With scales it lies as `rhs` does. The result is
         `activation(ragged_dot(lhs, gate)) * ragged_dot(lhs, rhs)`.
+      out_scale: with a `preferred_element_type` of 8 bits: by what the result is divided before it is rounded to that,
+        f32 []; or "block", which gives a pair of values and their scales, f32 [M, ceil(N / 128)], which are `lhs` and
+        `lhs_scale` of the next product. A program of XLA behind the kernel does that, to a result of the dtype that it
+        would have with no other preferred: bfloat16, or that of the operand that has not 8 bits.
       activation: None, "silu", "gelu_tanh", "gelu_exact", `jax.nn.silu`, or `jax.nn.gelu`, which is "gelu_tanh".
       fill: False: nothing is said of rows behind the last group, in the result and in the gradient of `lhs`. Nobody
         writes them then. (Where sizes are wrong they are NaN, too.)
@@ -94,17 +142,29 @@ def ragged_dot(
       config: names the kernel and its settings, such as `{"kernel": "hopper", "num_stages": 3}`. The shape decides
         whatever it leaves out.
 
-    Returns: [M, N]. Where a size is negative, or the sum is more than M, the kernel addresses nothing by it, and the
-      whole result is NaN, as are its gradients; so they are on CPUs. (XLA's own kernels for GPUs check nothing.)
+    Returns: [M, N], or with out_scale="block" a pair of it and its scales. Where a size is negative, or the sum is more
+      than M, the kernel addresses nothing by it, and the whole result is NaN, as are its gradients; so they are on
+      CPUs. (XLA's own kernels for GPUs check nothing.) An int8 has no NaN: with "block" the scales are, and with a
+      given scale the result is 0.
 
     Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
     group. In a program that is differentiated the product is rounded before gate and activation are applied.
 
     Raises:
-      ValueError: if the operands do not fit together, or the implementation, activation or setting does not exist.
+      ValueError: if the operands do not fit together, a scale has the wrong dtype or shape, `out_scale` comes without a
+        `preferred_element_type` of 8 bits, or the implementation, activation or setting does not exist.
       TypeError: if `config` has the wrong type.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
     """
+    if out_scale is not None:
+        lhs, rhs = jnp.asarray(lhs), jnp.asarray(rhs)
+        dtype, out_scale = narrow.check_result("ragged_dot", preferred_element_type, out_scale)
+        out = ragged_dot(
+            lhs, rhs, group_sizes, precision, result_dtype(lhs, rhs, None), rhs_transposed=rhs_transposed,
+            lhs_scale=lhs_scale, rhs_scale=rhs_scale, gate=gate, gate_scale=gate_scale, activation=activation,
+            fill=fill, implementation=implementation, config=config,
+        )  # fmt: skip
+        return narrow.rounded(out, dtype, out_scale)
     scales = {"lhs": lhs_scale, "rhs": rhs_scale, "gate": gate_scale}
     if any(scale is not None for scale in scales.values()):
         form = {"precision": precision, "fill": bool(fill), "implementation": implementation, "config": config}
