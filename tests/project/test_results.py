@@ -201,14 +201,17 @@ def test_sentences_are_what_was_measured():
         f"{min(time for name, time in three.items() if name.startswith('xla')):.0f}."
     ) in text
 
-    step = medians("one-launch-2026-11-25-2xh100-80gb-hbm3/decode_step.json")
-    xla = min(time for name, time in step.items() if name.startswith("xla"))
-    ours = sorted(time for name, time in step.items() if name in ("fused_heads", "fused_local"))
-    assert sum(name.startswith("xla") for name in step) == 3 and len(ours) == 2
+    def fastest(of: dict[str, float], name: str) -> float:
+        return min(time for each, time in of.items() if each.startswith(name))
+
+    step, several = (medians("steps-2026-11-27-2xh100-80gb-hbm3/decode_step.json", b=b) for b in (1, 16))
+    assert [sum(name.startswith(peer) for name in step) for peer in ("xla", "torch")] == [3, 3]
     assert (
-        f"greedy token, takes {step['fused/one_launch']:.0f} µs in a loop; the fastest of three XLA programs takes "
-        f"{xla:.0f}, our operations one by one {ours[0]:.0f} to {ours[1]:.0f}, and the bytes {step['floor']:.0f}"
+        f"greedy token, takes {step['fused']:.0f} µs in a loop; PyTorch's step (CUDA graphs, `torch.compile`) takes "
+        f"{fastest(step, 'torch'):.0f}, the fastest of three XLA programs {fastest(step, 'xla'):.0f}, our operations "
+        f"one by one {step['fused/operations']:.0f}, and the bytes {step['floor']:.0f}."
     ) in text
+    assert f"of its share of four take {several['fused']:.0f}, by XLA {fastest(several, 'xla'):.0f}" in text
 
     made = medians("models-2026-11-25-2xh100-80gb-hbm3/llama-3-8b.json", b=1, prompt=1024, layers=8)
     rate = {name: 1e6 / time for name, time in made.items()}
