@@ -127,6 +127,8 @@ class Hopper(Variant[Call]):
             reasons.append("items exchange messages (exchanged) by tensor cores alone")
         if config.exchanged and config.splits > many.EXCHANGED:
             reasons.append(f"of one head at most {many.EXCHANGED} items exchange messages, not splits={config.splits}")
+        if call.paged:
+            reasons.append("it takes a cache without pages: its loads know no block_tables")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
