@@ -45,6 +45,12 @@ def test_parity_in_eight_bits(world: int, kernel: str) -> None:
     step_parity.check_eight_bits(mesh_of(world), kernel)
 
 
+@pytest.mark.parametrize("kernel", ["hopper", "operations"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parity_with_a_cache_of_eight_bits(world: int, kernel: str) -> None:
+    step_parity.check_caches(mesh_of(world), kernel)
+
+
 @pytest.mark.parametrize("world", [1, 2])
 def test_parity_of_forms_that_are_asked_for(world: int) -> None:
     step_parity.check_forms(mesh_of(world))

@@ -106,9 +106,10 @@ def decode_step[C: Cache](
         of 16 bits alone, without pages.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
         leaves out. {"kernel": "operations"} is our operations. No GPU has run these yet, so a config has to ask for
-        them: 5 sequences or more with norms behind the blocks ({"tensor_cores": True}), and weights of 8 bits
-        ({"kernel": "hopper"}). Of these all layers have one dtype, with scales of rows whose lengths 128 divides; of 5
-        sequences or more the unembedding has 8 bits, too.
+        them: 5 sequences or more with norms behind the blocks ({"tensor_cores": True}), and weights of 8 bits, or of 1
+        to 4 sequences a cache of 8 bits with heads that 128 divides ({"kernel": "hopper"}). Of such weights all layers
+        have one dtype, with scales of rows whose lengths 128 divides; of 5 sequences or more the unembedding has 8
+        bits, too.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens, a tuple like the
       one that was passed). Positions past the cache's end or before its beginning are dropped: such a token attends to
@@ -191,11 +192,12 @@ def fused(
         logits, cache = operations.run(params, x[:, 0], (key, value, *scales), lengths, cos, sin, **how)
         return [logits, *cache]
     stream = plain.scaled_embedding(x[:, 0], model).astype(jnp.float32)
-    tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    arrays = chosen.arrays(params, stream, (key, value), lengths, *tables)
+    turns = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    cache = key, value, *scales
+    arrays = chosen.arrays(params, stream, cache, lengths, *turns)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    logits, *news = outs[:3]  # and times, if they are taken
+    logits, *news = outs[: 1 + len(cache)]  # and times, if they are taken
     # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
     # are those of the leading dimensions, or XLA would transpose the cache, and back.
     layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
@@ -204,7 +206,7 @@ def fused(
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
 
-    return [logits, *(put(old, new) for old, new in zip((key, value), news))]
+    return [logits, *(put(old, new) for old, new in zip(cache, news, strict=True))]
 
 
 def _parted(
@@ -280,8 +282,8 @@ def case(
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if eight:
-        return None  # the tables are of weights of 16 bits
+    if eight or key.dtype.itemsize == 1:
+        return None  # the tables are of weights and caches of 16 bits
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, eight, paged, team.compute_capability)
     kernel = Hopper()

@@ -12,8 +12,8 @@ from jaxtaxfree.target import Target
 GROUP = 64  # columns that TMA's swizzle keeps together
 LARGEST_BOX = 256  # rows, or groups, of a block
 FEW = 4  # sequences, whose vectors registers have room for
-# Forms of the kernel that a GPU has run, of "eight_bits", "exchanged", "vectors" (8 of them) and "post_norms" (of 5
-# sequences or more): others are for a config that asks for them.
+# Forms of the kernel that a GPU has run, of "eight_bits", "cache_of_eight_bits", "exchanged", "vectors" (8 of them) and
+# "post_norms" (of 5 sequences or more): others are for a config that asks for them.
 MEASURED: frozenset[str] = frozenset()
 EIGHT_BITS = ("int8", "float8_e4m3fn")  # of weights and of a cache
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_attention import decode_attention
-from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
 from jaxtaxfree.ops.decode_step.hopper import Call, refusals_of_form
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
@@ -54,7 +53,7 @@ class Operations(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        reasons = refusals_of_form(call, EIGHT_BITS)
+        reasons = refusals_of_form(call)
         if call.cache_dtype.name == "float8_e4m3fn" and call.target.compute_capability < 89:
             reasons.append(Lasting(f"GPUs of compute capability {call.target} have no float8_e4m3fn: take int8"))
         columns = {"o_proj": call.heads * call.model.head_dim, "down_proj": call.d_mlp}
