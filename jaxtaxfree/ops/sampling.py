@@ -107,7 +107,7 @@ def _reference(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> li
 def _gathered(
     values: jax.Array, positions: jax.Array, size: int, axes: tuple[str, ...], implementation: str | None
 ) -> tuple[jax.Array, jax.Array]:
-    """What all ranks have found [..., k] in rows [..., size] of theirs: f32[..., W * k], and where in the whole rows."""
+    """What all ranks found [..., k] in rows [..., size] of theirs: f32[..., W * k], and where in the whole rows."""
     at = positions.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
     # One message: values travel as the bits of an f32, which holds every narrower float.
     pair = jnp.stack([lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), at], axis=-2)

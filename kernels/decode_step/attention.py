@@ -15,6 +15,7 @@ from jaxtaxfree.kernels.decode_step import phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 LOG2_E = gl.constexpr(1.4426950408889634)
+ROUNDS = gl.constexpr(1.5 * 2**23)  # plus this an f32 has no room for a fraction: it is rounded to the nearest
 
 
 @gluon.jit
@@ -88,12 +89,18 @@ def fetch_block(ring, position, desc, row, SIZES: gl.constexpr):
 
 
 @triton.constexpr_function
-def layout_of(block_shape, warps):
-    """The layout of a block [again, slots, groups, 64] of keys or values: what a thread has of a slot is its own.
+def threads_of(block_shape):
+    """How many threads share a group of a row: each has 8 columns, of which queries and results take registers."""
+    return block_shape[2] // 8
 
-    It is the ring's layout of the block [again * slots, groups, 64].
+
+@triton.constexpr_function
+def layout_of(block_shape, warps):
+    """The layout of a block [again, slots, groups, columns] of keys or values: what a thread has of a slot is its own.
+
+    It is the ring's layout of the block [again * slots, groups, columns].
     """
-    of = rings.layout_of(block_shape, warps)
+    of = rings.layout_of(block_shape, warps, threads_of(block_shape))
     return gl.BlockedLayout(
         [1, *of.size_per_thread], [1, *of.threads_per_warp], [1, *of.warps_per_cta], [3, 2, 1, 0]
     )  # fmt: skip
@@ -102,17 +109,17 @@ def layout_of(block_shape, warps):
 @triton.constexpr_function
 def slots_of(block_shape, warps):
     """How many keys of a block are on different threads."""
-    of = rings.layout_of(block_shape, warps)
+    of = rings.layout_of(block_shape, warps, threads_of(block_shape))
     return min(block_shape[0], of.threads_per_warp[0] * of.warps_per_cta[0])
 
 
 @gluon.jit
 def take(ring, position, desc):
-    """The next block of keys or values, f32 [again, slots, groups, 64]; and the next position."""
+    """The next block of keys or values, f32 [again, slots, groups, columns of one]; and the next position."""
     SLOTS: gl.constexpr = slots_of(desc.block_shape, gl.num_warps())
     AGAIN: gl.constexpr = desc.block_shape[0] // SLOTS
-    block, position = rings.take(ring, position, desc)
-    block = block.reshape([AGAIN, SLOTS, desc.block_shape[1], 64])
+    block, position = rings.take(ring, position, desc, threads_of(desc.block_shape))
+    block = block.reshape([AGAIN, SLOTS, desc.block_shape[1], desc.block_shape[2]])
     return gl.convert_layout(block, layout_of(desc.block_shape, gl.num_warps())), position
 
 
@@ -133,10 +140,11 @@ def columns_layout(block_shape, warps):
 
 @gluon.jit
 def columns_of(desc):
-    """The columns of a block: i32 [groups, 64]."""
+    """The columns of a block: i32 [groups, columns of one]."""
+    WIDTH: gl.constexpr = desc.block_shape[2]
     LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
     group = gl.arange(0, desc.block_shape[1], gl.SliceLayout(1, LAYOUT))[:, None]
-    return group * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))[None, :]
+    return group * WIDTH + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT))[None, :]
 
 
 @gluon.jit
@@ -156,10 +164,12 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
+    EIGHT: gl.constexpr = given.old_key_scales is not None
     MANY: gl.constexpr = G > 4  # heads, whose queries lie in shared memory, for lack of registers
     COLUMNS: gl.constexpr = columns_layout(given.old_keys.block_shape, gl.num_warps())
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    shelf = ring.sums.reinterpret(gl.float32, [triton.next_power_of_2(G), H // 64, 64], PLAIN)
+    SHAPE: gl.constexpr = given.old_keys.block_shape
+    shelf = ring.sums.reinterpret(gl.float32, [triton.next_power_of_2(G), SHAPE[1], SHAPE[2]], PLAIN)
     column = columns_of(given.old_keys)
     rows = rows_of(given.old_keys)
     query_norm = phases.of_layer(given.query_norm, layer, H)
@@ -171,16 +181,16 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
         of = kept.qkv + sequence * WIDTH
         key = rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
         value = gl.load(of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H + column)
-        new_key, new_value = key.to(DTYPE), value.to(DTYPE)
-        key, value = new_key.to(gl.float32), new_value.to(gl.float32)
+        key, key_unit = stored(key, given)
+        value, value_unit = stored(value, given)
         # The new token belongs to one thread of the first item; where the cache is full it is dropped.
         own = (rows == 0) & (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
-        own_value = gl.where(own[:, :, None, None], value[None, None, :, :], 0.0)
+        own_value = gl.where(own[:, :, None, None], value[None, None, :, :] * value_unit, 0.0)
         queries, tops, totals, accs = (), (), (), ()
         for g in gl.static_range(G):
             at = of + (head * G + g) * H
             query = rotated(at, query_norm, cos, sin, column, SIZES) * (factor * SIZES.SCORE_SCALE)
-            score = capped(gl.sum(gl.sum(query * key, 1), 0), CAP)
+            score = capped(gl.sum(gl.sum(query * key, 1), 0) * key_unit, CAP)
             if MANY:
                 shelf.index(g).store(query)
             else:
@@ -189,12 +199,19 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
             totals = totals + (gl.max(gl.where(own, 1.0, 0.0), 0, keep_dims=True),)
             accs = accs + (gl.sum(own_value, 0, keep_dims=True),)
         # After the loads, which do not pass stores.
-        place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
-        gl.store(results.new_keys + place, new_key, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(results.new_values + place, new_value, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
+        place = pair * H + column
+        gl.store(results.new_keys + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(results.new_values + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        if EIGHT:
+            gl.store(results.new_key_scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
+            gl.store(results.new_value_scales + pair, value_unit, mask=item % SIZES.SPLITS == 0)
         for block in range(first, last):
             slot = block * BLOCK + rows
             seen = (slot >= begin) & (slot < end)
+            if EIGHT:  # on their way while the block comes
+                key_scale = gl.load(given.old_key_scales + pair * SIZES.SLOTS + slot, mask=seen, other=0.0)
+                value_scale = gl.load(given.old_value_scales + pair * SIZES.SLOTS + slot, mask=seen, other=0.0)
             keys, position = take(ring, position, given.old_keys)
             weights, keeps, higher, sum_ = (), (), (), ()
             for g in gl.static_range(G):
@@ -202,13 +219,19 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
                     query = shelf.index(g).load(COLUMNS)
                 else:
                     query = queries[g]
-                scores = capped(gl.sum(gl.sum(keys * query[None, None, :, :], 3), 2), CAP)
+                scores = gl.sum(gl.sum(keys * query[None, None, :, :], 3), 2)
+                if EIGHT:
+                    scores = scores * key_scale
+                scores = capped(scores, CAP)
                 scores = gl.where(seen, scores, float("-inf"))
                 top = gl.maximum(tops[g], gl.max(scores, 0, keep_dims=True))
                 base = gl.where(top == float("-inf"), 0.0, top)
                 weight = gl.exp2(scores - base)
                 keep = gl.exp2(tops[g] - base)
-                weights = weights + (weight,)
+                if EIGHT:
+                    weights = weights + (weight * value_scale,)
+                else:
+                    weights = weights + (weight,)
                 keeps = keeps + (keep,)
                 higher = higher + (top,)
                 sum_ = sum_ + (totals[g] * keep + gl.sum(weight, 0, keep_dims=True),)
@@ -226,13 +249,36 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
 
 
 @gluon.jit
+def stored(x, given):
+    """A new key or value as the cache has it: (numbers of its dtype, in f32; their scale or, of 16 bits, 1).
+
+    The scale is that of `append_kv`: the largest magnitude becomes the largest number.
+    """
+    DTYPE: gl.constexpr = given.old_keys.dtype
+    x = x.to(given.final_norm.dtype.element_ty).to(gl.float32)
+    if given.old_key_scales is None:
+        scale = 1.0
+    else:
+        LARGEST: gl.constexpr = 127.0 if DTYPE == gl.int8 else 448.0
+        scale = gl.max(gl.max(gl.maximum(x, -x), 1), 0) / LARGEST
+        x = gl.where(scale > 0, x / gl.where(scale > 0, scale, 1.0), 0.0)
+        x = gl.minimum(gl.maximum(x, -LARGEST), LARGEST)
+        if DTYPE == gl.int8:
+            x = (x + ROUNDS) - ROUNDS
+        else:
+            x = x.to(DTYPE).to(gl.float32)
+    return x, scale
+
+
+@gluon.jit
 def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     """Adds up what the threads have of an item, of each of its heads (top, total, acc), and leaves it in `kept`."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = len(accs)
     WARPS: gl.constexpr = gl.num_warps()
     SLOTS: gl.constexpr = slots_of(desc.block_shape, WARPS)
-    LANES: gl.constexpr = min(SLOTS, rings.layout_of(desc.block_shape, WARPS).threads_per_warp[0])
+    OF_RING: gl.constexpr = rings.layout_of(desc.block_shape, WARPS, threads_of(desc.block_shape))
+    LANES: gl.constexpr = min(SLOTS, OF_RING.threads_per_warp[0])
     PARTS: gl.constexpr = SLOTS // LANES  # warps that have different slots
     HEADS: gl.constexpr = triton.next_power_of_2(G)
     AT_ONCE: gl.constexpr = min(HEADS, SIZES.SUMS // (PARTS * H))

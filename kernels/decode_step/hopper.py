@@ -109,6 +109,8 @@ class Given(NamedTuple):
     up_scale: Any
     down_scale: Any
     unembed_scale: Any
+    old_key_scales: Any
+    old_value_scales: Any
     cos: Any
     sin: Any
     lengths: Any
@@ -135,6 +137,8 @@ class Results(NamedTuple):
     logits: Any
     new_keys: Any
     new_values: Any
+    new_key_scales: Any
+    new_value_scales: Any
     times: Any
 
 
@@ -155,7 +159,7 @@ def decode_step_kernel(
     up_desc,
     down_desc,  # [L * D, F / 64, 64]
     unembed_desc,  # [V, D / 64, 64]
-    old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]
+    old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]; of 8 bits [..., 128]
     old_values_desc,
     attn_norm_ptr,  # [L, D]
     mlp_norm_ptr,  # [L, D]
@@ -175,6 +179,8 @@ def decode_step_kernel(
     up_scale_ptr,
     down_scale_ptr,  # f32 [L, D], or None
     unembed_scale_ptr,  # f32 [V], or None
+    old_key_scales_ptr,  # f32 [L, B, KV_HEADS, SLOTS], of keys of 8 bits; or None
+    old_value_scales_ptr,
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache
@@ -197,6 +203,8 @@ def decode_step_kernel(
     logits_ptr,  # f32 [B, V]
     new_keys_ptr,  # [L, B, KV_HEADS, H]
     new_values_ptr,
+    new_key_scales_ptr,  # f32 [L, B, KV_HEADS], or None
+    new_value_scales_ptr,
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
@@ -245,7 +253,8 @@ def decode_step_kernel(
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
         key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr,
         query_scale_ptr, key_scale_ptr, value_scale_ptr, out_scale_ptr, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
-        unembed_scale_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr, tables_ptr,
+        unembed_scale_ptr, old_key_scales_ptr, old_value_scales_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
+        tables_ptr,
     )  # fmt: skip
     if TENSOR_CORES:
         heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
@@ -258,8 +267,8 @@ def decode_step_kernel(
         shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
-    results = Results(logits_ptr, new_keys_ptr, new_values_ptr, times_ptr)
-    ring = rings.allocate(old_keys_desc, STAGE, STAGES, SUMS)
+    results = Results(logits_ptr, new_keys_ptr, new_values_ptr, new_key_scales_ptr, new_value_scales_ptr, times_ptr)
+    ring = rings.allocate(final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
             [

@@ -1,7 +1,7 @@
 """The ring in shared memory through which all that a decode step reads once comes: weights, and old keys and values.
 
 A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. A group of
-weights of 8 bits is as many bytes, and so 128 columns. Blocks of all arrays take the same stages, in one order that
+numbers of 8 bits is as many bytes, and so 128 columns. Blocks of all arrays take the same stages, in one order that
 both roles know: `fetch` puts the next one in, `take` takes it out. A position is (stage, phase) of a role's next block.
 """
 
@@ -34,9 +34,9 @@ FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(desc, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], desc.dtype)
-    stages = gl.allocate_shared_memory(desc.dtype, [STAGES, STAGE // 64, 64], LAYOUT)
+def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], DTYPE)
+    stages = gl.allocate_shared_memory(DTYPE, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
@@ -71,14 +71,14 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
 
 
 @gluon.jit
-def take(ring, position, desc):
+def take(ring, position, desc, THREADS: gl.constexpr = 8):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
-    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
+    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps(), THREADS)
     if desc.dtype.primitive_bitwidth == 8:
         pairs = widen.pairs(view(ring, stage, desc))
-        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))
+        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))
         give_back(ring, stage)
         low, high = widen.words_of_f32(loaded, desc.dtype)
         block = gl.convert_layout(gl.join(low, high).reshape(desc.block_shape), LAYOUT, assert_trivial=True)
@@ -117,12 +117,17 @@ def after(ring, position):
 
 
 @triton.constexpr_function
-def layout_of(block_shape, warps):
-    """How the threads share a block: each has 16 bytes of a row, a warp 4 groups, as shared memory has them."""
+def layout_of(block_shape, warps, threads=8):
+    """How the threads share a block: each has 16 bytes of a row, a warp 4 groups, as shared memory has them.
+
+    Args:
+      threads: that share a group of a row; with 16, each has 8 bytes of it.
+    """
     groups, width = block_shape[1:]
-    lanes = min(4, groups)
+    lanes = min(32 // threads, groups)
     across = min(warps, groups // lanes)
-    return gl.BlockedLayout([1, 1, width // 8], [4 // lanes, lanes, 8], [warps // across, across, 1], [2, 1, 0])
+    per_warp = [32 // threads // lanes, lanes, threads]
+    return gl.BlockedLayout([1, 1, width // threads], per_warp, [warps // across, across, 1], [2, 1, 0])
 
 
 @triton.constexpr_function

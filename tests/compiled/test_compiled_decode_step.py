@@ -18,8 +18,14 @@ SLOTS = 8192
 CACHE = P(None, None, "tp")
 
 
-def lowered(model: DecoderSpec, world: int, batch: int, eight: str | None = None, **config: Any) -> str:
-    """The program of a step of this model, of all ranks together; with a dtype of 8 bits for its matrices, if given."""
+def lowered(
+    model: DecoderSpec, world: int, batch: int, eight: str | None = None, of_cache: str | None = None, **config: Any
+) -> str:
+    """The program of a step of this model, of all ranks together.
+
+    Args:
+      eight, of_cache: dtypes of 8 bits for its matrices and its cache, if given.
+    """
     config = {"kernel": "hopper"} | config
     mesh = mesh_of(world)
     specs = model.partition_specs("tp")
@@ -30,7 +36,8 @@ def lowered(model: DecoderSpec, world: int, batch: int, eight: str | None = None
         specs, shapes = specs | model.scale_specs("tp"), shapes | model.scale_shapes()
     params = {name: sharded(mesh, spec, shapes[name], dtypes[name]) for name, spec in specs.items()}
     size = (model.layers, batch, model.kv_heads, SLOTS, model.head_dim)
-    cache = (sharded(mesh, CACHE, size, "bfloat16"),) * 2
+    cache = (sharded(mesh, CACHE, size, of_cache or "bfloat16"),) * 2
+    cache += (sharded(mesh, CACHE, size[:-1], "float32"),) * 2 if of_cache else ()
     table = sharded(mesh, P(), (SLOTS, model.rotated // 2), "float32")
 
     def step(params: dict, x: jax.Array, cache: tuple, lengths: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple:
@@ -39,8 +46,8 @@ def lowered(model: DecoderSpec, world: int, batch: int, eight: str | None = None
         )
 
     program = jax.shard_map(
-        step, mesh=mesh, in_specs=(specs, P(), (CACHE, CACHE), P(), P(), P()),
-        out_specs=(P(None, "tp"), (CACHE, CACHE)), check_vma=False,
+        step, mesh=mesh, in_specs=(specs, P(), CACHE, P(), P(), P()), out_specs=(P(None, "tp"), CACHE),
+        check_vma=False,
     )  # fmt: skip
     x, lengths = sharded(mesh, P(), (batch, model.d_model), "bfloat16"), sharded(mesh, P(), (batch,), jnp.int32)
     return lower_for_cuda(program, params, x, cache, lengths, table, table)
@@ -107,6 +114,30 @@ def test_several_sequences_of_eight_bits(batch):
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
     assert spilled_bytes(ptxas_report(code)) <= 40
+
+
+@pytest.mark.parametrize(
+    ("batch", "of_cache", "eight"),
+    [
+        (1, "int8", None),
+        (1, "float8_e4m3fn", "float8_e4m3fn"),
+        (4, "float8_e4m3fn", None),
+        pytest.param(4, "int8", None, marks=pytest.mark.soak),
+        pytest.param(1, "int8", "int8", marks=pytest.mark.soak),
+    ],
+)
+def test_a_cache_of_eight_bits(batch, of_cache, eight):
+    """Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is on its way."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    kernel = launch_of(lowered(model, 2, batch, eight, of_cache))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert ("prmt.b32 y, x, 0x4b000000" in code.ptx) == ("int8" in (of_cache, eight))
+    assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
+    assert code.shared <= SHARED_MEMORY[90]
+    assert local_memory(code.ptx) == []
+    assert spilled_bytes(ptxas_report(code)) == 0
+    loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
+    assert loads and set(loads) == {"3"}
 
 
 @pytest.mark.parametrize("batch", [2, 16])

@@ -63,6 +63,12 @@ EIGHT_BITS: dict[str, tuple[str, jtf.DecoderSpec, tuple[int, ...]]] = {
     "seven sequences in int8": ("int8", LLAMA, (5, 240, 64, 100, 0, 511, 1)),
     "sixteen sequences in e4m3": ("float8_e4m3fn", LLAMA, tuple(range(0, 512, 32))),
 }  # fmt: skip
+# With a cache of 8 bits: its dtype, that of the weights if it has 8 bits, the model, the tokens of each sequence.
+CACHES: dict[str, tuple[str, str | None, jtf.DecoderSpec, tuple[int, ...]]] = {
+    "one sequence, a cache of int8": ("int8", None, LLAMA, (500,)),
+    "four sequences, a cache of e4m3": ("float8_e4m3fn", None, LLAMA, (5, 240, 0, 511)),
+    "weights and a cache of int8": ("int8", "int8", LLAMA, (33, 200)),
+}
 
 
 def full_layers(world: int) -> dict[str, jtf.DecoderSpec]:
@@ -77,12 +83,13 @@ def is_taken(model: jtf.DecoderSpec, b: int, world: int) -> bool:
 
 
 def operands(
-    model: jtf.DecoderSpec, b: int, slots: int, steps: int, eight: str | None = None
+    model: jtf.DecoderSpec, b: int, slots: int, steps: int, eight: str | None = None, of_cache: str | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
     """Random (parameters of this rank, x [steps, b, D] the same on every rank, cache) in bf16, inside of a program.
 
     Args:
       eight: a dtype of 8 bits for the matrices, whose rows have scales.
+      of_cache: one for the cache.
     """
     rank, world = lax.axis_index("tp"), lax.axis_size("tp")
     root = jax.random.fold_in(
@@ -101,7 +108,10 @@ def operands(
         if name.endswith("norm") and not model.norm_plus_one:
             params[name] += 1
     size = (model.layers, b, model.kv_heads // world, slots, model.head_dim)
-    cache = draw(size, 1.0, True), draw(size, 1.0, True)
+    cache: Any = draw(size, 1.0, True), draw(size, 1.0, True)
+    if of_cache is not None:
+        values, scales = zip(*(jtf.quantize(part, of_cache, block=(1, -1)) for part in cache))
+        cache = *values, *(scale[..., 0] for scale in scales)
     if eight is not None:
         for name in model.matrices:
             params[name], params[f"{name}_scale"] = jtf.quantize(params[name], eight, block=(1, -1))
@@ -125,10 +135,10 @@ def decode(
 
 def errors_of(
     model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper",
-    eight: str | None = None, config: dict[str, Any] | None = None,
+    eight: str | None = None, config: dict[str, Any] | None = None, of_cache: str | None = None,
 ) -> jax.Array:  # fmt: skip
-    """Relative errors of the kernel's logits, keys and values beside XLA's."""
-    params, xs, cache = operands(model, len(lengths), slots, steps, eight)
+    """Relative errors of the kernel's logits, keys and values (of 8 bits with their scales) beside XLA's."""
+    params, xs, cache = operands(model, len(lengths), slots, steps, eight, of_cache)
     asked = {"kernel": kernel, **(config or {})}
     ways = [decode(model, params, xs, cache, lengths, implementation="fused", config=asked)]
     ways.append(decode(model, params, xs, cache, lengths, implementation="xla"))
@@ -155,6 +165,14 @@ def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
     _run(mesh, {
         name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight)
         for name, (eight, model, lengths) in EIGHT_BITS.items()
+    })  # fmt: skip
+
+
+def check_caches(mesh: Mesh, kernel: str = "hopper") -> None:
+    """A cache of 8 bits beside XLA's."""
+    _run(mesh, {
+        name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight, of_cache=of_cache)
+        for name, (of_cache, eight, model, lengths) in CACHES.items()
     })  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`decode_step` with a cache of 8 bits, against a decoder in float64 whose keys and values are rounded as well."""
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -209,14 +210,25 @@ def test_errors():
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_who_takes_it(dtype):
-    """Operations, where the GPU has the dtype; one launch says why it does not."""
-    call = call_of(FAMILIES["llama-3-8b"], 8, 1, 2048, cache_dtype=np.dtype(dtype))
+    """Operations, where the GPU has the dtype; one launch of 1 to 4 sequences where it is asked for."""
+    call = call_of(FAMILIES["llama-3-8b"], 8, 4, 2048, cache_dtype=np.dtype(dtype))
     kernel = Hopper()
-    refused = f"it takes a cache of the weights' dtype, bfloat16, not {dtype}"
-    assert kernel.refuses(call, kernel.by_shape(call, {})) == [refused]
     assert choose("decode_step", VARIANTS, call, {}).variant.name == "operations"
-    with pytest.raises(NotImplementedError, match=refused):
-        choose("decode_step", VARIANTS, call, {"kernel": "hopper"})
+    chosen = choose("decode_step", VARIANTS, call, {"kernel": "hopper"})
+    assert chosen.variant.name == "hopper" and not chosen.config.tensor_cores and chosen.config.stage == 4096
+    for changes, asked, refused in (
+        ({}, {"tensor_cores": True}, f"by tensor cores it takes a cache of the weights' dtype, bfloat16, not {dtype}"),
+        ({"batch": 5}, {}, "without tensor cores it takes 1 to 4 sequences, not 5"),
+        (
+            {"model": dataclasses.replace(call.model, head_dim=64)}, {},
+            "with a cache of 8 bits it takes heads that 128 divides, not 64",
+        ),
+    ):  # fmt: skip
+        other = dataclasses.replace(call, **changes)
+        config = dataclasses.replace(kernel.by_shape(other, asked), **asked)
+        assert kernel.refuses(other, config) == [refused]
+        with pytest.raises(NotImplementedError, match=refused):
+            choose("decode_step", VARIANTS, other, {"kernel": "hopper", **asked})
     old = call_of(FAMILIES["llama-3-8b"], 8, 1, 2048, cache_dtype=np.dtype(dtype), target=target_of(80))
     found = operations.Operations().refuses(old, operations.Config())
     wanted = [] if dtype == INT8 else ["GPUs of compute capability 8.0 have no float8_e4m3fn: take int8"]
@@ -299,19 +311,33 @@ def test_what_a_gpu_is_given(dtype, implementation, kernels):
                 assert np.prod(sizes) < LONG * 64, line
 
 
+ONE_LAUNCH = {
+    "kernel": "hopper", "programs": 3, "stage": 1024, "num_stages": 3, "splits": 1, "merged": 32, "num_warps": 4,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "dtype, world, placement",
-    [(INT8, 1, "heads"), (E4M3, 2, "heads"), (INT8, 2, "contiguous"), (E4M3, 2, "round_robin")],
+    "dtype, world, placement, config",
+    [
+        (INT8, 1, "heads", None),
+        (E4M3, 2, "heads", None),
+        (INT8, 2, "contiguous", None),
+        (E4M3, 2, "round_robin", None),
+        (INT8, 2, "heads", ONE_LAUNCH),
+        (E4M3, 1, "heads", ONE_LAUNCH),
+    ],
 )
-def test_the_kernels_in_a_program(dtype, world, placement):
-    """Two steps by operations, simulated, beside the reference: the second one reads what the first one has stored."""
-    by_heads, block = placement == "heads", 4 if placement == "round_robin" else None
-    model = tiny("qwen2-7b", layers=1, heads=4, kv_heads=2, head_dim=64, vocab=64, d_model=64, d_mlp=128)
+def test_the_kernels_in_a_program(dtype, world, placement, config):
+    """Two steps by operations, or of one launch each, simulated, beside the reference: the second one reads what the
+    first one has stored.
+    """
+    by_heads, block, h = placement == "heads", 4 if placement == "round_robin" else None, 128 if config else 64
+    model = tiny("qwen2-7b", layers=1, heads=4, kv_heads=2, head_dim=h, vocab=64, d_model=64, d_mlp=128)
     params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
     cos, sin = rotary_tables(model, SLOTS)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 2, model.d_model)), jnp.bfloat16)
-    shape = (1, 2, 2, SLOTS, 64)
+    shape = (1, 2, 2, SLOTS, h)
     values = tuple(jnp.asarray(rng.integers(-100, 101, shape), dtype) for _ in range(2))
     cache = (*values, *(jnp.asarray(rng.uniform(0.01, 0.02, shape[:-1]), jnp.float32) for _ in range(2)))
     of_cache = OF_HEADS if by_heads else OF_SEQUENCE
@@ -322,7 +348,7 @@ def test_the_kernels_in_a_program(dtype, world, placement):
             for i in range(2):
                 logits, cache = jtf.decode_step(
                     params, x[i], cache, jnp.array([5, 0]) + i, "tp", model=model, cos=cos, sin=sin,
-                    implementation=implementation, placement=placement, block_size=block,
+                    implementation=implementation, placement=placement, block_size=block, config=config,
                 )  # fmt: skip
                 found.append(logits)
             return jnp.stack(found), cache

@@ -18,6 +18,7 @@ from jaxtaxfree.simulator import (
     MbarrierError,
     MessageError,
     MissingFenceError,
+    OutOfBoundsError,
     SignalCountError,
     UninitializedReadError,
     WaitOrderError,
@@ -124,6 +125,25 @@ EIGHT_BITS |= {
     ),
 }
 STEPS |= EIGHT_BITS
+# Blocks of 8 keys of 128, of which two warps have each a half.
+OF_CACHE = {"changes": (("head_dim", 128),), "config": (("stage", 1024),)}
+CACHES = {
+    "a cache of int8, two layers": Step(layers=2, lengths=(11, 20), cache="int8", **OF_CACHE),
+    "a cache of e4m3, four sequences": Step(
+        world=1, lengths=(3, 0, 17, 9), group=1, cache="float8_e4m3fn", **OF_CACHE
+    ),
+    "a cache of int8 and a window, three parts": Step(
+        world=1, family="mistral-7b-v0.1", lengths=(19,), cache="int8", changes=OF_CACHE["changes"],
+        config=(*OF_CACHE["config"], ("splits", 3)),
+    ),
+    "weights and a cache of int8": Step(lengths=(13,), eight=("int8", "unembed"), cache="int8", **OF_CACHE),
+    "a cache of e4m3, gemma 2, heads of 256": Step(
+        world=1, family="gemma-2-9b", lengths=(14,), layers=2, cache="float8_e4m3fn", changes=(("head_dim", 256),),
+        config=OF_CACHE["config"],
+    ),
+    "a cache of int8, more heads of a key": Step(world=1, lengths=(18,), group=8, cache="int8", **OF_CACHE),
+}  # fmt: skip
+STEPS |= CACHES
 MANY = {
     "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
     "tensor cores, one rank, rows in turns": Step(
@@ -217,7 +237,7 @@ EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "        give_back(ring, stage)\n"
 FENCE = "    fence_async_shared()\n"
 TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
-TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps()))\n"
+TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))\n"
 INT8 = EIGHT_BITS["int8, two layers"]
 SEVERAL_INT8 = EIGHT_BITS["six sequences in int8 on two ranks, two layers"]
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
@@ -231,6 +251,8 @@ EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
+INT8_CACHE = CACHES["a cache of int8, two layers"]
+OLD_KEYS, OLD_VALUES = (f"given.old_{of}_scales + pair * SIZES.SLOTS" for of in ("key", "value"))
 MUTANTS = {
     "attention does not wait for queries": Mutant(
         module=hopper, edits=((MEET.format(""), ALONE),), errors=TOO_EARLY
@@ -381,6 +403,28 @@ MUTANTS = {
         module=phases, edits=(("norms_of(desc, given.final_norm", "norms_of(desc, given.attn_norm"),),
         errors=(AssertionError,), step=EIGHT_BITS["e4m3 and a tied one, gemma 2"],
     ),
+    # Of a cache of 8 bits.
+    **{
+        f"of a cache of 8 bits, {fault}": Mutant(
+            module=attention, edits=((found, changed),), errors=(AssertionError, OutOfBoundsError), step=INT8_CACHE
+        )
+        for fault, found, changed in (
+            ("a key's scale of another position", f"{OLD_KEYS} + slot", f"{OLD_KEYS} + (slot ^ 1)"),
+            ("a value's scale of another position", f"{OLD_VALUES} + slot", f"{OLD_VALUES} + (slot ^ 1)"),
+            ("scales of another layer", "old_key_scales + pair *",
+             "old_key_scales + (pair - layer * SIZES.B * SIZES.KV_HEADS) *"),
+            ("keys' scales for values", "gl.load(given.old_value_scales", "gl.load(given.old_key_scales"),
+            ("values' scales in the sum of weights", "keep + gl.sum(weight, 0", "keep + gl.sum(weights[g], 0"),
+            ("a key without its scale", "scores = scores * key_scale", "pass"),
+            ("the new key without its scale", "(query * key, 1), 0) * key_unit", "(query * key, 1), 0)"),
+            ("the new value without its scale", "[None, None, :, :] * value_unit", "[None, None, :, :]"),
+            ("a value's scale behind the end", f"{OLD_VALUES} + slot, mask=seen",
+             f"{OLD_VALUES} + slot, mask=slot >= 0"),
+            ("the new value's scale is the key's", "new_value_scales + pair, value_unit",
+             "new_value_scales + pair, key_unit"),
+            ("numbers are not rounded to the nearest", "x = (x + ROUNDS) - ROUNDS", "pass"),
+        )
+    },
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
         module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),

@@ -18,6 +18,7 @@ from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, like, placement_of
 from jaxtaxfree.ops.operand import Scales
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.ops.variant import Variant, choose, settings_of
 from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
 from jaxtaxfree.settings import Settings
@@ -46,6 +47,7 @@ def decode_step[C: Cache](
     counts: jax.Array | None = None,
     placement: str = "heads",
     block_size: int | None = None,
+    block_tables: jax.Array | None = None,
     implementation: str | None = None,
     config: Settings | Mapping[str, Any] | None = None,
 ) -> tuple[jax.Array, C]:
@@ -80,7 +82,8 @@ def decode_step[C: Cache](
         or float8_e4m3fn, it is (keys, values, key_scales, value_scales). The scales are f32 of the same shape without
         H, one for each position and head: [L, B, K / W, S], or [L, B, K, S / W]. New keys and values are quantised as
         by `append_kv`, each with its own scale. All tokens attend to what is stored, to their own keys as well, so that
-        this is `decode_attention` behind `append_kv`, in steps and in prompts.
+        this is `decode_attention` behind `append_kv`, in steps and in prompts. With `block_tables` the parts are pools:
+        they have pages in place of B, and the positions of a page in place of S.
       lengths: i32[B], tokens in the cache so far, the same on every rank. The first new token gets this position.
       axis_name: the mesh axis, or axes, along which the model is sharded.
       model: what the model is made of.
@@ -90,14 +93,21 @@ def decode_step[C: Cache](
         trace, and the logits of a sequence without any mean nothing.
       placement: "heads": each rank has the key/value heads of its queries, which W has to divide. "contiguous" and
         "round_robin", with `block_size`: as in `decode_attention`.
+      block_tables: i32[B, pages of a sequence], for a paged cache: which pages of the pool hold the sequence, in order,
+        the same ones in all layers. Then S is the positions of a page times the pages of a sequence. By heads it is the
+        same on every rank; along the sequence each rank has the pages of its own positions. Sequences may share pages,
+        but not those that their new tokens go to. A token is dropped if its entry is no page of the pool, as -1 is.
+        Entries behind the last token do not matter; of one before it that is no page, the logits of its sequence mean
+        nothing.
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 1 to 4. Of weights of 8 bits all
         layers have one dtype, with scales of rows whose lengths 128 divides; of 5 sequences or more the unembedding has
         8 bits, too. It is our operations, some kernels a layer, of more sequences and other weights, with a cache along
-        the sequence or of 8 bits, and on other GPUs. None takes what has been measured, on several ranks: not our
-        operations with 8 bits.
+        the sequence, of 8 bits or in pages, and on other GPUs. None takes what has been measured, on several ranks: not
+        our operations with weights of 8 bits, and no cache of 8 bits or in pages.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. {"kernel": "operations"} is our operations.
+        leaves out. {"kernel": "operations"} is our operations. No GPU has run one launch with a cache of 8 bits, so a
+        config has to ask for it: of 1 to 4 sequences, with heads that 128 divides.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens, a tuple like the
       one that was passed). Positions past the cache's end or before its beginning are dropped: such a token attends to
@@ -116,22 +126,26 @@ def decode_step[C: Cache](
     params = {name: jnp.asarray(weight) for name, weight in params.items()}
     x, lengths = jnp.asarray(x), jnp.asarray(lengths)
     key, value, *scales = (jnp.asarray(part) for part in cache if part is not None)
+    tables = [] if block_tables is None else [jnp.asarray(block_tables)]
     cos, sin = (jnp.asarray(table) for table in (cos, sin))
     cos, sin = (table[None] if table.ndim == 2 else table for table in (cos, sin))
     given = x if x.ndim == 3 else x[:, None]
     counts = jnp.full(given.shape[:1], given.shape[1], jnp.int32) if counts is None else jnp.asarray(counts)
-    eight = _check(params, x, key, value, scales, lengths, counts, cos, sin, model, world, placement)
+    eight = _check(params, x, key, value, scales, tables, lengths, counts, cos, sin, model, world, placement)
     counts = jnp.clip(counts, 0, given.shape[1])
     place = None
     if placement != "heads":
-        place = placement_of(placement, block_size, key.shape[3], None, "decode_step")
+        page, count = (key.shape[3], tables[0].shape[1]) if tables else (None, 1)
+        place = placement_of(placement, block_size, count * key.shape[3], page, "decode_step")
         if len(set(model.windows)) > 1:
             raise NotImplementedError("decode_step takes layers with different windows only with a cache by heads.")
     settings = settings_of("decode_step", VARIANTS, config)
     operands = [given, key, value, lengths.astype(jnp.int32), counts.astype(jnp.int32), cos, sin]
-    operands += [*scales, *params.values()]
-    params_ = {"axes": axes, "names": tuple(params), "model": model, "placement": place, "eight": eight}
-    reasons = _refusals(operands, model, world, place, eight)
+    operands += [*map(as_int32, tables), *scales, *params.values()]
+    paged = bool(tables)
+    params_: dict[str, Any] = {"axes": axes, "names": tuple(params), "model": model, "placement": place}
+    params_ |= {"eight": eight, "paged": paged}
+    reasons = _refusals(operands, model, world, place, eight, paged)
     if takes_reference("decode_step", [x, key], implementation, reasons):
         logits, *parts = reference(*operands, **params_)
     else:
@@ -142,16 +156,16 @@ def decode_step[C: Cache](
 def reference(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
     sin: jax.Array, *others: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
-    placement: Placement | None, eight: tuple[Eight, ...] = (), config: Any = None,
+    placement: Placement | None, eight: tuple[Eight, ...] = (), paged: bool = False, config: Any = None,
 ) -> list[jax.Array]:  # fmt: skip
     """What the operation means, in plain `lax`: [logits, keys, values, and their scales if there are any].
 
     Args:
-      others: scales of keys and values, if there are any, and the weights with these names.
+      others: tables, if it is paged, scales of keys and values, if there are any, and the weights with these names.
     """
     del config, eight
-    scales, params = _parted(others, names)
-    how = {"axes": axes, "model": model, "placement": placement}
+    tables, scales, params = _parted(others, names, paged)
+    how = {"axes": axes, "model": model, "placement": placement, "block_tables": tables}
     logits, cache = plain.run(params, x, (key, value, *scales), lengths, counts, cos, sin, **how)
     return [logits, *cache]
 
@@ -160,26 +174,28 @@ def fused(
     x: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, counts: jax.Array, cos: jax.Array,
     sin: jax.Array, *others: jax.Array, axes: tuple[str, ...], names: tuple[str, ...], model: DecoderSpec,
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
-    eight: tuple[Eight, ...] = (), implementation: str | None = None,
+    eight: tuple[Eight, ...] = (), paged: bool = False, implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
     """The operation by one kernel, and one scatter of the new keys and values; or by operations. As `reference`."""
     operands = [x, key, value]
-    scales, params = _parted(others, names)
+    tables, scales, params = _parted(others, names, paged)
     if reasons := symbolic(*operands):
         raise Unsupported("decode_step", reasons)
-    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, compute_capability)
+    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, paged, compute_capability)
     chosen = choose("decode_step", VARIANTS, call, dict(config))
     lengths = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
     if chosen.variant.name == operations.Operations.name:
-        how = {"axes": axes, "model": model, "placement": placement, "implementation": implementation or "fused"}
+        how: dict[str, Any] = {"axes": axes, "model": model, "placement": placement, "block_tables": tables}
+        how["implementation"] = implementation or "fused"
         logits, cache = operations.run(params, x[:, 0], (key, value, *scales), lengths, cos, sin, **how)
         return [logits, *cache]
     stream = plain.scaled_embedding(x[:, 0], model).astype(jnp.float32)
-    tables = cos.astype(jnp.float32), sin.astype(jnp.float32)
-    arrays = chosen.arrays(params, stream, (key, value), lengths, *tables)
+    turns = cos.astype(jnp.float32), sin.astype(jnp.float32)
+    cache = key, value, *scales
+    arrays = chosen.arrays(params, stream, cache, lengths, *turns)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    logits, *news = outs[:3]  # and times, if they are taken
+    logits, *news = outs[: 1 + len(cache)]  # and times, if they are taken
     # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
     # are those of the leading dimensions, or XLA would transpose the cache, and back.
     layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
@@ -188,18 +204,20 @@ def fused(
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
 
-    return [logits, *(put(old, new) for old, new in zip((key, value), news))]
+    return [logits, *(put(old, new) for old, new in zip(cache, news, strict=True))]
 
 
-def _parted(others: Sequence[jax.Array], names: tuple[str, ...]) -> tuple[Sequence[jax.Array], Params]:
-    """Scales of a cache, if there are any, and the weights with these names, which come behind them."""
-    count = len(others) - len(names)
-    return others[:count], dict(zip(names, others[count:]))
+def _parted(
+    others: Sequence[jax.Array], names: tuple[str, ...], paged: bool
+) -> tuple[jax.Array | None, Sequence[jax.Array], Params]:
+    """Tables of a paged cache, its scales, if there are any, and the weights with these names, one behind the other."""
+    tables, first, count = others[0] if paged else None, int(paged), len(others) - len(names)
+    return tables, others[first:count], dict(zip(names, others[count:]))
 
 
 def _call_of(
     x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...],
-    compute_capability: int,
+    paged: bool, compute_capability: int,
 ) -> Call:  # fmt: skip
     """The call with these operands (arrays or their types)."""
     return Call(
@@ -213,24 +231,27 @@ def _call_of(
         cache_dtype=np.dtype(key.dtype),
         by_heads=placement is None,
         eight=eight,
+        paged=paged,
         target=target_of(compute_capability),
     )
 
 
 def _refusals(
-    operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...]
-) -> list[str]:
+    operands: Sequence[Any], model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...],
+    paged: bool,
+) -> list[str]:  # fmt: skip
     """All that keeps every kernel from taking these operands, whatever the GPU."""
     if reasons := symbolic(*operands):
         return reasons
-    call = _call_of(operands[0], operands[1], operands[5], model, world, placement, eight, HOPPER.compute_capability)
+    of = operands[0], operands[1], operands[5], model, world, placement, eight, paged
+    call = _call_of(*of, HOPPER.compute_capability)
     refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
     return [] if not all(refusals) else list(dict.fromkeys(reason for reasons in refusals for reason in reasons))
 
 
 def _slower(
     x: Any, key: Any, *others: Any, axes: tuple[str, ...], model: DecoderSpec, placement: Placement | None,
-    eight: tuple[Eight, ...], **_: Any,
+    eight: tuple[Eight, ...], paged: bool, **_: Any,
 ) -> str | None:  # fmt: skip
     """Why XLA is taken. Us a step of ours and of XLA's same program, each at its best flags:
 
@@ -246,8 +267,11 @@ def _slower(
         return "operations were measured with a cache by heads alone"
     if key.dtype.itemsize == 1:
         return "it was measured with a cache of 16 bits alone"
+    if paged:
+        return "it was measured with a cache without pages alone"
     if eight:
-        call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, HOPPER.compute_capability)
+        target = HOPPER.compute_capability
+        call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, paged, target)
         kernel = Hopper()
         if kernel.refuses(call, kernel.by_shape(call, {})):
             return "with weights of 8 bits it was measured in one launch alone"
@@ -256,16 +280,16 @@ def _slower(
 
 def case(
     x: Any, key: Any, *others: Any, team: Team, model: DecoderSpec, placement: Placement | None,
-    eight: tuple[Eight, ...] = (), **_: Any,
+    eight: tuple[Eight, ...] = (), paged: bool = False, **_: Any,
 ) -> Case | None:  # fmt: skip
     """What the tables know a call by; None if none of its kind is in them, as where operations take it.
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if eight:
-        return None  # the tables are of weights of 16 bits
+    if eight or key.dtype.itemsize == 1:
+        return None  # the tables are of weights and caches of 16 bits
     cos = others[3]
-    call = _call_of(x, key, cos, model, team.world, placement, eight, team.compute_capability)
+    call = _call_of(x, key, cos, model, team.world, placement, eight, paged, team.compute_capability)
     kernel = Hopper()
     if kernel.refuses(call, kernel.by_shape(call, {})):
         return None  # such as a cache along the sequence: operations have tables of their own
@@ -302,8 +326,9 @@ def _check_kinds(params: Any, cache: Any, model: Any, placement: Any, block_size
 
 
 def _check(
-    params: Params, x: jax.Array, key: jax.Array, value: jax.Array, scales: Sequence[jax.Array], lengths: jax.Array,
-    counts: jax.Array, cos: jax.Array, sin: jax.Array, model: DecoderSpec, world: int, placement: str,
+    params: Params, x: jax.Array, key: jax.Array, value: jax.Array, scales: Sequence[jax.Array],
+    tables: Sequence[jax.Array], lengths: jax.Array, counts: jax.Array, cos: jax.Array, sin: jax.Array,
+    model: DecoderSpec, world: int, placement: str,
 ) -> tuple[Eight, ...]:  # fmt: skip
     """The weights of 8 bits.
 
@@ -356,7 +381,14 @@ def _check(
             kind: Scales = "row" if found.shape == rows[scale] else "block"
             eight.append(Eight(name=name, dtype=params[name].dtype.name, scales=kind))
     b, heads = x.shape[0], model.kv_heads // world if by_heads else model.kv_heads
-    wrong += _cache_faults(key, value, scales, (model.layers, b, heads), model.head_dim)
+    rows_of, positions = ("pages", "page size") if tables else (b, "S")
+    wrong += _cache_faults(key, value, scales, (model.layers, rows_of, heads, positions, model.head_dim))
+    for of in tables:
+        wanted = f"block_tables must be i32[{b}, pages of a sequence]"
+        if of.ndim != 2 or of.shape[0] != b or not jnp.issubdtype(of.dtype, jnp.integer):
+            wrong.append(f"{wanted}, not {of.dtype}{list(of.shape)}")
+        elif of.shape[1] == 0:
+            wrong.append(f"{wanted}, of one page or more, not {of.dtype}{list(of.shape)}")
     for name, of in (("lengths", lengths), ("counts", counts)):
         if of.shape != (b,) or not jnp.issubdtype(of.dtype, jnp.integer):
             wrong.append(f"{name} must be i32[{b}], not {of.dtype}{list(of.shape)}")
@@ -373,15 +405,16 @@ def _check(
 
 
 def _cache_faults(
-    key: jax.Array, value: jax.Array, scales: Sequence[jax.Array], leading: tuple[int, ...], head_dim: int
+    key: jax.Array, value: jax.Array, scales: Sequence[jax.Array], sizes: tuple[int | str, ...]
 ) -> list[str]:
-    """All reasons for which these are not the parts of a cache [*leading, S, head_dim]."""
+    """All reasons for which these are not the parts of a cache of these sizes, of which those with names may be any."""
     wrong = []
     for name, part in (("keys", key), ("values", value)):
-        if part.ndim != 5 or part.shape != (*leading, part.shape[3], head_dim):
-            wanted = f"[{', '.join(map(str, leading))}, S, {head_dim}]"
+        each = list(zip(sizes, part.shape))
+        if part.ndim != 5 or any(found != size for size, found in each if not isinstance(size, str)):
+            wanted = f"[{', '.join(map(str, sizes))}]"
             wrong.append(f"the cache's {name} must be {wanted}, not {list(part.shape)}")
-        elif part.shape[3] == 0:
+        elif any(found == 0 for size, found in each if isinstance(size, str)):
             wrong.append(f"the cache's {name} have no room for a position: {list(part.shape)}")
     if key.dtype.name in EIGHT_BITS and not scales:
         wrong.append(f"the cache is {key.dtype}, so it must be (keys, values, key_scales, value_scales)")

@@ -32,11 +32,12 @@ class Call:
       model: what the decoder is made of.
       world: number of ranks.
       batch, tokens: B and T.
-      slots: positions of the cache.
+      slots: positions of the cache, or of a page of it.
       positions: of the rotary tables.
       dtype, cache_dtype: dtypes of the weights and of the cache.
       eight: the weights that have 8 bits instead.
       by_heads: whether the cache is by heads.
+      paged: whether it is in pages.
       target: the GPU.
     """
 
@@ -51,6 +52,7 @@ class Call:
     by_heads: bool
     target: Target
     eight: tuple[Eight, ...] = ()
+    paged: bool = False
 
     def dtype_of(self, name: str) -> np.dtype:
         """That of the weight of this name."""

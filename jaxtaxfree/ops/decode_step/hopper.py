@@ -11,7 +11,7 @@ from triton import next_power_of_2
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
 from jaxtaxfree.ops.blocks.portable import each
 from jaxtaxfree.ops.decode_step import many
-from jaxtaxfree.ops.decode_step.call import FEW, GROUP, LARGEST_BOX, Call, Config
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, FEW, GROUP, LARGEST_BOX, Call, Config
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.variant import Variant
 from jaxtaxfree.primitive import Lasting
@@ -23,13 +23,13 @@ SCALES = {
 }  # fmt: skip
 
 
-def refusals_of_form(call: Call, of_cache: tuple[str, ...] = ()) -> list[str]:
-    """What keeps both variants from taking a call, one of which takes a cache of other dtypes, too."""
+def refusals_of_form(call: Call) -> list[str]:
+    """What keeps both variants from taking a call."""
     reasons: list[str] = []
     if call.dtype.name not in ("bfloat16", "float16"):
         reasons.append(Lasting(f"it takes weights of bfloat16 and float16, not {call.dtype}"))
-    if call.cache_dtype.name not in (call.dtype.name, *of_cache):
-        known = " or ".join([call.dtype.name, *of_cache])
+    if call.cache_dtype.name not in (call.dtype.name, *EIGHT_BITS):
+        known = " or ".join([call.dtype.name, *EIGHT_BITS])
         reasons.append(Lasting(f"it takes a cache of the weights' dtype, {known}, not {call.cache_dtype}"))
     if call.tokens != 1:
         reasons.append(f"it takes one new token of each sequence, not {call.tokens}")
@@ -62,6 +62,8 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     With weights of int8, on 2 H100 and of 8192 tokens, the same share takes 279, 288, 290 and 315 for 1 to 4 sequences,
     and 236, 300, 366 and 480 in registers. A quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
     """
+    if call.cache_dtype.itemsize == 1:
+        return False  # they take no such cache
     if many.refused(call, config) or _widths_differ(call):
         return call.batch > FEW
     if call.model.post_norms:
@@ -108,10 +110,28 @@ def refused_eight_bits(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def refused_cache(call: Call, config: Config) -> list[str]:
+    """Why a call with a cache of 8 bits cannot be taken."""
+    if call.cache_dtype.itemsize > 1:
+        return []
+    reasons: list[str] = []
+    if config.tensor_cores:
+        reasons.append(f"by tensor cores it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}")
+    if call.model.head_dim % (2 * GROUP):
+        of = f"heads that {2 * GROUP} divides, not {call.model.head_dim}"
+        reasons.append(Lasting(f"with a cache of 8 bits it takes {of}"))
+    return reasons
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
     name, Config, kernel = "hopper", Config, decode_step_kernel
+
+    def cost(self, call: Call, config: Config) -> float:
+        """With a cache of 8 bits it is taken where it is named: no GPU has run it."""
+        del config
+        return math.inf if call.cache_dtype.itemsize == 1 else 0
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
@@ -119,6 +139,7 @@ class Hopper(Variant[Call]):
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
+        reasons += refused_cache(call, config)
         reasons += refused_eight_bits(call, config)
         if call.batch > many.VECTORS:
             reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
@@ -126,6 +147,8 @@ class Hopper(Variant[Call]):
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
+        if call.paged:
+            reasons.append("it takes a cache without pages: its loads know no block_tables")
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -146,7 +169,8 @@ class Hopper(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
         # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled.
-        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight else Config.stage}
+        eight = call.eight or call.cache_dtype.itemsize == 1
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if eight else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
@@ -165,7 +189,8 @@ class Hopper(Variant[Call]):
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
         slots = min(config.stage // h, LARGEST_BOX)
-        old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // GROUP, GROUP)
+        group = 2 * GROUP // call.cache_dtype.itemsize
+        old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // group, group)
         if config.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(call, config)
         else:
@@ -199,9 +224,11 @@ class Hopper(Variant[Call]):
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
         cache = 2 * layers * b * kv_heads * call.slots * h
+        eight = call.cache_dtype.itemsize == 1
+        new_scales = (f32(layers, b, kv_heads),) * 2 if eight else ()
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), new, new, *times),
+            "out_type": (f32(b, call.vocab), new, new, *new_scales, *times),
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
@@ -226,6 +253,7 @@ class Hopper(Variant[Call]):
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             **{f"{name}_scale_ptr": None for param, name in SCALES.items() if call.dtype_of(param).itemsize > 1},
+            **({} if eight else {f"{age}_{of}_scales_ptr": None for age in ("old", "new") for of in ("key", "value")}),
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
@@ -309,8 +337,9 @@ class Hopper(Variant[Call]):
         return (
             x,
             *(as_blocks(params[name]) for name in weights),
-            *map(as_blocks, cache),
+            *map(as_blocks, cache[:2]),
             *(params[name] for name in vectors),
+            *cache[2:],
             cos,
             sin,
             lengths,

@@ -1,8 +1,8 @@
 """A decode step by operations: the products, sums and attention of each layer are kernels of their own.
 
 It takes what the kernel for all layers does not: any number of sequences, norms behind the blocks of many, and a cache
-along the sequence. Layers are not scanned, because each has its own window, and because XLA hands a slice at a known
-place to a kernel without a copy.
+along the sequence, of 8 bits or in pages. Layers are not scanned, because each has its own window, and because XLA
+hands a slice at a known place to a kernel without a copy.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ import jax.numpy as jnp
 
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
 from jaxtaxfree.ops.decode_attention import decode_attention
-from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
 from jaxtaxfree.ops.decode_step.hopper import Call, refusals_of_form
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
@@ -27,6 +26,7 @@ from jaxtaxfree.ops.decode_step.reference import (
     capped,
     gated,
     over_the_sequence,
+    readable,
     rms_norm,
     scaled_embedding,
     scales_of,
@@ -53,7 +53,7 @@ class Operations(Variant[Call]):
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         del config
-        reasons = refusals_of_form(call, EIGHT_BITS)
+        reasons = refusals_of_form(call)
         if call.cache_dtype.name == "float8_e4m3fn" and call.target.compute_capability < 89:
             reasons.append(Lasting(f"GPUs of compute capability {call.target} have no float8_e4m3fn: take int8"))
         columns = {"o_proj": call.heads * call.model.head_dim, "down_proj": call.d_mlp}
@@ -80,9 +80,10 @@ class Operations(Variant[Call]):
 def run(
     params: Params, x: jax.Array, cache: Parts, lengths: jax.Array, cos: jax.Array, sin: jax.Array, *,
     axes: tuple[str, ...], model: DecoderSpec, placement: Placement | None, implementation: str,
+    block_tables: jax.Array | None = None,
 ) -> tuple[jax.Array, Parts]:  # fmt: skip
     """As `reference.run`, of one new token of each sequence, x [B, D]."""
-    step = _Step(axes, model, placement, lengths, implementation)
+    step = _Step(axes, model, placement, lengths, implementation, block_tables)
     x = scaled_embedding(x, model)
     row = jnp.clip(lengths[:, None], 0, cos.shape[1] - 1)
     by_layer = {name: w for name, w in params.items() if name not in LAYER_FREE}
@@ -110,6 +111,7 @@ class _Step:
     placement: Placement | None
     lengths: jax.Array
     implementation: str
+    block_tables: jax.Array | None
 
     def times(self, y: jax.Array, w: Params, name: str | tuple[str, ...], **epilogue: Any) -> Any:
         """y [B, in] times this rank's weight of this name [out, in], or a tuple of products by several."""
@@ -147,15 +149,15 @@ class _Step:
         q, k, v = (as_heads(name, of[:, None], w, rotation, model) for name, of in zip(names, made))
         window = model.window_by_layer[layer]
         at, counts = self.lengths[:, None], jnp.ones_like(self.lengths)
-        cache = appended(cache, layer, k, v, at, counts, self.placement, self.axes)
-        past = tuple(part[layer] for part in cache)
+        cache = appended(cache, layer, k, v, at, counts, self.placement, self.axes, self.block_tables)
+        past, pages = tuple(part[layer] for part in cache), readable(self.block_tables, cache)
         if self.placement is None:
             y = decode_attention(
                 q, past[0], past[1], (), **scales_of(past[2:]), scale=model.score_factor, local_window_size=window,
                 key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",
-                implementation=self.implementation,
+                block_tables=pages, implementation=self.implementation,
             )  # fmt: skip
         else:
             where = self.placement, self.axes, model, self.implementation
-            y = over_the_sequence(q, past, self.lengths, window, *where)
+            y = over_the_sequence(q, past, self.lengths, window, *where, pages)
         return y.reshape(len(y), -1), cache

@@ -32,6 +32,7 @@ def run(
     axes: tuple[str, ...],
     model: DecoderSpec,
     placement: Placement | None,
+    block_tables: jax.Array | None = None,
 ) -> tuple[jax.Array, Parts]:
     """All layers, for T new tokens of each sequence.
 
@@ -41,6 +42,7 @@ def run(
       counts: i32[B], how many of the T tokens are there; those behind them leave no trace.
       cos, sin: f32 [tables, positions, rotated / 2].
       placement: which positions a rank keeps; None: all, of some of the heads.
+      block_tables: of a paged cache, any i32[B, pages of a sequence].
 
     Returns: (logits f32[B, V / W] of each sequence's last token, the cache).
     """
@@ -51,6 +53,7 @@ def run(
     row = jnp.clip(at, 0, cos.shape[1] - 1)
     x = scaled_embedding(x, model)
     no_window = jnp.iinfo(jnp.int32).max
+    pages = readable(block_tables, cache)
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},
         jnp.arange(model.layers),
@@ -66,13 +69,13 @@ def run(
         w, i, window, table = of_layer
         rotation = cos[table][row][:, :, None], sin[table][row][:, :, None]  # [B, T, 1, rotated / 2]
         q, k, v = _queries_keys_values(w, normal(x, w["attn_norm"]), rotation, model)
-        cache = appended(cache, i, k, v, at, counts, placement, axes)
-        past = _of_layer(cache, i)
+        cache = appended(cache, i, k, v, at, counts, placement, axes, block_tables)
         if placement is None:
-            y = attend(q, past, at, lengths + counts, window, model)
+            y = attend(q, _of_layer(cache, i, pages), at, lengths + counts, window, model)
         else:
             there = jnp.where(counts > 0, lengths, -1)  # where there is no token, it attends to nothing
-            y = over_the_sequence(q, past, there, model.windows[0], placement, axes, model, "xla")
+            past = _of_layer(cache, i)
+            y = over_the_sequence(q, past, there, model.windows[0], placement, axes, model, "xla", pages)
         y = lax.psum(times(y.reshape(b, t, -1), w, "o_proj"), axes).astype(x.dtype)
         x = x + scaled(normal(y, w["post_attn_norm"]) if model.post_norms else y, model)
         y = normal(x, w["mlp_norm"])
@@ -157,32 +160,51 @@ def as_heads(
     return rotate(rms_norm(x, w[f"{name}_norm"], model) if model.qk_norm else x, rotation)
 
 
-def _of_layer(cache: Parts, layer: jax.Array) -> Parts:
-    """Keys and values of one layer, [B, K, S, H], and their scales, [B, K, S]."""
-    return tuple(lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in cache)
+def _of_layer(cache: Parts, layer: jax.Array, pages: jax.Array | None = None) -> Parts:
+    """Keys and values of one layer, [B, K, S, H], and their scales, [B, K, S]; of pools, what is on pages [B, P]."""
+    if pages is None:
+        return tuple(lax.dynamic_index_in_dim(part, layer, keepdims=False) for part in cache)
+    found = (part.at[layer, pages].get(mode="promise_in_bounds") for part in cache)  # [B, P, K, page size, ...]
+    return tuple(lax.collapse(jnp.swapaxes(part, 1, 2), 2, 4) for part in found)
+
+
+def readable(block_tables: jax.Array | None, cache: Parts) -> jax.Array | None:
+    """The tables with a page of the pool in each place, so that nobody reads outside of it.
+
+    Where a table has none, nothing is written, and what is read means nothing.
+    """
+    return None if block_tables is None else jnp.clip(block_tables, 0, cache[0].shape[1] - 1)
 
 
 def appended(
     cache: Parts, layer: jax.Array | int, k: jax.Array, v: jax.Array, at: jax.Array, counts: jax.Array,
-    placement: Placement | None, axes: tuple[str, ...],
+    placement: Placement | None, axes: tuple[str, ...], block_tables: jax.Array | None = None,
 ) -> Parts:  # fmt: skip
     """Keys and values [L, B, K, S, H] with those of the new tokens [B, T, K, H] of a layer at positions [B, T].
 
     As by `append_kv`, which would have the layer alone, so that it would be copied, and back. Where they have scales,
-    [L, B, K, S], the new ones are quantised.
+    [L, B, K, S], the new ones are quantised. With tables they are pools, [L, pages, K, page size, H], and a token whose
+    entry is no page of them is dropped.
     """
     b, t = at.shape
-    slots = cache[0].shape[3]
+    pages, heads, size = cache[0].shape[1:4]
     if placement is not None:
         at = placement.slot_of(at, lax.axis_index(axes), lax.axis_size(axes))
-    there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < slots)
-    slot = jnp.where(there, at, slots + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
     # Indices of the leading dimensions, or XLA would transpose the cache, and back.
-    sequence, head, _ = jnp.ogrid[:b, : cache[0].shape[2], :t]
+    sequence, head, _ = jnp.ogrid[:b, :heads, :t]
+    count = 1 if block_tables is None else block_tables.shape[1]
+    there = (jnp.arange(t) < counts[:, None]) & (at >= 0) & (at < count * size)
+    row = sequence
+    if block_tables is not None:
+        found = jnp.take_along_axis(block_tables, jnp.clip(at // size, 0, count - 1), axis=1)
+        there &= (found >= 0) & (found < pages)
+        row = jnp.where(there[:, None], found[:, None], sequence)
+        at = at % size
+    slot = jnp.where(there, at, size + jnp.arange(t))[:, None]  # each its own place past the end, to be dropped
 
     def put(old: jax.Array, new: jax.Array) -> jax.Array:
         new = jnp.swapaxes(new, 1, 2).astype(old.dtype)
-        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
+        return old.at[layer, row, head, slot].set(new, mode="drop", unique_indices=True)
 
     scales = cache[2:] or (None, None)
     values, of_values = zip(*(quantised(x, old.dtype, s) for x, old, s in zip((k, v), cache, scales)))
@@ -268,7 +290,7 @@ def over_the_sequence(
 
 def _placed(placement: Placement, block_tables: jax.Array | None) -> dict[str, Any]:
     """The placement of a cache as `append_kv` and `decode_attention` take it."""
-    block = placement.stretch if block_tables is None else None  # a page
+    block = placement.stretch
     return {"placement": "round_robin", "kv_layout": "BKSH", "block_size": block, "block_tables": block_tables}
 
 
