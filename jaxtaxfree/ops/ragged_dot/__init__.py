@@ -95,7 +95,8 @@ def ragged_dot(
         whatever it leaves out.
 
     Returns: [M, N]. Where a size is negative, or the sum is more than M, the kernel addresses nothing by it, and the
-      whole result is NaN, as are its gradients; so they are on CPUs. (XLA's own kernels for GPUs check nothing.)
+      whole result is NaN, as are its gradients; so they are on CPUs. (XLA's own kernels for GPUs check nothing.) No
+      error is raised, because the kernel has no heap in which it could leave one for the host.
 
     Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
     group. In a program that is differentiated the product is rounded before gate and activation are applied.
