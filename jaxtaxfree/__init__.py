@@ -7,7 +7,7 @@ private.check()  # before other modules import these names
 # ruff: noqa: E402
 from jaxtaxfree import heap, iris, routing
 from jaxtaxfree.fusion import fuse
-from jaxtaxfree.heap import HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
+from jaxtaxfree.heap import GarbageError, HeapError, HeapUnavailableError, PeerTimeoutError, block_until_ready
 from jaxtaxfree.iris import iris_call
 from jaxtaxfree.ops import gradients as _gradients  # noqa: F401 (gives the operations their derivatives)
 from jaxtaxfree.ops import levels as _levels  # noqa: F401 (divides operations whose axes span hosts)
@@ -31,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "CompileError",
     "DecoderSpec",
+    "GarbageError",
     "HeapError",
     "HeapUnavailableError",
     "KVCache",

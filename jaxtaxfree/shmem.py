@@ -132,6 +132,7 @@ def shmem_call(
       jaxtaxfree.CompileError: when the program is lowered, if the kernel does not compile, or needs more shared memory
         than there is.
       jaxtaxfree.PeerTimeoutError: if a rank waited in vain; see `jaxtaxfree.heap`.
+      jaxtaxfree.GarbageError: likewise, if the kernel called `shmem.report_garbage`.
     """
     check_kernel(kernel, "shmem_call")
     name = name or kernel.fn.__name__
@@ -159,7 +160,7 @@ def shmem_call(
         bundles=bundles,
         axes=axes,
         grid=sizes_of(grid),
-        layout=heap.Layout.of(sizes_of(grid), scratch, signals, messages),
+        layout=heap.Layout.of(sizes_of(grid), scratch, signals, messages, kernel.arg_names),
         descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
         name=name,
         cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,

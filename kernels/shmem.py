@@ -21,6 +21,7 @@ What the functions do for the kernel's author:
 * `wait` is an acquire at system scope followed by a block barrier, and it is bounded in time. If it gives up it
   leaves a record of who was missing for the host; from then on this rank's waits return at once and its remote stores
   and signals do nothing.
+* `report_garbage` leaves a record of a number that arrived as data and fits nowhere. Calls go on.
 
 The one file of the project that calls inline assembly; `assembly.py` has its longer texts. Gluon kernels reach this
 one through `shmem_gluon.py`.
@@ -55,6 +56,19 @@ RECORD_SIGNAL = tl.constexpr(5)  # index of a signal, or -1 minus the place of a
 RECORD_EXPECTED = tl.constexpr(6)
 RECORD_SEEN = tl.constexpr(7)
 RECORD_EPOCH = tl.constexpr(8)
+
+# Reports of garbage in the same memory, GARBAGE_SLOTS of them behind the record, of GARBAGE_WORDS each. STATE is
+# written last; the host makes it 0 once it has read the report.
+GARBAGE_BEGIN = tl.constexpr(16)
+GARBAGE_WORDS = tl.constexpr(8)
+GARBAGE_SLOTS = tl.constexpr(2)
+GARBAGE_STATE = tl.constexpr(0)
+GARBAGE_OPERAND = tl.constexpr(1)  # which of the kernel's parameters, or -1: what a peer has sent
+GARBAGE_INDEX = tl.constexpr(2)  # of the number in the operand; or the peer
+GARBAGE_VALUE = tl.constexpr(3)
+GARBAGE_LEAST = tl.constexpr(4)  # that it may be
+GARBAGE_MOST = tl.constexpr(5)
+GARBAGE_EPOCH = tl.constexpr(6)
 
 STOP = tl.constexpr(1 << 16)  # among what is late: do not go on waiting
 RANKS_TOGETHER = tl.constexpr(8)  # whose vectors one loop polls, as many as there are registers for
@@ -1072,6 +1086,33 @@ def _report(me, index, expected, seen, peer):
         tl.debug_barrier()
         tl.atomic_xchg(failed, 2, sem="release", scope="sys")
         tl.store(record + RECORD_STATE, 1)
+
+
+@triton.jit
+def report_garbage(me, operand, index, value, least, most, SLOT: tl.constexpr):
+    """Tells the host of a number that arrived as data and fits nowhere. It raises GarbageError; later calls are right.
+
+    Call it where the kernel has found by itself that it cannot use the number. It costs nothing elsewhere. A report
+    stays until the host has read it, and those that come meanwhile are dropped.
+
+    Args:
+      operand: i32, which of the kernel's parameters has the number, from 0 on; -1: it is of a peer, which reports it.
+      index: i32, the number's place in the operand; or the peer.
+      value: i32, the number.
+      least, most: i32, what it may be.
+      SLOT: one program of a rank alone may report into a slot, of which there are GARBAGE_SLOTS.
+    """
+    record = tl.load((me.base + HEADER_RECORD).to(tl.pointer_type(tl.int64))).to(tl.pointer_type(tl.int32))
+    record += GARBAGE_BEGIN + SLOT * GARBAGE_WORDS
+    if me.ready & (tl.load(record + GARBAGE_STATE, volatile=True) == 0):
+        tl.store(record + GARBAGE_OPERAND, operand)
+        tl.store(record + GARBAGE_INDEX, index)
+        tl.store(record + GARBAGE_VALUE, value)
+        tl.store(record + GARBAGE_LEAST, least)
+        tl.store(record + GARBAGE_MOST, most)
+        tl.store(record + GARBAGE_EPOCH, me.epoch.to(tl.int32))
+        tl.debug_barrier()
+        tl.atomic_store(record + GARBAGE_STATE, 1, sem="release", scope="sys")
 
 
 @triton.jit

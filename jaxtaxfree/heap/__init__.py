@@ -7,8 +7,9 @@ XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise).
 What a caller may want of it:
 
 * `set_timeout`: how long a rank waits for a peer;
-* `check` and `block_until_ready`: raise `PeerTimeoutError` if a rank has waited in vain;
-* `reset`: go on after such an error;
+* `check` and `block_until_ready`: raise `PeerTimeoutError` if a rank has waited in vain, and `GarbageError` if it was
+  given sizes or offsets that fit nowhere;
+* `reset`: go on after a PeerTimeoutError;
 * `close`: give the memory back;
 * `adopt`: take it from another library.
 
@@ -32,13 +33,14 @@ from jaxtaxfree import environment
 from jaxtaxfree.heap import adopted, door, exchange
 from jaxtaxfree.heap.cuda import STEPS, CudaHeap, Device, next_meeting
 from jaxtaxfree.heap.driver import Driver, DriverError
-from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, PeerTimeoutError
+from jaxtaxfree.heap.errors import GarbageError, HeapError, HeapUnavailableError, PeerTimeoutError
 from jaxtaxfree.heap.hip import HipDriver
-from jaxtaxfree.heap.layout import Layout, Record, Region
+from jaxtaxfree.heap.layout import Garbage, Layout, Record, Region
 from jaxtaxfree.heap.places import PLACES, Place, spanning
 from jaxtaxfree.heap.places import next_meeting as next_look
 
 __all__ = [
+    "GarbageError",
     "Heap",
     "HeapError",
     "HeapUnavailableError",
@@ -66,6 +68,7 @@ _resets = 0  # likewise, of `reset`
 _timeout: float | None = None  # until the heap opens: what JAXTAXFREE_TIMEOUT says
 _failure: str | None = None  # why the heap takes no more calls
 _delivered = False  # somebody has been told
+_garbage: list[str] = []  # what ranks have found wrong in data, and nobody has been told
 
 _WATCH_INTERVAL = 0.05  # seconds
 
@@ -82,6 +85,8 @@ class Heap(Protocol):
     def refuse(self, name: str, devices: Sequence[Any], world: int, why: str) -> None: ...
 
     def records(self) -> list[tuple[Region, Any, float, Record]]: ...
+
+    def garbage(self) -> list[tuple[Region, Any, Garbage]]: ...
 
     def fail(self) -> None: ...
 
@@ -192,9 +197,10 @@ def set_timeout(seconds: float) -> None:
 
 
 def check() -> None:
-    """Raises PeerTimeoutError if a rank of this process has waited in vain for a peer.
+    """Raises PeerTimeoutError if a rank of this process has waited in vain for a peer, or GarbageError.
 
-    A program that never calls this is told all the same: the error is logged, and raised in the main thread.
+    GarbageError is of sizes and offsets that a kernel has found to fit nowhere. It is raised once: later calls are
+    right. A program that never calls this is told all the same: errors are logged, and raised in the main thread.
     """
     global _delivered
     with _lock:
@@ -202,10 +208,12 @@ def check() -> None:
         if _failure is not None:
             _delivered = True
             raise PeerTimeoutError(_failure)
+        if _garbage:
+            raise GarbageError(_take_garbage())
 
 
 def block_until_ready[T](x: T) -> T:
-    """Like `jax.block_until_ready`, and then raises PeerTimeoutError if a rank has waited in vain for a peer."""
+    """Like `jax.block_until_ready`, and then raises what `heap.check` does: PeerTimeoutError or GarbageError."""
     result = jax.block_until_ready(x)
     check()
     return result
@@ -222,6 +230,7 @@ def reset() -> None:
         if _heap is not None:
             _heap.reset()
         _failure, _delivered = None, False
+        _garbage.clear()
 
 
 def close() -> None:
@@ -235,6 +244,7 @@ def close() -> None:
     with _lock:
         _generation += 1
         closing, _heap, _exchange, _failure, _delivered = _heap, None, None, None, False
+        _garbage.clear()
         if closing is not None:
             try:
                 closing.close()
@@ -285,9 +295,14 @@ def _begin(heap: "Heap") -> "Heap":
 
 
 def _look() -> None:
-    """Reads the error records; the first one found makes the heap fail."""
+    """Reads what ranks have left behind; the first error record found makes the heap fail."""
     global _failure
-    if _heap is None or _failure is not None or not _heap.records():
+    if _heap is None:
+        return
+    for region, device, garbage in _heap.garbage():
+        rank = f"rank {region.device_ids.index(device.id) % region.world} (device {device.id})"
+        tell_garbage(garbage.describe(region.name, rank, region.layout.parameters))
+    if _failure is not None or not _heap.records():
         return
     # Ranks give up at about the same time, and a record may appear before all of it has left the device.
     time.sleep(0.01)
@@ -311,8 +326,21 @@ def _describe(region: Region, device: Any, timeout: float, record: Record) -> st
     )
 
 
+def tell_garbage(message: str) -> None:
+    """For the next `check` to raise."""
+    _log.error("%s", message)
+    with _lock:
+        _garbage.append(message)
+
+
+def _take_garbage() -> str:
+    message = " ".join(_garbage)
+    _garbage.clear()
+    return message
+
+
 def _watch(heap: "Heap") -> None:
-    """Tells the main thread when a rank has given up, even if the program never asks."""
+    """Tells the main thread what ranks have left behind, even if the program never asks."""
     global _delivered
     while _heap is heap:
         time.sleep(_WATCH_INTERVAL)
@@ -320,13 +348,15 @@ def _watch(heap: "Heap") -> None:
             if _heap is not heap:
                 return
             _look()
-            if _failure is None or _delivered:
+            if (_failure is None or _delivered) and not _garbage:
                 continue
         time.sleep(_WATCH_INTERVAL)  # a caller of `check` gets there first
         with _lock:
             if _failure is not None and not _delivered:
                 _delivered = True
-                _raise_in_main_thread(_failure)
+                _raise_in_main_thread(PeerTimeoutError, _failure)
+            elif _heap is heap and _garbage:
+                _raise_in_main_thread(GarbageError, _take_garbage())
 
 
 def _look_at_exit(pid: int = os.getpid()) -> None:
@@ -341,11 +371,11 @@ def _look_at_exit(pid: int = os.getpid()) -> None:
 atexit.register(_look_at_exit)
 
 
-def _raise_in_main_thread(message: str) -> None:
+def _raise_in_main_thread(kind: type[Exception], message: str) -> None:
     # Python raises a class in another thread, not an instance; this one makes its instance with the message.
-    def init(self: PeerTimeoutError) -> None:
-        PeerTimeoutError.__init__(self, message)
+    def init(self: Exception) -> None:
+        kind.__init__(self, message)
 
-    error = type("PeerTimeoutError", (PeerTimeoutError,), {"__init__": init, "__module__": PeerTimeoutError.__module__})
+    error = type(kind.__name__, (kind,), {"__init__": init, "__module__": kind.__module__})
     thread = threading.main_thread().ident
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread or 0), ctypes.py_object(error))

@@ -24,7 +24,7 @@ from jaxtaxfree.heap.driver import Driver, DriverError
 from jaxtaxfree.heap.errors import HeapError, HeapUnavailableError, SpansHostsError
 from jaxtaxfree.heap.exchange import Alone, Late, Meeting
 from jaxtaxfree.heap.hip import HipDriver
-from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Layout, Record, Region
+from jaxtaxfree.heap.layout import GRANULE, RECORD_BYTES, Garbage, Layout, Record, Region
 from jaxtaxfree.heap.places import Place, agreed, gathered, spanning
 
 # Where ranges are asked for. Programs load themselves near 0x55... and their libraries below a random address near the
@@ -174,6 +174,17 @@ class CudaHeap:
                         if record is not None:
                             found.append((self._regions[key], part.device, part.timeout, record))
         return found
+
+    def garbage(self) -> list[tuple[Region, Device, Garbage]]:
+        """What ranks of this process have found wrong in data since this was asked last."""
+        with self._lock:
+            return [
+                (self._regions[key], part.device, found)
+                for key, parts in self._parts.items()
+                for part in parts
+                if part.record_address
+                for found in Garbage.take(part.record_address)
+            ]
 
     def fail(self) -> None:
         """Makes every later call on this process's devices give NaN at once, and its peers time out."""

@@ -15,5 +15,12 @@ class SpansHostsError(HeapUnavailableError):
     """Devices of one team are on several hosts; all processes of the mesh find the same."""
 
 
+class GarbageError(ValueError):
+    """A kernel was given sizes or offsets that fit nowhere. It has addressed nothing by them; its result is NaN.
+
+    Later calls are right again: nothing has to be reset.
+    """
+
+
 class PeerTimeoutError(HeapError):
     """A rank waited for a peer that did not arrive in time. The result of the call is NaN."""

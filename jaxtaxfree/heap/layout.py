@@ -1,5 +1,6 @@
 """What a region of the symmetric heap holds, and where. `jaxtaxfree.kernels.shmem` reads what this file writes."""
 
+import ctypes
 import dataclasses
 import hashlib
 import itertools
@@ -28,6 +29,7 @@ class Layout:
       words: which of the messages are of `send_words` and `receive_words`.
       scratch: (name, bytes) of each scratch. Messages and scratch have two copies, for calls of odd and of even epoch.
       shapes: (name, shape) of the arrays above, for reports; without it they have one dimension.
+      parameters: names of the kernel's, for reports.
       sparse: there is room behind each array, so that the simulator sees who gets behind the end.
     """
 
@@ -37,6 +39,7 @@ class Layout:
     words: tuple[str, ...] = ()
     scratch: tuple[tuple[str, int], ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    parameters: tuple[str, ...] = ()
     sparse: bool = False
 
     @classmethod
@@ -46,6 +49,7 @@ class Layout:
         scratch: Mapping[str, Any],
         signals: Mapping[str, int | tuple[int, ...]],
         messages: Mapping[str, Any],
+        parameters: Sequence[str] = (),
     ) -> "Layout":
         """For a kernel on a grid, with scratch, signals and messages as `shmem_call` takes them."""
 
@@ -62,6 +66,7 @@ class Layout:
                 (name, tuple(map(int, np.atleast_1d(getattr(of, "shape", of)))))
                 for name, of in (*signals.items(), *messages.items(), *scratch.items())
             ),
+            parameters=tuple(parameters),
         )
 
     @property
@@ -224,6 +229,52 @@ class Record:
                 field.name: words[getattr(device, f"RECORD_{field.name.upper()}").value]
                 for field in dataclasses.fields(cls)
             }
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Garbage:
+    """What a rank has found wrong in data, as `shmem.report_garbage` has it."""
+
+    operand: int
+    index: int
+    value: int
+    least: int
+    most: int
+    epoch: int
+
+    @classmethod
+    def take(cls, address: int) -> "list[Garbage]":
+        """The reports at the address of a record. They are there no more then, and the rank may write others."""
+        words = (ctypes.c_int32 * (RECORD_BYTES // 4)).from_address(address)
+        found = []
+        for slot in range(device.GARBAGE_SLOTS.value):
+            first = device.GARBAGE_BEGIN.value + slot * device.GARBAGE_WORDS.value
+            if words[first + device.GARBAGE_STATE.value]:
+                at = {x.name: getattr(device, f"GARBAGE_{x.name.upper()}").value for x in dataclasses.fields(cls)}
+                found.append(cls(**{name: words[first + index] for name, index in at.items()}))
+                words[first + device.GARBAGE_STATE.value] = 0
+        return found
+
+    def describe(self, name: str, rank: str, parameters: Sequence[str]) -> str:
+        """For an error.
+
+        Args:
+          name: of the region.
+          rank: who has found it, such as "rank 1 (device 1)".
+          parameters: of the kernel.
+        """
+        if self.operand < 0:
+            return (
+                f"{name}: {rank} has no result in call {self.epoch}, because the sizes or offsets that rank "
+                f"{self.index} was given for it do not fit: rank {self.index} reports them."
+            )
+        wanted = f"it must be {self.least}" if self.least == self.most else f"{self.least} to {self.most} is allowed"
+        known = self.operand < len(parameters)  # which is said by the kernel, which may be a user's
+        operand = parameters[self.operand].removesuffix("_ptr") if known else f"parameter {self.operand}"
+        return (
+            f"{name}: {rank} was given {operand}[{self.index}] = {self.value} in call {self.epoch}, where {wanted}. "
+            "Nothing was addressed by it, and the result that depends on it is NaN: correct the operand, and go on."
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtaxfree.heap.layout import Garbage
 from jaxtaxfree.simulator import interpreter
 from jaxtaxfree.simulator.events import DEVICE_API, GLUON_API
 from jaxtaxfree.simulator.machine import Machine
@@ -54,6 +55,18 @@ def _claim(function: Callable) -> Callable:
         return ticket
 
     return claim
+
+
+@interpreter.hook(DEVICE_API, "report_garbage")
+def _report_garbage(function: Callable) -> Callable:
+    del function  # there is no record, and nobody may see by what it does that one program comes before another
+
+    def report_garbage(me: Any, operand: Any, index: Any, value: Any, least: Any, most: Any, SLOT: Any) -> None:
+        if Machine.running is not None:
+            numbers = map(_integer, (operand, index, value, least, most, me.epoch))
+            Machine.running.report_garbage(_integer(SLOT), Garbage(*numbers))
+
+    return report_garbage
 
 
 @interpreter.hook(DEVICE_API, "remote")

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxtaxfree.heap.layout import Garbage
 from jaxtaxfree.simulator import messages
 from jaxtaxfree.simulator.clocks import Counter
 from jaxtaxfree.simulator.errors import (
     AssumptionError,
+    DataRaceError,
     DeadlockError,
     DeviceAssertError,
     EpochMismatchError,
@@ -80,6 +82,16 @@ class Machine(Waits):
         # Waits are counted anew in the next call.
         world = self._world
         self._waited = {key: count for key, count in self._waited.items() if key[0] // self._programs % world != rank}
+
+    def report_garbage(self, slot: int, found: Garbage) -> None:
+        """What a program tells the host. The first report of a rank and slot stays, as on a GPU until it is read."""
+        event = self._event("report")
+        first, _ = self.garbage.setdefault((event.rank, slot), (event, found))
+        if first.program != event.program:
+            raise self._error(
+                DataRaceError,
+                f"{event} and {first} report garbage into one slot: let one program of a rank do so.",
+            )
 
     def finish(self) -> None:
         """After the last call: what can only be said of whole calls."""

@@ -22,6 +22,7 @@ from jaxtaxfree.call import (
     unbundled,
 )
 from jaxtaxfree.diagnosis import about_tuples
+from jaxtaxfree.heap import tell_garbage
 from jaxtaxfree.heap.layout import Layout, header
 from jaxtaxfree.simulator import (
     hooks,  # noqa: F401  they belong to every simulation
@@ -182,6 +183,8 @@ class Session:
         self.calls += len(operands)
         self.clocks.forget(self.heap.parts)
         machine.waste.warn(launch.name, self._warned)
+        for (rank, _), (_, garbage) in sorted(machine.garbage.items(), key=lambda each: each[0]):
+            tell_garbage(garbage.describe(launch.name, f"rank {rank}", launch.layout.parameters))
         return results, trace
 
     def _bind(self, rank: int, operands: Sequence[np.ndarray]) -> tuple[list[Part], list[np.ndarray], dict[str, Any]]:
@@ -350,7 +353,7 @@ def run_calls(
         world=world,
         grid=grid,
         out_types=out_types,
-        layout=Layout.of(grid, **buffers),
+        layout=Layout.of(grid, **buffers, parameters=kernel.arg_names),
         params=params,
         descriptors=dict(descriptors),
         num_warps=num_warps,

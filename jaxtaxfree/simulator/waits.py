@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtaxfree.heap.layout import Garbage
 from jaxtaxfree.simulator import messages
 from jaxtaxfree.simulator.clocks import Clocks, Counter
 from jaxtaxfree.simulator.errors import (
@@ -149,6 +150,7 @@ class Waits:
         self._polled: set[int] = set()  # addresses that some program has looked at in order to wait
         self._signalled: dict[int, Event] = {}  # by the address of a peer's signal: who has raised it first
         self.waste = Waste()
+        self.garbage: dict[tuple[int, int], tuple[Event, Garbage]] = {}  # by rank and slot: who reports what
         self._pokes = 0
         self._deadlock: str | None = None  # seen, and got round by a slot more than there are
         self._look_out = settings.patience // 4

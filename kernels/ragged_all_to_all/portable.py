@@ -11,13 +11,19 @@ Senders wait for nobody, and a GPU starts them first. So nobody waits for a prog
 
 Sizes and offsets are data, so a sender checks them before they address anything. Of a transfer that does not fit into
 the operand or the result nothing is sent. The receiver learns that, also where the two disagree about the number of
-rows, and then gives no result.
+rows, and then gives no result. The first program that collects tells the host.
 """
 
 import triton
 import triton.language as tl
 
 from jaxtaxfree.kernels import shmem
+
+# Places of the kernel's parameters, for reports.
+INPUT_OFFSETS = tl.constexpr(2)
+SEND_SIZES = tl.constexpr(3)
+OUTPUT_OFFSETS = tl.constexpr(4)
+RECV_SIZES = tl.constexpr(5)
 
 
 @triton.jit
@@ -62,6 +68,8 @@ def ragged_all_to_all_kernel(
                 move(dest, source, count * D, part, stage, me.ready, PROGRAMS, STAGES, CHUNK)
             shmem.signal_all(me, meeting + me.rank, WORLD)
     else:
+        if part == 0:  # while rows are on their way
+            report_transfers(me, input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, ROWS_IN, ROWS_OUT, WORLD)
         ready = me.ready
         fits = me.ready
         _, own_to, own_count = transfer(
@@ -99,6 +107,9 @@ def ragged_all_to_all_kernel(
             else:
                 value = tl.full([CHUNK], nothing(out_ptr.dtype.element_ty), out_ptr.dtype.element_ty)
             tl.store(out_ptr + element, value, mask=rest)
+
+        if ready & (not fits) & (part == 0):
+            report_senders(me, table, recv_sizes_ptr, own_to, own_count)
     shmem.finish(me)
 
 
@@ -115,12 +126,46 @@ def transfer(
 
 
 @triton.jit
+def report_transfers(
+    me, input_offsets_ptr, send_sizes_ptr, output_offsets_ptr,
+    ROWS_IN: tl.constexpr, ROWS_OUT: tl.constexpr, WORLD: tl.constexpr,
+):  # fmt: skip
+    """Reports the first peer to which `transfer` sends nothing: of its size and offsets the first that is wrong."""
+    peers = tl.arange(0, triton.next_power_of_2(WORLD))
+    _, _, counts = transfer(
+        input_offsets_ptr, send_sizes_ptr, output_offsets_ptr, tl.minimum(peers, WORLD - 1), ROWS_IN, ROWS_OUT
+    )
+    peer = tl.min(tl.where(counts < 0, peers, WORLD), 0)
+    if peer < WORLD:
+        first = tl.load(input_offsets_ptr + peer)
+        count = tl.load(send_sizes_ptr + peer)
+        to = tl.load(output_offsets_ptr + peer)
+        MOST: tl.constexpr = min(ROWS_IN, ROWS_OUT)
+        of_size = (count < 0) | (count > MOST)
+        of_first = (first < 0) | (first > ROWS_IN - count)
+        operand = tl.where(of_size, SEND_SIZES, tl.where(of_first, INPUT_OFFSETS, OUTPUT_OFFSETS))
+        value = tl.where(of_size, count, tl.where(of_first, first, to))
+        most = tl.where(of_size, MOST, tl.where(of_first, ROWS_IN, ROWS_OUT) - count)
+        shmem.report_garbage(me, operand, peer, value, 0, most, 0)
+
+
+@triton.jit
 def received(me, table, source, own_to, own_count):
     """The first row in this rank's result of what a source sends, and how many there are; -1 if it sends nothing."""
     other = source != me.rank
     to = tl.load(table + 2 * source, mask=other, other=0)
     count = tl.load(table + 2 * source + 1, mask=other, other=0)
     return tl.where(other, to, own_to), tl.where(other, count, own_count)
+
+
+@triton.jit
+def report_senders(me, table, recv_sizes_ptr, own_to, own_count):
+    """Reports the first source that sends nothing, or another number of rows than this rank awaits."""
+    for source in range(me.world):  # which is no constant: unrolled, the loop takes registers of the whole kernel
+        _, count = received(me, table, source, own_to, own_count)
+        awaited = tl.load(recv_sizes_ptr + source)
+        if ((count < 0) & (source != me.rank)) | ((count >= 0) & (count != awaited)):
+            shmem.report_garbage(me, tl.where(count < 0, -1, RECV_SIZES), source, awaited, count, count, 1)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
+from jaxtaxfree.kernels import shmem
 from jaxtaxfree.kernels.ragged_all_to_all import portable
 from tests.compiled.test_compiled import (
     Statement,
@@ -78,6 +79,33 @@ def test_other_worlds(world: int) -> None:
     call = compiled(world=world)
     assert wrong(call) == []
     assert narrow_moves(parse(call.ptx)) == []
+
+
+def misreports(program: list[Statement]) -> list[str]:
+    """Reports of garbage that the host may read before all of them is there: it polls the state alone."""
+    words = places_of(shmem.report_garbage, "tl.store(")
+    [state] = places_of(shmem.report_garbage, "tl.atomic_store(")
+    after = {*words, state, *places_of(shmem.report_garbage, "tl.debug_barrier(")}
+    order = ""
+    for s in program:
+        if s.place in words and s.starts("st.") and s.has("global"):
+            order += "w"
+        elif s.place in after and s.starts("bar.sync"):
+            order += "b"
+        elif s.place == state and s.starts("fence.") and s.has("sys"):
+            order += "f"
+        elif s.place == state and s.starts("st.") and s.has("sys"):
+            order += "s"
+    # Of what a rank sends, and of what it receives.
+    return [] if re.fullmatch(rf"(b*w{{{len(words)}}}b+fs){{2}}", order) else [order]
+
+
+@pytest.mark.parametrize("capability", (80, 90, 100))
+def test_reports_are_published(capability: int) -> None:
+    call = compiled(capability=capability)
+    assert misreports(parse(call.ptx)) == []
+    for fault in (("bar.sync", "nanosleep.u32"), ("fence.", "prefetch."), ("st.relaxed.sys", "st.relaxed.gpu")):
+        assert misreports(parse(call.ptx.replace(*fault))) != [], fault
 
 
 @pytest.mark.parametrize("capability", (80, 100))

@@ -84,6 +84,43 @@ class Routing:
         return operand.astype(dtype), output.astype(dtype)
 
 
+def reports(routing: Routing, tables: list[np.ndarray], rank: str = "rank {}", call: int | str = 1) -> list[str]:
+    """What the ranks report of such tables in one call, which only one rank has been given wrong.
+
+    Args:
+      rank: how one is named.
+      call: its number.
+    """
+    first, sizes, to, received = (x.tolist() for x in tables)
+    found = []
+    for sender, receiver in np.ndindex(routing.world, routing.world):
+        size = sizes[sender][receiver]
+        numbers = (
+            ("send_sizes", size, min(routing.rows_in, routing.rows_out)),
+            ("input_offsets", first[sender][receiver], routing.rows_in - size),
+            ("output_offsets", to[sender][receiver], routing.rows_out - size),
+        )
+        wrong = [
+            f"{rank.format(sender)} was given {operand}[{receiver}] = {value} in call {call}, where 0 to {most} is "
+            "allowed."
+            for operand, value, most in numbers
+            if not 0 <= value <= most
+        ]
+        found += wrong[:1]
+        if wrong and sender != receiver:
+            found.append(
+                f"{rank.format(receiver)} has no result in call {call}, because the sizes or offsets that rank "
+                f"{sender} was given for it do not fit"
+            )
+        awaited = received[receiver][sender]
+        if not wrong and size != awaited:
+            found.append(
+                f"{rank.format(receiver)} was given recv_sizes[{sender}] = {awaited} in call {call}, where it must be "
+                f"{size}."
+            )
+    return found
+
+
 def garbage(world: int) -> tuple[tuple[str, Routing, list[np.ndarray], list[int]], ...]:
     """(what is wrong, the routing without it, tables, the receivers that can have no result)"""
     routing = Routing(np.full((world, world), 3), spare=2)

@@ -1,13 +1,15 @@
 """What `ragged_all_to_all` must get right on GPUs, as functions of a mesh; as in `collectives_parity`."""
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import Mesh
 
@@ -16,6 +18,7 @@ from jaxtaxfree.ops.ragged_all_to_all import by_all_gather
 from tests.helpers.collectives_parity import on_ranks, totals, wrong_bits
 from tests.helpers.parity import program, run_all
 from tests.helpers.ragged_cases import Routing, garbage
+from tests.helpers.rehearsal import needs_real_gpus
 
 DTYPES = ("bfloat16", "float32", "int8", "float8_e4m3fn", "uint16", "bool")
 CONFIGS: tuple[dict[str, Any] | None, ...] = (None, {"programs": 3, "chunk": 64, "stages": 3, "num_warps": 1})
@@ -57,6 +60,19 @@ def bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 else x
 
 
+@contextlib.contextmanager
+def listening() -> Generator[list[str]]:
+    """Collects what kernels say of garbage, also what would be raised in the main thread, in the midst of a check."""
+    told: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jtf.heap, "_raise_in_main_thread", lambda _, message: told.append(message))
+        yield told
+        try:
+            jtf.heap.check()
+        except jtf.GarbageError as error:
+            told.append(str(error))
+
+
 def check_values(mesh: Mesh) -> None:
     """Every routing in every way, rows of sizes that nothing divides among them, bit for bit."""
     world = mesh.devices.size
@@ -77,7 +93,7 @@ def check_values(mesh: Mesh) -> None:
 
 
 def check_garbage(mesh: Mesh) -> None:
-    """Who cannot have a result has NaN, or the number of all bits; the others have theirs."""
+    """Who cannot have a result has NaN, or the number of all bits; the others have theirs, and somebody is told."""
     world = mesh.devices.size
     cases = garbage(world)
 
@@ -94,8 +110,11 @@ def check_garbage(mesh: Mesh) -> None:
                 wrong.append(jnp.sum(jnp.where(none, ~is_nothing, found != wanted)))
         return jnp.stack(wrong)
 
-    counts = on_ranks(mesh, local)
+    with listening() as told:
+        counts = on_ranks(mesh, local)
     assert not counts.any(), [name for (name, *_), count in zip(2 * cases, counts) if count]
+    needs_real_gpus()
+    assert told and all("ragged_all_to_all" in message for message in told)
     jtf.heap.check()
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtaxfree.ops.ragged_all_to_all.portable import Call
 from jaxtaxfree.ops.ragged_all_to_all.shapes import SHAPES, TINY_SHAPES
 from jaxtaxfree.ops.shapes import RaggedShape
 from jaxtaxfree.teams import Team
-from tests.helpers.ragged_cases import Routing, garbage
+from tests.helpers.ragged_cases import Routing, garbage, reports
 from tests.helpers.support import TRITON_CALL, assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 # So small that every program has chunks that are not full, and each transfer several of them.
@@ -137,6 +138,10 @@ def test_tables_of_64_bits() -> None:
             found = ragged(2, **SIMULATED)(operand, output, *wrong)
             np.testing.assert_array_equal(found[0], wanted[0])
             assert np.isnan(found[1]).all()
+            with pytest.raises(
+                jtf.GarbageError, match=rf"rank 0 was given \w+\[1\] = {-1 if value < 0 else 2**31 - 1} in"
+            ):
+                jtf.heap.check()
 
 
 def test_two_axes_in_any_order() -> None:
@@ -245,7 +250,10 @@ def test_vmap() -> None:
 @pytest.mark.parametrize("dtype", ("float32", "uint8", "float8_e4m3fn"))
 @pytest.mark.parametrize("keywords", ({}, SIMULATED), ids=("lax", "kernel"))
 def test_garbage(dtype: str, keywords: dict[str, Any]) -> None:
-    """Who cannot have a result has none; all others have theirs. A write outside the simulator would report."""
+    """Who cannot have a result has none; all others have theirs. A write outside the simulator would report.
+
+    A kernel reports the garbage as well; the reference has nobody to tell.
+    """
     call = ragged(2, **keywords)
     for name, routing, tables, receivers in garbage(2):
         operand, output = routing.arrays(jnp.dtype(dtype), 3)
@@ -253,6 +261,14 @@ def test_garbage(dtype: str, keywords: dict[str, Any]) -> None:
         wanted[receivers] = 255 if dtype == "uint8" else np.nan
         found = call(operand, output, *tables)
         np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32), err_msg=name)
+        if keywords:
+            with pytest.raises(jtf.GarbageError) as raised:
+                jtf.heap.check()
+            wanted = reports(routing, tables, call=r"\d+")
+            for message in wanted:
+                assert re.search(r"ragged_all_to_all: " + message.replace("[", r"\["), str(raised.value)), name
+            assert str(raised.value).count("ragged_all_to_all: ") == len(wanted), name
+        jtf.heap.check()
 
 
 def lowered(call: Callable, dtype: str = "bfloat16") -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import os
 import re
@@ -31,7 +32,7 @@ from jaxtaxfree.heap.cuda import BASES, RANGE_BYTES, CudaHeap, Device
 from jaxtaxfree.heap.door import Door
 from jaxtaxfree.heap.driver import DriverError
 from jaxtaxfree.heap.errors import SpansHostsError
-from jaxtaxfree.heap.layout import GRANULE, LINE, RECORD_BYTES, Record, Region
+from jaxtaxfree.heap.layout import GRANULE, LINE, RECORD_BYTES, Garbage, Record, Region
 from jaxtaxfree.kernels import shmem
 from tests.helpers.driver_model import MIB, DriverModel
 
@@ -334,6 +335,7 @@ def opened(alone: CudaHeap, monkeypatch: pytest.MonkeyPatch) -> CudaHeap:
     monkeypatch.setattr(heap, "_heap", alone)
     monkeypatch.setattr(heap, "_failure", None)
     monkeypatch.setattr(heap, "_delivered", False)
+    monkeypatch.setattr(heap, "_garbage", [])
     monkeypatch.setattr(heap, "_timeout", TIMEOUT)
     return alone
 
@@ -464,6 +466,68 @@ def unopened(driver: DriverModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     yield
     if heap._heap is not None:
         heap._heap.close()
+
+
+GARBAGE = {"operand": 1, "index": 3, "value": -7, "least": 0, "most": 12, "epoch": 20}
+FOUND = (
+    "b: rank 1 (device 13) was given sizes[3] = -7 in call 20, where 0 to 12 is allowed. Nothing was addressed by it, "
+    "and the result that depends on it is NaN: correct the operand, and go on."
+)
+
+
+def find_garbage(driver: DriverModel, slot: int = 0, **words: int) -> None:
+    """Writes what the kernel of a rank writes when it reports garbage."""
+    layout_ = dataclasses.replace(LAYOUT, parameters=("x_ptr", "sizes_ptr"))
+    region = heap.region("b", jax_devices(4), 2, layout_)
+    (address,) = struct.unpack_from("<q", driver.read(region.address(3), LINE), shmem.HEADER_RECORD.value)
+    record = (ctypes.c_int32 * (RECORD_BYTES // 4)).from_address(address)
+    first = shmem.GARBAGE_BEGIN.value + slot * shmem.GARBAGE_WORDS.value
+    assert record[first + shmem.GARBAGE_STATE.value] == 0  # the host has read what was there
+    for name, value in {**GARBAGE, **words, "state": 1}.items():
+        record[first + getattr(shmem, f"GARBAGE_{name.upper()}").value] = value
+
+
+def test_garbage_is_told_once_and_stops_nothing(
+    opened: CudaHeap, driver: DriverModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        find_garbage(driver)
+        with pytest.raises(heap.GarbageError) as raised:
+            heap.block_until_ready(jnp.zeros(()))
+        assert str(raised.value) == FOUND
+        heap.check()
+    assert caplog.messages == [FOUND] * 2
+    assert not any(failed_flag(driver, region, i) for region in opened._regions.values() for i in range(4))
+
+
+def test_garbage_of_a_peer_and_of_an_unknown_parameter(opened: CudaHeap, driver: DriverModel) -> None:
+    find_garbage(driver, 0, operand=-1, index=0)
+    find_garbage(driver, 1, operand=2, least=4, most=4)
+    with pytest.raises(heap.GarbageError) as raised:
+        heap.check()
+    assert "b: rank 1 (device 13) has no result in call 20, because the sizes or offsets that rank 0 was" in str(
+        raised.value
+    )
+    assert "b: rank 1 (device 13) was given parameter 2[3] = -7 in call 20, where it must be 4." in str(raised.value)
+
+
+def test_watcher_tells_of_garbage(opened: CudaHeap, driver: DriverModel) -> None:
+    with watched(opened):
+        for _ in range(2):
+            find_garbage(driver)
+            with pytest.raises(heap.GarbageError, match=re.escape(FOUND)):
+                sleep(10)
+        sleep(0.3)  # once is enough
+        heap.check()
+
+
+def test_who_is_missing_is_said_before_garbage(opened: CudaHeap, driver: DriverModel) -> None:
+    find_garbage(driver)
+    plant(driver, next(iter(opened._regions.values())), 3, **GAVE_UP)
+    with pytest.raises(PeerTimeoutError):
+        heap.check()
+    heap.reset()
+    heap.check()
 
 
 @pytest.mark.usefixtures("unopened")
@@ -632,6 +696,12 @@ def test_constants_agree_with_the_kernels() -> None:
     assert sorted(indices) == list(range(len(indices)))
     assert 4 * len(indices) <= RECORD_BYTES
     assert {name.removeprefix("RECORD_").lower() for name in names} == {*Record.__dataclass_fields__, "state"}
+    names = [name for name in vars(shmem) if name.startswith("GARBAGE_")]
+    words = {name.removeprefix("GARBAGE_").lower(): getattr(shmem, name).value for name in names}
+    begin, size, slots = (words.pop(name) for name in ("begin", "words", "slots"))
+    assert set(words) == {*Garbage.__dataclass_fields__, "state"}
+    assert sorted(words.values()) == list(range(len(words))) and len(words) <= size
+    assert len(indices) <= begin and 4 * (begin + slots * size) <= RECORD_BYTES
     header = layout.header(0x1234567, 0x7F00_0000_1000, 1.5)
     assert len(header) == LINE
     at = lambda form, offset: struct.unpack_from(form, header, offset.value)[0]  # noqa: E731

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import jaxtaxfree as jtf
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels.ragged_all_to_all import portable
 from jaxtaxfree.ops.ragged_all_to_all.portable import Call as RaggedCall
@@ -21,7 +22,7 @@ from jaxtaxfree.simulator import (
     SimulationError,
     UninitializedReadError,
 )
-from tests.helpers.ragged_cases import Routing, garbage
+from tests.helpers.ragged_cases import Routing, garbage, reports
 from tests.helpers.simulator_kernels import Call, Simulated, load
 from tests.simulator.test_simulator_kernels import PORTION, PORTIONS
 from tests.simulator.test_simulator_mutants import edit
@@ -85,9 +86,14 @@ def test_every_interleaving_is_right(world: int, first: int) -> None:
     KERNEL.run(range(first, first + PORTION), world)
 
 
-@pytest.mark.parametrize("world", (2, 3))
-def test_garbage_is_found(world: int) -> None:
-    """Who cannot have a result has none, all others have theirs, and nothing is read or written outside."""
+@pytest.fixture(autouse=True)
+def _nobody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What kernels report in a test is not for the next one."""
+    monkeypatch.setattr(jtf.heap, "_garbage", [])
+
+
+def run_garbage(kernel: Any, world: int) -> None:
+    """Who cannot have a result has none, all others have theirs, nothing is touched outside, and an error says why."""
     policies = itertools.cycle(simulator.scheduler.POLICIES)
     for seed, (name, routing, tables, receivers) in enumerate(garbage(world)):
         call = simulated(routing, tables, 5, np.dtype(np.float32), SETTINGS)
@@ -96,9 +102,47 @@ def test_garbage_is_found(world: int) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", simulator.WastedTrafficWarning)  # what came beside the garbage
             try:
-                call.run(KERNEL.kernel, seed=seed, policy=next(policies), slots=None)
+                call.run(kernel, seed=seed, policy=next(policies), slots=None)
             except (SimulationError, AssertionError) as error:
-                raise AssertionError(name) from error
+                error.add_note(name)
+                raise
+        with pytest.raises(jtf.GarbageError) as raised:
+            jtf.heap.check()
+        message, wanted = str(raised.value), reports(routing, tables)
+        assert message.count("ragged_all_to_all_kernel: ") == len(wanted), (name, message)
+        assert all(f"ragged_all_to_all_kernel: {each}" in message for each in wanted), (name, message)
+        jtf.heap.check()  # it is raised once
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_garbage_is_found(world: int) -> None:
+    run_garbage(KERNEL.kernel, world)
+
+
+OF_REPORTS = (
+    ("by all programs", "ready & (not fits) & (part == 0)", "ready & (not fits)", DataRaceError),
+    ("of transfers by all programs", "if part == 0:  # while", "if part >= 0:  # while", DataRaceError),
+    ("of no transfer", "if part == 0:  # while", "if part < 0:  # while", AssertionError),
+    ("of no sender", "ready & (not fits) & (part == 0)", "ready & (not fits) & (part < 0)", AssertionError),
+    ("of the wrong operand", "OUTPUT_OFFSETS = tl.constexpr(4)", "OUTPUT_OFFSETS = tl.constexpr(3)", AssertionError),
+    ("of the wrong number", "where(of_first, first, to)", "where(of_first, to, first)", AssertionError),
+    ("of a peer as one's own", "tl.where(count < 0, -1, RECV_SIZES)", "RECV_SIZES", AssertionError),
+)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "error"), [each[1:] for each in OF_REPORTS], ids=[each[0] for each in OF_REPORTS]
+)
+def test_a_fault_of_reports_is_found(old: str, new: str, error: type[BaseException], tmp_path: Path) -> None:
+    module = load(edit(portable, ((old, new),), tmp_path), portable.__name__)
+    with pytest.raises(error):
+        run_garbage(getattr(module, KERNEL.function), 2)
+
+
+def test_parameters_have_their_places() -> None:
+    names = portable.ragged_all_to_all_kernel.arg_names
+    for name in ("INPUT_OFFSETS", "SEND_SIZES", "OUTPUT_OFFSETS", "RECV_SIZES"):
+        assert names[getattr(portable, name).value] == f"{name.lower()}_ptr"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -170,12 +214,12 @@ MUTANTS = (
     ),
     Mutant(
         name="place in the result of the wrong peer",
-        edits=(("tl.load(output_offsets_ptr + peer)", "tl.load(output_offsets_ptr + (peer + 1) % 3)"),),
+        edits=(("output_offsets_ptr + peer)\n    fits", "output_offsets_ptr + (peer + 1) % 3)\n    fits"),),
         errors=(DataRaceError, UninitializedReadError, AssertionError),
     ),
     Mutant(
         name="rows of the wrong peer",
-        edits=(("    first = tl.load(input_offsets_ptr + peer)", "    first = tl.load(input_offsets_ptr)"),),
+        edits=(("input_offsets_ptr + peer)\n    count", "input_offsets_ptr)\n    count"),),
         errors=(AssertionError,),
     ),
     Mutant(

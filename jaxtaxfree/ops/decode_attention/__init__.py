@@ -166,7 +166,8 @@ def decode_attention(
       block_tables: i32[B, pages of a sequence], for a paged cache: the pages of this rank that hold the sequence, in
         order. Then `key` and `value` are pools with pages in place of B and page_size in place of S, such as
         [pages, page_size, K, H], or [K, pages, page_size, H] with "KBSH", as JAX's own paged attention takes them. S is
-        page_size times the pages of a sequence.
+        page_size times the pages of a sequence. The kernel does not check pages within a sequence's length: it reads
+        outside of the pool where there is no such page.
       starts: i32[B], for a cache that is a ring, as a right-aligned one is: token i of a sequence lies in the place
         (starts + i) modulo the places of all ranks, of which there are S on each. `placement` says which rank has a
         place. Lengths and windows count tokens as ever. None: token i lies in place i.

@@ -56,7 +56,9 @@ def ragged_all_to_all(
 
     Returns: [N, ...]. Rows of different ranks must not overlap. The kernel, and what CPUs run, check all offsets and
       sizes before they address anything: where a transfer does not fit into the operand or the result, or `recv_sizes`
-      says something else, the result of the receiver is NaN (of integers all bits: -1, or the largest number).
+      says something else, the result of the receiver is NaN (of integers all bits: -1, or the largest number). The
+      kernel says so as well: `jtf.block_until_ready` raises `GarbageError` in the process of the rank that was given
+      the number, and in that of the receiver. Later calls are right. CPUs, and XLA's operation on GPUs, raise nothing.
 
     It is linear in `operand` and `output`, and its transpose is the same operation the other way round.
 
@@ -65,6 +67,7 @@ def ragged_all_to_all(
       TypeError: if an axis or `config` has the wrong type.
       NameError: if `axis_name` is not bound.
       NotImplementedError: if implementation="fused" (or "simulate") cannot run here. The error gives all reasons.
+      GarbageError: later, by `jtf.block_until_ready`: see above.
     """
     operand, output = jnp.asarray(operand), jnp.asarray(output)
     tables = [jnp.asarray(x) for x in (input_offsets, send_sizes, output_offsets, recv_sizes)]
