@@ -144,8 +144,9 @@ def ragged_dot(
 
     Returns: [M, N], or with out_scale="block" a pair of it and its scales. Where a size is negative, or the sum is more
       than M, the kernel addresses nothing by it, and the whole result is NaN, as are its gradients; so they are on
-      CPUs. (XLA's own kernels for GPUs check nothing.) No error is raised, because the kernel has no heap in which it could
-      leave one for the host. An int8 has no NaN: with "block" the scales are, and with a given scale the result is 0.
+      CPUs. (XLA's own kernels for GPUs check nothing.) No error is raised, because the kernel has no heap in which it
+      could leave one for the host. An int8 has no NaN: with "block" the scales are, and with a given scale the result
+      is 0.
 
     Its gradients are kernels as well: that of `lhs` is a `ragged_dot`, and that of `rhs` contracts the rows of each
     group. In a program that is differentiated the product is rounded before gate and activation are applied.
