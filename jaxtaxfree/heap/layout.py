@@ -224,12 +224,7 @@ class Record:
         words = struct.unpack_from(f"<{RECORD_BYTES // 4}i", memory)
         if words[device.RECORD_STATE.value] == 0:
             return None
-        return cls(
-            **{
-                field.name: words[getattr(device, f"RECORD_{field.name.upper()}").value]
-                for field in dataclasses.fields(cls)
-            }
-        )
+        return _named(cls, "RECORD", words)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,8 +246,7 @@ class Garbage:
         for slot in range(device.GARBAGE_SLOTS.value):
             first = device.GARBAGE_BEGIN.value + slot * device.GARBAGE_WORDS.value
             if words[first + device.GARBAGE_STATE.value]:
-                at = {x.name: getattr(device, f"GARBAGE_{x.name.upper()}").value for x in dataclasses.fields(cls)}
-                found.append(cls(**{name: words[first + index] for name, index in at.items()}))
+                found.append(_named(cls, "GARBAGE", words[first:]))
                 words[first + device.GARBAGE_STATE.value] = 0
         return found
 
@@ -276,6 +270,12 @@ class Garbage:
             f"{name}: {rank} was given {operand}[{self.index}] = {self.value} in call {self.epoch}, where {wanted}. "
             "Nothing was addressed by it, and the result that depends on it is NaN: correct the operand, and go on."
         )
+
+
+def _named(kind: Any, prefix: str, words: Sequence[int]) -> Any:
+    """What words say, of a dataclass whose fields have their places in `kernels/shmem.py`, by the prefix."""
+    at = {field.name: f"{prefix}_{field.name.upper()}" for field in dataclasses.fields(kind)}
+    return kind(**{name: words[getattr(device, place).value] for name, place in at.items()})
 
 
 def _is_words(name: str, messages: Any) -> bool:

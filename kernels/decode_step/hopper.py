@@ -194,7 +194,7 @@ def decode_step_kernel(
     squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2], or none
+    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none

@@ -1,6 +1,7 @@
 """`decode_step` with a cache in pages, against the decoder in float64 and against the same cache without pages."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -241,6 +242,15 @@ def random_cache(model: jtf.DecoderSpec, b: int, dtype: str = "float32") -> list
     return [*(np.asarray(50 * x).clip(-100, 100).astype(dtype) for x in values), *scales]
 
 
+def changed(model: jtf.DecoderSpec, world: int, pages: Pages, f: Any, given: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Where each part of the cache is another one than before; logits and cache are those without pages."""
+    (logits, found), (wanted, stored) = both(model, world, pages, f, *given)
+    np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
+    for part, other in zip(found, stored, strict=True):
+        np.testing.assert_allclose(part.astype(np.float32), other.astype(np.float32), rtol=1e-5, atol=1e-5)
+    return [part != old for part, old in zip(found, given, strict=True)]
+
+
 @pytest.mark.parametrize("by_operations", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", INT8, E4M3])
 @pytest.mark.parametrize(("placement", "block"), PLACES)
@@ -255,12 +265,8 @@ def test_a_step_is_that_without_pages(placement, block, dtype, by_operations):
     def f(params: Any, cache: Any, tables: Any) -> Any:
         return step(params, x, cache, jnp.asarray(LENGTHS), tables, counts)
 
-    given = random_cache(model, len(LENGTHS), dtype)
-    (logits, found), (wanted, stored) = both(model, world, pages, f, *given)
-    np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
-    for part, other, old in zip(found, stored, given, strict=True):
-        np.testing.assert_allclose(part.astype(np.float32), other.astype(np.float32), rtol=1e-5, atol=1e-5)
-        differs = (part != old).any(axis=(0, 2, *range(4, part.ndim)))
+    for differs in changed(model, world, pages, f, random_cache(model, len(LENGTHS), dtype)):
+        differs = differs.any(axis=(0, 2, *range(4, differs.ndim)))
         assert [(int(b), int(at)) for b, at in zip(*np.nonzero(differs))] == list(enumerate(LENGTHS[:5]))
 
 
@@ -275,12 +281,8 @@ def test_prompts_are_those_without_pages(dtype):
     def f(params: Any, cache: Any, tables: Any) -> Any:
         return step(params, x, cache, jnp.asarray(LENGTHS), tables, counts)
 
-    given = random_cache(model, len(LENGTHS), dtype)
-    (logits, found), (wanted, stored) = both(model, world, pages, f, *given)
-    np.testing.assert_allclose(logits, wanted, rtol=1e-5, atol=1e-5)
-    for part, other, old in zip(found, stored, given, strict=True):
-        np.testing.assert_allclose(part.astype(np.float32), other.astype(np.float32), rtol=1e-5, atol=1e-5)
-        assert (part != old).any()
+    for differs in changed(model, world, pages, f, random_cache(model, len(LENGTHS), dtype)):
+        assert differs.any()
 
 
 @pytest.mark.parametrize("by_operations", [False, True])

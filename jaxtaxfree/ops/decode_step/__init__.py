@@ -245,8 +245,13 @@ def _refusals(
         return reasons
     of = operands[0], operands[1], operands[5], model, world, placement, eight, paged
     call = _call_of(*of, HOPPER.compute_capability)
-    refusals = [variant.refuses(call, variant.by_shape(call, {})) for variant in VARIANTS]
+    refusals = [_refused(variant, call) for variant in VARIANTS]
     return [] if not all(refusals) else list(dict.fromkeys(reason for reasons in refusals for reason in reasons))
+
+
+def _refused(variant: Variant[Call], call: Call) -> list[str]:
+    """Why a kernel does not take a call as the shape has it."""
+    return variant.refuses(call, variant.by_shape(call, {}))
 
 
 def _slower(
@@ -272,8 +277,7 @@ def _slower(
     if eight:
         target = HOPPER.compute_capability
         call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, paged, target)
-        kernel = Hopper()
-        if kernel.refuses(call, kernel.by_shape(call, {})):
+        if _refused(Hopper(), call):
             return "with weights of 8 bits it was measured in one launch alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
 
@@ -290,8 +294,7 @@ def case(
         return None  # the tables are of weights and caches of 16 bits
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, eight, paged, team.compute_capability)
-    kernel = Hopper()
-    if kernel.refuses(call, kernel.by_shape(call, {})):
+    if _refused(Hopper(), call):
         return None  # such as a cache along the sequence: operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(

@@ -59,6 +59,11 @@ class Call:
         return next((np.dtype(each.dtype) for each in self.eight if each.name == name), self.dtype)
 
     @property
+    def narrow_cache(self) -> bool:
+        """Whether the cache has 8 bits."""
+        return self.cache_dtype.itemsize == 1
+
+    @property
     def heads(self) -> int:
         """Query heads of a rank."""
         return self.model.heads // self.world

@@ -21,6 +21,8 @@ SCALES = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "unembed": "unembed",
 }  # fmt: skip
+# And those of the cache, and of what is new in it.
+SCALES_OF_CACHE = ("old_key", "old_value", "new_key", "new_value")
 
 
 def refusals_of_form(call: Call) -> list[str]:
@@ -62,7 +64,7 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     With weights of int8, on 2 H100 and of 8192 tokens, the same share takes 279, 288, 290 and 315 for 1 to 4 sequences,
     and 236, 300, 366 and 480 in registers. A quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
     """
-    if call.cache_dtype.itemsize == 1:
+    if call.narrow_cache:
         return False  # they take no such cache
     if many.refused(call, config) or _widths_differ(call):
         return call.batch > FEW
@@ -112,7 +114,7 @@ def refused_eight_bits(call: Call, config: Config) -> list[str]:
 
 def refused_cache(call: Call, config: Config) -> list[str]:
     """Why a call with a cache of 8 bits cannot be taken."""
-    if call.cache_dtype.itemsize > 1:
+    if not call.narrow_cache:
         return []
     reasons: list[str] = []
     if config.tensor_cores:
@@ -131,7 +133,7 @@ class Hopper(Variant[Call]):
     def cost(self, call: Call, config: Config) -> float:
         """With a cache of 8 bits it is taken where it is named: no GPU has run it."""
         del config
-        return math.inf if call.cache_dtype.itemsize == 1 else 0
+        return math.inf if call.narrow_cache else 0
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
@@ -169,8 +171,7 @@ class Hopper(Variant[Call]):
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
         # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled.
-        eight = call.eight or call.cache_dtype.itemsize == 1
-        usual: dict[str, Any] = {"stage": Config.stage // 2 if eight else Config.stage}
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight or call.narrow_cache else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
@@ -224,8 +225,7 @@ class Hopper(Variant[Call]):
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
         cache = 2 * layers * b * kv_heads * call.slots * h
-        eight = call.cache_dtype.itemsize == 1
-        new_scales = (f32(layers, b, kv_heads),) * 2 if eight else ()
+        new_scales = (f32(layers, b, kv_heads),) * 2 if call.narrow_cache else ()
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
             "out_type": (f32(b, call.vocab), new, new, *new_scales, *times),
@@ -253,7 +253,7 @@ class Hopper(Variant[Call]):
             **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
             **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
             **{f"{name}_scale_ptr": None for param, name in SCALES.items() if call.dtype_of(param).itemsize > 1},
-            **({} if eight else {f"{age}_{of}_scales_ptr": None for age in ("old", "new") for of in ("key", "value")}),
+            **({} if call.narrow_cache else {f"{of}_scales_ptr": None for of in SCALES_OF_CACHE}),
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
