@@ -10,7 +10,7 @@ from benchmarks.moe import Moe, MoeGradients, MoeTensor
 from benchmarks.operation import Operation
 from benchmarks.qkv import AllGatherMatmulQkv
 from benchmarks.ragged import RaggedAllToAll
-from benchmarks.ragged_dot import RaggedDot
+from benchmarks.ragged_dot import RaggedDot, RaggedDotLhsGradient, RaggedDotRhsGradient
 from jaxtaxfree.ops import register
 
 # How each operation of the register is timed, by its name. Another one is a subclass of `Operation`, and an entry here.
@@ -34,6 +34,8 @@ PROGRAMS: tuple[Operation, ...] = (
     MatmulReduceScatterColumns(),
     RaggedAllToAll(),
     RaggedDot(),
+    RaggedDotLhsGradient(),
+    RaggedDotRhsGradient(),
     Moe(),
     MoeGradients(),
     MoeTensor(),

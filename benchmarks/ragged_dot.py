@@ -1,12 +1,15 @@
-"""`ragged_dot` of the experts of one rank, and what it is compared with: XLA's, tokamax's, and a batched dense product.
+"""`ragged_dot` of the experts of one rank, its two gradients, and what they are compared with: XLA's, tokamax's, and a
+batched dense product.
 
 Every rank multiplies the rows of its own experts, and nothing travels. The floor of a shape is `dense`, XLA's batched
-product of as many rows in groups of equal size, measured in the same run. Sizes of groups are read on the device.
+product of as many rows in groups of equal size, measured in the same run. Sizes of groups are read on the device. Each
+gradient is a program of its own, without the product forward.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +68,56 @@ def _fused(x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
     return jtf.ragged_dot(x, *y, implementation="fused", config=config)
 
 
+def _lhs_gradient(ct: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
+    """Of a product (lhs, y), the gradient of lhs, of whose numbers it reads none."""
+    product = call if config is None else partial(call, config=config)
+    lhs = lax.pcast(jnp.zeros((ct.shape[0], y[0].shape[1]), ct.dtype), AXIS, to="varying")
+    return jax.vjp(lambda lhs: product(lhs, y), lhs)[1](ct)[0]
+
+
+def _rhs_gradient(ct: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
+    """Of a product (lhs, (rhs, sizes)), the gradient of rhs, of whose numbers it reads none. y is lhs and sizes."""
+    product = call if config is None else partial(call, config=config)
+    lhs, sizes = y
+    rhs = lax.pcast(jnp.zeros((sizes.shape[0], lhs.shape[1], ct.shape[1]), ct.dtype), AXIS, to="varying")
+    return jax.vjp(lambda rhs: product(lhs, (rhs, sizes)), rhs)[1](ct)[0]
+
+
+def _transposed(ct: jax.Array, y: Any, *, call: Any) -> jax.Array:
+    """The gradient of lhs by a product (lhs, y)."""
+    rhs, sizes = y
+    return call(ct, (rhs.mT, sizes))
+
+
+def _outer_dense(ct: jax.Array, y: Any) -> jax.Array:
+    rows, cts = (each.reshape(y[1].shape[0], -1, each.shape[-1]) for each in (y[0], ct))
+    return jnp.einsum("gmk,gmn->gkn", rows, cts)
+
+
+def _outer_masked(ct: jax.Array, y: Any) -> jax.Array:
+    """What is expected of the gradient of rhs: of each group a dense product of its rows, all others zeros."""
+    lhs, sizes = y
+    row, ends = jnp.arange(ct.shape[0])[:, None], jnp.cumsum(sizes)
+
+    def of_group(i: jax.Array) -> jax.Array:
+        inside = (row >= ends[i] - sizes[i]) & (row < ends[i])
+        return jnp.matmul(jnp.where(inside, lhs, 0).T, ct)
+
+    return lax.map(of_group, jnp.arange(sizes.shape[0]))
+
+
+def _outer_by_groups(ct: jax.Array, y: Any) -> jax.Array:
+    lhs, sizes = y
+    groups = sizes.shape[0]
+    return jnp.stack([jnp.matmul(a.T, b) for a, b in zip(jnp.split(lhs, groups), jnp.split(ct, groups))])
+
+
+def _rows(shape: GroupedShape, columns: int, mesh: Mesh, count: int, seed: int = 0) -> tuple[jax.Array, ...]:
+    """So many arrays of the rows of all ranks."""
+    make = normal((mesh.shape[AXIS] * shape.rows, columns), NamedSharding(mesh, P(AXIS)))
+    return tuple(make(key) for key in jax.random.split(jax.random.key(seed), count))
+
+
 class RaggedDot(Operation):
     name = "ragged_dot"
     shapes = SHAPES
@@ -75,12 +128,18 @@ class RaggedDot(Operation):
     ceiling = "GB/s received by a rank"
     heading = "tokens, D, F, experts of a rank, choices of a token, routing"
 
+    # Of (x, y): XLA's, the kernel, tokamax's, the floor, what is expected, and what is expected of the floor.
+    calls: ClassVar[Mapping[str, Any]] = {
+        "xla": _xla, "fused": _fused, "tokamax": tokamax_peer.ragged_dot, "dense": _dense, "expected": _masked,
+        "expected_dense": _by_groups,
+    }  # fmt: skip
+
     def implementations(self, configs: Sequence[Config] = ()) -> dict[str, Implementation]:
         implementations = (
-            _make(name="xla/default", call=_xla),
-            _make(name="dense", call=_dense),
-            _make(name="tokamax", call=tokamax_peer.ragged_dot, alternatives=tokamax_peer.CONFIGS),
-            *fused(_make, _fused, configs),
+            _make(name="xla/default", call=self.calls["xla"]),
+            _make(name="dense", call=self.calls["dense"]),
+            _make(name="tokamax", call=self.calls["tokamax"], alternatives=tokamax_peer.CONFIGS),
+            *fused(_make, self.calls["fused"], configs),
         )
         return {implementation.name: implementation for implementation in implementations}
 
@@ -89,8 +148,8 @@ class RaggedDot(Operation):
 
     def expected_from(self, implementation: Implementation) -> Implementation:
         if implementation.name == "dense":
-            return _make(name="by groups", call=_by_groups)
-        return _make(name="masked", call=_masked)
+            return _make(name="by groups", call=self.calls["expected_dense"])
+        return _make(name="masked", call=self.calls["expected"])
 
     def operands(self, shape: GroupedShape, mesh: Mesh, calls: int, turns: int) -> Operands:
         world, sharding = mesh.shape[AXIS], NamedSharding(mesh, P(AXIS))
@@ -137,3 +196,43 @@ class RaggedDot(Operation):
         tokens, d, f, groups, top_k = map(int, numbers)
         listed = (shape for shape in self.shapes if self.sizes_of(shape) == (tokens, d, f, groups, top_k, routing))
         return next(listed, GroupedShape.of(tokens, d, f, groups, top_k, routing))
+
+
+class RaggedDotLhsGradient(RaggedDot):
+    """The gradient of lhs, [rows, d]. x: the cotangent [world * rows, f]; y: as forward."""
+
+    name = "ragged_dot_lhs_gradient"
+    calls: ClassVar[Mapping[str, Any]] = {
+        "xla": partial(_lhs_gradient, call=_xla),
+        "fused": partial(_lhs_gradient, call=_fused),
+        "tokamax": tokamax_peer.lhs_gradient,
+        "dense": partial(_transposed, call=_dense),
+        "expected": partial(_transposed, call=_masked),
+        "expected_dense": partial(_transposed, call=_by_groups),
+    }
+
+    def operands(self, shape: GroupedShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        return replace(super().operands(shape, mesh, calls, turns), xs={"sharded": _rows(shape, shape.f, mesh, calls)})
+
+
+class RaggedDotRhsGradient(RaggedDot):
+    """The gradient of rhs, [groups, d, f]. x: the cotangent [world * rows, f]; y: lhs [world * rows, d] and sizes."""
+
+    name = "ragged_dot_rhs_gradient"
+    calls: ClassVar[Mapping[str, Any]] = {
+        "xla": partial(_rhs_gradient, call=_xla),
+        "fused": partial(_rhs_gradient, call=_fused),
+        "tokamax": tokamax_peer.rhs_gradient,
+        "dense": _outer_dense,
+        "expected": _outer_masked,
+        "expected_dense": _outer_by_groups,
+    }
+
+    def operands(self, shape: GroupedShape, mesh: Mesh, calls: int, turns: int) -> Operands:
+        sizes = jax.device_put(np.tile(sizes_of(shape), mesh.shape[AXIS]), NamedSharding(mesh, P(AXIS)))
+        lhs = _rows(shape, shape.d, mesh, turns, seed=1)
+        return Operands(xs={"sharded": _rows(shape, shape.f, mesh, calls)}, ys=tuple((each, sizes) for each in lhs))
+
+    def y_bytes(self, shape: GroupedShape, world: int) -> int:
+        del world
+        return shape.rows * shape.d * jnp.dtype(DTYPE).itemsize

@@ -62,7 +62,7 @@ MLP = OPERATIONS["mlp_gradients"]
 ATTENTION = OPERATIONS["decode_attention"]
 STEP = OPERATIONS["decode_step"]
 RAGGED = OPERATIONS["ragged_all_to_all"]
-GROUPED = OPERATIONS["ragged_dot"]
+GROUPED = [OPERATIONS[f"ragged_dot{of}"] for of in ("", "_lhs_gradient", "_rhs_gradient")]
 LAYERS = [OPERATIONS[name] for name in ("moe", "moe_gradients", "moe_tensor")]
 COLLECTIVES = [OPERATIONS[name] for name in ("psum", "all_gather", "psum_scatter", "all_to_all")]
 QKV = OPERATIONS["all_gather_matmul_qkv"]
@@ -78,7 +78,7 @@ SMALL: dict[Operation, Any] = {
     ATTENTION: AttentionShape(name="small", b=2, s=64, n=8, kv_heads=2, h=32),
     STEP: DecoderShape(name="small", b=4, context=64, layers=2, d_model=32, n=8, kv_heads=4, h=8, d_mlp=48, vocab=64),
     RAGGED: RaggedShape(name="small", rows=20, d=24, routing="skewed"),
-    GROUPED: GroupedShape(name="small", tokens=12, d=16, f=32, groups=4, top_k=2, routing="dirichlet"),
+    **dict.fromkeys(GROUPED, GroupedShape(name="small", tokens=12, d=16, f=32, groups=4, top_k=2, routing="dirichlet")),
     **{op: MoeShape(name="small", tokens=8, d=16, f=32, experts=8, top_k=4) for op in LAYERS},
     **{op: CollectiveShape(name="small", nbytes=200) for op in COLLECTIVES},
 }
@@ -654,8 +654,9 @@ def test_failures_and_refusals_are_recorded(mesh: Mesh, monkeypatch: pytest.Monk
 def test_crash_of_the_fused_operation_fails_the_run(op: Operation, mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # A form of an operation has its name in its own.
     named = max((name for name in register.OPERATIONS if name in op.name), key=len, default="")
-    others = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name, GROUPED: GROUPED.name}
-    function = {**others, **dict.fromkeys(LAYERS, "moe")}.get(op, named)
+    others = {MLP: "matmul_reduce_scatter", STEP: "decode_step", RAGGED: RAGGED.name}
+    others |= {**dict.fromkeys(GROUPED, "ragged_dot"), **dict.fromkeys(LAYERS, "moe")}
+    function = others.get(op, named)
     monkeypatch.setattr(f"jaxtaxfree.{function}", lambda *_, **__: 1 / 0)
     monkeypatch.setattr(measure, "expected_results", lambda *_: [])  # nothing comes to be compared
     row = bench(op, mesh, "fused")["fused", "check"]
