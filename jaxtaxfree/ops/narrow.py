@@ -15,6 +15,7 @@ from jaxtaxfree.ops.scaled import result_dtype
 LHS_BLOCKS = {"row": (1, -1), "block": (1, BLOCK)}
 # (operands by their names, dtype of the result) -> a product of them.
 Product = Callable[[Mapping[str, jax.Array], Any], jax.Array]
+Operands = Mapping[str, Any]
 
 
 def asked(quantize_lhs: Any, out_scale: Any) -> bool:
@@ -67,7 +68,7 @@ def call(
     else:
         block = check_lhs(name, quantize_lhs, given)
         wide = preferred_element_type or given["lhs"].dtype
-        out = straight_through(product, functools.partial(quantize, block=block), wide)(given)
+        out = straight_through_lhs(product, functools.partial(quantize, block=block), wide)(given)
     return out if dtype is None else rounded(out, dtype, out_scale)
 
 
@@ -83,7 +84,7 @@ def rounded(out: jax.Array, dtype: np.dtype, out_scale: Any) -> Any:
     return divide(out.astype(jnp.float32), out_scale, dtype)
 
 
-def straight_through(
+def straight_through_lhs(
     product: Product, quantizer: Callable[[jax.Array, np.dtype], tuple[jax.Array, jax.Array]], dtype: Any
 ) -> Callable[[Mapping[str, jax.Array]], jax.Array]:
     """The product of a quantised lhs, whose gradients are those of the product of lhs itself.
@@ -94,16 +95,25 @@ def straight_through(
       dtype: of the result.
     """
 
-    @jax.custom_vjp
-    def run(operands: Mapping[str, jax.Array]) -> jax.Array:
+    def narrow(operands: Mapping[str, jax.Array]) -> jax.Array:
         values, scale = quantizer(operands["lhs"], operands["rhs"].dtype)
         return product({**operands, "lhs": values, "lhs_scale": scale}, dtype)
 
-    def forward(operands: Mapping[str, jax.Array]) -> tuple[jax.Array, Mapping[str, jax.Array]]:
+    return straight_through(narrow, lambda operands: product(operands, dtype))
+
+
+def straight_through(narrow: Callable[[Operands], Any], wide: Callable[[Operands], Any]) -> Callable[[Operands], Any]:
+    """The function `narrow` of a tree of arrays, with the gradients of `wide`, which quantises nothing."""
+
+    @jax.custom_vjp
+    def run(operands: Operands) -> Any:
+        return narrow(operands)
+
+    def forward(operands: Operands) -> tuple[Any, Operands]:
         return run(operands), operands
 
-    def backward(operands: Mapping[str, jax.Array], ct: jax.Array) -> tuple[Any]:
-        (found,) = jax.vjp(lambda operands: product(operands, dtype), operands)[1](ct)
+    def backward(operands: Operands, cts: Any) -> tuple[Any]:
+        (found,) = jax.vjp(wide, operands)[1](cts)
         return (found,)
 
     run.defvjp(forward, backward)

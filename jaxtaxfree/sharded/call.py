@@ -493,7 +493,7 @@ def _quantized(call: Call, mesh: AnyMesh | None) -> jax.Array:
         return _by_auto_axes(quantized, lies.mesh, [spec, of_scale])(lhs)
 
     wide = call.preferred_element_type or call.operands[0].dtype
-    return narrow.straight_through(product, quantizer, wide)(call.named)
+    return narrow.straight_through_lhs(product, quantizer, wide)(call.named)
 
 
 def _by_auto_axes(

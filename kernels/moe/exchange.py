@@ -20,7 +20,7 @@ from jaxtaxfree.kernels.moe.rows import collect_tile, load_tile, spread_tile, st
 
 @triton.jit
 def dispatch_kernel(
-    y_ptr,  # [TOKENS, D], of this rank
+    y_ptr,  # [TOKENS, D], of this rank; floats or, without weights, i8
     places_ptr,  # i32 [WORLD * TOKENS, CHOICES]: the row here of each choice of all tokens, -1 for none
     weights,  # f32 [WORLD * TOKENS, CHOICES], or nothing, for ones
     team,
@@ -85,7 +85,10 @@ def spread_tiles(
         token, there = tokens_of(tile, part, TOKENS, PROGRAMS, TILE)
         for first in range(0, D, BLOCK):
             element = first + tl.arange(0, BLOCK)
-            y = tl.where(ready, load_tile(y_ptr, token, there, element, D), float("nan"))
+            y = load_tile(y_ptr, token, there, element, D)
+            # Whole numbers have no NaN. They are values of 8 bits, and their scales, which come apart, are NaN.
+            if y.dtype.is_floating():
+                y = tl.where(ready, y, float("nan"))
             spread_tile(rows_ptr, y, places_ptr, weights, source * TOKENS + token, there, element, D, CHOICES)
 
 

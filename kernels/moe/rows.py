@@ -75,7 +75,7 @@ def dots_kernel(
 def load_tile(ptr, row, there, element, D: tl.constexpr):
     """Some elements of some rows of an array [..., D]; 0 of those that are not there."""
     at = ptr + row.to(tl.int64)[:, None] * D + element[None, :]
-    return tl.load(at, mask=there[:, None] & (element[None, :] < D), other=0.0)
+    return tl.load(at, mask=there[:, None] & (element[None, :] < D), other=0)
 
 
 @triton.jit

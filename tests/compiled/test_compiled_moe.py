@@ -27,7 +27,7 @@ TOKENS, MOST, K = 4096, 40960, 8
 
 
 @functools.cache
-def compiled(name: str, d: int, weighted: bool, world: int = 2) -> Compiled:
+def compiled(name: str, d: int, weighted: bool, dtype: str = "bfloat16", world: int = 2) -> Compiled:
     """At the size of Qwen3-30B-A3B, or with other rows."""
     everybody = world * world * TOKENS
     places = jax.ShapeDtypeStruct((everybody, K), jnp.int32)
@@ -39,7 +39,7 @@ def compiled(name: str, d: int, weighted: bool, world: int = 2) -> Compiled:
             return exchange.dispatch(x, places, MOST, ("tp",), **how)
         return exchange.combine(x, places, ("tp",), **how)
 
-    x = jax.ShapeDtypeStruct((world * (TOKENS if name == "dispatch" else MOST), d), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((world * (TOKENS if name == "dispatch" else MOST), d), jnp.dtype(dtype))
     specs = (P("tp"),) * (2 + len(weights))
     program = jax.shard_map(call, mesh=mesh_of(world), in_specs=specs, out_specs=P("tp"), check_vma=False)
     kernel = getattr(kernels, f"{name}_kernel")
@@ -81,3 +81,11 @@ def test_rows_move_by_16_bytes(name: str, d: int, weighted: bool) -> None:
     call = compiled(name, d, weighted)
     assert wrong(call) == []
     assert widths(call) == {"ld.": {16}, "st.": {16}}
+
+
+def test_rows_of_8_bits_move_by_16_bytes() -> None:
+    call = compiled("dispatch", 2048, False, "int8")
+    assert wrong(call) == []
+    moves = set(re.findall(r"(?:ld|st)\.global\S*", call.ptx))
+    assert {"ld.global.v4.b32", "st.global.v4.b32"} <= moves
+    assert not [move for move in moves if move.endswith((".b8", ".b16"))]

@@ -516,6 +516,42 @@ def test_weights_of_8_bits(
     assert error < tolerance
 
 
+@pytest.mark.parametrize("k", (1, 2))
+def test_rows_of_8_bits_travel_as_such(k: int) -> None:
+    """Gathered with k of 2, exchanged with k of 1. The layer's gradients are those of rows that stay."""
+    layer = Layer(expert=2, t=4, k=k)
+    draw = np.random.default_rng(0)
+    arrays, specs = layer.arrays(0), layer.specs
+    arrays["x"] = draw.normal(size=(layer.all_tokens, 256)).astype(np.float32)
+    for name, shape in (("w_gate", (256, 128)), ("w_up", (256, 128)), ("w_down", (128, 256))):
+        w = (draw.normal(size=(layer.count, *shape)) / 16).astype(np.float32)
+        arrays[name], arrays[f"{name}_scale"], _ = _narrow(w, "int8", "columns", False)
+        specs[f"{name}_scale"] = specs[name]
+    mesh = mesh_of(2, *layer.axes)
+
+    def run(quantize_rows: str | None) -> Any:
+        def local(arrays: dict[str, Any]) -> jax.Array:
+            return jtf.moe(**arrays, **layer.how, quantize_rows=quantize_rows)
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=layer.rows)
+
+    moved = ("moe_dispatch", "all_gather", "ragged_all_to_all", "moe_spread")
+    text = str(jax.make_jaxpr(run("block"))(arrays))
+    wide = [line for line in text.splitlines() if any(f" = {name}[" in line for name in moved) and "256]" in line]
+    to_experts = [line for line in wide if "i8[" in line]
+    back = [line for line in wide if "i8[" not in line]
+    assert len(to_experts) == (2 if k == 2 else 3), text
+    assert all("ragged_all_to_all" in line for line in back), back
+
+    def gradients(quantize_rows: str | None, ct: jax.Array) -> Any:
+        of = lambda x, weights: run(quantize_rows)(arrays | {"x": x, "weights": weights})  # noqa: E731
+        return jax.vjp(of, arrays["x"], arrays["weights"])[1](ct)
+
+    ct = draw.normal(size=arrays["x"].shape).astype(np.float32)
+    for found, expected in zip(gradients("row", ct), gradients(None, ct)):
+        np.testing.assert_array_equal(found, expected)
+
+
 def test_errors_of_weights_of_8_bits() -> None:
     layer = Layer(expert=1, gated=False)
     arrays = layer.arrays(0)

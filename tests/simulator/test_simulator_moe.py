@@ -24,6 +24,7 @@ from jaxtaxfree.simulator import (
     SimulationError,
     UninitializedReadError,
 )
+from jaxtaxfree.simulator.memory import POISON
 from jaxtaxfree.simulator.scheduler import POLICIES
 from tests.helpers.simulator_kernels import Call, load
 from tests.simulator.test_simulator_mutants import edit
@@ -128,6 +129,8 @@ class Moved:
     def call(self, kernel: str, seed: int) -> Call:
         draw = np.random.default_rng(seed)
         dtype = np.dtype(np.float32) if seed % 2 else BF16
+        if seed % 2 and not self.weighted and kernel in ("spread", "dispatch"):
+            dtype = np.dtype(np.int8)
         small = lambda *shape: draw.integers(-2, 3, shape)  # noqa: E731
         everybody, ranks = self.world * self.tokens, range(self.world)
         y = small(everybody, self.d)
@@ -157,7 +160,8 @@ class Moved:
         arrays: tuple[Any, ...]
         if kernel in ("spread", "dispatch"):
             arrays = own, place, bundle
-            expected = [np.full((self.rows, self.d), np.nan) for _ in ranks]
+            nothing = np.uint8(POISON).view(np.int8) if dtype == np.int8 else np.nan  # what memory is full of before
+            expected = [np.full((self.rows, self.d), nothing) for _ in ranks]
             for out, p, w in zip(expected, place, weight):
                 for t, j in np.argwhere(p >= 0):
                     out[p[t, j]] = y[t] * w[t, j]

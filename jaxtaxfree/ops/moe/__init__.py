@@ -18,7 +18,7 @@ from jaxtaxfree.ops.epilogue import ACTIVATIONS, activation_name, wide_type
 from jaxtaxfree.ops.moe.exchange import combine, dispatch
 from jaxtaxfree.ops.moe.places import places
 from jaxtaxfree.ops.moe.rows import collect, spread
-from jaxtaxfree.ops.narrow import LHS_BLOCKS
+from jaxtaxfree.ops.narrow import LHS_BLOCKS, straight_through
 from jaxtaxfree.ops.quantize import DTYPES, is_eight_bits, quantize
 from jaxtaxfree.ops.ragged_all_to_all import ragged_all_to_all
 from jaxtaxfree.ops.ragged_dot import ragged_dot
@@ -27,6 +27,7 @@ from jaxtaxfree.primitive import check_implementation, check_whole
 from jaxtaxfree.teams import check_axes, vary, varying
 
 PARALLEL = ("expert", "tensor")
+MATRICES = ("w_gate", "w_up", "w_down")
 
 
 class _Kind(NamedTuple):
@@ -103,7 +104,8 @@ def moe(
       weights_transposed: of 8 bits only: w_gate and w_up are [E / W, F, D], and w_down [E / W, D, F], as the kernel for
         8 bits reads them.
       quantize_rows: "row" or "block" (1 x 128): the rows of both products become 8 bits as well, of the dtype of the
-        weights, after they have travelled. None: they stay. Their gradients are those of `quantize`, not of the rows.
+        weights; tokens before they travel, so 8 bits cross. Gradients are those of the layer whose rows stay, as with
+        `quantize_lhs` of the products. None: they stay.
       return_dropped: return also how many choices were dropped on all ranks, i32[], the same on each.
       precision: as of `ragged_dot`, of all products.
       implementation: as of `ragged_dot`, of all kernels.
@@ -126,7 +128,8 @@ def moe(
     check_implementation(implementation)
     activation_name("moe", activation)
     scales = {"w_gate": w_gate_scale, "w_up": w_up_scale, "w_down": w_down_scale}
-    _check_narrow({"w_gate": w_gate, "w_up": w_up, "w_down": w_down}, scales, weights_transposed, quantize_rows)
+    matrices = {"w_gate": w_gate, "w_up": w_up, "w_down": w_down}
+    _check_narrow(matrices, scales, weights_transposed, quantize_rows)
     _check_operands(x, experts, weights, w_gate, w_up, w_down, weights_transposed)
     if shared is not None:
         _check_shared(shared, x.shape[1])
@@ -136,12 +139,35 @@ def moe(
         return (x, jnp.int32(0)) if return_dropped else x
     how: dict[str, Any] = {"precision": precision, "implementation": implementation, "config": config}
     how["rhs_transposed"] = weights_transposed
+    operands = {"x": x, "experts": as_int32(experts), "weights": weights, "shared": shared, "scales": scales}
+    operands |= matrices
+    run = functools.partial(
+        _run, kind=kind, capacity=capacity, activation=activation, return_dropped=return_dropped, how=how
+    )
+    if quantize_rows is None:
+        return run(operands)
+    return straight_through(functools.partial(run, quantize_rows=quantize_rows), run)(operands)
+
+
+def _run(
+    operands: Mapping[str, Any],
+    *,
+    kind: _Kind,
+    capacity: int | None,
+    activation: Any,
+    return_dropped: bool,
+    how: Mapping[str, Any],
+    quantize_rows: str | None = None,
+) -> Any:
+    """The layer, of operands that have been checked."""
+    x, experts, weights, shared = (operands[name] for name in ("x", "experts", "weights", "shared"))
+    w_up, implementation = operands["w_up"], how["implementation"]
+    gather = functools.partial(all_gather, tiled=True, implementation=implementation)
     multiply = functools.partial(
-        _multiply, w_gate=w_gate, w_up=w_up, w_down=w_down, scales=scales, quantize_rows=quantize_rows,
-        activation=activation, how=how,
+        _multiply, matrices={name: operands[name] for name in MATRICES}, scales=operands["scales"],
+        dtype=x.dtype, quantize_rows=quantize_rows, activation=activation, how=how,
     )  # fmt: skip
-    layer = _Layer(kind, w_up.shape[0], capacity, multiply, implementation)
-    experts = as_int32(experts)
+    layer = _Layer(kind, w_up.shape[0], capacity, multiply, x.dtype, implementation)
     inside = (experts >= 0) & (experts < layer.here * lax.axis_size(kind.expert))
     experts = jnp.where(inside, experts, -1)
     gathers = kind.gathers(experts.shape[1])
@@ -152,19 +178,22 @@ def moe(
     # Tokens are gathered along the tensor axes first where rows are exchanged behind, or shared experts take them too.
     is_first = shared is not None or (kind.expert and not gathers)
     first = kind.tensor if is_first and not kind.replicated else ()
-    all_x = all_gather(x, first, tiled=True, implementation=implementation) if first else x
+    tokens = _as_rows(x, w_up.dtype, quantize_rows)
+    if first:
+        tokens = tuple(gather(each, first) for each in tokens)
     if gathers or not kind.expert:
         # What is still to be added up is not rounded before.
         dtype = wide_type(x.dtype) if kind.replicated or first else x.dtype
         rest = tuple(axis for axis in axes if axis not in first)
-        out, kept = layer.own(all_x, all_experts, all_weights, rest, dtype)
+        out, kept = layer.own(tokens, all_experts, all_weights, rest, dtype)
     else:
-        out, kept = layer.exchanged(all_x, all_experts, all_weights)
+        out, kept = layer.exchanged(tokens, all_experts, all_weights)
     left = along if kind.replicated else first  # the axes along which it is still to be added up
     if shared is not None:
         # Ranks along an expert axis have the same shared experts, each for its own tokens.
         out = _summed(out, tuple(axis for axis in left if axis not in kind.tensor), True, implementation)
-        out, left = out + _shared(all_x, shared, activation, precision), kind.tensor
+        all_x = gather(x, first) if first and quantize_rows else x if not first else tokens[0]
+        out, left = out + _shared(all_x, shared, activation, how["precision"]), kind.tensor
     out = _summed(out, left, kind.replicated, implementation).astype(x.dtype)
     return (out, _dropped(all_experts.size, kept, kind, gathers)) if return_dropped else out
 
@@ -266,36 +295,53 @@ def _summed(out: jax.Array, axes: tuple[str, ...], replicated: bool, implementat
     return add(vary(out, axes), axes, implementation=implementation)
 
 
+# What travels to the experts: rows; or values of 8 bits, as int8, which every kernel moves, and their scales.
+Rows = tuple[jax.Array, ...]
+
+
+def _as_rows(x: jax.Array, dtype: Any, quantize_rows: str | None) -> Rows:
+    """Tokens [T, D] as they travel, and are multiplied with weights of a dtype."""
+    if quantize_rows is None:
+        return (x,)
+    values, scale = quantize(x, dtype, block=LHS_BLOCKS[quantize_rows])
+    return lax.bitcast_convert_type(values, jnp.int8), scale
+
+
 def _multiply(
-    rows: jax.Array,
+    rows: Rows,
     sizes: jax.Array,
     *,
-    w_gate: Any,
-    w_up: Any,
-    w_down: Any,
+    matrices: Mapping[str, Any],
     scales: Mapping[str, Any],
+    dtype: Any,
     quantize_rows: str | None,
     activation: Any,
-    how: dict[str, Any],
+    how: Mapping[str, Any],
 ) -> jax.Array:
-    """The experts' results of rows that are in groups, one for each expert of this rank: [M, D]."""
+    """The experts' results of rows that are in groups, one for each expert of this rank: [M, D].
+
+    Args:
+      matrices, scales: of the experts, by their names; None for what there is not.
+      dtype: of the results, and of what is between the products.
+    """
+    w_gate, w_up, w_down = (matrices[name] for name in MATRICES)
     # One operand decides how all vary, and none may be left behind.
-    along = set().union(*map(varying, (rows, sizes, w_up, w_down)))
-    rows, sizes, w_up, w_down = (vary(each, along) for each in (rows, sizes, w_up, w_down))
+    along = set().union(*map(varying, (*rows, sizes, w_up, w_down)))
+    sizes, w_up, w_down = (vary(each, along) for each in (sizes, w_up, w_down))
     gate = None if w_gate is None else vary(jnp.asarray(w_gate), along)
     found = {name: vary(jnp.asarray(scale), along) for name, scale in scales.items() if scale is not None}
-    gate_scale, up_scale, down_scale = (found.get(name) for name in scales)
-    if found:
-        how = how | {"preferred_element_type": rows.dtype}
+    gate_scale, up_scale, down_scale = (found.get(name) for name in MATRICES)
+    more = {"preferred_element_type": dtype} if found else {}
 
-    def multiply(rows: jax.Array, w: jax.Array, scale: Any, **more: Any) -> jax.Array:
-        if quantize_rows:
-            rows, more["lhs_scale"] = quantize(rows, w.dtype, block=LHS_BLOCKS[quantize_rows])
+    def multiply(rows: Rows, w: jax.Array, scale: Any, **others: Any) -> jax.Array:
+        values, *of_rows = (vary(each, along) for each in rows)
+        if of_rows:
+            values, others["lhs_scale"] = lax.bitcast_convert_type(values, w.dtype), of_rows[0]
         # Nobody reads rows that no choice has.
-        return ragged_dot(rows, w, sizes, rhs_scale=scale, fill=False, **more, **how)
+        return ragged_dot(values, w, sizes, rhs_scale=scale, fill=False, **others, **more, **how)
 
     hidden = multiply(rows, w_up, up_scale, gate=gate, gate_scale=gate_scale, activation=activation)
-    return multiply(hidden, w_down, down_scale)
+    return multiply(_as_rows(hidden, w_down.dtype, quantize_rows), w_down, down_scale)
 
 
 class _Layer(NamedTuple):
@@ -306,27 +352,29 @@ class _Layer(NamedTuple):
       here: experts of a rank.
       capacity: as of `moe`.
       multiply: (rows, sizes of their groups) -> the experts' results.
+      dtype: of these.
       implementation: of all kernels.
     """
 
     kind: _Kind
     here: int
     capacity: int | None
-    multiply: Callable[[jax.Array, jax.Array], jax.Array]
+    multiply: Callable[[Rows, jax.Array], jax.Array]
+    dtype: Any
     implementation: str | None
 
     def most(self, rows: int) -> int:
         return rows if self.capacity is None else min(self.capacity, rows)
 
     def own(
-        self, x: jax.Array, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...], dtype: Any = None
+        self, tokens: Rows, experts: jax.Array, weights: jax.Array | None, axes: tuple[str, ...], dtype: Any = None
     ) -> tuple[jax.Array, jax.Array]:
         """What this rank's experts, or those of all ranks, add to tokens; and how many choices that are.
 
         Args:
-          x: [T, D]; of each rank along `axes`, which all get all tokens and add up the results.
+          tokens: [T, D]; of each rank along `axes`, which all get all tokens and add up the results.
           experts, weights: [T, k] of all these tokens.
-          dtype: of the result, by default that of x.
+          dtype: of the result, by default that of the experts' results.
 
         Returns: ([T, D], i32[]).
         """
@@ -336,18 +384,18 @@ class _Layer(NamedTuple):
         sources = lax.axis_size(tuple(axis for axis in axes if axis in expert))
         most = self.most(experts.size)
         place, sizes = places(experts, self.here, sources, most, implementation=self.implementation)
-        rows = dispatch(x, place, most, axes, implementation=self.implementation)
+        rows = tuple(dispatch(each, place, most, axes, implementation=self.implementation) for each in tokens)
         out = self.multiply(rows, sizes)
-        return combine(out, place, axes, weights, dtype or x.dtype, implementation=self.implementation), jnp.sum(sizes)
+        out = combine(out, place, axes, weights, dtype or self.dtype, implementation=self.implementation)
+        return out, jnp.sum(sizes)
 
-    def exchanged(self, x: jax.Array, experts: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def exchanged(self, tokens: Rows, experts: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The sum of the results of all ranks' experts for this rank's tokens, [T, D]; and how many choices came."""
         axes, here = self.kind.expert, self.here
         world, me = lax.axis_size(axes), lax.axis_index(axes)
         chosen = functools.partial(places, implementation=self.implementation)
         place, counts = chosen(experts, world * here, 1, experts.size)
-        rows = spread(x, place, experts.size, implementation=self.implementation)
-        most = self.most(world * rows.shape[0])
+        most = self.most(world * experts.size)
         # [source, receiver, expert of the receiver]
         wanted = all_gather(counts, axes, implementation=self.implementation).reshape(world, world, here)
         # In the order of a receiver's rows, [receiver, source, expert], where each part ends.
@@ -357,15 +405,21 @@ class _Layer(NamedTuple):
         there = jnp.cumsum(sizes, 1) - sizes  # where a source's rows begin at a receiver
         by_receiver = jnp.sum(wanted, 2)  # [source, receiver]
         first = jnp.cumsum(by_receiver, 1) - by_receiver  # where they begin at their source
-        exchange = functools.partial(ragged_all_to_all, axis_name=axes, implementation=self.implementation)
-        empty = functools.partial(jnp.zeros, dtype=x.dtype)
-        came = exchange(rows, empty((most, x.shape[1])), first[me], sizes[:, me], there[:, me], sizes[me])
+        to_experts = first[me], sizes[:, me], there[:, me], sizes[me]
+        back = there[me], sizes[me], first[:, me], sizes[:, me]
+
+        def exchange(rows: jax.Array, most: int, *parts: jax.Array) -> jax.Array:
+            empty = jnp.zeros((most, rows.shape[1]), rows.dtype)
+            return ragged_all_to_all(rows, empty, *parts, axis_name=axes, implementation=self.implementation)
+
+        rows = (spread(each, place, experts.size, implementation=self.implementation) for each in tokens)
+        came = tuple(exchange(each, most, *to_experts) for each in rows)
         # Each row that came is a token with one choice. What is behind the last one has none.
         end = jnp.cumsum(taken[me].reshape(-1))
         part = jnp.sum(jnp.arange(most, dtype=jnp.int32)[:, None] >= end, axis=1, dtype=jnp.int32)
         expert = jnp.where(part < world * here, part % here, here)
         out, kept = self.own(came, expert[:, None], None, ())
-        found = exchange(out, empty(rows.shape), there[me], sizes[me], first[:, me], sizes[:, me])
+        found = exchange(out, experts.size, *back)
         return collect(found, place, weights, implementation=self.implementation), kept
 
 

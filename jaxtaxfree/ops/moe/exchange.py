@@ -38,7 +38,7 @@ def dispatch(
     """`spread` of the tokens of all ranks.
 
     Args:
-      y: [T, D], of this rank.
+      y: [T, D], of this rank, floats or, without weights, int8.
       places: i32[world * T, k], the rows here of all tokens.
       most, weights: as of `spread`, of all tokens.
 

@@ -42,7 +42,7 @@ def spread(
     """A row for each choice that has a place: the token's, by the choice's weight.
 
     Args:
-      y: [T, D].
+      y: [T, D], floats or, without weights, int8.
       places: i32[T, k], from `places`.
       most: number of rows.
       weights: f32[T, k]; None: ones.
@@ -129,7 +129,7 @@ def unsupported(*operands: Any) -> list[str]:
         reasons.append(f"an operand is empty: {', '.join(str(list(x.shape)) for x in operands)}")
     if (most := max(x.shape[0] for x in operands)) > MOST_ROWS:
         reasons.append(f"it takes at most {MOST_ROWS} rows, not {most}")
-    choices = next(x.shape[1] for x in operands if jnp.issubdtype(x.dtype, jnp.integer))
+    choices = next(x.shape[1] for x in operands if x.dtype == jnp.int32)
     if choices > MOST_CHOICES:
         reasons.append(f"it takes at most {MOST_CHOICES} choices of a token, not {choices}")
     return reasons
