@@ -12,6 +12,8 @@ operation alone. Programs:
 * "xla" is `lax`'s collective and product: of bfloat16, of 8 bits with one scale for each operand (said as XLA finds it,
   in front of the product, so that cuBLASLt applies it), and of 8 bits as they are, which is the least that it can cost.
 * "product" is the part of a rank alone, by XLA, of rows that are gathered already: the floor where the wire is none.
+* "torch" is PyTorch's operations by symmetric memory, and by NCCL, of e4m3 rows, which run after the rest in processes
+  of their own (`torch_eight_bits.py`). They take operands of their own and are timed as `torch_async_tp.py` says.
 
 All programs are compiled first, by threads. Then results of the kernels are compared with products of f32 of the
 dequantised operands (some rows of each rank, all columns), and several calls with each other. An error is the largest
@@ -41,6 +43,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
+from benchmarks import torch_peer
 from benchmarks.operation import AXIS
 
 ROWS, COLUMNS = P(AXIS), P(None, AXIS)
@@ -69,7 +72,10 @@ PROGRAMS = {
     "wide": ("e4m3 blocks",),
     "xla": ("e4m3 one", "e4m3 none", "int8 none", "bfloat16"),
     "product": ("e4m3 none", "bfloat16"),
+    "torch": ("e4m3 rows",),
 }
+TORCH_SCRIPT = "torch_eight_bits.py"
+TORCH_CALLS = 4  # of a program, each of its own lhs
 KERNELS = ("fused", "narrow", "wide")
 COMPARED = 128  # rows at the beginning and at the end of each rank's, and some between them
 TOLERANCE = 0.03
@@ -342,23 +348,66 @@ def times(runs: Mapping[Key, tuple[Any, Sequence[jax.Array]]], rounds: int, cloc
         )  # fmt: skip
 
 
+def torch_jobs(keys: Sequence[Key]) -> list[dict[str, Any]]:
+    """What PyTorch's processes are asked of the programs that are theirs."""
+    jobs = []
+    for operation, shape, name, _ in keys:
+        if name == "torch" and operation in ("all_gather_matmul", "matmul_reduce_scatter"):
+            m, k, n = shapes_of(operation, shape)
+            label = f"{operation}:{','.join(map(str, shape))}"
+            jobs.append({"name": label, "op": operation, "m": m, "k": k, "n": n, "calls": TORCH_CALLS})
+    return jobs
+
+
+def ask_torch(keys: Sequence[Key], world: int, python: str, seconds: float, clock: Clock) -> None:
+    """Rows of what PyTorch's processes find; they are ended when they are silent for too long."""
+
+    def write(answer: Mapping[str, Any]) -> None:
+        operation, _, sizes = answer["name"].partition(":")
+        fields = {
+            "operation": operation, "shape": [int(size) for size in sizes.split(",")], "kind": "e4m3 rows",
+            "program": answer["implementation"], "torch": answer.get("torch"), "launch": answer.get("launch"),
+        }  # fmt: skip
+        if "failed" in answer:
+            clock.row(**fields, failed=" ".join(answer["failed"].split())[:500])
+            return
+        good = answer["error"] <= TOLERANCE
+        clock.row(**fields, error=answer["error"], ok=good)
+        if good and (samples := answer["samples"].get("sustained")):
+            clock.row(
+                **fields, us=round(float(np.median(samples)), 1), least=round(min(samples), 1),
+                most=round(max(samples), 1), rounds=len(samples),
+            )  # fmt: skip
+
+    if jobs := torch_jobs(keys):
+        request = {"world": world, "modes": ["sustained"], "seconds": seconds, "jobs": jobs}
+        command = [python, str(torch_peer.FOLDER / TORCH_SCRIPT)]
+        silence = min(120.0, max(1.0, clock.budget - clock.seconds))
+        _, failure = torch_peer.converse(command, request, silence, write)
+        if failure:
+            clock.say(f"PyTorch's processes ended early: {failure}")
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", default=["8192,8192,28672"], metavar="M,K,N")
     parser.add_argument("--operations", nargs="+", default=list(SPECS)[:3], choices=list(SPECS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS)[:4])
-    programs = [name for name in PROGRAMS if name not in ("narrow", "wide")]
+    programs = [name for name in PROGRAMS if name not in ("narrow", "wide", "torch")]
     parser.add_argument("--programs", nargs="+", default=programs, choices=list(PROGRAMS))
     parser.add_argument("--world", type=int, help="number of devices (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")
     parser.add_argument("--budget", type=float, default=600, help="seconds (default: %(default)s)")
+    parser.add_argument("--torch-python", default=sys.executable, metavar="PATH", help="a Python that has PyTorch")
+    parser.add_argument("--torch-seconds", type=float, default=1.0, help="for each of its rows (default: %(default)s)")
     parser.add_argument("--json", metavar="PATH", help="where rows are appended")
     parser.add_argument("--simulate", action="store_true", help="on the CPU, in small tiles")
     options = parser.parse_args(arguments)
     clock = Clock(options.budget, options.json)
     mesh = Mesh(np.array(jax.devices()[: options.world]), (AXIS,))
     clock.say(f"{mesh.size} x {jax.devices()[0].device_kind}, JAX {jax.__version__}")
-    keys = list(keys_of(options))
+    asked = list(keys_of(options))
+    keys = [key for key in asked if key[2] != "torch"]
     futures = compile_all(mesh, keys, options.simulate, clock)
 
     @functools.cache
@@ -393,6 +442,8 @@ def main(arguments: list[str] | None = None) -> None:
     for own in runs.values():
         if options.rounds and not clock.over:
             times(own, options.rounds, clock)
+    if not clock.over:
+        ask_torch(asked, mesh.size, options.torch_python, options.torch_seconds, clock)
     clock.say("done")
     if not all(each.done() for each in futures.values()):
         os._exit(0)  # threads that still compile would hold the process

@@ -18,7 +18,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,9 @@ from benchmarks.sampling import MIN_ROUNDS, MODES, STEPWISE, Mode
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 NATIVE = "TORCH_SYMM_MEM_ENABLE_NATIVE_ASYNC_TP"
 
-Call = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+# (lhs, rhs) -> the result. An operand is a tensor, or one with its scales.
+Operand = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+Call = Callable[[Any, Any], torch.Tensor]
 Job = dict[str, Any]
 # (job, modes, seconds) -> what was found of each implementation
 Measure = Callable[[Job, list[Mode], float], Iterator[dict[str, Any]]]
@@ -100,9 +102,13 @@ def operands(job: Job, device: torch.device) -> tuple[list[torch.Tensor], list[t
     return [make(lhs_shape) for _ in range(job["calls"])], [make(rhs_shape) for _ in range(job["count_rhs"])]
 
 
+def this_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def slowest(value: float) -> float:
     """The largest value of any rank; every rank must ask."""
-    largest = torch.tensor([value], dtype=torch.float64, device=torch.device("cuda", torch.cuda.current_device()))
+    largest = torch.tensor([value], dtype=torch.float64, device=this_device())
     dist.all_reduce(largest, dist.ReduceOp.MAX)
     return largest.item()
 
@@ -134,7 +140,7 @@ class Program:
         count = mode.launches(self.seconds)
         self.samples.setdefault(mode.name, []).append(self.run(count) / (count * self.calls) * 1e6)
 
-    def error(self, expected: Call, lhs: list[torch.Tensor], rhs: list[torch.Tensor]) -> float:
+    def error(self, expected: Call, lhs: Sequence[Operand], rhs: Sequence[Operand]) -> float:
         """The largest relative Frobenius error of any row of any result on any rank."""
         if not self.eager:
             # What is not written must not pass because an earlier run wrote it.
@@ -148,7 +154,7 @@ class Program:
         return slowest(worst)
 
 
-def make_program(call: Call, lhs: list[torch.Tensor], rhs: list[torch.Tensor]) -> Program:
+def make_program(call: Call, lhs: Sequence[Operand], rhs: Sequence[Operand]) -> Program:
     def launch() -> list[torch.Tensor]:
         return [call(x, rhs[i % len(rhs)]) for i, x in enumerate(lhs)]
 
@@ -177,8 +183,17 @@ def make_program(call: Call, lhs: list[torch.Tensor], rhs: list[torch.Tensor]) -
 
 def measure(job: Job, modes: list[Mode], seconds: float) -> Iterator[dict[str, Any]]:
     """What was found of each implementation at one shape. All ranks do the same, so a refusal is one of all ranks."""
-    calls, expected = calls_of(job)
-    lhs, rhs = operands(job, torch.device("cuda", torch.cuda.current_device()))
+    yield from measure_calls(*calls_of(job), *operands(job, this_device()), modes, seconds)
+
+
+def measure_calls(
+    calls: Mapping[str, Call],
+    expected: Call,
+    lhs: Sequence[Operand],
+    rhs: Sequence[Operand],
+    modes: list[Mode],
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
     for name, call in calls.items():
         found: dict[str, Any] = {"implementation": name, "torch": torch.__version__}
         try:
@@ -192,7 +207,7 @@ def measure(job: Job, modes: list[Mode], seconds: float) -> Iterator[dict[str, A
                     program.sample(mode)
             errors.append(program.error(expected, lhs, rhs))
             yield found | {"error": max(errors), "samples": program.samples}
-        except (RuntimeError, ValueError) as error:
+        except Exception as error:  # whatever a function of PyTorch refuses by
             yield found | {"failed": f"{type(error).__name__}: {error}"}
 
 

@@ -34,7 +34,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sampling import MIN_ROUNDS, Mode
-from benchmarks.torch_async_tp import Program, group_name, run_ranks, slowest
+from benchmarks.torch_async_tp import Program, group_name, run_ranks, slowest, this_device
 
 EPS = 1e-6
 PARTS = (1, 8, 16, 32, 64)  # of the keys
@@ -293,8 +293,7 @@ def error_of(step: Step, program: Steps) -> float:
 
 def measure(job: dict[str, Any], modes: list[Mode], seconds: float) -> Iterator[dict[str, Any]]:
     """What was found of each implementation at one shape. All ranks do the same, so a refusal is one of all ranks."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    step = Step(job, device)
+    step = Step(job, this_device())
     attention, attend = fastest_attention(step)
     symmetric = by_symmetric_memory(step)
     ways: dict[str, tuple[Callable[[], Step], Sum]] = {

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def measure(
     """
     jobs = [operation.torch_job(shape, world, l2) for shape in shapes]
     request = {"world": world, "modes": [mode.name for mode in modes], "seconds": seconds, "jobs": jobs}
-    answers, failure = _converse([python, str(FOLDER / operation.torch_script)], request, timeout)
+    answers, failure = converse([python, str(FOLDER / operation.torch_script)], request, timeout)
     found = []
     for shape in shapes:
         of_shape = [answer for answer in answers if answer["name"] == shape.name]
@@ -83,8 +83,16 @@ def measure(
     return found, failure
 
 
-def _converse(command: list[str], request: dict[str, Any], timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """The lines of JSON that a program answers, and why it ended early, if it did."""
+def converse(
+    command: list[str],
+    request: dict[str, Any],
+    timeout: float,
+    hear: Callable[[dict[str, Any]], None] = lambda answer: None,
+) -> tuple[list[dict[str, Any]], str]:
+    """The lines of JSON that a program answers, and why it ended early, if it did.
+
+    It is killed when it is silent for `timeout` seconds. `hear` takes each line as soon as it is there.
+    """
     with tempfile.TemporaryFile("w+") as question, tempfile.TemporaryFile("w+") as complaints:
         json.dump(request, question)
         question.seek(0)
@@ -111,6 +119,7 @@ def _converse(command: list[str], request: dict[str, Any], timeout: float) -> tu
             for line in process.stdout or ():
                 if line.startswith("{") and line.endswith("\n"):
                     answers.append(json.loads(line))
+                    hear(answers[-1])
                     timer.cancel()
                     timer = patience()
             process.wait()

@@ -1,15 +1,30 @@
 """`top_k`, `sample_greedy`, `sample_top_k`: from logits whose vocabulary is sharded to the next tokens."""
 
+import functools
+import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import triton
 from jax import lax
 
+from jaxtaxfree.kernels.collectives.largest import largest_kernel
 from jaxtaxfree.ops.collectives import all_gather
-from jaxtaxfree.primitive import check_whole
-from jaxtaxfree.teams import check_axes
+from jaxtaxfree.primitive import (
+    Lasting,
+    Unsupported,
+    check_implementation,
+    check_whole,
+    collective,
+    symbolic,
+    takes_reference,
+)
+from jaxtaxfree.shmem import shmem_call
+from jaxtaxfree.teams import check_axes, vary
 
 # B sequences, V vocabulary, W ranks, k candidates.
 
@@ -22,16 +37,18 @@ def top_k(
     """`lax.top_k` along a last dimension that is sharded: the k largest of all ranks, and where they are.
 
     Call it inside `jax.shard_map`. Ranks exchange their own k largest and no more, in one `all_gather` of 8 k bytes for
-    each row and rank; where a rank has no more than k, all that it has.
+    each row and rank; where a rank has no more than k, all that it has. On NVIDIA GPUs k of 1 is one kernel.
 
     Args:
       x: this rank's part [..., V / W] of floats of up to 32 bits; the parts lie in the order of the ranks.
       k: how many, from 1 to V.
       axis_name: the mesh axis, or axes, along which the last dimension is sharded.
-      implementation: of the `all_gather`.
+      implementation: of the `all_gather`. For k of 1: "fused": the kernel. "xla": plain `lax`. None: the kernel, along
+        several ranks. "simulate": the kernel, run for all ranks on the CPU.
 
     Returns: (values [..., k] of x's dtype, positions i32[..., k] in the whole dimension), the same on every rank, the
-      largest first. Of equal values the one at the lower position comes first, so the lowest of them are taken.
+      largest first. Of equal values the one at the lower position comes first, so the lowest of them are taken. NaN is
+      larger than any number. The kernel returns -0 as 0.
       By their types (`check_vma`) they vary along the axis, as what `all_gather` returns.
 
     Raises: what `all_gather` raises, and
@@ -53,24 +70,113 @@ def top_k(
         values, positions = lax.top_k(whole, k)
         return values, positions.astype(jnp.int32)
     if k == 1:
-        at = jnp.argmax(x, axis=-1, keepdims=True)
-        own = jnp.take_along_axis(x, at, axis=-1)
-    else:
-        own, at = _largest(x, k)
-    at = at.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
-    # One message: values travel as the bits of an f32, which holds every narrower float.
-    pair = jnp.stack([lax.bitcast_convert_type(own.astype(jnp.float32), jnp.int32), at], axis=-2)
-    pair = all_gather(pair, axes, axis=x.ndim - 1, implementation=implementation)  # [..., W, 2, k]
-    values, positions = (pair[..., i, :].reshape(*x.shape[:-1], -1) for i in range(2))
-    values = lax.bitcast_convert_type(values, jnp.float32)
+        return _top_1(x, axes, implementation)
+    values, positions = _gathered(*_largest(x, k), size, axes, implementation)
     # Ranks lie in the order of their positions, and each has its own in order where they are equal; so the first of
     # equal ones is the lowest here, too.
-    if k == 1:
-        best = jnp.argmax(values, axis=-1, keepdims=True)
-        values = jnp.take_along_axis(values, best, axis=-1)
-    else:
-        values, best = lax.top_k(values, k)
+    values, best = lax.top_k(values, k)
     return values.astype(x.dtype), jnp.take_along_axis(positions, best, axis=-1)
+
+
+MOST_ROWS = 1 << 16
+BLOCK = 4096  # numbers of a row that a program looks at in one step
+
+
+def part_of(rows: int, size: int, world: int) -> int:
+    """Numbers of a rank's row [size] that a program of `largest_kernel` looks at.
+
+    Few rows fall into parts of some 2048 numbers, whose loads are all on their way at once. Many rows have programs
+    enough, and one program of each row reads what all parts of all ranks have found.
+    """
+    parts = min(triton.cdiv(size, 2048), max(1, 512 // rows), max(1, 1024 // world))
+    return size if parts == 1 else triton.cdiv(triton.cdiv(size, parts), 64) * 64  # whole lines of memory
+
+
+def _top_1(x: jax.Array, axes: tuple[str, ...], implementation: str | None) -> tuple[jax.Array, jax.Array]:
+    check_implementation(implementation)
+    reasons = _refusals(x, lax.axis_size(axes))
+    if takes_reference("top_k", [x], implementation, reasons):
+        values, positions = _reference(x, axes=axes)
+    else:
+        values, positions = top_1_p.bind(vary(x, axes), axes=axes, implementation=implementation, config=())
+    return values, positions
+
+
+def _reference(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> list[jax.Array]:
+    """The largest of each row, and where it is, in plain `lax`: [values [..., 1], positions i32[..., 1]]."""
+    del config
+    at = jnp.argmax(x, axis=-1, keepdims=True)
+    own = jnp.take_along_axis(x, at, axis=-1)
+    pairs = _gathered(own, at, x.shape[-1], axes, "xla")
+    # Ranks lie in the order of their positions, so the first of equal ones is the lowest here, too.
+    best = jnp.argmax(pairs[0], axis=-1, keepdims=True)
+    values, positions = (jnp.take_along_axis(each, best, axis=-1) for each in pairs)
+    return [values.astype(x.dtype), positions]
+
+
+def _gathered(
+    values: jax.Array, positions: jax.Array, size: int, axes: tuple[str, ...], implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
+    """What all ranks have found [..., k] in rows [..., size] of theirs: f32[..., W * k], and where in whole rows."""
+    at = positions.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
+    # One message: values travel as the bits of an f32, which holds every narrower float.
+    pair = jnp.stack([lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), at], axis=-2)
+    gather = lax.all_gather if implementation == "xla" else functools.partial(all_gather, implementation=implementation)
+    pair = gather(pair, axes, axis=values.ndim - 1)  # [..., W, 2, k]
+    values, positions = (pair[..., i, :].reshape(*values.shape[:-1], -1) for i in range(2))
+    return lax.bitcast_convert_type(values, jnp.float32), positions
+
+
+def _fused(
+    x: jax.Array, *, axes: tuple[str, ...], config: Any, compute_capability: int, implementation: str | None = None
+) -> list[jax.Array]:
+    """The same by one kernel."""
+    del config, compute_capability
+    world = lax.axis_size(axes)
+    if reasons := _refusals(x, world):
+        raise Unsupported("top_k", reasons)
+    rows, size = math.prod(x.shape[:-1]), x.shape[-1]
+    part = part_of(rows, size, world)
+    parts = triton.cdiv(size, part)
+    values, positions = shmem_call(
+        largest_kernel, x.reshape(rows, size), axis_name=axes, implementation=implementation,
+        out_type=(jax.ShapeDtypeStruct((rows,), x.dtype), jax.ShapeDtypeStruct((rows,), jnp.int32)),
+        grid=rows * parts, messages={"found": jax.ShapeDtypeStruct((rows, world, parts, 2), np.int32)}, name="top_k",
+        num_warps=4, cost_estimate={"flops": x.size, "bytes_accessed": x.size * x.dtype.itemsize},
+        SIZE=size, PART=part, BLOCK=min(BLOCK, triton.next_power_of_2(part)),
+    )  # fmt: skip
+    shape = *x.shape[:-1], 1
+    return [values.reshape(shape), positions.reshape(shape)]
+
+
+def _refusals(x: Any, world: int) -> list[str]:
+    """All that keeps the kernel from taking x."""
+    if reasons := symbolic(x):
+        return reasons
+    if x.dtype.name not in ("float32", "bfloat16", "float16"):
+        reasons.append(Lasting(f"it takes float32, bfloat16 and float16, not {x.dtype}: cast it"))
+    rows = math.prod(x.shape[:-1])
+    if not 0 < rows <= MOST_ROWS:
+        reasons.append(f"it takes 1 to {MOST_ROWS} rows, not {rows}")
+    if x.shape[-1] * world > 2**31 - 1:
+        reasons.append(f"it takes rows of at most {2**31 - 1} of all ranks, not {x.shape[-1] * world}")
+    return reasons
+
+
+def _slower(x: Any, *, axes: tuple[str, ...], **_: Any) -> str | None:
+    """Why XLA is taken."""
+    del x
+    return None if lax.axis_size(axes) > 1 else "there is one rank, so nothing to send"
+
+
+def _batch(call: Any, operands: Any, dims: Any, size: int, **params: Any) -> Any:
+    """A `jaxtaxfree.primitive.Batch`: all dimensions before the last one are rows."""
+    del size, params
+    ((x,), (dim,)) = operands, dims
+    return call(jnp.moveaxis(x, dim, 0))
+
+
+top_1_p = collective("top_k", reference=_reference, fused=_fused, slower=_slower, batch=_batch)
 
 
 def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """What the compiler makes of the collectives' kernels, read from the PTX: no GPU needed."""
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree.kernels.collectives import portable as collectives
+from jaxtaxfree.kernels.collectives.largest import largest_kernel
 from jaxtaxfree.ops.collectives.portable import GATHERED_AS_WORDS
 from tests.compiled.test_compiled import (
     bytes_of,
@@ -202,3 +204,34 @@ def test_faults_are_reported() -> None:
     ):
         tampered = Compiled(re.sub(pattern, replacement, call.ptx), call.shared, call.source, call.options)
         assert any(report in line for line in wrong_messages(tampered))
+
+
+def _largest(dtype: str, compute_capability: int = 90) -> Compiled:
+    call = functools.partial(jtf.top_k, k=1, axis_name="tp", implementation="fused")
+    program = jax.shard_map(call, mesh=mesh_of(4), in_specs=P(None, "tp"), out_specs=P(None, "tp"), check_vma=False)
+    logits = jax.ShapeDtypeStruct((2, 4 * 16032), dtype)
+    return compile_call(largest_kernel, program, logits, compute_capability=compute_capability)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("compute_capability", [80, 90, 100])
+def test_the_largest_of_each_row(compute_capability: int, dtype: str) -> None:
+    """Nothing is fenced or spilled. Before a barrier a part's loads are all on their way, each of 16 bytes."""
+    found = _largest(dtype, compute_capability)
+    program = parse(found.ptx)
+    assert [s.text for s in program if s.starts("fence", "membar")] == []
+    before = itertools.takewhile(lambda s: not s.starts("bar"), program)
+    wide = [bytes_of(s) for s in before if s.starts("ld.global.v")]
+    assert wide == [16] * (2048 * jnp.dtype(dtype).itemsize // (16 * 128))
+    assert "redux.sync.max.s32" in found.ptx
+    assert local_memory(found.ptx) == []
+    if compute_capability < 100:  # what is assembled elsewhere, too
+        assert spilled_bytes(ptxas_report(found)) == 0
+
+
+@pytest.mark.parametrize("architecture", amd.EACH)
+def test_the_largest_of_each_row_on_amd(architecture: str) -> None:
+    code = compile_for_amd(_largest("float32"), architecture).asm["amdgcn"]
+    assert "s_trap 2" in amd.instructions(code)
+    assert re.findall(r"\.vgpr_spill_count:\s*(\d+)", code) == ["0"]
+    assert "sc0 sc1" in code  # system scope

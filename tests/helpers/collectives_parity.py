@@ -320,6 +320,29 @@ def check_gradients(mesh: Mesh) -> None:
     jtf.heap.check()
 
 
+def check_the_largest(mesh: Mesh, times: int = 1000) -> None:
+    """`top_k` of 1, of vocabularies of models and of rows with equal numbers, call after call in a loop."""
+    world = mesh.devices.size
+    shapes = ((1, 16032), (16, 32064), (3, 77), (300, 500))
+
+    def local(rank: jax.Array) -> jax.Array:
+        def step(i: jax.Array, wrong: jax.Array) -> jax.Array:
+            for key, (rows, size) in enumerate(shapes):
+                draw = jax.random.fold_in(jax.random.key(key), i)
+                whole = jnp.round(jax.random.normal(draw, (rows, world * size)) * (40 if key % 2 else 1e4)) / 4
+                whole = whole.astype(jnp.bfloat16 if key % 2 else jnp.float32)
+                own = lax.dynamic_slice_in_dim(whole, rank * size, size, axis=1)
+                values, positions = jtf.top_k(own, 1, "tp", implementation="fused")
+                at = jnp.argmax(whole, axis=1, keepdims=True)
+                wrong += jnp.sum(positions != at) + jnp.sum(values != jnp.take_along_axis(whole, at, axis=1))
+            return wrong
+
+        return lax.fori_loop(0, times, step, jnp.int32(0))
+
+    assert not on_ranks(mesh, local).any()
+    jtf.heap.check()
+
+
 def small_call(mesh: Mesh) -> tuple[Callable, tuple[jax.Array, ...]]:
     """A call of a kernel on a whole array, and its operand."""
     x = jax.jit(lambda: jnp.ones((mesh.devices.size, 1000)), out_shardings=NamedSharding(mesh, P("tp")))()
@@ -339,4 +362,5 @@ CHECKS = (
     check_many_calls,
     check_meshes,
     check_gradients,
+    check_the_largest,
 )

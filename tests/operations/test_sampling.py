@@ -1,5 +1,6 @@
 """Tokens from logits whose vocabulary is sharded, against `lax.top_k` and `jax.random` on the whole vocabulary."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -8,8 +9,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from triton import next_power_of_2
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops.sampling import part_of
 from tests.helpers.support import assert_fused, fails, lower_for_cuda, mesh_of, one_program, sharded
 
 V = 24
@@ -68,6 +71,93 @@ def test_greedy_is_argmax(world):
     token = of_every_rank(lambda x: jtf.sample_greedy(x, "tp"), world, logits)
     np.testing.assert_array_equal(token, jnp.argmax(logits, axis=-1))
     assert token[0] == 0
+
+
+def awkward(dtype: Any) -> jax.Array:
+    """[6, V]: ties, a row of one number, -inf, NaN in two places, zeros of both signs, and negative numbers."""
+    x = np.array(logits_of(6).astype("float32"))
+    x[2, [V - 2, 7]] = np.nan
+    x[3] = -np.inf
+    x[4] = np.where(np.arange(V) < 5, -0.0, 0.0)
+    x[5] = -1 - np.abs(x[5])
+    return jnp.asarray(x, dtype)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_one_by_the_kernel(world, dtype):
+    """As `jnp.argmax`: of equal numbers the lowest position, of NaN the first. Of any number of dimensions."""
+    x = awkward(dtype)
+    for shape in ((6, V), (V,), (2, 3, V)):
+        whole = x[0] if len(shape) == 1 else x.reshape(shape)
+        one = jax.shard_map(
+            lambda a: jax.tree.map(lambda b: b[None], jtf.top_k(a, 1, "tp", implementation="simulate")),
+            mesh=mesh_of(world), in_specs=P(*[None] * (len(shape) - 1), "tp"), out_specs=P("tp"),
+        )  # fmt: skip
+        values, positions = jax.jit(one)(whole)
+        assert values.dtype == dtype and positions.dtype == jnp.int32
+        at = jnp.argmax(whole, axis=-1, keepdims=True)
+        wanted = jnp.take_along_axis(whole, at, axis=-1)
+        for rank in range(world):
+            np.testing.assert_array_equal(positions[rank], at)
+            np.testing.assert_array_equal(values[rank].astype("float32"), wanted.astype("float32"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_one_of_several_parts(world):
+    """Rows of several programs, of which the last one has fewer numbers: ties across parts and ranks, -inf, NaN."""
+    size = 4500
+    assert part_of(9, size, world) == 1536
+    rng = np.random.default_rng(1)
+    x = rng.integers(-9, 9, (9, world * size)).astype(np.float32)
+    first = (1600, 4499, size + 3100, size - 1, 7, 2 * size - 1)  # in a middle part, a last one, on another rank
+    for row, at in enumerate(first):
+        x[row, [at, min(at + 1, world * size - 1), world * size - 1]] = 20
+    x[6] = -np.inf
+    x[7, [size + 5, size + 1599]] = np.nan
+    x[8] = -np.inf
+    x[8, 4000] = np.finfo(np.float32).min
+    values, positions = of_every_rank(lambda a: jtf.top_k(a, 1, "tp", implementation="simulate"), world, jnp.asarray(x))
+    np.testing.assert_array_equal(positions[:, 0], [*first, 0, size + 5, 4000])
+    np.testing.assert_array_equal(values[:, 0], x[np.arange(9), positions[:, 0]])
+
+
+def test_the_parts_of_rows():
+    """Few rows have parts of some 2048 numbers, many rows one; no rank receives more words than it may."""
+    assert [part_of(1, size, 2) for size in (16032, 64128, 4096, 2049, 2048, 5)] == [2048, 2048, 2048, 1088, 2048, 5]
+    assert part_of(16, 64128, 2) == 2048 and part_of(257, 64128, 2) == 64128
+    for rows, size, world in itertools.product((1, 3, 100, 300), (1, 64, 77, 16032, 262144, 1 << 21), (2, 8, 72, 4096)):
+        part = part_of(rows, size, world)
+        parts = -(-size // part)
+        assert (parts - 1) * part < size and 2 * next_power_of_2(world * parts) <= 16384
+        assert rows * parts <= max(rows, 512)
+
+
+def test_one_is_mapped():
+    """By the kernel `jax.vmap` makes more rows."""
+    x = logits_of(6, ties=False)
+
+    def local(a: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, positions = jax.vmap(lambda row: jtf.top_k(row, 1, "tp", implementation="simulate"))(a)
+        return values[None], positions[None]
+
+    mapped = jax.shard_map(local, mesh=mesh_of(2), in_specs=P(None, "tp"), out_specs=P("tp"))
+    values, positions = jax.jit(mapped)(x)
+    np.testing.assert_array_equal(positions[1, :, 0], jnp.argmax(x, axis=-1))
+    np.testing.assert_array_equal(values[0, :, 0], jnp.max(x, axis=-1))
+
+
+@pytest.mark.parametrize("implementation", [None, "fused"])
+def test_one_is_one_kernel(implementation):
+    logits = sharded(mesh_of(2), P(None, "tp"), (16, 2 * 4096), "float32")
+    greedy = lambda x: jtf.sample_greedy(x, "tp", implementation=implementation)  # noqa: E731
+    program = one_program(greedy, mesh=mesh_of(2), in_specs=P(None, "tp"), out_specs=P(), check_vma=False)
+    text = lower_for_cuda(program, logits)
+    assert_fused(text)
+    assert "stablehlo.reduce" not in text
+    alone = one_program(greedy, mesh=mesh_of(1), in_specs=P(None, "tp"), out_specs=P(), check_vma=False)
+    few = lower_for_cuda(alone, sharded(mesh_of(1), P(None, "tp"), (16, 64), "float32"))
+    assert few.count("triton_kernel_call") == (0 if implementation is None else 1)
 
 
 def plain(logits: jax.Array, key: jax.Array, k: int, temperature: Any, top_p: Any) -> np.ndarray:
@@ -168,3 +258,7 @@ def test_errors():
         call(lambda x: jtf.sample_top_k(x, key, "tp", k=2, top_p=np.ones(2)))
     with fails(NameError, "tp"):
         jtf.sample_greedy(logits_of(), "tp")
+    with fails(NotImplementedError, "it takes 1 to 65536 rows, not 0"):
+        call(lambda x: jtf.top_k(x, 1, "tp", implementation="simulate"), jnp.zeros((0, V)))
+    with fails(ValueError, "There is no implementation 'cuda'"):
+        call(lambda x: jtf.top_k(x, 1, "tp", implementation="cuda"))

@@ -28,6 +28,7 @@ from rich.console import Console
 import jaxtaxfree as jtf
 from benchmarks import (
     decode_step,
+    eight_bits,
     few_rows,
     global_products,
     iris,
@@ -552,6 +553,46 @@ def test_torch_that_ends_early_keeps_what_it_found(torch_rows: Callable[..., Any
     assert checked == ["ok", "failed: silent for 2 s", "failed: silent for 2 s"]
     rows = torch_rows(320, 64)
     assert {row["checked"] for row in rows.values()} == {"failed: out of memory"}
+
+
+PARTNER_OF_8_BITS = """
+import json, sys
+request = json.load(sys.stdin)
+for job in request["jobs"]:
+    found = {"name": job["name"], "torch": "0", "launch": "CUDA graph"}
+    if job["m"] == 16:
+        print(json.dumps(found | {"implementation": "torch", "failed": "ValueError: too\\nfew"}), flush=True)
+        continue
+    for error, name in ((0.004, "torch"), (0.4, "torch/fast")):
+        samples = {mode: [job["calls"], 7, 9] for mode in request["modes"]}
+        print(json.dumps(found | {"implementation": name, "error": error, "samples": samples}), flush=True)
+raise SystemExit("Traceback\\nout of memory")
+"""
+
+
+def test_rows_of_torch_in_eight_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are written as they come; a wrong result has no time, and a refusal says why."""
+    monkeypatch.setattr(torch_peer, "FOLDER", tmp_path)
+    (tmp_path / eight_bits.TORCH_SCRIPT).write_text(PARTNER_OF_8_BITS)
+    path = tmp_path / "rows.jsonl"
+    eight_bits.main([
+        "--programs", "torch", "--shapes", "128,256,512", "all_gather_matmul:16,256,512", "--world", "2",
+        "--operations", "matmul_reduce_scatter", "matmul_all_reduce", "--json", str(path),
+    ])  # fmt: skip
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    ours = {"operation": "matmul_reduce_scatter", "shape": [128, 256, 512], "program": "torch", "launch": "CUDA graph"}
+    assert [row.get("us", row.get("ok", row.get("failed"))) for row in rows] == [True, 7, False, "ValueError: too few"]
+    assert ours.items() <= rows[1].items() and (rows[1]["least"], rows[1]["most"]) == (eight_bits.TORCH_CALLS, 9)
+
+
+def test_what_torch_is_told_of_a_product_of_8_bits() -> None:
+    """All that its script reads of a job. Reductions have K and N the other way round."""
+    script = (ROOT / "benchmarks" / eight_bits.TORCH_SCRIPT).read_text()
+    keys = [(op, (64, 32, 48), "torch", "e4m3 rows") for op in eight_bits.SPECS]
+    jobs = json.loads(json.dumps(eight_bits.torch_jobs([*keys, ("gated", (1, 1, 1), "fused", "e4m3 rows")])))
+    assert set(re.findall(r'job\["(\w+)"\]', script)) | {"name"} == jobs[0].keys()
+    sizes = [(job["op"], job["m"], job["k"], job["n"]) for job in jobs]
+    assert sizes == [("all_gather_matmul", 64, 32, 48), ("matmul_reduce_scatter", 64, 48, 32)]
 
 
 def chosen(*arguments: str) -> tuple[set[str], bool, list[str]]:
