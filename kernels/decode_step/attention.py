@@ -64,6 +64,33 @@ def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
 
 
 @gluon.jit
+def row_of(given, layer, sequence, head, slot, SIZES: gl.constexpr):
+    """The row of the cache in which a slot of a sequence lies. Of pages an entry that is none is the nearest one."""
+    if given.pages is None:
+        row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS + slot
+    else:
+        page = gl.minimum(gl.maximum(gl.load(entry_of(given, sequence, slot, SIZES)), 0), SIZES.POOL - 1)
+        row = ((layer * SIZES.POOL + page) * SIZES.KV_HEADS + head) * SIZES.PAGE + slot % SIZES.PAGE
+    return row
+
+
+@gluon.jit
+def entry_of(given, sequence, slot, SIZES: gl.constexpr):
+    """Where it stands in which page a slot of a sequence is."""
+    return given.pages + sequence * (SIZES.SLOTS // SIZES.PAGE) + slot // SIZES.PAGE
+
+
+@gluon.jit
+def has_place(given, sequence, length, SIZES: gl.constexpr):
+    """Whether the cache has a place for a token behind so many."""
+    there = (length >= 0) & (length < SIZES.SLOTS)
+    if given.pages is not None:
+        page = gl.load(entry_of(given, sequence, gl.where(there, length, 0), SIZES))
+        there = there & (page >= 0) & (page < SIZES.POOL)
+    return there
+
+
+@gluon.jit
 def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     """Begins to load the old keys and values of this program's items."""
     window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
@@ -71,10 +98,10 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
     for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
         sequence, head, _, _, _, first, last = blocks_of(given, lengths, window, item, SIZES)
-        row = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * SIZES.SLOTS
         for block in range(first, last):
-            position = fetch_block(ring, position, given.old_keys, row + block * BLOCK, SIZES)
-            position = fetch_block(ring, position, given.old_values, row + block * BLOCK, SIZES)
+            row = row_of(given, layer, sequence, head, block * BLOCK, SIZES)
+            position = fetch_block(ring, position, given.old_keys, row, SIZES)
+            position = fetch_block(ring, position, given.old_values, row, SIZES)
     return position
 
 
@@ -213,8 +240,9 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             slot = block * BLOCK + rows
             seen = (slot >= begin) & (slot < end)
             if EIGHT:  # on their way while the block comes
-                key_scale = gl.load(given.old_key_scales + pair * SIZES.SLOTS + slot, mask=seen, other=0.0)
-                value_scale = gl.load(given.old_value_scales + pair * SIZES.SLOTS + slot, mask=seen, other=0.0)
+                of_block = row_of(given, layer, sequence, head, block * BLOCK, SIZES) + rows
+                key_scale = gl.load(given.old_key_scales + of_block, mask=seen, other=0.0)
+                value_scale = gl.load(given.old_value_scales + of_block, mask=seen, other=0.0)
             keys, position = take(ring, position, given.old_keys)
             weights, keeps, higher, sum_ = (), (), (), ()
             for g in gl.static_range(G):
@@ -274,11 +302,14 @@ def put(me, given, kept, results, SIZES: gl.constexpr):
         pair = begin + gl.arange(0, AT_ONCE, gl.SliceLayout(1, LAYOUT))
         sequence = pair // SIZES.KV_HEADS % SIZES.B
         length = gl.load(given.lengths + sequence, mask=pair < PAIRS, other=-1)  # as it was given
-        own = (length >= 0) & (length < SIZES.SLOTS)
+        own = has_place(given, sequence, length, SIZES)
         there = own[:, None] & (column < H)
         key = gl.load(new + pair[:, None] * H + column, mask=there)
         value = gl.load(new + (PAIRS + pair[:, None]) * H + column, mask=there)
-        row = pair.to(gl.int64) * SIZES.SLOTS + length  # a cache may have more than 2^31 elements
+        layer = pair // (SIZES.KV_HEADS * SIZES.B)
+        slot = gl.where(own, length, 0)
+        row = row_of(given, layer, sequence, pair % SIZES.KV_HEADS, slot, SIZES)
+        row = row.to(gl.int64)  # a cache may have more than 2^31 elements
         gl.store(results.cache_keys + row[:, None] * H + column, key, mask=there)
         gl.store(results.cache_values + row[:, None] * H + column, value, mask=there)
         if results.cache_key_scales is not None:

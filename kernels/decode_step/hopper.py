@@ -58,6 +58,8 @@ class Sizes(NamedTuple):
     F: Any
     V: Any
     SLOTS: Any
+    PAGE: Any
+    POOL: Any
     POSITIONS: Any
     ROTATED: Any
     EPS: Any
@@ -117,6 +119,7 @@ class Given(NamedTuple):
     cos: Any
     sin: Any
     lengths: Any
+    pages: Any
     windows: Any
     tables: Any
 
@@ -165,7 +168,7 @@ def decode_step_kernel(
     up_desc,
     down_desc,  # [L * D, F / 64, 64]
     unembed_desc,  # [V, D / 64, 64]
-    old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]; of 8 bits [..., 128]
+    old_keys_desc,  # [L * B * KV_HEADS * SLOTS, H / 64, 64]; of 8 bits [..., 128]; of pages POOL * PAGE for B * SLOTS
     old_values_desc,
     attn_norm_ptr,  # [L, D]
     mlp_norm_ptr,  # [L, D]
@@ -185,11 +188,12 @@ def decode_step_kernel(
     up_scale_ptr,
     down_scale_ptr,  # f32 [L, D], or None
     unembed_scale_ptr,  # f32 [V], or None
-    old_key_scales_ptr,  # f32 [L, B, KV_HEADS, SLOTS], of keys of 8 bits; or None
+    old_key_scales_ptr,  # f32 [L, B, KV_HEADS, SLOTS], or [L, POOL, KV_HEADS, PAGE], of keys of 8 bits; or None
     old_value_scales_ptr,
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
     lengths_ptr,  # i32 [B], tokens in the cache; the new one is not stored if it is below 0, or the cache is full
+    pages_ptr,  # i32 [B, SLOTS / PAGE], which pages of the pool a sequence has; or None
     windows_ptr,  # i32 [L], positions before a token that it attends to; None if they are WINDOW in all layers
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
@@ -224,7 +228,9 @@ def decode_step_kernel(
     H: gl.constexpr,
     F: gl.constexpr,
     V: gl.constexpr,
-    SLOTS: gl.constexpr,
+    SLOTS: gl.constexpr,  # of a sequence
+    PAGE: gl.constexpr,  # slots of a page
+    POOL: gl.constexpr,  # pages of the pool
     POSITIONS: gl.constexpr,
     ROTATED: gl.constexpr,
     WINDOW: gl.constexpr,
@@ -252,17 +258,17 @@ def decode_step_kernel(
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, TENSOR_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H, F, V, SLOTS,
-        POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE,
-        LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD, SUMS, WINDOW,
-        TABLE,
+        PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION,
+        RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD,
+        SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
         old_values_desc, attn_norm_ptr, mlp_norm_ptr, final_norm_ptr, query_bias_ptr,
         key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr,
         query_scale_ptr, key_scale_ptr, value_scale_ptr, out_scale_ptr, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
-        unembed_scale_ptr, old_key_scales_ptr, old_value_scales_ptr, cos_ptr, sin_ptr, lengths_ptr, windows_ptr,
-        tables_ptr,
+        unembed_scale_ptr, old_key_scales_ptr, old_value_scales_ptr, cos_ptr, sin_ptr, lengths_ptr, pages_ptr,
+        windows_ptr, tables_ptr,
     )  # fmt: skip
     if TENSOR_CORES:
         heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
