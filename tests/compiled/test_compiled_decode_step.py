@@ -1,5 +1,6 @@
 """What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
 
+import functools
 import re
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxtaxfree import DecoderSpec, decode_step
+from jaxtaxfree import DecoderSpec, decode_step, shmem
+from jaxtaxfree.kernels import shmem as device
 from tests.compiled.test_compiled import SHARED_MEMORY, local_memory, ptxas_report, spilled_bytes
 from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
@@ -82,6 +84,25 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "ld.acquire.gpu.global.b32" in code.ptx
     assert re.search(r"(atom|red)[\w.:]*\.release\.gpu|(atom|red)[\w.:]*\.gpu[\w.:]*\.release|\.release\.gpu", code.ptx)
     assert "release.sys" not in code.ptx
+
+
+def test_the_launch_that_loads_the_module_has_the_same_code():
+    """Of tiny operands, of which the cache is a result as well."""
+    model = DecoderSpec(layers=2, d_model=256, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=64)
+    programs, launch = [], shmem._launch
+
+    def twice(*args: Any, **params: Any) -> Any:
+        tiny = [jax.ShapeDtypeStruct(shmem._tiny(x.ndim), x.dtype) for x in args]
+        load = functools.partial(launch, **params, position=device.POSITION_LOAD_ONLY.value, programs=1)
+        programs.append(lower_for_cuda(load, *tiny))
+        return launch(*args, **params)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shmem, "_launch", twice)
+        program = lowered(model, 2, 1)
+    (load,) = programs
+    assert launch_of(load) == launch_of(program)
+    assert load.count("operand_index") == program.count("operand_index") == 2
 
 
 @pytest.mark.parametrize("eight", [None, "int8", "float8_e4m3fn"])
