@@ -51,6 +51,12 @@ def test_parity_with_a_cache_of_eight_bits(world: int, kernel: str) -> None:
     step_parity.check_caches(mesh_of(world), kernel)
 
 
+@pytest.mark.parametrize("kernel", ["hopper", "operations"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_parity_with_a_cache_in_pages(world: int, kernel: str) -> None:
+    step_parity.check_pages(mesh_of(world), kernel)
+
+
 def test_parity_of_full_layers() -> None:
     step_parity.check_full_layers(mesh_of(2))
 

@@ -69,6 +69,15 @@ CACHES: dict[str, tuple[str, str | None, jtf.DecoderSpec, tuple[int, ...]]] = {
     "four sequences, a cache of e4m3": ("float8_e4m3fn", None, LLAMA, (5, 240, 0, 511)),
     "weights and a cache of int8": ("int8", "int8", LLAMA, (33, 200)),
 }
+# With a cache in pages: the positions of one, a dtype of 8 bits or none, the model, the tokens of each sequence.
+PAGES: dict[str, tuple[int, str | None, jtf.DecoderSpec, tuple[int, ...]]] = {
+    "one sequence, pages of 16": (16, None, LLAMA, (500,)),
+    "four sequences, pages of 64": (64, None, LLAMA, (5, 240, 0, 511)),
+    "a window, pages of 8": (8, None, dataclasses.replace(LLAMA, windows=(64, None)), (130, 20)),
+    "two sequences, pages of 32 of int8": (32, "int8", LLAMA, (33, 200)),
+    "seven sequences, pages of 16": (16, None, LLAMA, (5, 240, 64, 100, 0, 511, 1)),
+    "sixteen sequences, pages of 128": (128, None, LLAMA, tuple(range(0, 512, 32))),
+}
 
 
 def full_layers(world: int) -> dict[str, jtf.DecoderSpec]:
@@ -122,7 +131,8 @@ def decode(
     model: jtf.DecoderSpec, params: Any, xs: jax.Array, cache: Any, lengths: Any, **keywords: Any
 ) -> tuple[jax.Array, Any]:
     """Logits [steps, B, V / W] of so many steps, one after the other, and the cache."""
-    cos, sin = rotary_tables(model, cache[0].shape[3])
+    tables = keywords.get("block_tables")
+    cos, sin = rotary_tables(model, cache[0].shape[3] * (1 if tables is None else tables.shape[1]))
 
     def step(state: Any, x: jax.Array) -> Any:
         at, cache = state
@@ -135,15 +145,35 @@ def decode(
 
 def errors_of(
     model: jtf.DecoderSpec, lengths: tuple[int, ...], slots: int = SLOTS, steps: int = STEPS, kernel: str = "hopper",
-    eight: str | None = None, config: dict[str, Any] | None = None, of_cache: str | None = None,
+    eight: str | None = None, config: dict[str, Any] | None = None, of_cache: str | None = None, page: int = 0,
 ) -> jax.Array:  # fmt: skip
-    """Relative errors of the kernel's logits, keys and values (of 8 bits with their scales) beside XLA's."""
+    """Relative errors of the kernel's logits, keys and values (of 8 bits with their scales) beside XLA's.
+
+    Args:
+      page: positions of a page, if the cache is to be in pages.
+    """
     params, xs, cache = operands(model, len(lengths), slots, steps, eight, of_cache)
     asked = {"kernel": kernel, **(config or {})}
-    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config=asked)]
-    ways.append(decode(model, params, xs, cache, lengths, implementation="xla"))
+    how: dict[str, Any] = {}
+    if page:
+        cache, how["block_tables"] = in_pages(cache, page)
+    ways = [decode(model, params, xs, cache, lengths, implementation="fused", config=asked, **how)]
+    ways.append(decode(model, params, xs, cache, lengths, implementation="xla", **how))
     pairs = zip(*map(jax.tree.leaves, ways), strict=True)
     return jnp.stack([relative_error(*(x.astype(jnp.float32) for x in pair), ("tp",)) for pair in pairs])
+
+
+def in_pages(cache: Any, page: int) -> tuple[Any, jax.Array]:
+    """(The pools of a cache, in which its pages lie in any order, and where they are)."""
+    b, pages = cache[0].shape[1], cache[0].shape[3] // page
+    order = np.random.default_rng(0).permutation(b * pages)
+
+    def pool(part: jax.Array) -> jax.Array:
+        layers, _, heads, _, *rest = part.shape
+        part = jnp.moveaxis(part.reshape(layers, b, heads, pages, page, *rest), 3, 2)
+        return part.reshape(layers, b * pages, heads, page, *rest)[:, order]
+
+    return jax.tree.map(pool, cache), jnp.asarray(np.argsort(order).reshape(b, pages), jnp.int32)
 
 
 def check_cases(mesh: Mesh, *names: str) -> None:
@@ -173,6 +203,14 @@ def check_caches(mesh: Mesh, kernel: str = "hopper") -> None:
     _run(mesh, {
         name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight, of_cache=of_cache)
         for name, (of_cache, eight, model, lengths) in CACHES.items()
+    })  # fmt: skip
+
+
+def check_pages(mesh: Mesh, kernel: str = "hopper") -> None:
+    """A cache in pages beside XLA's."""
+    _run(mesh, {
+        name: functools.partial(errors_of, model, lengths, kernel=kernel, of_cache=of_cache, page=page)
+        for name, (page, of_cache, model, lengths) in PAGES.items()
     })  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """`decode_step` with a cache in pages, against the decoder in float64 and against the same cache without pages."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -418,14 +419,85 @@ def test_errors():
 
 
 def test_who_takes_it():
-    """Operations; one launch says in one sentence why it does not."""
-    call = call_of(FAMILIES["llama-3-8b"], 8, 1, 64, paged=True)
+    """Operations; one launch where it is asked for, of pages that its blocks divide."""
+    call = call_of(FAMILIES["llama-3-8b"], 8, 1, 64, pool=9, pages=4)
     kernel = Hopper()
-    refused = "it takes a cache without pages: its loads know no block_tables"
-    assert kernel.refuses(call, kernel.by_shape(call, {})) == [refused]
     assert choose("decode_step", VARIANTS, call, {}).variant.name == "operations"
-    with pytest.raises(NotImplementedError, match=refused):
-        choose("decode_step", VARIANTS, call, {"kernel": "hopper"})
+    assert choose("decode_step", VARIANTS, call, {"kernel": "hopper"}).variant.name == "hopper"
+    for slots, by_tensor_cores in ((16, True), (8, False)):
+        chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=4, slots=slots), {"kernel": "hopper"})
+        assert chosen.config.tensor_cores == by_tensor_cores
+    for tensor_cores, slots, least in ((False, 4, 8), (False, 12, 8), (True, 24, 16), (True, 8, 16)):
+        asked = {"tensor_cores": tensor_cores}
+        other = dataclasses.replace(call, slots=slots)
+        by = "by" if tensor_cores else "without"
+        refused = f"{by} tensor cores it takes pages whose positions {least} divides, not of {slots}"
+        config = dataclasses.replace(kernel.by_shape(other, asked), **asked)
+        assert kernel.refuses(other, config) == [refused]
+        with pytest.raises(NotImplementedError, match=refused):
+            choose("decode_step", VARIANTS, other, {"kernel": "hopper", **asked})
+
+
+@pytest.mark.parametrize("page, slots", [(8, 8), (16, 16), (24, 8), (64, 64), (96, 32), (128, 64)])
+def test_a_block_of_keys_lies_in_a_page(page, slots):
+    call = call_of(FAMILIES["llama-3-8b"], 8, 1, page, pool=9, pages=4)
+    kernel = Hopper()
+    config = kernel.by_shape(call, {"kernel": "hopper"})
+    assert kernel.blocks(call, config)["old_keys_desc"] == (slots, 2, 64)
+
+
+@pytest.mark.parametrize("world, dtype, h", [(1, "bfloat16", 64), (2, INT8, 128)])
+def test_one_launch_in_a_program(world, dtype, h):
+    """Two steps, simulated, beside the reference: the first sequence goes on in its second page, where the second step
+    reads what the first one has stored. The second one has no page for its second token, and the third one is full.
+    """
+    model = tiny("qwen2-7b", layers=2, heads=4, kv_heads=2, head_dim=h, vocab=64, d_model=64, d_mlp=128)
+    params = {name: jnp.asarray(w, jnp.bfloat16) for name, w in make_params(model).items()}
+    tables, lengths = jnp.array([[4, 1], [0, -1], [2, 5]]), np.array([8, 7, 15])
+    cos, sin = map(jnp.asarray, rotary_tables(model, 16))
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((2, 3, model.d_model)), jnp.bfloat16)
+    shape = (2, 6, 2, 8, h)
+    if dtype == INT8:
+        cache = tuple(jnp.asarray(rng.integers(-100, 101, shape), dtype) for _ in range(2))
+        cache += tuple(jnp.asarray(rng.uniform(0.01, 0.02, shape[:-1]), jnp.float32) for _ in range(2))
+    else:
+        cache = tuple(jnp.asarray(rng.standard_normal(shape), dtype) for _ in range(2))
+    config = {
+        "kernel": "hopper", "programs": 3, "stage": 512 * h // 64, "num_stages": 3, "splits": 2, "merged": 32,
+        "num_warps": 4, "tensor_cores": False,
+    }  # fmt: skip
+
+    def run(implementation: str) -> tuple[Any, Any]:
+        def steps(params: Any, cache: Any) -> Any:
+            found = []
+            for i in range(2):
+                logits, cache = jtf.decode_step(
+                    params, x[i], cache, jnp.asarray(lengths) + i, "tp", model=model, cos=cos, sin=sin, config=config,
+                    block_tables=tables, implementation=implementation,
+                )  # fmt: skip
+                found.append(logits)
+            return jnp.stack(found), cache
+
+        of_cache = P(None, None, "tp")
+        call = jax.shard_map(
+            steps, mesh=mesh_of(world), in_specs=(specs(model, True), of_cache),
+            out_specs=(P(None, None, "tp"), of_cache), check_vma=False,
+        )  # fmt: skip
+        return jax.tree.map(np.asarray, jax.jit(call)(params, cache))
+
+    (logits, found), (wanted, stored) = run("simulate"), run("xla")
+    means = np.array([[True, True, True], [True, False, True]])  # of a token without a page nothing
+    np.testing.assert_allclose(logits[means], wanted[means], rtol=0.03, atol=0.03)
+    new = np.zeros((6, 8), bool)
+    new[[1, 1, 0, 5], [0, 1, 7, 7]] = True
+    for part, old in zip(found, map(np.asarray, cache), strict=True):
+        part, old = (np.moveaxis(of, 2, 3)[:, ~new] for of in (part, old))
+        assert part.tobytes() == old.tobytes()
+    for i in range(2):  # bf16's last bit may make another number of 8 bits
+        scales = (of[i + 2][..., None] if len(found) > 2 else 1 for of in (found, stored))
+        part, other = (of[i].astype(np.float32) * scale for of, scale in zip((found, stored), scales))
+        np.testing.assert_allclose(part, other, rtol=0.13, atol=0.03)
 
 
 SMALL = tiny("llama-3-8b", layers=3, d_model=64, head_dim=64, d_mlp=128, vocab=64)

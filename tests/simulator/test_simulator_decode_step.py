@@ -34,6 +34,7 @@ STEPS = {
     "one rank, two layers": Step(world=1, layers=2),
     "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
     "three ranks, two layers": Step(world=3, layers=2),
+    "two layers, no token and a full cache": Step(lengths=(6, -1, 20), group=1, layers=2),
     "qwen 2": Step(family="qwen2-7b", lengths=(20,)),
     "qwen 3": Step(world=1, family="qwen3-8b", lengths=(7,)),
     "a window": Step(world=1, family="mistral-7b-v0.1", lengths=(13,)),
@@ -57,6 +58,9 @@ TILES = (("tensor_cores", True), ("stage", 2048))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "sequences without a token and a full one": Step(
+        world=1, lengths=(5, -1, 20, 9, -1), group=1, layers=2, config=TILES
+    ),
     "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
@@ -132,6 +136,7 @@ CACHES = {
     "a cache of e4m3, four sequences": Step(
         world=1, lengths=(3, 0, 17, 9), group=1, cache="float8_e4m3fn", **OF_CACHE
     ),
+    "a cache of int8, no token and a full one": Step(world=1, lengths=(20, -1, 7), group=1, cache="int8", **OF_CACHE),
     "a cache of int8 and a window, three parts": Step(
         world=1, family="mistral-7b-v0.1", lengths=(19,), cache="int8", changes=OF_CACHE["changes"],
         config=(*OF_CACHE["config"], ("splits", 3)),
@@ -144,6 +149,24 @@ CACHES = {
     "a cache of int8, more heads of a key": Step(world=1, lengths=(18,), group=8, cache="int8", **OF_CACHE),
 }  # fmt: skip
 STEPS |= CACHES
+PAGES = {
+    "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
+    "pages of two blocks, no token, a full cache and lost tokens": Step(
+        world=1, lengths=(16, 32, -1, 0), group=1, page=16, lost=(0, 3)
+    ),
+    "pages of three blocks, a window, three parts": Step(
+        world=1, family="mistral-7b-v0.1", lengths=(19,), page=24, config=(("splits", 3),)
+    ),
+    "pages of int8": Step(layers=2, lengths=(8, 20, 16, 13), group=1, cache="int8", page=8, lost=(0, 2, 3), **OF_CACHE),
+    "pages of e4m3 in blocks, more heads of a key": Step(
+        world=1, lengths=(18,), group=8, cache="float8_e4m3fn", page=16, **OF_CACHE
+    ),
+    "pages by tensor cores": Step(lengths=(3, 16, 17, 9, 0, 32), page=16, layers=2, lost=(1, 4), config=TILES),
+    "pages of two blocks by tensor cores, in parts": Step(
+        world=1, lengths=(40, -1, 1, 0, 64), page=64, lost=(3,), config=(*TILES, ("splits", 3))
+    ),
+}
+STEPS |= PAGES
 MANY = {
     "tensor cores, eight ranks": Step(world=8, lengths=(5, 12, 0, 1, 20, 3), group=1, config=TILES),
     "tensor cores, one rank, rows in turns": Step(
@@ -251,8 +274,9 @@ EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
+DROPPED = TENSOR_CORES["sequences without a token and a full one"]
 INT8_CACHE = CACHES["a cache of int8, two layers"]
-OLD_KEYS, OLD_VALUES = (f"given.old_{of}_scales + pair * SIZES.SLOTS" for of in ("key", "value"))
+OLD_KEYS, OLD_VALUES = (f"given.old_{of}_scales + of_block" for of in ("key", "value"))
 MUTANTS = {
     "attention does not wait for queries": Mutant(
         module=hopper, edits=((MEET.format(""), ALONE),), errors=TOO_EARLY
@@ -363,6 +387,60 @@ MUTANTS = {
     "the new token does not see itself": Mutant(
         module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
     ),
+    # Of the new keys and values.
+    **{
+        f"{fault}{by}": Mutant(module=attention, edits=((found, changed),), errors=errors, step=step)
+        for fault, found, changed, errors in (
+            ("the new token goes to the next position", "own, length, 0)", "own, length + 1, 0)", (AssertionError,)),
+            ("the new token goes to another layer", "layer = pair //", "layer = pair * 0 //",
+             (AssertionError, DataRaceError)),
+            ("a token that there is not is stored", "(length >= 0) & (length < SIZES.SLOTS)", "length < SIZES.SLOTS",
+             (AssertionError, OutOfBoundsError)),
+            ("a token is stored in a full cache", "(length >= 0) & (length < SIZES.SLOTS)", "length >= 0",
+             (AssertionError, OutOfBoundsError)),
+            ("new values are the keys", "results.cache_values + row[:, None] * H + column, value",
+             "results.cache_values + row[:, None] * H + column, key", (AssertionError,)),
+            ("all programs store what is new", "gl.program_id(0) * AT_ONCE, PAIRS", "0, PAIRS", (DataRaceError,)),
+            ("a sequence has the length of another one", "pair // SIZES.KV_HEADS % SIZES.B", "pair * 0",
+             (AssertionError, OutOfBoundsError)),
+        )
+        for by, step in (("", STEPS["two layers, no token and a full cache"]), (", by tensor cores", DROPPED))
+    },
+    # Of pages.
+    **{
+        f"{fault}{by}": Mutant(module=attention, edits=((found, changed),), errors=(AssertionError, *errors), step=step)
+        for fault, found, changed, *errors in (
+            ("a page of another layer", "layer * SIZES.POOL", "0 * SIZES.POOL", DataRaceError),
+            ("a page of another sequence", "given.pages + sequence *", "given.pages + 0 *"),
+            ("another page of a sequence", "+ slot // SIZES.PAGE", "+ (slot // SIZES.PAGE) * 0"),
+            ("a slot of another page", "+ slot % SIZES.PAGE", "+ slot", OutOfBoundsError),
+            ("a page behind the pool takes a token", "(page >= 0) & (page < SIZES.POOL)", "(page >= 0)"),
+            ("a page before the pool takes a token", "(page >= 0) & (page < SIZES.POOL)", "(page < SIZES.POOL)"),
+        )
+        for by, step in (
+            ("", PAGES["pages"]),
+            (", of int8", PAGES["pages of int8"]),
+            (", by tensor cores", PAGES["pages by tensor cores"]),
+        )
+    },
+    "an entry that is no page is an address": Mutant(
+        module=attention, edits=(("gl.minimum(gl.maximum(gl.load(", "((gl.load("), (", 0), SIZES.POOL - 1)", "))")),
+        errors=(OutOfBoundsError,), step=PAGES["pages of int8"],
+    ),
+    "every part of the keys leaves a new token": Mutant(
+        module=attention,
+        edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
+        errors=(DataRaceError,), step=STEPS["three parts of the keys"],
+    ),
+    "every part of the keys leaves a new token, by tensor cores": Mutant(
+        module=attention_many, edits=(("new_key, mask=(item % SIZES.SPLITS == 0)", "new_key, mask=(item >= 0)"),),
+        errors=(DataRaceError,), step=TENSOR_CORES["two sequences in many parts"],
+    ),
+    "new tokens are stored while others read the cache": Mutant(
+        module=hopper, edits=((MEET.format(" + 1"), "attention.put(me, given, kept, results, SIZES)\n        "
+                               + MEET.format(" + 1")),),
+        errors=(DataRaceError, UninitializedReadError), step=STEPS["three parts of the keys"],
+    ),
     # Of weights of 8 bits.
     "a stage of 8 bits is given back before it is read": Mutant(
         module=ring, edits=((TAKEN_EIGHT + ARRIVE, ARRIVE + TAKEN_EIGHT),), errors=(DataRaceError,), step=INT8
@@ -409,19 +487,23 @@ MUTANTS = {
             module=attention, edits=((found, changed),), errors=(AssertionError, OutOfBoundsError), step=INT8_CACHE
         )
         for fault, found, changed in (
-            ("a key's scale of another position", f"{OLD_KEYS} + slot", f"{OLD_KEYS} + (slot ^ 1)"),
-            ("a value's scale of another position", f"{OLD_VALUES} + slot", f"{OLD_VALUES} + (slot ^ 1)"),
-            ("scales of another layer", "old_key_scales + pair *",
-             "old_key_scales + (pair - layer * SIZES.B * SIZES.KV_HEADS) *"),
+            ("a key's scale of another position", OLD_KEYS, f"{OLD_KEYS} + 1 - 2 * (slot & 1)"),
+            ("a value's scale of another position", OLD_VALUES,
+             f"{OLD_VALUES} + 1 - 2 * (slot & 1)"),
+            ("scales of another layer", "of_block = row_of(given, layer,", "of_block = row_of(given, 0,"),
             ("keys' scales for values", "gl.load(given.old_value_scales", "gl.load(given.old_key_scales"),
             ("values' scales in the sum of weights", "keep + gl.sum(weight, 0", "keep + gl.sum(weights[g], 0"),
             ("a key without its scale", "scores = scores * key_scale", "pass"),
             ("the new key without its scale", "(query * key, 1), 0) * key_unit", "(query * key, 1), 0)"),
             ("the new value without its scale", "[None, None, :, :] * value_unit", "[None, None, :, :]"),
-            ("a value's scale behind the end", f"{OLD_VALUES} + slot, mask=seen",
-             f"{OLD_VALUES} + slot, mask=slot >= 0"),
-            ("the new value's scale is the key's", "new_value_scales + pair, value_unit",
-             "new_value_scales + pair, key_unit"),
+            ("a value's scale behind the end", f"{OLD_VALUES}, mask=seen",
+             f"{OLD_VALUES}, mask=slot >= 0"),
+            ("the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
+             "scales + PAIRS + pair, key_unit"),
+            ("the new value's scale is stored for the key", "results.cache_key_scales + row, key_scale",
+             "results.cache_key_scales + row, value_scale"),
+            ("a new scale goes to the next position", "results.cache_value_scales + row",
+             "results.cache_value_scales + row + 1"),
             ("numbers are not rounded to the nearest", "x = (x + ROUNDS) - ROUNDS", "pass"),
         )
     },

@@ -106,8 +106,9 @@ def decode_step[C: Cache](
         the sequence, of 8 bits or in pages, and on other GPUs. None takes what has been measured, on several ranks: not
         our operations with weights of 8 bits, and no cache of 8 bits or in pages.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. {"kernel": "operations"} is our operations. No GPU has run one launch with a cache of 8 bits, so a
-        config has to ask for it: of 1 to 4 sequences, with heads that 128 divides.
+        leaves out. {"kernel": "operations"} is our operations. No GPU has run one launch with a cache of 8 bits or in
+        pages, so a config has to ask for it. Of 8 bits it takes 1 to 4 sequences with heads that 128 divides, and of
+        pages those whose positions 8 divides, or 16 of more sequences, which tensor cores take.
 
     Returns: (logits f32[B, V / W] of each sequence's last new token, the cache with the new tokens, a tuple like the
       one that was passed). Positions past the cache's end or before its beginning are dropped: such a token attends to
@@ -176,12 +177,13 @@ def fused(
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
     eight: tuple[Eight, ...] = (), paged: bool = False, implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """The operation by one kernel, and one scatter of the new keys and values; or by operations. As `reference`."""
+    """The operation by one kernel, or by operations. As `reference`."""
     operands = [x, key, value]
     tables, scales, params = _parted(others, names, paged)
     if reasons := symbolic(*operands):
         raise Unsupported("decode_step", reasons)
-    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, paged, compute_capability)
+    pages = 0 if tables is None else tables.shape[1]
+    call = _call_of(x, key, cos, model, lax.axis_size(axes), placement, eight, pages, compute_capability)
     chosen = choose("decode_step", VARIANTS, call, dict(config))
     lengths = jnp.where(counts > 0, lengths, -1)  # where there is no token, it leaves no trace
     if chosen.variant.name == operations.Operations.name:
@@ -192,19 +194,10 @@ def fused(
     stream = plain.scaled_embedding(x[:, 0], model).astype(jnp.float32)
     turns = cos.astype(jnp.float32), sin.astype(jnp.float32)
     cache = key, value, *scales
-    arrays = chosen.arrays(params, stream, cache, lengths, *turns)
+    arrays = chosen.arrays(params, stream, cache, lengths, *turns, *([] if tables is None else [tables]))
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    logits, *news = outs[: 1 + len(cache)]  # and times, if they are taken
-    # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
-    # are those of the leading dimensions, or XLA would transpose the cache, and back.
-    layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
-    slot = jnp.where(lengths >= 0, lengths, key.shape[3])[None, :, None]
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
-
-    return [logits, *(put(old, new) for old, new in zip(cache, news, strict=True))]
+    return list(outs[: 1 + len(cache)])  # and times, if they are taken
 
 
 def _parted(
@@ -217,9 +210,9 @@ def _parted(
 
 def _call_of(
     x: Any, key: Any, cos: Any, model: DecoderSpec, world: int, placement: Placement | None, eight: tuple[Eight, ...],
-    paged: bool, compute_capability: int,
+    pages: int, compute_capability: int,
 ) -> Call:  # fmt: skip
-    """The call with these operands (arrays or their types)."""
+    """The call with these operands (arrays or their types), and so many pages of a sequence."""
     return Call(
         model=model,
         world=world,
@@ -231,7 +224,8 @@ def _call_of(
         cache_dtype=np.dtype(key.dtype),
         by_heads=placement is None,
         eight=eight,
-        paged=paged,
+        pool=key.shape[1] if pages else 0,
+        pages=pages,
         target=target_of(compute_capability),
     )
 
@@ -243,7 +237,7 @@ def _refusals(
     """All that keeps every kernel from taking these operands, whatever the GPU."""
     if reasons := symbolic(*operands):
         return reasons
-    of = operands[0], operands[1], operands[5], model, world, placement, eight, paged
+    of = operands[0], operands[1], operands[5], model, world, placement, eight, operands[7].shape[1] if paged else 0
     call = _call_of(*of, HOPPER.compute_capability)
     refusals = [_refused(variant, call) for variant in VARIANTS]
     return [] if not all(refusals) else list(dict.fromkeys(reason for reasons in refusals for reason in reasons))
@@ -276,7 +270,7 @@ def _slower(
         return "it was measured with a cache without pages alone"
     if eight:
         target = HOPPER.compute_capability
-        call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, paged, target)
+        call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, 0, target)
         if _refused(Hopper(), call):
             return "with weights of 8 bits it was measured in one launch alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
@@ -290,10 +284,10 @@ def case(
 
     Layers do alike, so a row is of models of any number of layers; and of any vocabulary, which is one product of many.
     """
-    if eight or key.dtype.itemsize == 1:
-        return None  # the tables are of weights and caches of 16 bits
+    if eight or key.dtype.itemsize == 1 or paged:
+        return None  # the tables are of weights and caches of 16 bits, without pages
     cos = others[3]
-    call = _call_of(x, key, cos, model, team.world, placement, eight, paged, team.compute_capability)
+    call = _call_of(x, key, cos, model, team.world, placement, eight, 0, team.compute_capability)
     if _refused(Hopper(), call):
         return None  # such as a cache along the sequence: operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}

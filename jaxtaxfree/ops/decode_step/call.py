@@ -37,7 +37,7 @@ class Call:
       dtype, cache_dtype: dtypes of the weights and of the cache.
       eight: the weights that have 8 bits instead.
       by_heads: whether the cache is by heads.
-      paged: whether it is in pages.
+      pool, pages: of a cache in pages the pages of the pool, and those of a sequence; otherwise 0.
       target: the GPU.
     """
 
@@ -52,11 +52,22 @@ class Call:
     by_heads: bool
     target: Target
     eight: tuple[Eight, ...] = ()
-    paged: bool = False
+    pool: int = 0
+    pages: int = 0
 
     def dtype_of(self, name: str) -> np.dtype:
         """That of the weight of this name."""
         return next((np.dtype(each.dtype) for each in self.eight if each.name == name), self.dtype)
+
+    @property
+    def paged(self) -> bool:
+        """Whether the cache is in pages."""
+        return self.pages > 0
+
+    @property
+    def slots_of_sequence(self) -> int:
+        """Positions that a sequence has in the cache."""
+        return self.slots * max(self.pages, 1)
 
     @property
     def narrow_cache(self) -> bool:

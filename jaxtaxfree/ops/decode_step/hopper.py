@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
@@ -21,8 +22,9 @@ SCALES = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "unembed": "unembed",
 }  # fmt: skip
-# And those of the cache, and of what is new in it.
-SCALES_OF_CACHE = ("old_key", "old_value", "new_key", "new_value")
+# And those of the cache, as operands and as results.
+SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
+LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
 def refusals_of_form(call: Call) -> list[str]:
@@ -66,7 +68,7 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     """
     if call.narrow_cache:
         return False  # they take no such cache
-    if many.refused(call, config) or _widths_differ(call):
+    if many.refused(call, config) or _widths_differ(call) or (call.paged and call.slots % many.VECTORS):
         return call.batch > FEW
     if call.model.post_norms:
         return call.batch > 2  # fewer were not timed
@@ -125,15 +127,30 @@ def refused_cache(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def block_of_keys(call: Call, config: Config) -> int:
+    """How many slots a block of keys has: one of pages lies in one page."""
+    slots = min(config.stage // call.model.head_dim, LARGEST_BOX)
+    return min(slots, call.slots & -call.slots) if call.paged else slots
+
+
+def refused_pages(call: Call, config: Config) -> list[str]:
+    """Why a cache in pages cannot be taken."""
+    least = many.VECTORS if config.tensor_cores else LEAST_OF_PAGE
+    if call.paged and call.slots % least:
+        of = "by tensor cores" if config.tensor_cores else "without tensor cores"
+        return [Lasting(f"{of} it takes pages whose positions {least} divides, not of {call.slots}")]
+    return []
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
     name, Config, kernel = "hopper", Config, decode_step_kernel
 
     def cost(self, call: Call, config: Config) -> float:
-        """With a cache of 8 bits it is taken where it is named: no GPU has run it."""
+        """With a cache of 8 bits or in pages it is taken where it is named: no GPU has run it."""
         del config
-        return math.inf if call.narrow_cache else 0
+        return math.inf if call.narrow_cache or call.paged else 0
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
@@ -149,8 +166,7 @@ class Hopper(Variant[Call]):
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
-        if call.paged:
-            reasons.append("it takes a cache without pages: its loads know no block_tables")
+        reasons += refused_pages(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -174,7 +190,7 @@ class Hopper(Variant[Call]):
         usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight or call.narrow_cache else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
-        blocks = max(1, -(-call.slots // max(1, stage // call.model.head_dim)))
+        blocks = max(1, -(-call.slots_of_sequence // max(1, block_of_keys(call, given))))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
@@ -189,7 +205,7 @@ class Hopper(Variant[Call]):
         """The shape of a block of each array of weights, and of the cache."""
         model, h = call.model, call.model.head_dim
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
-        slots = min(config.stage // h, LARGEST_BOX)
+        slots = block_of_keys(call, config)
         group = 2 * GROUP // call.cache_dtype.itemsize
         old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // group, group)
         if config.tensor_cores:
@@ -219,41 +235,43 @@ class Hopper(Variant[Call]):
         heads, kv_heads, layers = call.heads, call.kv_heads, call.model.layers
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
+        of_cache = layers, call.pool if call.paged else b, kv_heads, call.slots
+        rows = math.prod(of_cache)
+        part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
+        read = _as_blocks((rows, h), call.cache_dtype, config)
         items = (b, kv_heads, config.splits, model.group)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
-        cache = 2 * layers * b * kv_heads * call.slots * h
-        new_scales = (f32(layers, b, kv_heads),) * 2 if call.narrow_cache else ()
+        scales = (f32(*of_cache),) * 2 if call.narrow_cache else ()
+        # Of the operands of `arrays` the cache's parts, and the results that they become.
+        first = 1 + len(_weights(call))
+        parts = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), new, new, *new_scales, *times),
+            "out_type": (f32(b, call.vocab), part, part, *scales, *times),
+            "input_output_aliases": {operand: 1 + i for i, operand in enumerate(parts)},
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
+                "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
                 "accs": f32(*items, h),
                 "tops": f32(*items, 2),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
-            "descriptors": blocks,
+            "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
             "num_warps": config.num_warps,
             "cost_estimate": {
                 "flops": 2 * b * sum(sizes.values()),
-                "bytes_accessed": weights + call.cache_dtype.itemsize * cache,
+                "bytes_accessed": weights
+                + call.cache_dtype.itemsize * 2 * layers * b * kv_heads * call.slots_of_sequence * h,
             },
-            **({} if config.times else {"times_ptr": None}),
-            **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
-            **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
-            **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
-            **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
-            **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
-            **{f"{name}_scale_ptr": None for param, name in SCALES.items() if call.dtype_of(param).itemsize > 1},
-            **({} if call.narrow_cache else {f"{of}_scales_ptr": None for of in SCALES_OF_CACHE}),
+            **_absent(call, config),
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
@@ -264,7 +282,9 @@ class Hopper(Variant[Call]):
             "H": h,
             "F": call.d_mlp,
             "V": call.vocab,
-            "SLOTS": call.slots,
+            "SLOTS": call.slots_of_sequence,
+            "PAGE": call.slots,
+            "POOL": call.pool,
             "POSITIONS": call.positions,
             "ROTATED": model.rotated,
             "EPS": model.norm_eps,
@@ -316,33 +336,26 @@ class Hopper(Variant[Call]):
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
-        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled."""
-        params, x, cache, lengths, cos, sin = operands
+        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled, and of the table of pages if there is one.
+
+        The cache as it is: XLA copies an operand that is a result as well if it is reshaped, which it makes nothing of
+        elsewhere.
+        """
+        params, x, cache, lengths, cos, sin, *pages = operands
         model = call.model
-
-        def rows(w: jax.Array) -> jax.Array:
-            group = 2 * GROUP // w.dtype.itemsize
-            return w.reshape(-1, w.shape[-1] // group, group)
-
-        weights = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        weights.append("embed" if model.tied else "unembed")
-        vectors = ["attn_norm", "mlp_norm", "final_norm"]
-        vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
-        vectors += ["q_norm", "k_norm"] if model.qk_norm else []
-        vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
-        vectors += [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
+        as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config))  # noqa: E731
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
-        as_blocks = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
         return (
             x,
-            *(as_blocks(params[name]) for name in weights),
-            *map(as_blocks, cache[:2]),
-            *(params[name] for name in vectors),
+            *(as_blocks(params[name]) for name in _weights(call)),
+            *cache[:2],
+            *(params[name] for name in _vectors(call)),
             *cache[2:],
             cos,
             sin,
             lengths,
+            *pages,
             *(jnp.asarray(each, jnp.int32) for each in numbers),
         )
 
@@ -358,6 +371,44 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _as_blocks(shape: tuple[int, int], dtype: np.dtype, config: Config) -> tuple[int, ...]:
+    """The shape in which the kernel takes rows of weights or of the cache."""
+    rows, columns = shape
+    group = 2 * GROUP // dtype.itemsize
+    return shape if config.tensor_cores else (rows, columns // group, group)
+
+
+def _absent(call: Call, config: Config) -> dict[str, None]:
+    """The kernel's pointers to what this call has not."""
+    model = call.model
+    return {
+        **({} if config.times else {"times_ptr": None}),
+        **({} if call.paged else {"pages_ptr": None}),
+        **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
+        **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
+        **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
+        **({} if model.qk_norm else {f"{name}_norm_ptr": None for name in ("query", "key")}),
+        **({} if model.post_norms else {f"post_{name}_norm_ptr": None for name in ("attn", "mlp")}),
+        **{f"{name}_scale_ptr": None for param, name in SCALES.items() if call.dtype_of(param).itemsize > 1},
+        **({} if call.narrow_cache else {f"{of}_scales_ptr": None for of in SCALES_OF_CACHE}),
+    }
+
+
+def _weights(call: Call) -> list[str]:
+    """The matrices, in the kernel's order."""
+    return [*(name for name in SCALES if name != "unembed"), "embed" if call.model.tied else "unembed"]
+
+
+def _vectors(call: Call) -> list[str]:
+    """What else the kernel takes of the weights."""
+    model = call.model
+    vectors = ["attn_norm", "mlp_norm", "final_norm"]
+    vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
+    vectors += ["q_norm", "k_norm"] if model.qk_norm else []
+    vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
+    return vectors + [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
 
 
 def _windows(model: DecoderSpec) -> tuple[int, ...]:
