@@ -106,7 +106,7 @@ def decode_step[C: Cache](
         the sequence, of 8 bits or in pages, and on other GPUs. None takes what has been measured, on several ranks: not
         our operations with weights of 8 bits, and no cache of 8 bits or in pages.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
-        leaves out. {"kernel": "operations"} is our operations. No GPU has run one launch with a cache of 8 bits or in
+        leaves out. {"kernel": "operations"} is our operations. Nobody has timed one launch with a cache of 8 bits or in
         pages, so a config has to ask for it. Of 8 bits it takes 1 to 4 sequences with heads that 128 divides, and of
         pages those whose positions 8 divides, or 16 of more sequences, which tensor cores take.
 

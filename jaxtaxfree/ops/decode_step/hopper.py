@@ -148,7 +148,7 @@ class Hopper(Variant[Call]):
     name, Config, kernel = "hopper", Config, decode_step_kernel
 
     def cost(self, call: Call, config: Config) -> float:
-        """With a cache of 8 bits or in pages it is taken where it is named: no GPU has run it."""
+        """With a cache of 8 bits or in pages it is taken where it is named: nobody has timed it."""
         del config
         return math.inf if call.narrow_cache or call.paged else 0
 
