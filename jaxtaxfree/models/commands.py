@@ -38,6 +38,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--implementation", choices=IMPLEMENTATIONS, default="auto", help="of the operations (default: %(default)s)"
     )
     parser.add_argument("--cache", choices=CACHES, help="by heads, along the sequence, or in pages (default: heads)")
+    parser.add_argument("--cache-dtype", choices=EIGHT_BITS, help="of the cache, with scales (default: --dtype)")
     parser.add_argument("--dtype", choices=DTYPES, help="of weights and activations (default: the checkpoint's)")
     parser.add_argument(
         "--weights", choices=EIGHT_BITS, help="of the matrices of layers, with scales (default: --dtype)"
@@ -101,6 +102,7 @@ def load_showing(options: argparse.Namespace, mesh: Mesh, console: Console) -> M
             mesh,
             dtype=None if options.dtype is None else DTYPES[options.dtype],
             cache=options.cache,
+            cache_dtype=options.cache_dtype,
             weights=options.weights,
             quantize_activations=options.quantize_activations,
             implementation=None if options.implementation == "auto" else options.implementation,

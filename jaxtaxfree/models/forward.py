@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxtaxfree import routing
@@ -38,7 +39,8 @@ from jaxtaxfree.ops.moe import moe
 from jaxtaxfree.ops.quantize import BLOCK, quantize
 from jaxtaxfree.ops.scaled import Scaled
 
-Cache = tuple[jax.Array, jax.Array]
+# Keys and values; of 8 bits with the scales of both.
+Cache = tuple[jax.Array, ...]
 Weights = Mapping[str, jax.Array]
 QUERIES = 512  # of a prompt at a time, in attention: the scores of one block are in memory
 
@@ -53,6 +55,7 @@ class How:
       implementation: of the operations.
       placement: of a cache along the sequence; None: by heads.
       pages: of the pool of a paged cache along the sequence; 0: it has none.
+      cache_dtype: of a cache of 8 bits; None: it has the dtype of keys and values.
       quantized: activations take the 8 bits of the weights that they are multiplied by, with a scale for each row, or
         for each 128 elements of it where weights have blocks.
     """
@@ -62,6 +65,7 @@ class How:
     implementation: str | None
     placement: Placement | None
     pages: int = 0
+    cache_dtype: np.dtype | None = None
     quantized: bool = False
 
     def gather(self, x: jax.Array, w: Weights, name: str, **keywords: Any) -> tuple[jax.Array, "Rows"]:
@@ -135,8 +139,8 @@ def run(
     Args:
       params: this rank's part, as `decode_step` takes it, and `embed` [V / W, D].
       tokens: i32[B, T].
-      cache: keys and values, as in `decode_step`, for one new token; None: the tokens are the first ones of their
-        sequences, and their keys and values are the cache.
+      cache: as in `decode_step`, for one new token; None: the tokens are the first ones of their sequences, and attend
+        to their keys and values as they are.
       lengths: i32[B], tokens before these.
       counts: i32[B], how many of the T there are.
       cos, sin: f32 [tables, positions, rotated / 2].
@@ -272,28 +276,36 @@ def _attend_to_cache(
     if how.placement is None:
         sequence, head = jnp.ogrid[:b, : k.shape[2]]
         slot = jnp.where(lengths >= 0, lengths, past[0].shape[2])[:, None]
-        keys, values = (
+        past = tuple(
             old.at[sequence, head, slot].set(new[:, 0].astype(old.dtype), mode="drop", unique_indices=True)
-            for old, new in zip(past, (k, v))
+            for old, new in zip(past, _stored((k, v), how), strict=True)
         )
-        return (keys, values), attend(q, (keys, values), lengths[:, None], lengths + 1, _of(windows, window), model)
+        return past, attend(q, past, lengths[:, None], lengths + 1, _of(windows, window), model)
     return attend_along_the_sequence(
         q, k, v, past, lengths, windows, window, how.placement, how.axes, model, how.implementation,
         block_tables=tables if how.pages else None,
     )  # fmt: skip
 
 
+def _stored(fresh: Cache, how: How) -> Cache:
+    """Keys and values [..., H] as a cache has them: of 8 bits with a scale for each, [...]."""
+    if how.cache_dtype is None:
+        return fresh
+    (keys, of_keys), (values, of_values) = (quantize(x, how.cache_dtype, block=(1, -1)) for x in fresh)
+    return keys, values, of_keys[..., 0], of_values[..., 0]
+
+
 def placed(fresh: Cache, slots: int, tables: jax.Array, how: How) -> Cache:
     """A cache of `slots` positions a rank, [L, B, K, S, H], of the keys and values of prompts, [L, B, T, K, H]; or of
-    pages, [L, pages, K, page, H].
+    pages, [L, pages, K, page, H]. Scales have the same shapes without H.
     """
-    return _placed(fresh[0], slots, tables, how), _placed(fresh[1], slots, tables, how)
+    return tuple(_placed(x, slots, tables, how) for x in _stored(fresh, how))
 
 
 def _placed(x: jax.Array, slots: int, tables: jax.Array, how: How) -> jax.Array:
     t = x.shape[2]
     if how.placement is None:
-        x = jnp.pad(x[:, :, : min(t, slots)], [(0, 0)] * 2 + [(0, max(0, slots - t))] + [(0, 0)] * 2)
+        x = jnp.pad(x[:, :, : min(t, slots)], [(0, 0)] * 2 + [(0, max(0, slots - t))] + [(0, 0)] * (x.ndim - 3))
     else:  # each rank has all, and keeps its own
         world = lax.axis_size(how.axes)
         positions = dataclasses.replace(how.placement, slots=slots).positions(lax.axis_index(how.axes), world)

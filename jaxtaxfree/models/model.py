@@ -44,6 +44,7 @@ def load(
     *,
     dtype: DTypeLike | None = None,
     cache: str | None = None,
+    cache_dtype: DTypeLike | None = None,
     weights: DTypeLike | None = None,
     quantize_activations: bool = False,
     implementation: str | None = None,
@@ -64,6 +65,8 @@ def load(
         have copies of one. "sequence": each rank has a part of the positions, of all heads. "pages": the same in pages,
         of which a sequence has as many as it needs, for a batch of different lengths. None: "heads", where ranks divide
         heads or heads divide ranks, else "sequence".
+      cache_dtype: "int8" or "float8_e4m3fn": keys and values lie in 8 bits, with an f32 scale for each position and
+        head, as in `decode_step`. A prompt attends to its own ones before they are rounded. None: they have `dtype`.
       weights: "int8" or "float8_e4m3fn": the matrices of layers lie in 8 bits, with a scale for each row, as
         `all_gather_matmul` takes them. Where the checkpoint has the same 8 bits with scales of rows or tensors, or of
         blocks of 128 x 128 which no two ranks share, they are those; anything else is rounded. Experts, embeddings and
@@ -89,11 +92,9 @@ def load(
     world = math.prod(mesh.shape[axis] for axis in axes)
     config = read_config(folder)
     layout = layout_of(config, world, cache)
+    narrow_cache = _eight_bits("cache_dtype", cache_dtype)
     if weights is not None:
-        eight = _dtype_of(weights)
-        if eight is None or eight.name not in EIGHT_BITS:
-            raise ValueError(f"load takes weights as None or one of {', '.join(EIGHT_BITS)}, not {_named(weights)}.")
-        layout = dataclasses.replace(layout, eight=eight)
+        layout = dataclasses.replace(layout, eight=_eight_bits("weights", weights))
     elif quantize_activations:
         raise ValueError("quantize_activations=True needs weights of 8 bits: say weights='int8' or 'float8_e4m3fn'.")
     sources = Weights(Checkpoint(folder), config, layout)
@@ -109,7 +110,7 @@ def load(
             progress(done, total)
 
     params = sources.place(mesh, axes, kind, count)
-    made = Model(params, config, layout, mesh, axes, implementation, quantize_activations)
+    made = Model(params, config, layout, mesh, axes, implementation, quantize_activations, narrow_cache)
     return made.in_pages() if cache == "pages" else made
 
 
@@ -119,6 +120,16 @@ def _dtype_of(dtype: DTypeLike) -> np.dtype | None:
         return np.dtype(dtype)
     except TypeError:
         return None
+
+
+def _eight_bits(name: str, dtype: DTypeLike | None) -> np.dtype | None:
+    """The dtype of 8 bits that an argument of `load` names; raises ValueError if it names another."""
+    if dtype is None:
+        return None
+    known = _dtype_of(dtype)
+    if known is None or known.name not in EIGHT_BITS:
+        raise ValueError(f"load takes {name} as None or one of {', '.join(EIGHT_BITS)}, not {_named(dtype)}.")
+    return known
 
 
 def _named(dtype: Any) -> str:
@@ -168,6 +179,7 @@ class Model:
       params: the weights, as `decode_step` takes them, and the embedding.
       implementation: of its operations.
       eight: the dtype of 8 bits of its matrices; None: as the rest.
+      cache_dtype: that of its cache; None: as the rest.
       growth: positions that the cache gets when it is full.
       paged: whether the cache is in pages.
     """
@@ -175,10 +187,11 @@ class Model:
     def __init__(
         self, params: Mapping[str, jax.Array], config: ModelConfig, layout: Layout, mesh: Mesh,
         axes: tuple[str, ...], implementation: str | None, quantize_activations: bool = False,
+        cache_dtype: np.dtype | None = None,
     ):  # fmt: skip
         self.config, self.spec, self.mesh, self.axes = config, layout.model, mesh, axes
         self.params, self.implementation, self.eight = dict(params), implementation, layout.eight
-        self.quantize_activations = quantize_activations
+        self.quantize_activations, self.cache_dtype = quantize_activations, cache_dtype
         self.growth = GROWTH
         self.world = math.prod(mesh.shape[axis] for axis in axes)
         self.by_heads = layout.by_heads
@@ -187,7 +200,7 @@ class Model:
         of_scales = {name: sharding.spec for name, sharding in placed.items()}
         self._specs = layout.partition(axes) | of_scales
         of_cache = P(None, None, axes) if layout.by_heads else P(None, None, None, axes)
-        self._cache_specs = (of_cache, of_cache)
+        self._cache_specs: tuple[P, ...] = (of_cache,) * (2 if cache_dtype is None else 4)
         self.paged = False
         self._positions = 0
         self._tables: tuple[jax.Array, jax.Array] | None = None
@@ -208,7 +221,8 @@ class Model:
         """The same weights with a cache in pages; it has to be one along the sequence."""
         assert not self.by_heads
         other = copy.copy(self)
-        other.paged, other._cache_specs, other._programs = True, (P(None, self.axes),) * 2, {}
+        other._cache_specs = (P(None, self.axes),) * len(self._cache_specs)
+        other.paged, other._programs = True, {}
         return other
 
     def logits(self, tokens: ArrayLike, lengths: ArrayLike | None = None) -> jax.Array:
@@ -357,7 +371,8 @@ class Model:
                 nbytes = nbytes * min(spec.experts, batch * spec.experts_per_token) // spec.experts
             weights += nbytes
         seen = sum(length if window is None else min(length, window + 1) for window in spec.window_by_layer)
-        return weights + 2 * batch * seen * spec.kv_heads * spec.head_dim * self.dtype.itemsize // self.world
+        each = spec.head_dim * self.dtype.itemsize if self.cache_dtype is None else spec.head_dim + 4  # and a scale
+        return weights + 2 * batch * seen * spec.kv_heads * each // self.world
 
     def kernels(self, room: Room, sampling: Sampling) -> int:
         """How many fused kernels the program of such a step has, counted once for each place in it."""
@@ -383,8 +398,10 @@ class Model:
 
     def _how(self, room: Room) -> How:
         placement = None if self.by_heads else Placement(stretch=BLOCK, slots=room.slots)
-        how = {"implementation": self.implementation, "quantized": self.quantize_activations}
-        return How(model=self.spec, axes=self.axes, placement=placement, pages=room.pages, **how)
+        return How(
+            model=self.spec, axes=self.axes, placement=placement, pages=room.pages, cache_dtype=self.cache_dtype,
+            implementation=self.implementation, quantized=self.quantize_activations,
+        )  # fmt: skip
 
     def _drawn(self, sampling: Sampling) -> Callable[[jax.Array, jax.Array], jax.Array]:
         """The sampler: (logits, key) -> token."""
@@ -432,7 +449,7 @@ class Model:
             return self._on_mesh(functools.partial(step, by), specs, (P(), P(), P(), self._cache_specs), donate=(1,))
 
         operations = made(functools.partial(self._by_operations, room))
-        if self.eight or self.paged or not is_whole_step(self.spec, self.by_heads):
+        if self.eight or self.cache_dtype or self.paged or not is_whole_step(self.spec, self.by_heads):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):
@@ -447,10 +464,11 @@ class Model:
         tables: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         del tables
+        keys, values = cache
         x = forward.embedded(params["embed"], token, self.axes)
         own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
         return decode_step(
-            own, x, cache, lengths, self.axes, model=self.spec, cos=cos, sin=sin,
+            own, x, (keys, values), lengths, self.axes, model=self.spec, cos=cos, sin=sin,
             placement="heads" if self.by_heads else "round_robin", block_size=None if self.by_heads else BLOCK,
             implementation=self.implementation,
         )  # fmt: skip
@@ -478,7 +496,8 @@ class Model:
         whole = (spec.layers, batch, spec.kv_heads, slots, spec.head_dim)
         if self.paged:
             whole = (spec.layers, room.pages * self.world, spec.kv_heads, BLOCK, spec.head_dim)
-        cache = tuple(of(whole, self.dtype, of_cache) for of_cache in self._cache_specs)
+        parts = [(whole, self.cache_dtype or self.dtype)] * 2 + [(whole[:-1], np.dtype(np.float32))] * 2
+        cache = tuple(of(*part, of_cache) for part, of_cache in zip(parts, self._cache_specs))
         return self.params, cache, i32, i32, cos, sin, key, of((), np.int32), tables
 
     def _grown(self, cache: Cache, room: Room, tables: np.ndarray) -> tuple[Cache, Room, np.ndarray]:
@@ -493,7 +512,9 @@ class Model:
         program = self._program(
             ("grow", more, room),
             lambda: self._on_mesh(
-                lambda cache: jax.tree.map(lambda x: jnp.pad(x, wider), cache), (self._cache_specs,), self._cache_specs
+                lambda cache: jax.tree.map(lambda x: jnp.pad(x, wider[: x.ndim]), cache),
+                (self._cache_specs,),
+                self._cache_specs,
             ),
         )
         return program(cache), Room(room.batch, room.slots + more, room.pages + new), tables

@@ -81,12 +81,13 @@ def test_drawing_and_stop_tokens():
     assert len(steps) == 1 + max(first)
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("cache", ["heads", "sequence"])
-def test_a_step_takes_the_cache_over(cache):
+def test_a_step_takes_the_cache_over(cache, cache_dtype):
     """Keys and values are donated: where they lie is where the new ones are."""
-    model = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache)
+    model = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache, cache_dtype=cache_dtype)
     text = model._step(model.room([3], 4), Sampling()).lowered.as_text()
-    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == 2
+    assert text.count("tf.aliasing_output") + text.count("jax.buffer_donor") == (4 if cache_dtype else 2)
 
 
 def test_each_step_draws_anew():
@@ -100,15 +101,79 @@ def test_each_step_draws_anew():
     assert np.sum(first == other) <= 2
 
 
+@pytest.mark.parametrize("cache_dtype", [None, "int8"])
 @pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
-def test_a_cache_that_grows(monkeypatch, cache):
+def test_a_cache_that_grows(monkeypatch, cache, cache_dtype):
     """Twice, where it has not a position more than it needs; the tokens are those of a cache that does not."""
     monkeypatch.setattr(model_module, "ROOM", 1)
     monkeypatch.setattr(model_module, "BLOCK", 2)
-    model, expected = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache), expected_of("llama3")
+    model = models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache, cache_dtype=cache_dtype)
+    expected = expected_of("llama3")
+    wanted = expected["greedy"]
+    if cache_dtype:
+        wanted = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
     model.growth = 12
     found = model.generate(expected["tokens"], STEPS, lengths=expected["lengths"])
-    np.testing.assert_array_equal(found, expected["greedy"])
+    np.testing.assert_array_equal(found, wanted)
+
+
+def whole_cache(model: models.Model, steps: int) -> list[np.ndarray]:
+    """Keys and values behind the checkpoint's prompts and some of its own greedy tokens: [L, sequence's tokens, K, H]
+    of each sequence, in f32, of a cache in 8 bits by their scales.
+    """
+    expected = expected_of("llama3")
+    tokens, lengths, greedy = expected["tokens"], expected["lengths"], expected["greedy"]
+    room, rotation = model.room(lengths, STEPS), model._rotation(int(lengths.max()) + STEPS)
+    tables = model._tables_of(lengths, STEPS)
+    how = Sampling()
+    padded = model_module._padded(tokens, model._bucket(tokens.shape[1]))
+    of_step = model._put(tables)
+    key, count = model._put(jax.random.key(0)), model._put(np.int32(1))
+    read, step = (of(room, *args, how).compiled for of, args in ((model._read, (padded.shape[1],)), (model._step, ())))
+    at = model._put(lengths)
+    _, cache = read(model.params, model._put(padded), at, *rotation, key, of_step)
+    for i in range(steps):
+        token = model._put(greedy[:, i].astype(np.int32))
+        _, at, count, cache = step(model.params, cache, token, at, *rotation, key, count, of_step)
+    keys, values, *scales = (np.asarray(part, np.float32) for part in cache)
+    if scales:
+        keys, values = keys * scales[0][..., None], values * scales[1][..., None]
+    found = []
+    for part in (keys, values):
+        if model.paged:  # of each rank its own pages, behind those of the others
+            ranks = np.split(part, model.world, axis=1)
+            part = np.concatenate(
+                [np.stack([pages[:, row] for row in tables], 1) for pages in ranks], 2
+            )  # [L, B, P, K, ..]
+            part = np.moveaxis(part, 3, 2).reshape(*part.shape[:2], part.shape[3], -1, part.shape[-1])
+        found.append(part)
+    if not model.by_heads:  # neighbouring stretches lie on neighbouring ranks
+        stretch = model_module.BLOCK
+        found = [
+            np.swapaxes(x.reshape(*x.shape[:3], model.world, -1, stretch, x.shape[-1]), 3, 4).reshape(x.shape)
+            for x in found
+        ]
+    return [x[:, b, :, : length + steps] for x in found for b, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("cache_dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("cache", ["heads", "sequence", "pages"])
+def test_a_cache_of_eight_bits(monkeypatch, cache, cache_dtype):
+    """What prompts and steps leave in it is what a cache in f32 has, as closely as 8 bits with a scale hold it.
+
+    The first layer's is rounded alone. Those of later layers come of attention to rounded ones, too.
+    """
+    monkeypatch.setattr(model_module, "BLOCK", 4)
+    load = lambda dtype: models.load(CHECKPOINT, mesh_of(2), dtype=np.float32, cache=cache, cache_dtype=dtype)  # noqa: E731
+    step = 0.5 / 127 if cache_dtype == "int8" else 2.0**-4
+    for found, wanted in zip(whole_cache(load(cache_dtype), 3), whole_cache(load(None), 3), strict=True):
+        most = np.max(np.abs(wanted), axis=-1, keepdims=True)
+        off = np.abs(found - wanted) / most
+        assert 0.2 * step < off[0].max() <= 1.01 * step
+        assert off.mean() < step
+    model = load(cache_dtype)
+    assert model.cache_dtype == np.dtype(cache_dtype)
+    assert model.step_bytes(1, 100) < load(None).step_bytes(1, 100)
 
 
 def test_prompts_that_are_refused():
@@ -127,6 +192,8 @@ def test_prompts_that_are_refused():
             model.generate(tokens, steps, lengths=lengths)
     with pytest.raises(ValueError, match="no cache='paged'"):
         models.load(CHECKPOINT, mesh_of(2), cache="paged")
+    with pytest.raises(ValueError, match="load takes cache_dtype as None or one of int8, float8_e4m3fn, not bfloat16"):
+        models.load(CHECKPOINT, mesh_of(2), cache_dtype=jnp.bfloat16)
     with pytest.raises(ValueError, match="load has axis_name='x', and the mesh has 'tp'"):
         models.load(CHECKPOINT, mesh_of(2), "x")
     with pytest.raises(ValueError, match="load needs an axis of the mesh"):
