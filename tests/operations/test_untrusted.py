@@ -32,6 +32,24 @@ def test_attention_leaves_out_keys_that_the_cache_has_not(implementation: str) -
     assert not found[0].any() and found[1].all()
 
 
+@pytest.mark.parametrize("implementation", ("xla", "simulate"))
+@pytest.mark.parametrize("kv_layout", ("BSKH", "KBSH"))
+def test_attention_reads_no_page_that_there_is_not(kv_layout: str, implementation: str) -> None:
+    """The simulator would raise for a read outside of the pool. The second sequence is right."""
+    pool = PAGES if kv_layout == "BSKH" else jnp.moveaxis(PAGES, 2, 0)
+
+    def local(query: jax.Array, key: jax.Array, tables: jax.Array) -> jax.Array:
+        how: dict[str, Any] = {"key_value_seq_lengths": jnp.array([32, 20]), "implementation": implementation}
+        return jtf.decode_attention(query, key, key, "tp", block_tables=tables, kv_layout=kv_layout, **how)
+
+    def run(tables: list[list[int]]) -> np.ndarray:
+        program = one_program(local, mesh=mesh_of(1), in_specs=(P(),) * 3, out_specs=P(), check_vma=False)
+        return np.asarray(program(QUERY, pool, jnp.asarray(tables, jnp.int32)))
+
+    found = run([[-(2**31), 2**31 - 1], [2, 1]])
+    np.testing.assert_allclose(found, run([[0, 3], [2, 1]]), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("lengths", "tables"), (([16, 16], [[0, 99], [2, -3]]), ([-4, 1000], [[0, 1], [2, 3]])), ids=("pages", "lengths")
 )

@@ -18,6 +18,7 @@ from jaxtaxfree.ops.decode_attention.portable import VARIANTS, Call
 from jaxtaxfree.ops.decode_attention.spec import Spec
 from jaxtaxfree.ops.decode_attention.vmap import OF_SEQUENCES, batch
 from jaxtaxfree.ops.kv_cache import cache_sizes, check_sharded, placement_of
+from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.ops.variant import Choice, choose, settings_of
 from jaxtaxfree.primitive import (
     Labels,
@@ -166,8 +167,8 @@ def decode_attention(
       block_tables: i32[B, pages of a sequence], for a paged cache: the pages of this rank that hold the sequence, in
         order. Then `key` and `value` are pools with pages in place of B and page_size in place of S, such as
         [pages, page_size, K, H], or [K, pages, page_size, H] with "KBSH", as JAX's own paged attention takes them. S is
-        page_size times the pages of a sequence. The kernel does not check pages within a sequence's length: it reads
-        outside of the pool where there is no such page.
+        page_size times the pages of a sequence. Where an entry within a sequence's length is no page of the pool,
+        another one is read, and the result of the sequence means nothing.
       starts: i32[B], for a cache that is a ring, as a right-aligned one is: token i of a sequence lies in the place
         (starts + i) modulo the places of all ranks, of which there are S on each. `placement` says which rank has a
         place. Lengths and windows count tokens as ever. None: token i lies in place i.
@@ -235,6 +236,9 @@ def decode_attention(
     world = lax.axis_size(axes)
     check_operands(operands, spec, world, output)
     check_sharded("decode_attention", key, value, block_tables, axes)
+    if block_tables is not None:
+        # Nobody reads outside of the pool. A check in the kernel's loop would take its registers.
+        operands["tables"] = jnp.clip(as_int32(block_tables), 0, key.shape[kv_layout.index("B")] - 1)
     params = {"axes": axes, "names": tuple(operands), "spec": spec}
     settings = settings_of("decode_attention", VARIANTS, config)
     reasons = unsupported(operands, spec)

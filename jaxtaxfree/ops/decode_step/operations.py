@@ -26,7 +26,6 @@ from jaxtaxfree.ops.decode_step.reference import (
     capped,
     gated,
     over_the_sequence,
-    readable,
     rms_norm,
     scaled_embedding,
     scales_of,
@@ -150,14 +149,14 @@ class _Step:
         window = model.window_by_layer[layer]
         at, counts = self.lengths[:, None], jnp.ones_like(self.lengths)
         cache = appended(cache, layer, k, v, at, counts, self.placement, self.axes, self.block_tables)
-        past, pages = tuple(part[layer] for part in cache), readable(self.block_tables, cache)
+        past = tuple(part[layer] for part in cache)
         if self.placement is None:
             y = decode_attention(
                 q, past[0], past[1], (), **scales_of(past[2:]), scale=model.score_factor, local_window_size=window,
                 key_value_seq_lengths=self.lengths + 1, logits_soft_cap=model.score_soft_cap, kv_layout="BKSH",
-                block_tables=pages, implementation=self.implementation,
+                block_tables=self.block_tables, implementation=self.implementation,
             )  # fmt: skip
         else:
             where = self.placement, self.axes, model, self.implementation
-            y = over_the_sequence(q, past, self.lengths, window, *where, pages)
+            y = over_the_sequence(q, past, self.lengths, window, *where, self.block_tables)
         return y.reshape(len(y), -1), cache
