@@ -1,0 +1,6 @@
+#!/bin/bash
+# 4 GPUs: tests of four ranks alone, each with its time; what hangs shows where.
+export XLA_PYTHON_CLIENT_PREALLOCATE=false
+G=tests/gpu/test_gpu.py
+XLA_FLAGS=--xla_gpu_autotune_level=0 timeout -s INT -k 8 ${LIMIT:-150} python3 -m pytest -p no:cacheprovider -v --durations=0 --durations-min=1 -o faulthandler_timeout=50 \
+  "$G::test_parity_of_ragged_all_to_all" "$G::test_parity_of_moe" -k "4-" > $RES/four_tests.txt 2>&1
