@@ -40,16 +40,17 @@ def times_of(problem, config=None, steps=STEPS, implementation=None):
     chosen = choose("decode_step", VARIANTS, call, {"kernel": "hopper", **(config or {}), "times": True})
 
     def run(params, x, cache, lengths, tables):
-        def step(carry, _):
-            after = lax.optimization_barrier((x.astype(jnp.float32), carry))[0]
+        def step(state, _):
+            before, cache = state
+            after = lax.optimization_barrier((x.astype(jnp.float32), before))[0]
             arrays = chosen.arrays(params, after, cache, lengths, *(table[None] for table in tables))
-            logits, _, _, times = shmem_call(
+            logits, *cache, times = shmem_call(
                 chosen.variant.kernel, *arrays, axis_name=AXIS, implementation=implementation, **chosen.keywords
             )
-            return logits, times
+            return (logits, tuple(cache)), times
 
         zero = jnp.zeros((problem.b, model.vocab // world), jnp.float32)
-        return lax.scan(step, zero, length=steps)[1][:, None]
+        return lax.scan(step, (zero, tuple(cache)), length=steps)[1][:, None]
 
     return np.asarray(problem.program(run, P(None, AXIS))(*problem.operands))
 

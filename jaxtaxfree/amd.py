@@ -18,7 +18,7 @@ from triton._utils import canonicalize_dtype
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from jaxtaxfree.call import pointers_of
+from jaxtaxfree.call import places_of, pointers_of
 from jaxtaxfree.target import name_of
 
 WAVE = 64  # threads
@@ -36,6 +36,7 @@ def amd_call(
     compute_capability: int,
     backend_options: Mapping[str, Any],
     cost_estimate: Mapping[str, int] | None,
+    aliases: Sequence[tuple[int, int]],
     has_side_effect: bool,
     multiples: Sequence[str],
     **named: Any,
@@ -45,6 +46,7 @@ def amd_call(
     Args:
       *args: operands; arrays by their names are one parameter, a tuple.
       compute_capability: 0x942 for gfx942.
+      aliases: (number of an operand, number of the result that it becomes).
       multiples: the parameters whose numbers 16 divides.
       **named: the kernel's other parameters; `team` is a tuple whose first element is an array.
     """
@@ -69,7 +71,13 @@ def amd_call(
     launch = bindings.TritonKernelCall(launched, *(*grid, 1, 1)[:3], parameters)
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
     operands = [value for value, _ in flat if isinstance(value, jax.Array)]
-    call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, list(out_type), has_side_effect=has_side_effect)
+    places = places_of(kernel, args, named)
+    call = jax.ffi.ffi_call(
+        CUSTOM_CALL_TARGET,
+        list(out_type),
+        has_side_effect=has_side_effect,
+        input_output_aliases={places[operand]: result for operand, result in aliases},
+    )
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)
 
 

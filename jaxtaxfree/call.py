@@ -53,6 +53,27 @@ def members(parameter: str, value: Any) -> list[tuple[str, Any]]:
     return [(parameter, value)]
 
 
+# What `descriptors` says of an array: the shape of a block, or that and the shape in which the array is read.
+Descriptor = Sequence[Any]
+
+
+def block_of(described: Descriptor, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(The shape of a block, that in which an array of this shape is read)."""
+    block, read = described if _is_pair(described) else (described, shape)
+    return tuple(block), tuple(read)
+
+
+def frozen(descriptors: Mapping[str, Descriptor]) -> tuple[tuple[str, Any], ...]:
+    """`descriptors` as something that can be hashed, in the order of the names."""
+    pairs = ((name, tuple(map(tuple, of)) if _is_pair(of) else tuple(of)) for name, of in descriptors.items())
+    return tuple(sorted(pairs))
+
+
+def _is_pair(described: Any) -> bool:
+    is_sequence = lambda of: isinstance(of, Sequence) and not isinstance(of, str)  # noqa: E731
+    return is_sequence(described) and len(described) == 2 and all(map(is_sequence, described))
+
+
 def is_alone(kernel: Any) -> bool:
     """Whether a kernel reaches nobody: it does not ask for its team."""
     return "team" not in kernel.arg_names
@@ -73,6 +94,24 @@ def runs_once[T](operands: T, results: Sequence[Any], has_side_effect: bool) -> 
 def pointers_of(kernel: Any, named: Iterable[str]) -> list[str]:
     """The parameters that take operands and results, in their order, where a call names these others."""
     return [each.name for each in kernel.params if each.name not in named and not each.has_default]
+
+
+def places_of(kernel: Any, args: Iterable[Any], named: Mapping[str, Any], numbers: bool = False) -> list[int]:
+    """The place of each operand among all arrays that a launch passes, of which some are the team's.
+
+    Args:
+      args: operands; of a bundle those by their names.
+      named: what the kernel is given by name.
+      numbers: count those that are no constants, too, as jax-triton does.
+    """
+    left, places, count = iter(args), [], 0
+    for each in kernel.params:
+        if each.name in named:
+            parts = [] if each.is_constexpr else jax.tree.leaves(named[each.name])
+            count += sum(numbers or isinstance(part, jax.Array) for part in parts)
+        elif not each.has_default and (value := next(left, None)) is not None:
+            places += range(count, count := count + len(members(each.name, value)))
+    return places
 
 
 def constexprs_of(kernel: Any) -> set[str]:
@@ -152,6 +191,7 @@ def check_call(
     num_warps: Any,
     num_stages: Any,
     together: Any,
+    input_output_aliases: Any = None,
     **buffers: Any,
 ) -> None:
     """Raises unless these are what `shmem_call` takes.
@@ -171,6 +211,34 @@ def check_call(
             "them."
         )
     _check_parameters(kernel, name, inputs, outputs, {*team, *given, *params}, buffers["descriptors"])
+    _check_aliases(name, [each for array in inputs for _, each in members("", array)], outputs, input_output_aliases)
+
+
+def _check_aliases(name: str, inputs: Sequence[Any], outputs: Sequence[Any], aliases: Any) -> None:
+    """Raises unless each of these numbers is of an operand or of a result, which can be one array."""
+    if aliases is None:
+        return
+    pairs = list(aliases.items()) if isinstance(aliases, Mapping) else [()]
+    known = all(
+        len(pair) == 2
+        and _is_count(pair[0])
+        and pair[0] < len(inputs)
+        and _is_count(pair[1])
+        and pair[1] < len(outputs)
+        for pair in pairs
+    )
+    if not known or len({result for _, result in pairs}) < len(pairs):
+        raise ValueError(
+            f"{name} takes input_output_aliases as a mapping from numbers of its {len(inputs)} operands to numbers of "
+            f"its {len(outputs)} results, each of them once, not {aliases!r}."
+        )
+    for operand, result in pairs:
+        texts = [f"{np.dtype(of.dtype)}{list(of.shape)}" for of in (inputs[operand], outputs[result])]
+        if texts[0] != texts[1]:
+            raise ValueError(
+                f"{name} takes input_output_aliases of operands and results of the same shape and dtype, and operand "
+                f"{operand} is {texts[0]} and result {result} is {texts[1]}."
+            )
 
 
 def _check_buffers(name: str, out_leaves: Sequence[Any], **given: Any) -> None:
@@ -187,7 +255,8 @@ def _check_buffers(name: str, out_leaves: Sequence[Any], **given: Any) -> None:
     for keyword in ("signals", "messages", "descriptors"):
         for key, of in given[keyword].items():
             if keyword == "descriptors" or not _is_count(of):
-                _check_shape(name, f"{keyword} {key!r}", getattr(of, "shape", of))
+                for shape in of if _is_pair(of) else (getattr(of, "shape", of),):
+                    _check_shape(name, f"{keyword} {key!r}", shape)
 
 
 def _check_shape(name: str, what: str, shape: Any) -> None:
@@ -236,7 +305,7 @@ def _check_parameters(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
     named: set[str],
-    descriptors: Mapping[str, tuple[int, ...]],
+    descriptors: Mapping[str, Descriptor],
 ) -> None:
     parameters = kernel.arg_names
     reasons = []
@@ -258,9 +327,10 @@ def _check_parameters(
     if kernel.is_gluon() and (unknown := sorted(descriptors.keys() - described.keys())):
         reasons.append(f"it has no pointer {', '.join(map(repr, unknown))} to be a descriptor")
     for pointer, array in described.items():
-        block = descriptors.get(pointer, array.shape)
-        of_shape = len(block) == len(array.shape) or is_ragged(array.shape, block) or is_grouped(array.shape, block)
-        if not of_shape:
-            reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor has blocks {list(block)}")
+        block, shape = block_of(descriptors.get(pointer, array.shape), array.shape)
+        if math.prod(shape) != math.prod(array.shape):
+            reasons.append(f"{pointer!r} is an array {list(array.shape)}, and its descriptor reads it as {list(shape)}")
+        elif not (len(block) == len(shape) or is_ragged(shape, block) or is_grouped(shape, block)):
+            reasons.append(f"{pointer!r} is an array {list(shape)}, and its descriptor has blocks {list(block)}")
     if reasons:
         raise TypeError(f"The kernel of {name} does not fit its call: {'; '.join(reasons)}.")

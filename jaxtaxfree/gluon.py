@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from jaxtaxfree.call import described_as, is_alone, members, runs_once
+from jaxtaxfree.call import Descriptor, block_of, described_as, is_alone, members, places_of, runs_once
 from jaxtaxfree.kernels import shmem_gluon
 from jaxtaxfree.target import is_amd, name_of
 
@@ -68,8 +68,9 @@ def gluon_call(
     num_warps: int,
     compute_capability: int,
     backend_options: Mapping[str, Any],
-    descriptors: Mapping[str, Sequence[int]],
+    descriptors: Mapping[str, Descriptor],
     cost_estimate: Mapping[str, int] | None,
+    aliases: Sequence[tuple[int, int]],
     has_side_effect: bool,
     multiples: Sequence[str],
     **named: Any,
@@ -80,7 +81,8 @@ def gluon_call(
       *args, kernel, out_type, grid, name, num_warps, compute_capability, backend_options, cost_estimate,
         has_side_effect, **named: as there. The parameter `team` is a tuple whose first element is an array. Arrays by
         their names are one parameter, a tuple.
-      descriptors: for each parameter that is to be a TMA descriptor the shape of a block; see `call.members`.
+      descriptors: for each parameter that is to be a TMA descriptor what `call.block_of` takes; see `call.members`.
+      aliases: (number of an operand, number of the result that it becomes).
       multiples: the parameters whose numbers 16 divides.
     """
     source, arguments = _source(kernel, [*args, *out_type], named, descriptors, multiples)
@@ -109,7 +111,13 @@ def gluon_call(
     )
     launch = _bindings().TritonKernelCall(launched, *(*grid, 1, 1)[:3], parameters)
     cost = {"cost_estimate_json": json.dumps(dict(cost_estimate))} if cost_estimate else {}
-    call = jax.ffi.ffi_call(CUSTOM_CALL_TARGET, results, has_side_effect=has_side_effect)
+    places = places_of(kernel, args, named)
+    call = jax.ffi.ffi_call(
+        CUSTOM_CALL_TARGET,
+        results,
+        has_side_effect=has_side_effect,
+        input_output_aliases={places[operand]: result for operand, result in aliases},
+    )
     operands = runs_once(operands, results, has_side_effect)
     return call(*operands, opaque=zlib.compress(launch.to_proto(name, b"")), **cost)[: len(out_type)]
 
@@ -194,14 +202,16 @@ class _Argument(NamedTuple):
       value: results are shape and dtype.
       type: as Triton calls it.
       block: the shape of a block, if it is passed as a descriptor.
+      shape: that in which the descriptor reads it.
     """
 
     value: Any
     type: str
     block: Sequence[int] | None
+    shape: Sequence[int] = ()
 
     @classmethod
-    def of(cls, value: Any, block: Sequence[int] | None) -> "_Argument":
+    def of(cls, value: Any, described: Descriptor | None) -> "_Argument":
         if isinstance(value, bool):
             return cls(value, "i1", None)
         if isinstance(value, int):
@@ -209,19 +219,20 @@ class _Argument(NamedTuple):
         if isinstance(value, float):
             return cls(value, "fp32", None)
         dtype = canonicalize_dtype(value.dtype)
-        if not block:
+        if not described:
             return cls(value, f"*{dtype}", None)
+        block, shape = block_of(described, value.shape)
         # `gl.dtype` knows integers by other names.
         known = dtype.replace("i", "int") if dtype.startswith("i") else dtype
         layout = gl.NVMMASharedLayout.get_default_for(list(block), gl.dtype(known))
-        return cls(value, f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>", block)
+        return cls(value, f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>", block, shape)
 
 
 def _source(
     kernel: Any,
     buffers: Sequence[Any],
     named: Mapping[str, Any],
-    descriptors: Mapping[str, Sequence[int]],
+    descriptors: Mapping[str, Descriptor],
     multiples: Sequence[str],
 ) -> tuple[GluonASTSource, list[_Argument]]:
     """What to compile for a kernel and these operands and results, and what the compiled kernel takes."""
@@ -262,13 +273,13 @@ def _parameters(name: str, arguments: Sequence[_Argument], descriptors: Sequence
     from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
 
     described = iter(descriptors)
-    for value, type_, block in arguments:
+    for value, type_, block, read in arguments:
         if block:
             description = next(described)
-            shape, strides = described_as(value.shape, block)
+            shape, strides = described_as(read, block)
             if any(stride * value.dtype.itemsize % 16 for stride in strides[:-1]):
                 raise NotImplementedError(
-                    f"{name} moves {value.dtype}{list(value.shape)} by TMA, which needs rows of a multiple of 16 bytes."
+                    f"{name} moves {value.dtype}{list(read)} by TMA, which needs rows of a multiple of 16 bytes."
                 )
             yield _bindings().create_tma_descriptor_parameter(
                 elem_type=TMA_DTYPE_DEVICE_TO_HOST[description["elem_type"]],

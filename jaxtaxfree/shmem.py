@@ -4,6 +4,7 @@ import concurrent.futures
 import functools
 import hashlib
 import reprlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,11 +21,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtaxfree import amd, diagnosis, environment, gluon, heap, language
 from jaxtaxfree.call import (
     Bundles,
+    Descriptor,
     bundled,
     check_call,
     check_kernel,
     constants_of,
+    frozen,
     is_alone,
+    members,
+    places_of,
     pointers_of,
     runs_once,
     sizes_of,
@@ -53,12 +58,13 @@ def shmem_call(
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
     messages: Mapping[str, Any] | None = None,
-    descriptors: Mapping[str, tuple[int, ...]] | None = None,
+    descriptors: Mapping[str, Descriptor] | None = None,
     name: str | None = None,
     num_warps: int = 4,
     num_stages: int = 3,
     together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
     implementation: str | None = None,
     **params: Any,
 ) -> Any:
@@ -109,12 +115,18 @@ def shmem_call(
         parameter is then a TMA descriptor of the whole operand or result. Its layout is
         `gl.NVMMASharedLayout.get_default_for` of the block. To take an operand in several ways, pass it several times,
         which costs nothing. With a block of [groups, rows, width] an array [rows, columns] is read as [columns / width,
-        rows, width].
+        rows, width]. A pair (block, shape) reads an array as if it had this shape, where a reshape would cost XLA a
+        copy: see `input_output_aliases`.
       name: the operation's name in profiles and errors; the kernel's name if None.
       num_warps, num_stages: as in Triton. In a Gluon kernel `num_warps` are those of the first partition.
       together: how many programs with consecutive ids may wait for each other. If other work leaves the GPU too few
         places for them, they wait until it ends.
       cost_estimate: {"flops": ..., "bytes_accessed": ...} of one rank's call, for XLA and profilers.
+      input_output_aliases: which result is an operand that the kernel changes: {number of the operand: number of the
+        result}, of all arrays of `args` and of all leaves of `out_type`, from 0 on. They have the same shape and dtype.
+        The kernel has a pointer for each, both to the same memory, which holds the operand when it begins. XLA takes
+        the memory of an array that nobody needs later, such as a donated one or what a loop carries. Otherwise it
+        copies the operand first, as it does if the same array is another operand as well, or is reshaped for the call.
       implementation: None and "fused" run the kernel on GPUs. "simulate" runs it for all ranks on the CPU, and raises
         what a GPU would hide; see `jaxtaxfree.simulator`.
       **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
@@ -124,7 +136,8 @@ def shmem_call(
 
     Raises:
       ValueError: if the implementation does not exist, messages have another dtype, a number is out of range (a grid of
-        0, 64 warps, -1 signals), or two things have the same name.
+        0, 64 warps, -1 signals), two things have the same name, or an operand cannot be the result that
+        `input_output_aliases` says.
       TypeError: if the kernel is not decorated, its parameters and the arguments do not match, a constant cannot be
         hashed, or an axis, a result or scratch has the wrong type.
       NameError: if `axis_name` is not bound, because the call is not inside `jax.shard_map`.
@@ -148,6 +161,7 @@ def shmem_call(
     out_leaves, out_tree = jax.tree.flatten(out_type)
     buffers = {"scratch": scratch, "signals": signals, "messages": messages, "descriptors": descriptors}
     launch: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages, "together": together}
+    launch["input_output_aliases"] = input_output_aliases
     arrays = [jnp.asarray(leaf) for leaf in leaves]
     check_call(kernel, name, bundled(arrays, bundles), out_leaves, grid, params, **buffers, **launch)
     for parameter in kernel.params:
@@ -161,9 +175,10 @@ def shmem_call(
         axes=axes,
         grid=sizes_of(grid),
         layout=heap.Layout.of(sizes_of(grid), scratch, signals, messages, kernel.arg_names),
-        descriptors=tuple(sorted((pointer, tuple(block)) for pointer, block in descriptors.items())),
+        descriptors=frozen(descriptors),
         name=name,
         cost_estimate=tuple(sorted(cost_estimate.items())) if cost_estimate else None,
+        aliases=tuple(sorted((int(operand), int(result)) for operand, result in (input_output_aliases or {}).items())),
         params=params,
         simulate=implementation == "simulate",
         num_warps=int(num_warps),
@@ -378,6 +393,7 @@ def _launch(
     params: tuple,
     team: Team,
     region: heap.Region | None,
+    aliases: tuple[tuple[int, int], ...] = (),
     shared: str | None = None,
     position: Any = None,
     programs: int | None = None,
@@ -407,6 +423,7 @@ def _launch(
         compute_capability=team.compute_capability,
         backend_options=_COMPILER_OPTIONS_FOR_AMD if is_amd(team.compute_capability) else _COMPILER_OPTIONS,
         cost_estimate=dict(cost_estimate) if cost_estimate else None,
+        aliases=aliases,
         # The peers count on it, or later launches.
         has_side_effect="team" in place and (team.world > 1 or shared is not None),
         **place,
@@ -437,16 +454,41 @@ def _call_of(
     return functools.partial(_triton_call, num_stages=num_stages, multiples=multiples)
 
 
-def _triton_call(*args: Any, kernel: Any, multiples: tuple[str, ...], **named: Any) -> Any:
+def _triton_call(
+    *args: Any,
+    kernel: Any,
+    out_type: tuple,
+    multiples: tuple[str, ...],
+    aliases: tuple[tuple[int, int], ...],
+    **named: Any,
+) -> Any:
     # By name, because parameters before these may be None.
     arguments = (tuple(arg.values()) if isinstance(arg, dict) else arg for arg in args)
     pointers = pointers_of(kernel, named)
-    operands = runs_once(dict(zip(pointers, arguments)), named["out_type"], named["has_side_effect"])
-    if multiples:
-        own = {key: value for key, value in named.items() if key in kernel.arg_names}
-        kernel, told = telling(kernel, own, pointers, multiples)
+    operands = runs_once(dict(zip(pointers, arguments)), out_type, named["has_side_effect"])
+    own = {key: value for key, value in named.items() if key in kernel.arg_names}
+    places = places_of(kernel, args, own, numbers=True)
+    # jax-triton passes no pointer for a result that is an operand, and takes it that such results are the last ones.
+    order = sorted(range(len(out_type)), key=lambda result: result in dict(aliases).values())
+    if multiples or aliases:
+        of_operands = [
+            name if not isinstance(arg, dict) else f"{name}[{i}]"
+            for name, arg in zip(pointers, args)
+            for i, _ in enumerate(members(name, arg))
+        ]
+        same = {pointers[len(args) + result]: of_operands[operand] for operand, result in aliases}
+        kernel, told = telling(kernel, own, pointers, multiples, same)
         named = {key: value for key, value in named.items() if key not in own} | told
-    return jax_triton.triton_call(kernel=kernel, **operands, **named)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
+        outs = jax_triton.triton_call(
+            kernel=kernel,
+            out_type=tuple(out_type[result] for result in order),
+            input_output_aliases={places[operand]: order.index(result) for operand, result in aliases},
+            **operands,
+            **named,
+        )
+    return [outs[order.index(result)] for result in range(len(out_type))]
 
 
 _load_p = jex_core.Primitive("shmem_load")

@@ -40,16 +40,18 @@ def multiples_of_16(kernel: Any, params: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def telling(
-    kernel: Any, named: Mapping[str, Any], pointers: Iterable[str], multiples: Iterable[str]
+    kernel: Any, named: Mapping[str, Any], pointers: Iterable[str], multiples: Iterable[str], same: Mapping[str, str]
 ) -> tuple[Any, dict[str, Any]]:
     """A kernel that calls another one and multiplies some of its numbers by 16, and what takes the place of `named`.
 
-    jax-triton tells the compiler of pointers only that they are multiples of 16.
+    jax-triton tells the compiler of pointers only that they are multiples of 16, and passes none for a result that is
+    an operand.
 
     Args:
       named: what the kernel is given by name.
       pointers: its other parameters.
       multiples: of `named`, the numbers that 16 divides.
+      same: by pointers that are not passed, expressions for what they are.
     """
     factors = {name: _factor(name, kernel.arg_names) for name in multiples}
     # jax-triton makes a constant of 1, which is another type.
@@ -58,6 +60,7 @@ def telling(
     given = {*pointers, *named}
     parameters = tuple((each.name, each.is_constexpr) for each in kernel.params if each.name in given)
     others = {key: value for key, value in named.items() if key not in factors}
+    texts |= same
     return _around(kernel, parameters, tuple(factors.items()), tuple(texts.items())), others | values
 
 
@@ -71,7 +74,8 @@ def _factor(name: str, taken: Iterable[str]) -> str:
 @functools.cache
 def _around(kernel: Any, parameters: tuple, factors: tuple, texts: tuple) -> Any:
     names, values = dict(factors), dict(texts)
-    takes = ", ".join(f"{names.get(name, name)}{': tl.constexpr' * constant}" for name, constant in parameters)
+    taken = [(name, constant) for name, constant in parameters if name in names or name not in values]
+    takes = ", ".join(f"{names.get(name, name)}{': tl.constexpr' * constant}" for name, constant in taken)
     gives = ", ".join(f"{name}={values.get(name, name)}" for name, _ in parameters)
     name = kernel.fn.__name__
     source = f"def {name}({takes}):\n    the_kernel_itself({gives})\n"

@@ -93,6 +93,7 @@ def simulate(
     descriptors: tuple,
     num_warps: int,
     together: int,
+    aliases: tuple[tuple[int, int], ...] = (),
 ) -> Sequence[jax.Array]:
     """A call of `shmem_call`, to be traced inside `jax.shard_map`, or anywhere if it has no axes.
 
@@ -100,7 +101,8 @@ def simulate(
       *operands: of this rank.
       identity: tells calls apart that may not share a region.
       team: the ranks.
-      kernel, bundles, axes, out_types, grid, layout, name, params, descriptors, num_warps, together: of the primitive.
+      kernel, bundles, axes, out_types, grid, layout, name, params, descriptors, num_warps, together, aliases: of
+        the primitive.
     """
     launch = Launch(
         kernel=kernel,
@@ -114,6 +116,7 @@ def simulate(
         descriptors=dict(descriptors),
         num_warps=num_warps,
         together=together,
+        aliases=aliases,
     )
     shapes = tuple((operand.shape, operand.dtype.name) for operand in operands)
     devices = tuple((device.process_index, device.id) for device in team.devices)

@@ -284,7 +284,7 @@ class Machine(Waits):
         ends = [self._space.at(int(address)) for address in (addresses.flat[0], addresses.flat[-1])]
         rank = self._program.rank
         # Lanes that a mask leaves out may be anywhere.
-        if all(part and (part.rank != rank or part.kind in ("operand", "output")) for part in ends):
+        if all(part and (part.rank != rank or part.kind in ("operand", "output", "updated")) for part in ends):
             assert ends[0] is not None
             raise self._error(
                 OutOfBoundsError,

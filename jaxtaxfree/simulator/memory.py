@@ -20,7 +20,7 @@ class Part:
 
     Attributes:
       name: such as "lhs_ptr" or "gathered".
-      kind: "operand", "output", "control", "epochs", "signals", "messages", "scratch" or "shared".
+      kind: "operand", "output", "updated" (both), "control", "epochs", "signals", "messages", "scratch" or "shared".
       rank: whose memory.
       start, stop: addresses.
       shape: if known, for reports.

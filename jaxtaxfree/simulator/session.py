@@ -11,6 +11,8 @@ from triton.runtime.jit import JITFunction
 from jaxtaxfree import language
 from jaxtaxfree.call import (
     Bundles,
+    Descriptor,
+    block_of,
     bundled,
     check_call,
     check_kernel,
@@ -53,9 +55,10 @@ class Launch:
       out_types: shape and dtype of each result.
       layout: of the region.
       params: the kernel's other parameters.
-      descriptors: those of its parameters that are TMA descriptors of operands or results, and the shapes of blocks.
+      descriptors: by the parameters that are TMA descriptors of operands or results, what `call.block_of` takes.
       num_warps: of a program, for Gluon kernels that ask.
       together: programs that may wait for each other.
+      aliases: (number of an operand, number of the result that it becomes).
     """
 
     kernel: JITFunction
@@ -66,9 +69,10 @@ class Launch:
     out_types: tuple[Any, ...]
     layout: Layout
     params: Mapping[str, Any]
-    descriptors: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    descriptors: Mapping[str, Descriptor] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
     together: int = 1
+    aliases: tuple[tuple[int, int], ...] = ()
 
 
 def _kind_of(kernel: JITFunction) -> tuple[type[Machine], type[Clocks]]:
@@ -214,13 +218,22 @@ class Session:
         for out in launch.out_types:
             poison = np.full(math.prod(out.shape) * np.dtype(out.dtype).itemsize, POISON, np.uint8)
             values.append(("output", poison.view(out.dtype).reshape(out.shape)))
+        changed, updated = dict(launch.aliases), {result: operand for operand, result in launch.aliases}
+        made: list[tuple[Part, np.ndarray]] = []  # of operands
         for pointer, (kind, value) in zip(pointers_of(kernel, bound), values):
             arguments = []
             for name, array in members(pointer, value):
-                part, copy = self.space.array(name, kind, rank, array)
-                parts.append(part)
-                if (block := launch.descriptors.get(name)) is not None:
-                    arguments.append(self._machine.describe(part.start, array, block))
+                if kind == "output" and len(outs) in updated:
+                    part, copy = made[updated[len(outs)]]
+                else:
+                    is_changed = kind == "operand" and len(made) in changed
+                    part, copy = self.space.array(name, "updated" if is_changed else kind, rank, array)
+                    parts.append(part)
+                if kind == "operand":
+                    made.append((part, copy))
+                if (described := launch.descriptors.get(name)) is not None:
+                    block, shape = block_of(described, array.shape)
+                    arguments.append(self._machine.describe(part.start, array.reshape(shape), block))
                 else:
                     arguments.append(interpreter.pointer(part.start, array.dtype))
                 if kind == "output":
@@ -270,7 +283,7 @@ def run_calls(
     scratch: Mapping[str, Any] | None = None,
     signals: Mapping[str, int | tuple[int, ...]] | None = None,
     messages: Mapping[str, Any] | None = None,
-    descriptors: Mapping[str, tuple[int, ...]] | None = None,
+    descriptors: Mapping[str, Descriptor] | None = None,
     seed: int = 0,
     policy: str = "random",
     slots: int | None = None,
@@ -282,6 +295,7 @@ def run_calls(
     num_stages: int | None = None,
     together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
+    input_output_aliases: Mapping[int, int] | None = None,
     **params: Any,
 ) -> tuple[list[list[Any]], Trace]:
     """Runs several calls, one after the other, each with operands of its own.
@@ -293,8 +307,8 @@ def run_calls(
       kernel: a function decorated with `triton.jit` or `gluon.jit`.
       calls: the operands of each call, as in `run`.
       world: number of ranks.
-      grid, out_type, scratch, signals, messages, descriptors, name, together, **params: as in `shmem_call`. `out_type`
-        is one object with `shape` and `dtype`, or a sequence of them.
+      grid, out_type, scratch, signals, messages, descriptors, name, together, input_output_aliases, **params: as in
+        `shmem_call`. `out_type` is one object with `shape` and `dtype`, or a sequence of them.
       seed, policy, slots, patience, tickets, implicit_barriers: as in `Settings`.
       num_warps: what `gl.num_warps` returns outside of partitions.
       num_stages, cost_estimate: accepted and ignored, because they mean nothing here.
@@ -342,6 +356,7 @@ def run_calls(
         num_warps=num_warps,
         num_stages=num_stages or 3,
         together=together,
+        input_output_aliases=input_output_aliases,
         descriptors=descriptors,
         **buffers,
     )
@@ -358,6 +373,7 @@ def run_calls(
         descriptors=dict(descriptors),
         num_warps=num_warps,
         together=together,
+        aliases=tuple(sorted((input_output_aliases or {}).items())),
     )
     operands = [[[array[rank] for array in arrays] for rank in range(world)] for arrays in arrays_of_calls]
     how: dict[str, Any] = {"seed": seed, "policy": policy, "slots": slots, "patience": patience, "tickets": tickets}

@@ -188,7 +188,7 @@ class Waits:
             raise self._error(OutOfBoundsError, f"{self._event(verb)} {place}.") from None
         for part, _ in parts:
             # Such an array is gone as soon as its rank's call has ended.
-            if part.kind in ("operand", "output") and part.rank != self._program.rank:
+            if part.kind in ("operand", "output", "updated") and part.rank != self._program.rank:
                 raise self._error(
                     OutOfBoundsError,
                     f"{self._event(verb)} reaches the {part.title}: peers share only scratch and signals.",

@@ -3,7 +3,7 @@
 The programs share the keys of each sequence and key/value head (a pair): an item is one of SPLITS parts of a pair's
 blocks of keys. `attend` leaves of each item (acc, top, total), as FlashDecoding does: acc = sum_s 2^(score_s - top)
 value_s and total = sum_s 2^(score_s - top), scores in units of log 2. `merge` adds up the items of a pair. The new
-token's own key and value, which are in no block, belong to the first item.
+token's own key and value, which are in no block, belong to the first item. `put` stores them in the cache.
 """
 
 import triton
@@ -148,8 +148,8 @@ def columns_of(desc):
 
 
 @gluon.jit
-def attend(ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES: gl.constexpr):
-    """Leaves the parts of this program's items in `kept`, and the new keys and values in the results.
+def attend(me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES: gl.constexpr):
+    """Leaves the parts of this program's items in `kept`, and the new keys and values.
 
     Threads that have different keys go on by themselves, each with a softmax of its own, and `together` adds them up.
 
@@ -162,6 +162,7 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
+    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS  # of all layers
     DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
     EIGHT: gl.constexpr = given.old_key_scales is not None
@@ -201,11 +202,13 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
         # After the loads, which do not pass stores.
         pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
         place = pair * H + column
-        gl.store(results.new_keys + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(results.new_values + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        new = shmem.scratch(me, kept.new, DTYPE)
+        gl.store(new + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(new + PAIRS * H + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
         if EIGHT:
-            gl.store(results.new_key_scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
-            gl.store(results.new_value_scales + pair, value_unit, mask=item % SIZES.SPLITS == 0)
+            scales = shmem.scratch(me, kept.new_scales, gl.float32)
+            gl.store(scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
+            gl.store(scales + PAIRS + pair, value_unit, mask=item % SIZES.SPLITS == 0)
         for block in range(first, last):
             slot = block * BLOCK + rows
             seen = (slot >= begin) & (slot < end)
@@ -246,6 +249,43 @@ def attend(ring, position, given, kept, results, lengths, window, table, layer, 
             accs = added
         together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
     return position
+
+
+@triton.constexpr_function
+def pairs_layout(h, warps):
+    """The layout of keys or values [pairs, h] that are copied: a thread has 8 columns."""
+    return gl.BlockedLayout([1, 8], [256 // h, h // 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def put(me, given, kept, results, SIZES: gl.constexpr):
+    """Stores the new keys and values in the cache, as far as it has room for them: those of all layers at once.
+
+    All programs have met since any has read the cache, also what blocks have of it behind the last key.
+    """
+    H: gl.constexpr = SIZES.H
+    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS
+    AT_ONCE: gl.constexpr = gl.num_warps() * 256 // H
+    LAYOUT: gl.constexpr = pairs_layout(H, gl.num_warps())
+    new = shmem.scratch(me, kept.new, given.old_keys.dtype)
+    scales = shmem.scratch(me, kept.new_scales, gl.float32)
+    column = gl.arange(0, H, gl.SliceLayout(0, LAYOUT))[None, :]
+    for begin in range(gl.program_id(0) * AT_ONCE, PAIRS, SIZES.PROGRAMS * AT_ONCE):
+        pair = begin + gl.arange(0, AT_ONCE, gl.SliceLayout(1, LAYOUT))
+        sequence = pair // SIZES.KV_HEADS % SIZES.B
+        length = gl.load(given.lengths + sequence, mask=pair < PAIRS, other=-1)  # as it was given
+        own = (length >= 0) & (length < SIZES.SLOTS)
+        there = own[:, None] & (column < H)
+        key = gl.load(new + pair[:, None] * H + column, mask=there)
+        value = gl.load(new + (PAIRS + pair[:, None]) * H + column, mask=there)
+        row = pair.to(gl.int64) * SIZES.SLOTS + length  # a cache may have more than 2^31 elements
+        gl.store(results.cache_keys + row[:, None] * H + column, key, mask=there)
+        gl.store(results.cache_values + row[:, None] * H + column, value, mask=there)
+        if results.cache_key_scales is not None:
+            key_scale = gl.load(scales + pair, mask=own)
+            value_scale = gl.load(scales + PAIRS + pair, mask=own)
+            gl.store(results.cache_key_scales + row, key_scale, mask=own)
+            gl.store(results.cache_value_scales + row, value_scale, mask=own)
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.decode_step import attention, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
@@ -48,8 +49,8 @@ def rows_layout(h, warps):
 
 
 @gluon.jit
-def attend(me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES: gl.constexpr):
-    """Hands on the parts of this program's items, for `merge`, and leaves the new keys and values in the results.
+def attend(me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES: gl.constexpr):
+    """Hands on the parts of this program's items, for `merge`, and the new keys and values, for `put`.
 
     Args:
       lengths, window, table: as `attention.attend` takes them.
@@ -87,8 +88,10 @@ def attend(me, ring, position, given, kept, results, lengths, window, table, lay
         queries = keep_queries(ring, query, SHAPE)
         # After the loads, which do not pass stores.
         place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
-        gl.store(results.new_keys + place, new_key, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(results.new_values + place, new_value, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        SIZE: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS * H
+        new = shmem.scratch(me, kept.new, DTYPE)
+        gl.store(new + place, new_key, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(new + SIZE + place, new_value, mask=(item % SIZES.SPLITS == 0) & (column < H))
         for block in range(first, last):
             slot = block * SHAPE[1] + own_slot
             seen = (slot >= begin) & (slot < end)

@@ -25,8 +25,11 @@ tensor cores (`tensor_cores.py`), for more of them.
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
 
-Scratch has one copy of each array for all layers: who writes it again has met everybody who read it. Messages have
-places of their own in each layer.
+New keys and values go into the cache itself, in front of the logits: by then all programs have met since any of them
+has read the old ones of the last layer.
+
+Scratch has one copy of most arrays for all layers: who writes it again has met everybody who read it. Messages, and the
+new keys and values, have places of their own in each layer.
 """
 
 from typing import Any, NamedTuple
@@ -119,7 +122,10 @@ class Given(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """The kernel's scratch, as pointers."""
+    """The kernel's scratch, as pointers; what is used but once a layer as it is given, which takes no registers."""
+
+    new: Any
+    new_scales: Any
 
     stream: Any
     block: Any
@@ -135,10 +141,10 @@ class Kept(NamedTuple):
 
 class Results(NamedTuple):
     logits: Any
-    new_keys: Any
-    new_values: Any
-    new_key_scales: Any
-    new_value_scales: Any
+    cache_keys: Any
+    cache_values: Any
+    cache_key_scales: Any
+    cache_value_scales: Any
     times: Any
 
 
@@ -183,7 +189,7 @@ def decode_step_kernel(
     old_value_scales_ptr,
     cos_ptr,  # f32 [tables, POSITIONS, ROTATED / 2]
     sin_ptr,
-    lengths_ptr,  # i32 [B], tokens in the cache
+    lengths_ptr,  # i32 [B], tokens in the cache; the new one is not stored if it is below 0, or the cache is full
     windows_ptr,  # i32 [L], positions before a token that it attends to; None if they are WINDOW in all layers
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
     team,
@@ -193,6 +199,8 @@ def decode_step_kernel(
     scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
     squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
+    new,  # scratch [2, L, B, KV_HEADS, H] of the cache's dtype, the new keys and values
+    new_scales,  # scratch f32 [2, L, B, KV_HEADS], their scales if they have 8 bits
     accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
     tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
@@ -201,10 +209,10 @@ def decode_step_kernel(
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
-    new_keys_ptr,  # [L, B, KV_HEADS, H]
-    new_values_ptr,
-    new_key_scales_ptr,  # f32 [L, B, KV_HEADS], or None
-    new_value_scales_ptr,
+    cache_keys_ptr,  # the memory of old_keys_desc
+    cache_values_ptr,
+    cache_key_scales_ptr,  # that of old_key_scales_ptr, or None
+    cache_value_scales_ptr,
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
@@ -262,12 +270,14 @@ def decode_step_kernel(
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
     kept = Kept(
-        shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
+        new, new_scales, shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
         shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
-    results = Results(logits_ptr, new_keys_ptr, new_values_ptr, new_key_scales_ptr, new_value_scales_ptr, times_ptr)
+    results = Results(
+        logits_ptr, cache_keys_ptr, cache_values_ptr, cache_key_scales_ptr, cache_value_scales_ptr, times_ptr
+    )  # fmt: skip
     ring = rings.allocate(final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
@@ -333,7 +343,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention.attend(
-            ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+            me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
@@ -365,6 +375,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             after_mlp, told + 2 * SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
+    attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     if SIZES.STREAM_TOLD:
         x = kept.told + 2 * SIZES.LAYERS * SIZE

@@ -59,7 +59,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         position = attention_many.attend(
-            me, ring, position, given, kept, results, lengths, window, table, layer, factor, SIZES
+            me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
@@ -85,6 +85,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             kept, sums, met, 2 * layer + 1, phase + 5 + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 5 + 2 * POST, factor, times, SIZES)
+    attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 

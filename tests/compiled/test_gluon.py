@@ -389,6 +389,14 @@ def test_rows_that_tma_cannot_take() -> None:
         ({"descriptors": {"y_desc": BLOCK}}, "it has no pointer 'y_desc' to be a descriptor"),
         ({"descriptors": {"team": BLOCK}}, "it has no pointer 'team' to be a descriptor"),
         ({"descriptors": {"x_desc": (32,)}}, "'x_desc' is an array [256, 64], and its descriptor has blocks [32]"),
+        (
+            {"descriptors": {"x_desc": ((16, 64), (128, 64))}},
+            "'x_desc' is an array [256, 64], and its descriptor reads it as [128, 64]",
+        ),
+        (
+            {"descriptors": {"x_desc": ((32,), (128, 128))}},
+            "'x_desc' is an array [128, 128], and its descriptor has blocks [32]",
+        ),
     ),
 )
 def test_descriptors_do_not_fit(changed: dict[str, Any], part: str) -> None:

@@ -79,7 +79,7 @@ def numbers_kernel(out, n, n_by_16, left, aligned, constant: tl.constexpr):
 def test_numbers_stay_what_they_are(number: int) -> None:
     given = dict.fromkeys(("n", "n_by_16", "left", "aligned", "constant"), number)
     assert multiples_of_16(numbers_kernel, given) == ("n", "n_by_16")
-    kernel, told = telling(numbers_kernel, given, ["out"], ("n", "n_by_16"))
+    kernel, told = telling(numbers_kernel, given, ["out"], ("n", "n_by_16"), {})
     assert kernel.arg_names == ["out", "n_by_16_", "n_by_16_by_16", "left", "aligned", "constant"]
     assert 1 not in told.values()  # which would be a constant
     call = re.search(r"the_kernel_itself\((.*)\)", kernel.src)
@@ -87,7 +87,7 @@ def test_numbers_stay_what_they_are(number: int) -> None:
     passed = dict(each.split("=") for each in call[1].split(", "))
     assert passed.pop("out") == "out"
     assert {name: eval(text, {}, told) for name, text in passed.items()} == given
-    assert telling(numbers_kernel, given, ["out"], ("n", "n_by_16"))[0] is kernel
+    assert telling(numbers_kernel, given, ["out"], ("n", "n_by_16"), {})[0] is kernel
 
 
 def test_what_is_no_multiple() -> None:

@@ -42,7 +42,7 @@ class Step:
       family: of the model.
       world: number of ranks. Each has one key/value head, and all have the same part of the vocabulary, so that all
         logits have to be the same bits.
-      lengths: tokens of each sequence in the cache.
+      lengths: tokens of each sequence in the cache; -1 of one without a new token.
       layers, group: of the model.
       changes: what else is changed of the model.
       config: what is changed of CONFIG.
@@ -71,28 +71,39 @@ class Step:
         )
 
     def run(self, kernel: Any = Hopper.kernel, **settings: Any) -> None:
-        """Simulates the call. Its logits must be right, and the same on all ranks."""
-        arrays, keywords, logits, news = _prepared(self)
+        """Simulates the call. Its logits must be right, and the same on all ranks. In the cache only what is new may be
+        other bits.
+        """
+        arrays, keywords, logits, cache, news = _prepared(self)
         outs, _ = simulator.run(kernel, *arrays, **{**keywords, **settings})
+        lengths = np.asarray(self.lengths)
+        kept = np.flatnonzero((lengths >= 0) & (lengths < SLOTS))
+        there = lengths >= 0  # logits of others mean nothing
         for rank, out in enumerate(outs):
-            kept = np.asarray(self.lengths) < SLOTS  # the keys of others are dropped behind the kernel
-            new = [np.asarray(x[:, kept], np.float32) for x in out[1 : 1 + len(news)]]
-            wanted = [x[rank][:, kept].astype(np.float32) for x in news]
-            if len(news) > 2 and kept.any():  # of the two dtypes of activations some numbers are another one of 8 bits
+            new = []
+            for part, before in zip(out[1 : 1 + len(news)], cache):
+                wanted = before[rank].copy()
+                new.append(part[:, kept, :, lengths[kept]].astype(np.float32))  # [kept, L, 1, ...]
+                wanted[:, kept, :, lengths[kept]] = part[:, kept, :, lengths[kept]]
+                assert part.tobytes() == wanted.tobytes(), f"rank {rank} has changed what is not new"
+            wanted = [np.moveaxis(x[rank][:, kept], 1, 0).astype(np.float32) for x in news]
+            if len(news) > 2 and kept.size:  # of the two dtypes of activations some numbers are another one of 8 bits
                 for i in range(2):
                     assert np.mean(new[i] == wanted[i]) > 0.8
                     np.testing.assert_allclose(new[i], wanted[i], rtol=0.13, atol=1)
                 np.testing.assert_allclose(np.stack(new[2:]), wanted[2:], rtol=0.02)
                 new, wanted = [], []
-            for found, expected in zip((out[0], *new), (logits, *wanted), strict=True):
+            for found, expected in zip((out[0][there], *new), (logits[there], *wanted), strict=True):
                 found = np.asarray(found, np.float32)
                 np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02, err_msg=f"of rank {rank}")
-            np.testing.assert_array_equal(out[0], outs[0][0], err_msg="ranks have different bits")
+            np.testing.assert_array_equal(out[0][there], outs[0][0][there], err_msg="ranks have different bits")
 
 
 @functools.lru_cache(maxsize=32)
-def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.ndarray, list[np.ndarray]]:
-    """The operands of each rank, the keywords of the launch, and what must come out: logits, and all that is new."""
+def _prepared(step: Step) -> tuple[Any, ...]:
+    """The operands of each rank, the keywords of the launch, and what must come out: logits, each part of the cache by
+    ranks, in which nothing is new, and all that is new.
+    """
     model, world, b = step.model, step.world, len(step.lengths)
     rng = np.random.default_rng(0)
     made = make_params(model)
@@ -116,25 +127,26 @@ def _prepared(step: Step) -> tuple[list[list[np.ndarray]], dict[str, Any], np.nd
     logits, news = _expected(model, wide, x, cache, lengths, cos, sin)
     for row, length in enumerate(lengths):
         for part in cache:
-            part[:, row, :, length:] = 77 if part.dtype == np.int8 else np.nan  # behind the last key anything
+            part[:, row, :, max(length, 0) :] = 77 if part.dtype == np.int8 else np.nan  # behind the last key anything
     of_eight = tuple(Eight(name=name, dtype=step.eight[0], scales="row") for name in narrow)
     call = call_of(model, world, b, eight=of_eight, cache_dtype=np.dtype(step.cache))
     variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
     if reasons := variant.refuses(call, config):
         raise ValueError(f"No call of the kernel: {'; '.join(reasons)}.")  # no AssertionError, which finds faults
     stream = x.astype(np.float32) * model.embedding_scale
-    arrays = []
+    arrays, caches = [], []
     for rank in range(world):
         of_rank = {
             name: w if (at := model.sharded()[name.removesuffix("_scale")]) is None else np.split(w, world, at)[rank]
             for name, w in params.items()
         }
         own = [np.ascontiguousarray(part[:, :, rank : rank + 1]) for part in cache]
+        caches.append(own)
         arrays.append(list(map(np.asarray, variant.arrays(call, config, of_rank, stream, own, lengths, cos, sin))))
     keywords = variant.launch(call, config)
     for of_jax in ("cost_estimate", "name"):
         del keywords[of_jax]
-    return list(zip(*arrays)), keywords | {"world": world}, logits, news
+    return list(zip(*arrays)), keywords | {"world": world}, logits, list(zip(*caches)), news
 
 
 def _expected(model: jtf.DecoderSpec, params: Any, x: Any, cache: Any, lengths: Any, cos: Any, sin: Any) -> tuple:
@@ -148,7 +160,7 @@ def _expected(model: jtf.DecoderSpec, params: Any, x: Any, cache: Any, lengths: 
     step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     given = tuple(cache) if len(cache) > 2 else tuple(wide(cache))
     logits, cache = jax.jit(step)(wide(params), wide(x), given)
-    last = np.minimum(lengths, SLOTS - 1)
+    last = np.clip(lengths, 0, SLOTS - 1)
     new = [np.stack([part[:, row, :, at] for row, at in enumerate(last)], axis=1) for part in map(np.asarray, cache)]
     return np.asarray(logits)[:, : logits.shape[1] // (model.kv_heads)], [
         np.moveaxis(part, 2, 0)[:, :, :, None] for part in new

@@ -1,5 +1,6 @@
 """Several steps of `decode_step` in one program, the sampler between them: the tokens, and that nothing is copied."""
 
+import re
 from typing import Any
 
 import jax
@@ -12,38 +13,46 @@ import jaxtaxfree as jtf
 from jaxtaxfree.ops import decode_step as step_ops
 from tests.helpers.decode_loops import CACHES, OF_CACHE, decode_loop, moved
 from tests.helpers.decoders import decode, make_params, rotary_tables, tiny
-from tests.helpers.support import assert_fused, lower_for_cuda, mesh_of, sharded
+from tests.helpers.support import TRITON_CALL, assert_fused, lower_for_cuda, mesh_of, sharded
 
 SLOTS, STEPS, B = 128, 6, 2
 MODEL = tiny("llama-3-8b", d_model=64, head_dim=64, d_mlp=128, vocab=64)
+WIDE = tiny("llama-3-8b", d_model=64, head_dim=128, d_mlp=128, vocab=64)  # whose cache may have 8 bits
 SIZE = (MODEL.layers, B, MODEL.kv_heads, SLOTS, MODEL.head_dim)
 
 
-def types(world: int, model: jtf.DecoderSpec = MODEL) -> tuple[Any, ...]:
+def types(world: int, model: jtf.DecoderSpec = MODEL, dtype: str = "bfloat16") -> tuple[Any, ...]:
     mesh, shapes = mesh_of(world), model.param_shapes()
     params = {name: sharded(mesh, spec, shapes[name], "bfloat16") for name, spec in model.partition_specs("tp").items()}
-    rows, cache = sharded(mesh, P(), (B,), "int32"), sharded(mesh, OF_CACHE, SIZE, "bfloat16")
-    return params, sharded(mesh, P(), (64, 64), "bfloat16"), rows, (cache, cache), rows, jax.random.key(0)
+    rows, size = sharded(mesh, P(), (B,), "int32"), (*SIZE[:-1], model.head_dim)
+    cache = (sharded(mesh, OF_CACHE, size, dtype),) * 2
+    cache += () if dtype == "bfloat16" else (sharded(mesh, OF_CACHE, size[:-1], "float32"),) * 2
+    return params, sharded(mesh, P(), (64, 64), "bfloat16"), rows, cache, rows, jax.random.key(0)
+
+
+# Some function that JAX registers for CPUs: programs with it are compiled, and not run.
+IN_ITS_PLACE = "lapack_sgetrf_ffi"
 
 
 @pytest.fixture
 def a_call_in_its_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """ "fused" is what surrounds the kernel, and a call of Python in its place, which XLA cannot look into either.
+    """ "fused" is what surrounds the kernel, and in its place a call that XLA cannot look into either.
 
     The list is of the bytes that it was given, each time that it was traced.
     """
     given = []
 
-    def stand_in(kernel: Any, *arrays: Any, out_type: Any, **_: Any) -> Any:
+    def stand_in(kernel: Any, *arrays: Any, out_type: Any, input_output_aliases: dict[int, int], **_: Any) -> Any:
         del kernel
         given.append(sum(x.size * x.dtype.itemsize for x in arrays))
-        made = lambda *_: tuple(np.zeros(out.shape, out.dtype) for out in out_type)  # noqa: E731
-        return jax.pure_callback(made, tuple(out_type), *arrays)
+        call = jax.ffi.ffi_call(IN_ITS_PLACE, out_type, input_output_aliases=input_output_aliases)
+        return call(*arrays)
 
     def decode_step(params: Any, x: Any, cache: Any, lengths: Any, axis: str, *, model: Any, cos: Any, sin: Any) -> Any:
         logits, *cache = step_ops.fused(
-            x[:, None], *cache, lengths, jnp.ones_like(lengths), jnp.asarray(cos), jnp.asarray(sin), *params.values(),
-            axes=(axis,), names=tuple(params), model=model, placement=None, config=(), compute_capability=90,
+            x[:, None], *cache[:2], lengths, jnp.ones_like(lengths), jnp.asarray(cos), jnp.asarray(sin), *cache[2:],
+            *params.values(), axes=(axis,), names=tuple(params), model=model, placement=None,
+            config=(("kernel", "hopper"),), compute_capability=90,
         )  # fmt: skip
         return logits, tuple(cache)
 
@@ -52,16 +61,25 @@ def a_call_in_its_place(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return given
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
-def test_nothing_is_copied_around_the_kernel(world, a_call_in_its_place):
+@pytest.mark.parametrize(
+    "world, model, dtype",
+    [pytest.param(1, MODEL, "bfloat16", marks=pytest.mark.soak), (2, MODEL, "bfloat16"), (2, WIDE, "int8")],
+)
+def test_nothing_is_copied_around_the_kernel(world, model, dtype, a_call_in_its_place):
     """In the program that XLA compiles, of a donated cache: neither the cache nor a layer of weights is moved."""
-    compiled = decode_loop(MODEL, mesh_of(world), SLOTS, STEPS).lower(*types(world)).compile()
-    weights = sum(np.prod(shape) for shape in MODEL.param_shapes(world).values())
-    assert a_call_in_its_place[0] > 2 * (weights + 2 * np.prod(SIZE) // world)  # it is given all of them
-    layer_of_weights = MODEL.d_model * MODEL.head_dim * MODEL.kv_heads // world  # the smallest
-    assert moved(compiled.as_text(), layer_of_weights) == []
+    operands = types(world, model, dtype)
+    compiled = decode_loop(model, mesh_of(world), SLOTS, STEPS).lower(*operands).compile()
+    weights = sum(np.prod(shape) for shape in model.param_shapes(world).values())
+    cache = sum(np.prod(part.shape) * part.dtype.itemsize for part in operands[3]) // world
+    assert a_call_in_its_place[0] > 2 * weights + cache  # it is given all of them
+    layer_of_weights = model.d_model * model.head_dim * model.kv_heads // world  # the smallest
+    scales = SIZE[0] * B * model.kv_heads * SLOTS // world
+    assert moved(compiled.as_text(), min(layer_of_weights, scales)) == []
     aliased = compiled.as_text().partition("input_output_alias={")[2].partition("entry_computation_layout")[0]
-    assert aliased.count("may-alias") == 2
+    assert aliased.count("may-alias") == len(operands[3])
+    (call,) = (line for line in compiled.as_text().splitlines() if "custom-call" in line and IN_ITS_PLACE in line)
+    in_place = call.partition("output_to_operand_aliasing={")[2].partition("}, api_version")[0]
+    assert in_place.count("{}") == len(operands[3])
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.soak), 2])
@@ -86,6 +104,11 @@ def test_what_a_gpu_is_given():
     loop = decode_loop(MODEL, mesh_of(2), SLOTS, STEPS, implementation="fused")
     text = lower_for_cuda(loop, *types(2))
     assert_fused(text, calls=2)
+    (step,) = (line for line in text.splitlines() if TRITON_CALL in line and "operand_index" in line)
+    # The cache, which is reshaped nowhere.
+    cache = "x".join(map(str, (SIZE[0], B, SIZE[2] // 2, *SIZE[3:])))
+    assert re.findall(r"output_tuple_indices = \[(\d)\]", step) == ["1", "2"]
+    assert not [line for line in text.splitlines() if "stablehlo.reshape" in line and f"tensor<{cache}xbf16>" in line]
     for line in text.splitlines():
         if "stablehlo.transpose" in line or "stablehlo.convert" in line or "stablehlo.concatenate" in line:
             sizes = [int(size) for size in line.rpartition("tensor<")[2].partition(">")[0].split("x")[:-1]]

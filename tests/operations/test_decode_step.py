@@ -478,7 +478,7 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
     ],
 )
 def test_the_kernel_in_a_program(world, kernel, eight):
-    """Two steps, simulated: the second one sees the keys of the first one where the scatter has put them.
+    """Two steps, simulated: the second one sees the keys of the first one where that has put them.
 
     In the second one a sequence has no token.
     """

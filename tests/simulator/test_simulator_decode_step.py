@@ -34,6 +34,7 @@ STEPS = {
     "one rank, two layers": Step(world=1, layers=2),
     "two ranks, an empty cache and a full one": Step(lengths=(0, 19), group=1),
     "three ranks, two layers": Step(world=3, layers=2),
+    "two layers, no token and a full cache": Step(lengths=(6, -1, 20), group=1, layers=2),
     "qwen 2": Step(family="qwen2-7b", lengths=(20,)),
     "qwen 3": Step(world=1, family="qwen3-8b", lengths=(7,)),
     "a window": Step(world=1, family="mistral-7b-v0.1", lengths=(13,)),
@@ -57,6 +58,7 @@ TILES = (("tensor_cores", True), ("stage", 2048))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
+    "sequences without a token and a full one": Step(world=1, lengths=(5, -1, 20, 9, -1), group=1, config=TILES),
     "nine sequences": Step(world=1, lengths=(0, 1, 2, 3, 11, 12, 13, 17, 19), config=TILES),
     "sixteen sequences on three ranks": Step(world=3, lengths=tuple(range(16)), group=1, config=TILES),
     "eight sequences of qwen 2, in parts": Step(
@@ -132,6 +134,7 @@ CACHES = {
     "a cache of e4m3, four sequences": Step(
         world=1, lengths=(3, 0, 17, 9), group=1, cache="float8_e4m3fn", **OF_CACHE
     ),
+    "a cache of int8, no token and a full one": Step(world=1, lengths=(20, -1, 7), group=1, cache="int8", **OF_CACHE),
     "a cache of int8 and a window, three parts": Step(
         world=1, family="mistral-7b-v0.1", lengths=(19,), cache="int8", changes=OF_CACHE["changes"],
         config=(*OF_CACHE["config"], ("splits", 3)),
@@ -251,6 +254,7 @@ EPOCH = "((me.epoch - 1) * A_CALL).to(gl.int32) + "
 COUNT = "(phase + 1) * SIZES.PROGRAMS"
 RELEASE = '    tl.debug_barrier()\n    tl.atomic_add(_signal_of(me, index, me.rank), 1, mask=me.ready, sem="release"'
 ACQUIRE = 'tl.atomic_add(signals + i, 0, sem="acquire", scope=SCOPE)'
+DROPPED = TENSOR_CORES["sequences without a token and a full one"]
 INT8_CACHE = CACHES["a cache of int8, two layers"]
 OLD_KEYS, OLD_VALUES = (f"given.old_{of}_scales + pair * SIZES.SLOTS" for of in ("key", "value"))
 MUTANTS = {
@@ -363,6 +367,40 @@ MUTANTS = {
     "the new token does not see itself": Mutant(
         module=attention, edits=(("& (length < SIZES.SLOTS)", "& (length < 0)"),), errors=(AssertionError,)
     ),
+    # Of the new keys and values.
+    **{
+        f"{fault}{by}": Mutant(module=attention, edits=((found, changed),), errors=errors, step=step)
+        for fault, found, changed, errors in (
+            ("the new token goes to the next position", "SLOTS + length  #", "SLOTS + length + 1  #",
+             (AssertionError,)),
+            ("the new token goes to another layer", "row = pair.to(gl.int64)", "row = (pair // 2).to(gl.int64)",
+             (AssertionError, DataRaceError)),
+            ("a token that there is not is stored", "(length >= 0) & (length < SIZES.SLOTS)", "length < SIZES.SLOTS",
+             (AssertionError, OutOfBoundsError)),
+            ("a token is stored in a full cache", "(length >= 0) & (length < SIZES.SLOTS)", "length >= 0",
+             (AssertionError, OutOfBoundsError)),
+            ("new values are the keys", "results.cache_values + row[:, None] * H + column, value",
+             "results.cache_values + row[:, None] * H + column, key", (AssertionError,)),
+            ("all programs store what is new", "gl.program_id(0) * AT_ONCE, PAIRS", "0, PAIRS", (DataRaceError,)),
+            ("a sequence has the length of another one", "pair // SIZES.KV_HEADS % SIZES.B", "pair * 0",
+             (AssertionError, OutOfBoundsError)),
+        )
+        for by, step in (("", STEPS["two layers, no token and a full cache"]), (", by tensor cores", DROPPED))
+    },
+    "every part of the keys leaves a new token": Mutant(
+        module=attention,
+        edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
+        errors=(DataRaceError,), step=STEPS["three parts of the keys"],
+    ),
+    "every part of the keys leaves a new token, by tensor cores": Mutant(
+        module=attention_many, edits=(("new_key, mask=(item % SIZES.SPLITS == 0)", "new_key, mask=(item >= 0)"),),
+        errors=(DataRaceError,), step=TENSOR_CORES["two sequences in many parts"],
+    ),
+    "new tokens are stored while others read the cache": Mutant(
+        module=hopper, edits=((MEET.format(" + 1"), "attention.put(me, given, kept, results, SIZES)\n        "
+                               + MEET.format(" + 1")),),
+        errors=(DataRaceError, UninitializedReadError), step=STEPS["three parts of the keys"],
+    ),
     # Of weights of 8 bits.
     "a stage of 8 bits is given back before it is read": Mutant(
         module=ring, edits=((TAKEN_EIGHT + ARRIVE, ARRIVE + TAKEN_EIGHT),), errors=(DataRaceError,), step=INT8
@@ -420,8 +458,12 @@ MUTANTS = {
             ("the new value without its scale", "[None, None, :, :] * value_unit", "[None, None, :, :]"),
             ("a value's scale behind the end", f"{OLD_VALUES} + slot, mask=seen",
              f"{OLD_VALUES} + slot, mask=slot >= 0"),
-            ("the new value's scale is the key's", "new_value_scales + pair, value_unit",
-             "new_value_scales + pair, key_unit"),
+            ("the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
+             "scales + PAIRS + pair, key_unit"),
+            ("the new value's scale is stored for the key", "results.cache_key_scales + row, key_scale",
+             "results.cache_key_scales + row, value_scale"),
+            ("a new scale goes to the next position", "results.cache_value_scales + row",
+             "results.cache_value_scales + row + 1"),
             ("numbers are not rounded to the nearest", "x = (x + ROUNDS) - ROUNDS", "pass"),
         )
     },

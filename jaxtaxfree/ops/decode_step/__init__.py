@@ -176,7 +176,7 @@ def fused(
     placement: Placement | None, config: tuple[tuple[str, Any], ...], compute_capability: int,
     eight: tuple[Eight, ...] = (), paged: bool = False, implementation: str | None = None,
 ) -> list[jax.Array]:  # fmt: skip
-    """The operation by one kernel, and one scatter of the new keys and values; or by operations. As `reference`."""
+    """The operation by one kernel, or by operations. As `reference`."""
     operands = [x, key, value]
     tables, scales, params = _parted(others, names, paged)
     if reasons := symbolic(*operands):
@@ -195,16 +195,7 @@ def fused(
     arrays = chosen.arrays(params, stream, cache, lengths, *turns)
     kernel, keywords = chosen.variant.kernel, chosen.keywords
     outs = shmem_call(kernel, *arrays, axis_name=axes, implementation=implementation, **keywords)
-    logits, *news = outs[: 1 + len(cache)]  # and times, if they are taken
-    # A scatter behind the kernel, which has read the cache, so that a donated one is updated where it lies. Its indices
-    # are those of the leading dimensions, or XLA would transpose the cache, and back.
-    layer, sequence, head = jnp.ogrid[: model.layers, : x.shape[0], : key.shape[2]]
-    slot = jnp.where(lengths >= 0, lengths, key.shape[3])[None, :, None]
-
-    def put(old: jax.Array, new: jax.Array) -> jax.Array:
-        return old.at[layer, sequence, head, slot].set(new, mode="drop", unique_indices=True)
-
-    return [logits, *(put(old, new) for old, new in zip(cache, news, strict=True))]
+    return list(outs[: 1 + len(cache)])  # and times, if they are taken
 
 
 def _parted(

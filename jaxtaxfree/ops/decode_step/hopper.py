@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from triton import next_power_of_2
 
 from jaxtaxfree.kernels.decode_step.hopper import decode_step_kernel
@@ -21,8 +22,8 @@ SCALES = {
     "q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate", "up_proj": "up",
     "down_proj": "down", "unembed": "unembed",
 }  # fmt: skip
-# And those of the cache, and of what is new in it.
-SCALES_OF_CACHE = ("old_key", "old_value", "new_key", "new_value")
+# And those of the cache, as operands and as results.
+SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
 
 
 def refusals_of_form(call: Call) -> list[str]:
@@ -219,32 +220,39 @@ class Hopper(Variant[Call]):
         heads, kv_heads, layers = call.heads, call.kv_heads, call.model.layers
         blocks = self.blocks(call, config)
         f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
-        new = jax.ShapeDtypeStruct((layers, b, kv_heads, h), call.cache_dtype)
+        rows = layers * b * kv_heads * call.slots
+        part = jax.ShapeDtypeStruct((layers, b, kv_heads, call.slots, h), call.cache_dtype)
+        read = _as_blocks((rows, h), call.cache_dtype, config)
         items = (b, kv_heads, config.splits, model.group)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
-        cache = 2 * layers * b * kv_heads * call.slots * h
-        new_scales = (f32(layers, b, kv_heads),) * 2 if call.narrow_cache else ()
+        scales = (f32(layers, b, kv_heads, call.slots),) * 2 if call.narrow_cache else ()
+        # Of the operands of `arrays` the cache's parts, and the results that they become.
+        first = 1 + len(_weights(call))
+        of_cache = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), new, new, *new_scales, *times),
+            "out_type": (f32(b, call.vocab), part, part, *scales, *times),
+            "input_output_aliases": {operand: 1 + i for i, operand in enumerate(of_cache)},
             "grid": config.programs,
             "together": config.programs,
             "scratch": {
                 **own.pop("scratch"),
                 "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
+                "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
                 "accs": f32(*items, h),
                 "tops": f32(*items, 2),
             },
             "messages": own.pop("messages"),
             "signals": {"met": 1},
-            "descriptors": blocks,
+            "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
             "num_warps": config.num_warps,
             "cost_estimate": {
                 "flops": 2 * b * sum(sizes.values()),
-                "bytes_accessed": weights + call.cache_dtype.itemsize * cache,
+                "bytes_accessed": weights + call.cache_dtype.itemsize * 2 * rows * h,
             },
             **({} if config.times else {"times_ptr": None}),
             **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
@@ -316,29 +324,21 @@ class Hopper(Variant[Call]):
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
-        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled."""
+        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled.
+
+        The cache as it is: XLA copies an operand that is a result as well if it is reshaped, which it makes nothing of
+        elsewhere.
+        """
         params, x, cache, lengths, cos, sin = operands
         model = call.model
-
-        def rows(w: jax.Array) -> jax.Array:
-            group = 2 * GROUP // w.dtype.itemsize
-            return w.reshape(-1, w.shape[-1] // group, group)
-
-        weights = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        weights.append("embed" if model.tied else "unembed")
-        vectors = ["attn_norm", "mlp_norm", "final_norm"]
-        vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
-        vectors += ["q_norm", "k_norm"] if model.qk_norm else []
-        vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
-        vectors += [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
+        as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config))  # noqa: E731
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
-        as_blocks = (lambda w: w.reshape(-1, w.shape[-1])) if config.tensor_cores else rows
         return (
             x,
-            *(as_blocks(params[name]) for name in weights),
-            *map(as_blocks, cache[:2]),
-            *(params[name] for name in vectors),
+            *(as_blocks(params[name]) for name in _weights(call)),
+            *cache[:2],
+            *(params[name] for name in _vectors(call)),
             *cache[2:],
             cos,
             sin,
@@ -358,6 +358,28 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _as_blocks(shape: tuple[int, int], dtype: np.dtype, config: Config) -> tuple[int, ...]:
+    """The shape in which the kernel takes rows of weights or of the cache."""
+    rows, columns = shape
+    group = 2 * GROUP // dtype.itemsize
+    return shape if config.tensor_cores else (rows, columns // group, group)
+
+
+def _weights(call: Call) -> list[str]:
+    """The matrices, in the kernel's order."""
+    return [*(name for name in SCALES if name != "unembed"), "embed" if call.model.tied else "unembed"]
+
+
+def _vectors(call: Call) -> list[str]:
+    """What else the kernel takes of the weights."""
+    model = call.model
+    vectors = ["attn_norm", "mlp_norm", "final_norm"]
+    vectors += ["q_bias", "k_bias", "v_bias"] if model.qkv_bias else []
+    vectors += ["q_norm", "k_norm"] if model.qk_norm else []
+    vectors += ["post_attn_norm", "post_mlp_norm"] if model.post_norms else []
+    return vectors + [f"{name}_scale" for name in SCALES if call.dtype_of(name).itemsize == 1]
 
 
 def _windows(model: DecoderSpec) -> tuple[int, ...]:
