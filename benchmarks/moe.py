@@ -84,7 +84,7 @@ def _by_experts(x: jax.Array, y: Any, *, parallel: str) -> jax.Array:
     return lax.fori_loop(0, w_up.shape[0], with_expert, zeros).astype(x.dtype)
 
 
-def _gradients(x: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> tuple[jax.Array, ...]:
+def _gradients(x: jax.Array, y: Any, *, call: Any, **settings: Any) -> tuple[jax.Array, ...]:
     """The result, the gradients of x and of weights (as one row), and a row of those of each expert's matrices.
 
     No sum over all of a gradient: terms that cancel leave their rounding alone.
@@ -92,8 +92,7 @@ def _gradients(x: jax.Array, y: Any, *, call: Any, config: Config | None = None)
     experts, *weights, ct, capacity = y
 
     def layer(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        given = (experts, *weights, capacity)
-        return call(x, given) if config is None else call(x, given, config=config)
+        return call(x, (experts, *weights, capacity), **settings)
 
     out, backward = jax.vjp(layer, x, *weights)
     # As in `mlp.py`: the cotangent comes after the forward pass, and all gradients are computed whole.

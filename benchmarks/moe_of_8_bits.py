@@ -5,7 +5,7 @@
 
 A shape is as in `benchmarks/ragged_dot.py`: TOKENS,D,F,GROUPS,TOP_K, the tokens and the experts of a rank. Choices are
 drawn evenly from the experts of all ranks. With peers a rank has room for 1.25 times the rows that are due to it.
-Kinds are the dtype of the weights and what becomes of rows behind their way (`quantize_rows`). Programs are the
+Kinds are the dtype of the weights and what becomes of rows, before they travel (`quantize_rows`). Programs are the
 layer as None chooses it ("default"), and by kernels ("fused"). Each calls the layer with several sets of weights, one
 after the other, so that none is in the L2 cache; of few tokens again and again, in a loop, as models decode: XLA makes
 its body a CUDA graph, and the host's launches cost nothing. Results are compared with the layer of bf16 of the same

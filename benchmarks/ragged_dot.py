@@ -47,14 +47,18 @@ def _dense(x: jax.Array, y: Any) -> jax.Array:
     return jnp.einsum("gmk,gkn->gmn", rows, rhs).reshape(x.shape[0], -1)
 
 
+def _inside(sizes: jax.Array, i: Any, rows: int) -> jax.Array:
+    """Which of so many rows are of group i, [rows, 1]."""
+    row, end = jnp.arange(rows)[:, None], jnp.cumsum(sizes)[i]
+    return (row >= end - sizes[i]) & (row < end)
+
+
 def _masked(x: jax.Array, y: Any) -> jax.Array:
     """What is expected: a dense product for each group, of which its rows are taken."""
     rhs, sizes = y
-    row, ends = jnp.arange(x.shape[0])[:, None], jnp.cumsum(sizes)
 
     def with_group(i: Any, out: jax.Array) -> jax.Array:
-        inside = (row >= ends[i] - sizes[i]) & (row < ends[i])
-        return jnp.where(inside, jnp.matmul(x, rhs[i]), out)
+        return jnp.where(_inside(sizes, i, x.shape[0]), jnp.matmul(x, rhs[i]), out)
 
     return lax.fori_loop(0, rhs.shape[0], with_group, jnp.zeros((x.shape[0], rhs.shape[2]), x.dtype))
 
@@ -68,19 +72,17 @@ def _fused(x: jax.Array, y: Any, *, config: Config | None = None) -> jax.Array:
     return jtf.ragged_dot(x, *y, implementation="fused", config=config)
 
 
-def _lhs_gradient(ct: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
+def _lhs_gradient(ct: jax.Array, y: Any, *, call: Any, **settings: Any) -> jax.Array:
     """Of a product (lhs, y), the gradient of lhs, of whose numbers it reads none."""
-    product = call if config is None else partial(call, config=config)
     lhs = lax.pcast(jnp.zeros((ct.shape[0], y[0].shape[1]), ct.dtype), AXIS, to="varying")
-    return jax.vjp(lambda lhs: product(lhs, y), lhs)[1](ct)[0]
+    return jax.vjp(lambda lhs: call(lhs, y, **settings), lhs)[1](ct)[0]
 
 
-def _rhs_gradient(ct: jax.Array, y: Any, *, call: Any, config: Config | None = None) -> jax.Array:
+def _rhs_gradient(ct: jax.Array, y: Any, *, call: Any, **settings: Any) -> jax.Array:
     """Of a product (lhs, (rhs, sizes)), the gradient of rhs, of whose numbers it reads none. y is lhs and sizes."""
-    product = call if config is None else partial(call, config=config)
     lhs, sizes = y
     rhs = lax.pcast(jnp.zeros((sizes.shape[0], lhs.shape[1], ct.shape[1]), ct.dtype), AXIS, to="varying")
-    return jax.vjp(lambda rhs: product(lhs, (rhs, sizes)), rhs)[1](ct)[0]
+    return jax.vjp(lambda rhs: call(lhs, (rhs, sizes), **settings), rhs)[1](ct)[0]
 
 
 def _transposed(ct: jax.Array, y: Any, *, call: Any) -> jax.Array:
@@ -97,11 +99,9 @@ def _outer_dense(ct: jax.Array, y: Any) -> jax.Array:
 def _outer_masked(ct: jax.Array, y: Any) -> jax.Array:
     """What is expected of the gradient of rhs: of each group a dense product of its rows, all others zeros."""
     lhs, sizes = y
-    row, ends = jnp.arange(ct.shape[0])[:, None], jnp.cumsum(sizes)
 
     def of_group(i: jax.Array) -> jax.Array:
-        inside = (row >= ends[i] - sizes[i]) & (row < ends[i])
-        return jnp.matmul(jnp.where(inside, lhs, 0).T, ct)
+        return jnp.matmul(jnp.where(_inside(sizes, i, ct.shape[0]), lhs, 0).T, ct)
 
     return lax.map(of_group, jnp.arange(sizes.shape[0]))
 
@@ -212,7 +212,8 @@ class RaggedDotLhsGradient(RaggedDot):
     }
 
     def operands(self, shape: GroupedShape, mesh: Mesh, calls: int, turns: int) -> Operands:
-        return replace(super().operands(shape, mesh, calls, turns), xs={"sharded": _rows(shape, shape.f, mesh, calls)})
+        # Without lhs, of which nothing is read.
+        return replace(super().operands(shape, mesh, 0, turns), xs={"sharded": _rows(shape, shape.f, mesh, calls)})
 
 
 class RaggedDotRhsGradient(RaggedDot):

@@ -1,6 +1,5 @@
 """`top_k`, `sample_greedy`, `sample_top_k`: from logits whose vocabulary is sharded to the next tokens."""
 
-import functools
 import math
 import numbers
 from collections.abc import Sequence
@@ -121,8 +120,7 @@ def _gathered(
     at = positions.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
     # One message: values travel as the bits of an f32, which holds every narrower float.
     pair = jnp.stack([lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), at], axis=-2)
-    gather = lax.all_gather if implementation == "xla" else functools.partial(all_gather, implementation=implementation)
-    pair = gather(pair, axes, axis=values.ndim - 1)  # [..., W, 2, k]
+    pair = all_gather(pair, axes, axis=values.ndim - 1, implementation=implementation)  # [..., W, 2, k]
     values, positions = (pair[..., i, :].reshape(*values.shape[:-1], -1) for i in range(2))
     return lax.bitcast_convert_type(values, jnp.float32), positions
 

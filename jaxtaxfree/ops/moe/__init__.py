@@ -178,8 +178,10 @@ def _run(
     # Tokens are gathered along the tensor axes first where rows are exchanged behind, or shared experts take them too.
     is_first = shared is not None or (kind.expert and not gathers)
     first = kind.tensor if is_first and not kind.replicated else ()
-    tokens = _as_rows(x, w_up.dtype, quantize_rows)
-    if first:
+    # Shared experts take them as they are, so then they are quantised where all of them are.
+    all_x = gather(x, first) if first and shared is not None else x
+    tokens = _as_rows(all_x, w_up.dtype, quantize_rows)
+    if first and shared is None:
         tokens = tuple(gather(each, first) for each in tokens)
     if gathers or not kind.expert:
         # What is still to be added up is not rounded before.
@@ -192,7 +194,6 @@ def _run(
     if shared is not None:
         # Ranks along an expert axis have the same shared experts, each for its own tokens.
         out = _summed(out, tuple(axis for axis in left if axis not in kind.tensor), True, implementation)
-        all_x = gather(x, first) if first and quantize_rows else x if not first else tokens[0]
         out, left = out + _shared(all_x, shared, activation, how["precision"]), kind.tensor
     out = _summed(out, left, kind.replicated, implementation).astype(x.dtype)
     return (out, _dropped(all_experts.size, kept, kind, gathers)) if return_dropped else out
