@@ -570,14 +570,15 @@ def decode_whole(
     """`decode` by `decode_step`: n_tokens of each sequence, [B, n_tokens], of which `first` [B] is the first."""
     spec = whole_spec(cfg, lax.axis_size(axis_name))
     cos, sin = rotations(cache[0].shape[3], cfg)
+    # XLA would ask for it again in every step.
+    how = {"axis_index": lax.axis_index(axis_name), "implementation": implementation}
 
     def one_token(state: tuple) -> tuple:
         i, token, cache, out = state
         logits, cache = jtf.decode_step(
-            params, embed[token], cache, lengths + i, axis_name, model=spec, cos=cos, sin=sin,
-            implementation=implementation,
-        )  # fmt: skip
-        token = jtf.sample_greedy(logits, axis_name, implementation=implementation)
+            params, embed[token], cache, lengths + i, axis_name, model=spec, cos=cos, sin=sin, **how
+        )
+        token = jtf.sample_greedy(logits, axis_name, **how)
         return i + 1, token, cache, out.at[:, i + 1].set(token)
 
     out = jnp.zeros((len(first), n_tokens), jnp.int32).at[:, 0].set(first)

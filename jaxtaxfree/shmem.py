@@ -38,7 +38,7 @@ from jaxtaxfree.call import (
 from jaxtaxfree.heap.errors import SpansHostsError
 from jaxtaxfree.kernels import shmem as device
 from jaxtaxfree.target import is_amd, name_of, target_of
-from jaxtaxfree.teams import ArrangementError, Team, check_axes, team_of, vary, varying
+from jaxtaxfree.teams import ArrangementError, Team, check_axes, check_index, team_of, vary, varying
 from jaxtaxfree.written import multiples_of_16, telling
 
 with environment.kept("TRITON_CACHE_DIR"):  # jax-triton deletes it
@@ -65,6 +65,7 @@ def shmem_call(
     together: int = 1,
     cost_estimate: Mapping[str, int] | None = None,
     input_output_aliases: Mapping[int, int] | None = None,
+    axis_index: jax.Array | None = None,
     implementation: str | None = None,
     **params: Any,
 ) -> Any:
@@ -127,6 +128,10 @@ def shmem_call(
         The kernel has a pointer for each, both to the same memory, which holds the operand when it begins. XLA takes
         the memory of an array that nobody needs later, such as a donated one or what a loop carries. Otherwise it
         copies the operand first, as it does if the same array is another operand as well, or is reshaped for the call.
+      axis_index: this rank's number, `lax.axis_index(axis_name)`, i32[] or i32[1], if the caller has it. XLA asks for
+        it again in every pass of a loop, which takes some 3 us on an H100 and splits a CUDA graph in two. Take it in
+        front of the loop, or pass it to the program as `jnp.arange(ranks)`, sharded along the axis. With another number
+        ranks wait in vain.
       implementation: None and "fused" run the kernel on GPUs. "simulate" runs it for all ranks on the CPU, and raises
         what a GPU would hide; see `jaxtaxfree.simulator`.
       **params: the kernel's other parameters: numbers (integers of 32 bits, floats as f32), Triton's dtypes, strings.
@@ -154,6 +159,7 @@ def shmem_call(
     if implementation not in (None, "fused", "simulate"):
         raise ValueError(f"{name} has no implementation {implementation!r}: choose None, 'fused' or 'simulate'.")
     axes = check_axes(axis_name, name, alone=True)
+    index = check_index(axis_index, name)
     world = lax.axis_size(axes)
     scratch, signals, messages, descriptors = scratch or {}, signals or {}, messages or {}, descriptors or {}
     leaves, bundles = unbundled(name, args)
@@ -171,6 +177,7 @@ def shmem_call(
         kernel,
         arrays,
         out_leaves,
+        index=index,
         bundles=bundles,
         axes=axes,
         grid=sizes_of(grid),
@@ -196,6 +203,7 @@ def bind(
     axes: tuple[str, ...],
     name: str,
     params: Mapping[str, Any],
+    index: jax.Array | None = None,
     shared: str | None = None,
     **how: Any,
 ) -> list[jax.Array]:
@@ -205,20 +213,23 @@ def bind(
       arrays: the operands.
       outs: shape and dtype of each result.
       params: the kernel's other parameters.
+      index: this rank's number, if the caller has it.
       shared: names a region that launches of several kernels share, all with the same layout; None: that of calls like
         this one.
       **how: the primitive's other parameters.
     """
     along = set(axes).union(*map(varying, arrays))
+    operands = [*arrays] if index is None else [*arrays, index]
     with jax.named_scope(name):
         results = shmem_call_p.bind(
-            *(vary(array, along) for array in arrays),
+            *(vary(array, along) for array in operands),
             kernel=kernel,
             out_types=tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs),
             axes=axes,
             name=name,
             params=tuple(sorted(params.items())),
             shared=shared,
+            indexed=index is not None,
             **how,
         )
     return [vary(result, along) for result in results]
@@ -281,7 +292,9 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     identity = _digest(params)
     for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
-    call = functools.partial(callback.simulate, team=_team_of(ctx, params), identity=identity, **params)
+    indexed = params.pop("indexed")
+    simulate = functools.partial(callback.simulate, team=_team_of(ctx, params), identity=identity, **params)
+    call = (lambda *args: simulate(*args[:-1])) if indexed else simulate  # which has the numbers of all ranks
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)
 
 
@@ -395,20 +408,22 @@ def _launch(
     region: heap.Region | None,
     aliases: tuple[tuple[int, int], ...] = (),
     shared: str | None = None,
+    indexed: bool = False,
     position: Any = None,
     programs: int | None = None,
 ) -> Any:
     """The launch of a kernel as a traceable function; with `programs`, of so many only, and with tiny results."""
+    args, index = (args[:-1], args[-1]) if indexed else (args, None)
     if programs is not None:
         grid = (programs,)
         out_types = tuple(jax.ShapeDtypeStruct(_tiny(len(out.shape)), out.dtype) for out in out_types)
     loads = position is not None
     if position is None:
-        position = _place(team, region) if region else device.POSITION_NO_HEAP.value
+        position = _place(team, region, index) if region else device.POSITION_NO_HEAP.value
     origin, stride, magic = (region.origin, region.stride, region.magic) if region else (3, 3, 3)
     if region and region.tables is not None:
         words = np.array(region.tables, np.uint64).view(np.uint32)
-        origin = jnp.asarray(words)[0 if loads else team.position()]
+        origin = jnp.asarray(words)[0 if loads else team.position(index)]
     place = {}
     if not is_alone(kernel):
         at = jnp.full((1,), position, jnp.int32)
@@ -433,14 +448,17 @@ def _launch(
     )
 
 
-def _place(team: Team, region: heap.Region) -> jax.Array:
-    """Where in the region's window this device has its part, i32[]."""
+def _place(team: Team, region: heap.Region, index: jax.Array | None) -> jax.Array:
+    """Where in the region's window this device has its part, i32[]; `index` is its rank, if the caller has it."""
     count, period = len(region.places), max(region.places) + 1
+    if index is not None and region.places == tuple(position % team.world for position in range(count)):
+        return index
+    position = team.position(index)
     if region.places == tuple(range(count)):
-        return team.position()
+        return position
     if region.places == tuple(position % period for position in range(count)):
-        return team.position() % period
-    return jnp.asarray(region.places, jnp.int32)[team.position()]
+        return position % period
+    return jnp.asarray(region.places, jnp.int32)[position]
 
 
 def _call_of(

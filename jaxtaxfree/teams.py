@@ -67,12 +67,17 @@ class Team:
         kinds = {device.device_kind for device in self.devices} if self.on_gpus else set()
         return kinds.pop() if len(kinds) == 1 else ""
 
-    def position(self) -> jax.Array:
-        """Index of this device in `devices`, i32[]. Inside `shard_map`."""
+    def position(self, index: jax.Array | None = None) -> jax.Array:
+        """Index of this device in `devices`, i32[]. Inside `shard_map`.
+
+        Args:
+          index: that along `axes`, if the caller has it.
+        """
         position = jnp.int32(0)
-        for axis in (*self.others, *self.axes):
-            position = position * lax.axis_size(axis) + lax.axis_index(axis)
-        return position
+        for axis in self.others if index is not None else (*self.others, *self.axes):
+            if lax.axis_size(axis) > 1:
+                position = position * lax.axis_size(axis) + lax.axis_index(axis)
+        return position if index is None else position * self.world + index
 
 
 def check_axes(axis_name: str | Sequence[str] | None, operation: str, *, alone: bool = False) -> tuple[str, ...]:
@@ -105,6 +110,27 @@ def check_axes(axis_name: str | Sequence[str] | None, operation: str, *, alone: 
             f"{', or pass axis_name=() for a call without peers' if alone else ''}."
         )
     return axes
+
+
+def check_index(axis_index: Any, operation: str) -> jax.Array | None:
+    """A rank's number that the caller has, as i32[]; None if there is none.
+
+    Raises:
+      TypeError: if it is no whole number.
+      ValueError: if it is several.
+    """
+    if axis_index is None:
+        return None
+    index = jnp.asarray(axis_index)
+    if not jnp.issubdtype(index.dtype, jnp.integer):
+        raise TypeError(
+            f"{operation} takes as axis_index a whole number, which jax.lax.axis_index gives, not {index.dtype}."
+        )
+    if index.size != 1:
+        raise ValueError(
+            f"{operation} takes as axis_index the number of one rank, i32[] or i32[1], not {list(index.shape)}."
+        )
+    return index.reshape(()).astype(jnp.int32)
 
 
 def vary(x: jax.Array, axes: Iterable[str]) -> jax.Array:

@@ -23,7 +23,7 @@ from jaxtaxfree.primitive import (
     takes_reference,
 )
 from jaxtaxfree.shmem import shmem_call
-from jaxtaxfree.teams import check_axes, vary
+from jaxtaxfree.teams import check_axes, check_index, vary
 
 # B sequences, V vocabulary, W ranks, k candidates.
 
@@ -31,8 +31,9 @@ CHUNK = 32  # logits of which the maximum is looked at first
 
 
 def top_k(
-    x: jax.Array, k: int, axis_name: str | Sequence[str], *, implementation: str | None = None
-) -> tuple[jax.Array, jax.Array]:
+    x: jax.Array, k: int, axis_name: str | Sequence[str], *, axis_index: jax.Array | None = None,
+    implementation: str | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`lax.top_k` along a last dimension that is sharded: the k largest of all ranks, and where they are.
 
     Call it inside `jax.shard_map`. Ranks exchange their own k largest and no more, in one `all_gather` of 8 k bytes for
@@ -42,6 +43,7 @@ def top_k(
       x: this rank's part [..., V / W] of floats of up to 32 bits; the parts lie in the order of the ranks.
       k: how many, from 1 to V.
       axis_name: the mesh axis, or axes, along which the last dimension is sharded.
+      axis_index: this rank's number, i32[] or i32[1], if the caller has it, as in `decode_step`.
       implementation: of the `all_gather`. For k of 1: "fused": the kernel. "xla": plain `lax`. None: the kernel, along
         several ranks. "simulate": the kernel, run for all ranks on the CPU.
 
@@ -54,7 +56,7 @@ def top_k(
       TypeError: if x has no floats, or floats of 64 bits, or k is no whole number.
       ValueError: if x has no dimension, or k is not from 1 to V.
     """
-    axes = check_axes(axis_name, "top_k")
+    axes, index = check_axes(axis_name, "top_k"), check_index(axis_index, "top_k")
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize > 4:
         raise TypeError(f"top_k takes floats of up to 32 bits, not {x.dtype}.")
@@ -69,8 +71,8 @@ def top_k(
         values, positions = lax.top_k(whole, k)
         return values, positions.astype(jnp.int32)
     if k == 1:
-        return _top_1(x, axes, implementation)
-    values, positions = _gathered(*_largest(x, k), size, axes, implementation)
+        return _top_1(x, axes, index, implementation)
+    values, positions = _gathered(*_largest(x, k), size, axes, index, implementation)
     # Ranks lie in the order of their positions, and each has its own in order where they are equal; so the first of
     # equal ones is the lowest here, too.
     values, best = lax.top_k(values, k)
@@ -91,22 +93,28 @@ def part_of(rows: int, size: int, world: int) -> int:
     return size if parts == 1 else triton.cdiv(triton.cdiv(size, parts), 64) * 64  # whole lines of memory
 
 
-def _top_1(x: jax.Array, axes: tuple[str, ...], implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _top_1(
+    x: jax.Array, axes: tuple[str, ...], index: jax.Array | None, implementation: str | None
+) -> tuple[jax.Array, jax.Array]:
     check_implementation(implementation)
     reasons = _refusals(x, lax.axis_size(axes))
     if takes_reference("top_k", [x], implementation, reasons):
-        values, positions = _reference(x, axes=axes)
+        values, positions = _reference(x, index, axes=axes)
     else:
-        values, positions = top_1_p.bind(vary(x, axes), axes=axes, implementation=implementation, config=())
+        operands = [x] if index is None else [x, index]
+        how: dict[str, Any] = {"axes": axes, "implementation": implementation, "config": ()}
+        values, positions = top_1_p.bind(*(vary(each, axes) for each in operands), **how)
     return values, positions
 
 
-def _reference(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> list[jax.Array]:
+def _reference(
+    x: jax.Array, index: jax.Array | None = None, *, axes: tuple[str, ...], config: Any = None
+) -> list[jax.Array]:
     """The largest of each row, and where it is, in plain `lax`: [values [..., 1], positions i32[..., 1]]."""
     del config
     at = jnp.argmax(x, axis=-1, keepdims=True)
     own = jnp.take_along_axis(x, at, axis=-1)
-    pairs = _gathered(own, at, x.shape[-1], axes, "xla")
+    pairs = _gathered(own, at, x.shape[-1], axes, index, "xla")
     # Ranks lie in the order of their positions, so the first of equal ones is the lowest here, too.
     best = jnp.argmax(pairs[0], axis=-1, keepdims=True)
     values, positions = (jnp.take_along_axis(each, best, axis=-1) for each in pairs)
@@ -114,10 +122,12 @@ def _reference(x: jax.Array, *, axes: tuple[str, ...], config: Any = None) -> li
 
 
 def _gathered(
-    values: jax.Array, positions: jax.Array, size: int, axes: tuple[str, ...], implementation: str | None
-) -> tuple[jax.Array, jax.Array]:
+    values: jax.Array, positions: jax.Array, size: int, axes: tuple[str, ...], index: jax.Array | None,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """What all ranks have found [..., k] in rows [..., size] of theirs: f32[..., W * k], and where in whole rows."""
-    at = positions.astype(jnp.int32) + size * lax.axis_index(axes).astype(jnp.int32)
+    rank = lax.axis_index(axes).astype(jnp.int32) if index is None else index
+    at = positions.astype(jnp.int32) + size * rank
     # One message: values travel as the bits of an f32, which holds every narrower float.
     pair = jnp.stack([lax.bitcast_convert_type(values.astype(jnp.float32), jnp.int32), at], axis=-2)
     pair = all_gather(pair, axes, axis=values.ndim - 1, implementation=implementation)  # [..., W, 2, k]
@@ -126,8 +136,9 @@ def _gathered(
 
 
 def _fused(
-    x: jax.Array, *, axes: tuple[str, ...], config: Any, compute_capability: int, implementation: str | None = None
-) -> list[jax.Array]:
+    x: jax.Array, index: jax.Array | None = None, *, axes: tuple[str, ...], config: Any, compute_capability: int,
+    implementation: str | None = None,
+) -> list[jax.Array]:  # fmt: skip
     """The same by one kernel."""
     del config, compute_capability
     world = lax.axis_size(axes)
@@ -137,7 +148,7 @@ def _fused(
     part = part_of(rows, size, world)
     parts = triton.cdiv(size, part)
     values, positions = shmem_call(
-        largest_kernel, x.reshape(rows, size), axis_name=axes, implementation=implementation,
+        largest_kernel, x.reshape(rows, size), axis_name=axes, axis_index=index, implementation=implementation,
         out_type=(jax.ShapeDtypeStruct((rows,), x.dtype), jax.ShapeDtypeStruct((rows,), jnp.int32)),
         grid=rows * parts, messages={"found": jax.ShapeDtypeStruct((rows, world, parts, 2), np.int32)}, name="top_k",
         num_warps=4, cost_estimate={"flops": x.size, "bytes_accessed": x.size * x.dtype.itemsize},
@@ -161,17 +172,17 @@ def _refusals(x: Any, world: int) -> list[str]:
     return reasons
 
 
-def _slower(x: Any, *, axes: tuple[str, ...], **_: Any) -> str | None:
+def _slower(x: Any, *index: Any, axes: tuple[str, ...], **_: Any) -> str | None:
     """Why XLA is taken."""
-    del x
+    del x, index
     return None if lax.axis_size(axes) > 1 else "there is one rank, so nothing to send"
 
 
 def _batch(call: Any, operands: Any, dims: Any, size: int, **params: Any) -> Any:
     """A `jaxtaxfree.primitive.Batch`: all dimensions before the last one are rows."""
     del size, params
-    ((x,), (dim,)) = operands, dims
-    return call(jnp.moveaxis(x, dim, 0))
+    (x, *index), (dim, *_) = operands, dims
+    return call(jnp.moveaxis(x, dim, 0), *index)
 
 
 top_1_p = collective("top_k", reference=_reference, fused=_fused, slower=_slower, batch=_batch)
@@ -196,7 +207,10 @@ def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     return values, jnp.take_along_axis(at, place // CHUNK, axis=-1) * CHUNK + place % CHUNK
 
 
-def sample_greedy(logits: jax.Array, axis_name: str | Sequence[str], *, implementation: str | None = None) -> jax.Array:
+def sample_greedy(
+    logits: jax.Array, axis_name: str | Sequence[str], *, axis_index: jax.Array | None = None,
+    implementation: str | None = None,
+) -> jax.Array:  # fmt: skip
     """The likeliest token of each sequence, as `jnp.argmax` of the logits of all ranks.
 
     Args:
@@ -207,7 +221,7 @@ def sample_greedy(logits: jax.Array, axis_name: str | Sequence[str], *, implemen
 
     Raises: what `top_k` raises.
     """
-    _, tokens = top_k(logits, 1, axis_name, implementation=implementation)
+    _, tokens = top_k(logits, 1, axis_name, axis_index=axis_index, implementation=implementation)
     return tokens[..., 0]
 
 
@@ -219,6 +233,7 @@ def sample_top_k(
     k: int,
     temperature: jax.Array | float = 1.0,
     top_p: jax.Array | float = 1.0,
+    axis_index: jax.Array | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     """A token of each sequence, drawn from the k likeliest ones.
@@ -250,7 +265,7 @@ def sample_top_k(
     for name, x in (("temperature", temperature), ("top_p", top_p)):
         if jnp.ndim(x) and jnp.shape(x) != sequences:
             raise ValueError(f"{name} must be one number or {list(sequences)}, not {list(jnp.shape(x))}.")
-    values, tokens = top_k(logits, k, axis_name, implementation=implementation)
+    values, tokens = top_k(logits, k, axis_name, axis_index=axis_index, implementation=implementation)
     heat, share = (jnp.asarray(x, jnp.float32)[..., None] for x in (temperature, top_p))
     scores = values.astype(jnp.float32) / jnp.where(heat == 0, 1, heat)
     chances = jax.nn.softmax(scores, axis=-1)

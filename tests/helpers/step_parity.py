@@ -253,13 +253,17 @@ def check_repetition(mesh: Mesh) -> None:
 
 
 def check_growing(mesh: Mesh) -> None:
-    """From an empty cache, full of NaN, to 500 tokens: each step's logits, and the cache as a prompt leaves it."""
+    """From an empty cache, full of NaN, to 500 tokens: each step's logits, and the cache as a prompt leaves it.
+
+    The rank's number is taken in front of the loop.
+    """
 
     def local() -> jax.Array:
         params, xs, cache = operands(LLAMA, 1, SLOTS, GROWN)
         empty = jax.tree.map(lambda part: jnp.full_like(part, jnp.nan), cache)
+        rank = lax.axis_index("tp")
         (found, filled), (wanted, _) = (
-            decode(LLAMA, params, xs, empty, [0], implementation=how) for how in ("fused", "xla")
+            decode(LLAMA, params, xs, empty, [0], axis_index=rank, implementation=how) for how in ("fused", "xla")
         )
         cos, sin = rotary_tables(LLAMA, SLOTS)
         read = functools.partial(jtf.decode_step, axis_name="tp", model=LLAMA, cos=cos, sin=sin, implementation="xla")

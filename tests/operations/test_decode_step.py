@@ -480,7 +480,7 @@ def test_how_much_is_on_its_way(stage, stages, in_flight):
 def test_the_kernel_in_a_program(world, kernel, eight):
     """Two steps, simulated: the second one sees the keys of the first one where that has put them.
 
-    In the second one a sequence has no token.
+    In the second one a sequence has no token, and the caller says which rank it is.
     """
     sizes = {"d_model": 128, "d_mlp": 256} if eight else {"d_model": 64, "d_mlp": 128}
     model = tiny("qwen2-7b", layers=1, heads=4, kv_heads=2, head_dim=64, vocab=64, **sizes)
@@ -501,18 +501,21 @@ def test_the_kernel_in_a_program(world, kernel, eight):
     of_cache = P(None, None, "tp")
 
     def run(implementation: str) -> list[np.ndarray]:
-        def steps(params: Any, cache: Any) -> Any:
+        def steps(params: Any, cache: Any, ranks: Any) -> Any:
             found = []
             for i in range(2):
                 logits, cache = jtf.decode_step(
                     params, x[i], cache, jnp.array([5, 0]) + i, "tp", model=model, cos=cos, sin=sin,
-                    implementation=implementation, config=config, counts=jnp.array([1, 1 - i]),
+                    axis_index=[None, ranks][i], implementation=implementation, config=config,
+                    counts=jnp.array([1, 1 - i]),
                 )  # fmt: skip
                 found.append(logits)
             return (found[0], found[1][:1]), cache
 
-        call = jax.shard_map(steps, mesh=mesh, in_specs=(of_params, of_cache), out_specs=(P(None, "tp"), of_cache))
-        return [np.asarray(part, np.float32) for part in jax.tree.leaves(jax.jit(call)(params, cache))]
+        in_specs, out_specs = (of_params, of_cache, P("tp")), (P(None, "tp"), of_cache)
+        call = jax.jit(jax.shard_map(steps, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+        ranks = jnp.arange(world, dtype=jnp.int32)
+        return [np.asarray(part, np.float32) for part in jax.tree.leaves(call(params, cache, ranks))]
 
     for found, expected in zip(run("simulate"), run("xla"), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0.03, atol=0.03)

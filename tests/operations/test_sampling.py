@@ -52,6 +52,31 @@ def test_top_k_is_that_of_the_whole(world, k):
         np.testing.assert_array_equal(positions, at)
 
 
+@pytest.mark.parametrize(("implementation", "k"), [("xla", 1), ("simulate", 1), ("xla", 4), ("simulate", 4)])
+def test_the_caller_may_know_the_rank(implementation, k):
+    """As an operand, or of in front of a loop."""
+    logits = logits_of()
+    wanted, at = lax.top_k(logits, k)
+    for of in (lambda ranks: ranks, lambda _: lax.axis_index("tp")):
+
+        def largest(x: jax.Array, ranks: jax.Array, of: Any = of) -> Any:
+            how = {"axis_index": of(ranks), "implementation": implementation}
+            if k > 1:
+                values, positions = jtf.top_k(x, k, "tp", **how)
+            else:
+                once = lambda _, found: jtf.top_k(x + 0 * found[0], 1, "tp", **how)  # noqa: E731
+                zeros = jnp.zeros((len(x), 1), x.dtype), jnp.zeros((len(x), 1), jnp.int32)
+                values, positions = lax.fori_loop(0, 2, once, zeros)
+            return values[None], positions[None]
+
+        run = one_program(
+            largest, mesh=mesh_of(2), in_specs=(P(None, "tp"), P("tp")), out_specs=P("tp"), check_vma=False
+        )
+        values, positions = run(logits, jnp.arange(2, dtype=jnp.int32))
+        np.testing.assert_array_equal(values, np.stack([wanted] * 2))
+        np.testing.assert_array_equal(positions, np.stack([at] * 2))
+
+
 @pytest.mark.parametrize("steps", [0.5, 2.0, 1e6])
 @pytest.mark.parametrize("size", [700, 1024])
 def test_the_largest_of_many(size, steps):

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import logging
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxtaxfree import call as call_module
 from jaxtaxfree import heap, shmem_call
 from jaxtaxfree.kernels import shmem
 from jaxtaxfree.shmem import _place
-from jaxtaxfree.teams import Team
+from jaxtaxfree.teams import Team, check_index
 from tests.conftest import MeshFactory
 from tests.helpers.support import TRITON_CALL, lower_for_cuda, mesh_of, sharded
 
@@ -209,8 +210,48 @@ def test_each_device_finds_its_place(places: tuple[int, ...]) -> None:
     team = Team(("tp",), ("dp",), 2, tuple(mesh.devices.flat))
     layout = heap.Layout(programs=1)
     region = heap.Region(name="", device_ids=(), world=2, layout=layout, origin=1, stride=1, magic=1, places=places)
-    place = jax.shard_map(lambda: _place(team, region)[None], mesh=mesh, in_specs=(), out_specs=P(("dp", "tp")))
-    assert tuple(jax.jit(place)().tolist()) == places
+
+    def placed(index: Any) -> Any:
+        return jax.shard_map(
+            lambda: _place(team, region, index and index())[None], mesh=mesh, in_specs=(), out_specs=P(("dp", "tp"))
+        )
+
+    for index in (None, lambda: lax.axis_index("tp")):
+        assert tuple(jax.jit(placed(index))().tolist()) == places
+
+
+@pytest.mark.parametrize("shape", ((1, 2), (4, 2)))
+def test_a_number_that_is_given_is_not_asked_for(
+    shape: tuple[int, int], cpu_mesh: MeshFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA would ask for the number of the device in every pass of a loop: in a mesh of one axis nobody does."""
+    mesh = cpu_mesh(shape, ("dp", "tp"))
+    layout = heap.Layout(programs=1)
+    places = tuple(range(math.prod(shape)))
+    region = heap.Region(name="", device_ids=(), world=2, layout=layout, origin=1, stride=1, magic=1, places=places)
+    monkeypatch.setattr("jaxtaxfree.shmem._region", lambda *_: region)
+
+    def asks(index: bool) -> bool:
+        def steps(x: jax.Array, ranks: jax.Array) -> jax.Array:
+            given = {"axis_index": ranks} if index else {}
+            once = lambda _, x: x + jtf.top_k(x, 1, "tp", implementation="fused", **given)[0]  # noqa: E731
+            return lax.fori_loop(0, 3, once, x)
+
+        operands = sharded(mesh, P(None, "tp"), (2, 16), jnp.float32), sharded(mesh, P("tp"), (2,), jnp.int32)
+        specs = P(None, "tp"), P("tp")
+        program = jax.shard_map(steps, mesh=mesh, in_specs=specs, out_specs=P(None, "tp"), check_vma=False)
+        text = lower_for_cuda(program, *operands)
+        assert TRITON_CALL in text
+        return "partition_id" in text
+
+    assert asks(index=False) and asks(index=True) == (shape[0] > 1)
+
+
+def test_what_is_no_number_of_a_rank(mesh: Mesh) -> None:
+    with fails(TypeError, "top_k takes as axis_index a whole number", "not float32"):
+        lower_for_cuda(on_mesh(mesh, lambda x: jtf.top_k(x, 1, "tp", axis_index=jnp.float32(0))[0]), operand(mesh))
+    with fails(ValueError, "decode takes as axis_index the number of one rank, i32[] or i32[1], not [2]"):
+        check_index(jnp.zeros(2, jnp.int32), "decode")
 
 
 def test_process_without_a_device_of_the_mesh(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
