@@ -210,12 +210,14 @@ def test_errors():
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_who_takes_it(dtype):
-    """Operations, where the GPU has the dtype; one launch of 1 to 4 sequences where it is asked for."""
+    """One launch of 1 to 4 sequences; else operations, where the GPU has the dtype."""
     call = call_of(FAMILIES["llama-3-8b"], 8, 4, 2048, cache_dtype=np.dtype(dtype))
     kernel = Hopper()
-    assert choose("decode_step", VARIANTS, call, {}).variant.name == "operations"
-    chosen = choose("decode_step", VARIANTS, call, {"kernel": "hopper"})
-    assert chosen.variant.name == "hopper" and not chosen.config.tensor_cores and chosen.config.stage == 4096
+    for batch, stage in ((1, 8192), (2, 4096), (4, 4096)):
+        chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=batch), {})
+        assert chosen.variant.name == "hopper" and not chosen.config.tensor_cores and chosen.config.stage == stage
+    for changes in ({"batch": 5}, {"model": dataclasses.replace(call.model, head_dim=64)}, {"by_heads": False}):
+        assert choose("decode_step", VARIANTS, dataclasses.replace(call, **changes), {}).variant.name == "operations"
     for changes, asked, refused in (
         ({}, {"tensor_cores": True}, f"by tensor cores it takes a cache of the weights' dtype, bfloat16, not {dtype}"),
         ({"batch": 5}, {}, "without tensor cores it takes 1 to 4 sequences, not 5"),
@@ -309,6 +311,40 @@ def test_what_a_gpu_is_given(dtype, implementation, kernels):
             if "stablehlo.transpose" in line or "stablehlo.convert" in line or "stablehlo.concatenate" in line:
                 sizes = [int(size) for size in line.rpartition("tensor<")[2].partition(">")[0].split("x")[:-1]]
                 assert np.prod(sizes) < LONG * 64, line
+
+
+@pytest.mark.parametrize(
+    ("placement", "sequences", "eight", "page", "kernels"),
+    [
+        ("heads", 1, False, 0, 1), ("heads", 4, True, 0, 1), ("heads", 5, False, 0, 0), ("contiguous", 1, False, 0, 0),
+        ("heads", 2, False, 64, 1), ("heads", 2, False, 4, 0),
+    ],
+)  # fmt: skip
+def test_what_none_takes(placement, sequences, eight, page, kernels):
+    """One launch, and not operations."""
+    model = tiny("llama-3-8b", layers=2, d_model=256, heads=4, kv_heads=2, head_dim=128, d_mlp=256, vocab=128)
+    mesh, by_heads = mesh_of(2), placement == "heads"
+    of_cache, of_params = (OF_HEADS if by_heads else OF_SEQUENCE), specs(model, by_heads)
+    shapes, dtypes = model.param_shapes(), {}
+    if eight:
+        of_params, shapes = of_params | model.scale_specs("tp"), shapes | model.scale_shapes()
+        dtypes = dict.fromkeys(model.matrices, INT8) | dict.fromkeys(model.scale_shapes(), "float32")
+    params = {name: sharded(mesh, spec, shapes[name], dtypes.get(name, "bfloat16")) for name, spec in of_params.items()}
+    rows = (sequences * LONG // page, page) if page else (sequences, LONG)
+    size = (model.layers, rows[0], model.kv_heads, rows[1], model.head_dim)
+    cache = (sharded(mesh, of_cache, size, INT8),) * 2 + (sharded(mesh, of_cache, size[:-1], "float32"),) * 2
+    x, lengths = sharded(mesh, P(), (sequences, model.d_model), "bfloat16"), sharded(mesh, P(), (sequences,), "int32")
+    cos, sin = rotary_tables(model, LONG)
+
+    def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
+        tables = jnp.arange(rows[0], dtype=jnp.int32).reshape(sequences, -1) if page else None
+        how = {"placement": placement, "block_tables": tables}
+        return jtf.decode_step(params, x, cache, lengths, "tp", model=model, cos=cos, sin=sin, **how)
+
+    call = jax.shard_map(
+        step, mesh=mesh, in_specs=(of_params, P(), of_cache, P()), out_specs=(P(None, "tp"), of_cache), check_vma=False
+    )
+    assert lower_for_cuda(call, params, x, cache, lengths).count(TRITON_CALL) == kernels
 
 
 ONE_LAUNCH = {

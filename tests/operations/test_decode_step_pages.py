@@ -419,14 +419,14 @@ def test_errors():
 
 
 def test_who_takes_it():
-    """Operations; one launch where it is asked for, of pages that its blocks divide."""
+    """One launch of pages that its blocks divide, else operations."""
     call = call_of(FAMILIES["llama-3-8b"], 8, 1, 64, pool=9, pages=4)
     kernel = Hopper()
-    assert choose("decode_step", VARIANTS, call, {}).variant.name == "operations"
-    assert choose("decode_step", VARIANTS, call, {"kernel": "hopper"}).variant.name == "hopper"
+    assert choose("decode_step", VARIANTS, call, {}).variant.name == "hopper"
+    assert choose("decode_step", VARIANTS, dataclasses.replace(call, slots=4), {}).variant.name == "operations"
     for slots, by_tensor_cores in ((16, True), (8, False)):
-        chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=4, slots=slots), {"kernel": "hopper"})
-        assert chosen.config.tensor_cores == by_tensor_cores
+        chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=4, slots=slots), {})
+        assert chosen.variant.name == "hopper" and chosen.config.tensor_cores == by_tensor_cores
     for tensor_cores, slots, least in ((False, 4, 8), (False, 12, 8), (True, 24, 16), (True, 8, 16)):
         asked = {"tensor_cores": tensor_cores}
         other = dataclasses.replace(call, slots=slots)

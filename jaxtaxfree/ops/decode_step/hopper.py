@@ -148,9 +148,9 @@ class Hopper(Variant[Call]):
     name, Config, kernel = "hopper", Config, decode_step_kernel
 
     def cost(self, call: Call, config: Config) -> float:
-        """With a cache of 8 bits or in pages it is taken where it is named: nobody has timed it."""
-        del config
-        return math.inf if call.narrow_cache or call.paged else 0
+        """It was faster than operations wherever it was measured."""
+        del call, config
+        return 0
 
     def refuses(self, call: Call, config: Config) -> list[str]:
         model = call.model
@@ -186,8 +186,10 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
-        # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled.
-        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight or call.narrow_cache else Config.stage}
+        # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled. So it is with
+        # a cache of 8 bits and several sequences: 437 us a step with the smaller stage, and 453; for one 309 and 282.
+        smaller = call.eight or (call.narrow_cache and call.batch > 1)
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if smaller else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots_of_sequence // max(1, block_of_keys(call, given))))
