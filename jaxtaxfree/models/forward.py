@@ -18,6 +18,7 @@ from jax import lax
 
 from jaxtaxfree import routing
 from jaxtaxfree.ops.all_gather_matmul import all_gather_matmul
+from jaxtaxfree.ops.collectives import psum, psum_scatter
 from jaxtaxfree.ops.decode_step.reference import (
     LAYER_FREE,
     added,
@@ -113,13 +114,17 @@ class Rows:
         return Scaled(self.rows, w[name].T, self.scale, scale.T).matmul(precision_of(self.rows))
 
 
-def embedded(table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], scattered: bool = False) -> jax.Array:
+def embedded(
+    table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], implementation: str | None, scattered: bool = False
+) -> jax.Array:
     """Rows of a table [V / W, D] whose rows are sharded: [M, D] on every rank, or scattered [M / W, D]."""
     at = tokens - table.shape[0] * lax.axis_index(axes)
     here = (at >= 0) & (at < table.shape[0])
     # Of the ranks one has a number, and the others add 0 to it.
     rows = jnp.where(here[:, None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0)
-    return lax.psum_scatter(rows, axes, tiled=True) if scattered else lax.psum(rows, axes)
+    if scattered:
+        return psum_scatter(rows, axes, tiled=True, implementation=implementation)
+    return psum(rows, axes, implementation=implementation)
 
 
 def run(
@@ -154,7 +159,7 @@ def run(
     at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)
     row = jnp.clip(at, 0, cos.shape[1] - 1)
     flat = _filled(tokens.reshape(-1), lax.axis_size(how.axes))
-    x = scaled_embedding(embedded(params["embed"], flat, how.axes, scattered=True), model)
+    x = scaled_embedding(embedded(params["embed"], flat, how.axes, how.implementation, scattered=True), model)
     windows = sorted(set(model.window_by_layer), key=lambda window: -1 if window is None else window)
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},
@@ -186,7 +191,7 @@ def run(
         )[: b * t].reshape(b, t, -1)  # fmt: skip
     else:
         last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
-        logits = product(_rows(x, last, how.axes), unembed)
+        logits = product(_rows(x, last, how), unembed)
     return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
@@ -195,11 +200,12 @@ def _filled(x: jax.Array, world: int) -> jax.Array:
     return jnp.pad(x, [(0, -x.shape[0] % world)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _rows(x: jax.Array, which: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _rows(x: jax.Array, which: jax.Array, how: How) -> jax.Array:
     """Some rows of x [M / W, D], whose rows are sharded: on every rank."""
-    at = which - x.shape[0] * lax.axis_index(axes)
+    at = which - x.shape[0] * lax.axis_index(how.axes)
     here = (at >= 0) & (at < x.shape[0])
-    return lax.psum(jnp.where(here[:, None], x[jnp.clip(at, 0, x.shape[0] - 1)], 0), axes)
+    rows = jnp.where(here[:, None], x[jnp.clip(at, 0, x.shape[0] - 1)], 0)
+    return psum(rows, how.axes, implementation=how.implementation)
 
 
 def _heads(

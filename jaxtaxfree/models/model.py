@@ -27,9 +27,11 @@ from jaxtaxfree.models.rotary import rotary_tables
 from jaxtaxfree.models.sampling import Sampling, next_tokens
 from jaxtaxfree.models.weights import Layout, Weights
 from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
-from jaxtaxfree.ops.decode_step.call import EIGHT_BITS
+from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, Call, Eight
+from jaxtaxfree.ops.decode_step.hopper import Hopper
 from jaxtaxfree.ops.kv_cache import Placement
 from jaxtaxfree.primitive import check_implementation, check_whole
+from jaxtaxfree.target import HOPPER
 
 BLOCK = 64  # neighbouring positions that a rank keeps of a cache along the sequence
 GROWTH = 1024  # positions that a cache gets at a time
@@ -449,7 +451,9 @@ class Model:
             return self._on_mesh(functools.partial(step, by), specs, (P(), P(), P(), self._cache_specs), donate=(1,))
 
         operations = made(functools.partial(self._by_operations, room))
-        if self.eight or self.cache_dtype or self.paged or not is_whole_step(self.spec, self.by_heads):
+        if self.quantize_activations or self.paged or not is_whole_step(self.spec, self.by_heads):
+            return operations
+        if (self.eight or self.cache_dtype) and self._refusals(room):
             return operations
         whole = made(self._by_decode_step)
         if self.implementation in ("fused", "simulate"):
@@ -459,16 +463,32 @@ class Model:
                 return operations
         return whole
 
+    def _refusals(self, room: Room) -> list[str]:
+        """Why the kernel of a whole step does not take one of so many sequences on Hopper."""
+        eight = tuple(
+            Eight(
+                name=name, dtype=w.dtype.name, scales="row" if self.params[f"{name}_scale"].shape[-1] == 1 else "block"
+            )
+            for name, w in self.params.items()
+            if f"{name}_scale" in self.params
+        )
+        cache_dtype = self.dtype if self.cache_dtype is None else self.cache_dtype
+        call = Call(
+            model=self.spec, world=self.world, batch=room.batch, tokens=1, slots=room.slots, positions=self._positions,
+            dtype=self.dtype, cache_dtype=cache_dtype, by_heads=self.by_heads, eight=eight, target=HOPPER,
+        )  # fmt: skip
+        kernel = Hopper()
+        return kernel.refuses(call, kernel.by_shape(call, {}))
+
     def _by_decode_step(
-        self, params: Any, cache: Cache, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array,
+        self, params: Any, cache: Any, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array,
         tables: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         del tables
-        keys, values = cache
-        x = forward.embedded(params["embed"], token, self.axes)
+        x = forward.embedded(params["embed"], token, self.axes, self.implementation)
         own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
         return decode_step(
-            own, x, (keys, values), lengths, self.axes, model=self.spec, cos=cos, sin=sin,
+            own, x, cache, lengths, self.axes, model=self.spec, cos=cos, sin=sin,
             placement="heads" if self.by_heads else "round_robin", block_size=None if self.by_heads else BLOCK,
             implementation=self.implementation,
         )  # fmt: skip

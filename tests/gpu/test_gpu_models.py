@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from benchmarks import checkpoint
 from jaxtaxfree import models
 from tests.helpers.checkpoints import FOLDER, STEPS, expected_of
 
@@ -39,3 +40,25 @@ def test_eight_bits(gpu_mesh, weights, activations):
     logits, wanted = np.asarray(model.logits(expected["tokens"][:1])), expected["logits"][:1]
     assert 1e-3 < np.linalg.norm(logits - wanted) / np.linalg.norm(wanted) < 0.15
     assert model.generate(expected["tokens"][:1], 3).shape == (1, 3)
+
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+SIZES |= {"head_dim": 128, "num_hidden_layers": 2, "vocab_size": 1024}
+
+
+@pytest.mark.gpu(2, "9.0")
+@pytest.mark.parametrize(
+    ("weights", "cache_dtype"), [(None, None), ("int8", None), (None, "float8_e4m3fn"), ("float8_e4m3fn", "int8")]
+)
+@pytest.mark.parametrize("implementation", [None, "fused"])
+def test_a_step_in_one_launch(gpu_mesh, tmp_path, monkeypatch, weights, cache_dtype, implementation):
+    """A Llama of random weights, two sequences: each token is XLA's likeliest one, but for rounding."""
+    monkeypatch.setattr(checkpoint, "SCALE", 0.1)
+    checkpoint.write_random(tmp_path, checkpoint.LLAMA_3_8B | SIZES)
+    how = {"weights": weights, "cache_dtype": cache_dtype, "implementation": implementation}
+    model = models.load(tmp_path, gpu_mesh(2, "tp"), **how)
+    tokens = np.random.default_rng(0).integers(0, 1024, (2, 40))
+    # The sum of the embeddings, the step, and the likeliest token.
+    assert model.kernels(model.room([40, 40], 64), models.Sampling()) == 3
+    made = model.generate(tokens, 64)
+    assert checkpoint.margin(model.by("xla"), tokens, made) < (0.05 if cache_dtype else 0.01)

@@ -120,21 +120,30 @@ def test_simulated_kernels(name):
     each = model.spec.layers * 3 * (1 if model.spec.experts else 2)
     names = collections.Counter(trace.name for trace in recording.traces)
     assert names["all_gather_matmul"] == names["matmul_reduce_scatter"] == each, names
-    if model.spec.experts:  # and two products of each rank, to itself; two gathers, and one of the sampler
-        assert names["ragged_dot"] == 2 * 2 * each and names["psum_scatter"] == each, names
-        assert names["all_gather"] == 2 * each + 3, names
+    assert names["top_k"] == names["psum"] == 3  # of the tokens whose logits are wanted; embeddings are scattered
+    if model.spec.experts:  # and two products of each rank, to itself; and two gathers
+        assert names["ragged_dot"] == 2 * 2 * each and names["psum_scatter"] == each + 3, names
+        assert names["all_gather"] == 2 * each, names
 
 
-@pytest.mark.soak
-def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("weights", "cache_dtype"),
+    [
+        (None, None),
+        pytest.param("float8_e4m3fn", None, marks=pytest.mark.soak),
+        pytest.param(None, "int8", marks=pytest.mark.soak),
+        ("int8", "float8_e4m3fn"),
+    ],
+)
+def test_the_simulated_kernel_of_a_step(tmp_path, monkeypatch, weights, cache_dtype):
     """A Llama that the kernel takes: its steps are one launch each, and its tokens those of XLA."""
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 64}
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"num_hidden_layers": 2, "vocab_size": 64, "head_dim": 128 if cache_dtype else 64}
     monkeypatch.setattr(checkpoint, "SCALE", 0.3)
     checkpoint.write_random(tmp_path, checkpoint.LLAMA_3_8B | sizes)
     config = Config(programs=2, stage=1024, num_stages=2, merged=32, splits=1, num_warps=4)
     monkeypatch.setattr(Hopper, "by_shape", lambda *_: config)
-    model = models.load(tmp_path, mesh_of(2))
+    model = models.load(tmp_path, mesh_of(2), weights=weights, cache_dtype=cache_dtype)
     tokens = np.random.default_rng(0).integers(0, 64, (2, 9))
     expected = model.by("xla").generate(tokens, 4)
     with simulator.simulating() as recording:
