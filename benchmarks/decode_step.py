@@ -27,8 +27,8 @@ xla_heads_cudnn/...: the same, with attention by cuDNN.
 xla_step/...: what `jtf.decode_step` means, by plain `lax`.
 torch...: PyTorch, in processes of its own (`torch_decode_step.py`).
 
-What is compared is the sum of the logits of all steps, and the logit of each token that was chosen, which is NaN if
-there is no such token.
+What is compared is the logits of the last step, and the logit of each token that was chosen, which is NaN if there is
+no such token.
 
 The cache is carried through the loop, and copied once for each call of STEPS tokens, or before the calls of so many,
 since nothing of the caller's is donated: 0.4 to 3.5 % of all that is read.
@@ -46,6 +46,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -78,10 +79,10 @@ STEPS = 32
 SPARE = CHECKED_RUNS - 1  # states beside that of the call
 
 # As `transformer` has them, but for the layers, of which each parameter is a list; and "stacked", the same parameters
-# as `jtf.decode_step` takes them, and "tables", cos and sin of all positions. A program takes either the ones or the
-# others: the host has to look at each array of a call.
+# as `jtf.decode_step` takes them, "tables", cos and sin of all positions, and "ranks", each rank's number. A program
+# takes either the ones or the others: the host has to look at each array of a call.
 Params = dict[str, Any]
-STACKED = ("embed", "stacked", "tables")
+STACKED = ("embed", "stacked", "tables", "ranks")
 # Tokens that are read [STEPS, B], lengths [B] before that, and the cache.
 State = tuple[jax.Array, jax.Array, Any]
 # Logits [B, V / W], cache, and of the next token of each sequence the logit and which it is.
@@ -214,14 +215,16 @@ def _whole(
     cos, sin = params["tables"]
     logits, cache = jtf.decode_step(
         params["stacked"], params["embed"][token], cache, lengths, AXIS, model=_spec_of(cfg, cache[0].shape[0]),
-        cos=cos, sin=sin, implementation=implementation, config=config,
+        cos=cos, sin=sin, axis_index=params["ranks"], implementation=implementation, config=config,
     )  # fmt: skip
-    return logits, cache, _likeliest(logits, implementation)
+    return logits, cache, _likeliest(logits, implementation, params["ranks"])
 
 
-def _likeliest(logits: jax.Array, implementation: str | None) -> tuple[jax.Array, jax.Array]:
+def _likeliest(
+    logits: jax.Array, implementation: str | None, axis_index: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Of logits [B, V / W] each sequence's largest and its token, [B] each, on every rank."""
-    logit, token = jtf.top_k(logits, 1, AXIS, implementation=implementation)
+    logit, token = jtf.top_k(logits, 1, AXIS, axis_index=axis_index, implementation=implementation)
     return logit[:, 0], token[:, 0]
 
 
@@ -265,7 +268,7 @@ def _by_layer(params: Params) -> transformer.Params:
 
 
 def begin(step: Step, state: State, params: Params) -> Any:
-    """What is carried from step to step: the sum of the logits, the chosen ones, the cache, and the last tokens."""
+    """What is carried from step to step: the last logits, those of the tokens chosen, the cache, the last tokens."""
     tokens, lengths, cache = state
     params = _by_layer(params)
     cfg = _config(params, cache)
@@ -277,18 +280,19 @@ def begin(step: Step, state: State, params: Params) -> Any:
 def one_token(step: Step, i: jax.Array, carry: Any, state: State, params: Params) -> Any:
     """The i-th step: from what the one before has carried to what the next one gets."""
     tokens, lengths, _ = state
-    total, logits, cache, last = carry
+    _, chosen, cache, last = carry
     params = _by_layer(params)
     cfg = _config(params, cache)
-    # The step before has to be over: who serves knows no token earlier.
-    token, _ = lax.optimization_barrier((tokens[i], last))
+    # The step before has to be over: who serves knows no token earlier. That is in the index, because XLA reads
+    # tokens[i] by a copy of its own, which takes an H100 3 us a step, and a token that was just chosen is there.
+    token = tokens[i + jnp.where(last.reshape(-1)[0] < -1, 1, 0)]
     x, cache, (logit, last) = step(params, cache=cache, token=token, lengths=lengths + i, cfg=cfg)
     logit = jnp.where((last >= 0) & (last < cfg.vocab), logit, jnp.nan)
-    return total + x, logits.at[i].set(logit), cache, last
+    return x.astype(jnp.float32), chosen.at[i].set(logit), cache, last
 
 
 def _decode(step: Step, state: State, params: Params) -> tuple[jax.Array, jax.Array]:
-    """The sum of the logits of STEPS steps, and the logits of the tokens chosen [STEPS, ...]."""
+    """The logits of the last of STEPS steps, and those of the tokens chosen [STEPS, ...]."""
     carry = begin(step, state, params)
     return lax.fori_loop(0, len(state[0]), lambda i, carry: one_token(step, i, carry, state, params), carry)[:2]
 
@@ -319,7 +323,7 @@ def _by_name(params: transformer.Params) -> Params:
 _SPECS = transformer.param_specs(transformer.Config(n_layers=1), AXIS)
 _SPECS["layers"] = _SPECS["layers"][0]
 _STACKED = _spec_of(transformer.Config(), 1).partition_specs(AXIS)
-_STACKED_SPECS = {"embed": _SPECS["embed"], "stacked": _STACKED, "tables": (P(), P())}
+_STACKED_SPECS = {"embed": _SPECS["embed"], "stacked": _STACKED, "tables": (P(), P()), "ranks": P(AXIS)}
 _BY_SEQUENCE, _BY_HEADS = P(None, AXIS), P(None, None, AXIS)
 _WHOLE, _BY_TOKENS = (P(None, AXIS), P(None, None)), (P(None, AXIS), P(None, AXIS))
 # Rounded to bf16 some thirty times, in another order by each implementation.
@@ -502,10 +506,11 @@ class DecodeStep(Operation):
             )
         )  # fmt: skip
         tables = tuple(jax.device_put(table, on_mesh(P())) for table in transformer.rotations(shape.context, cfg))
+        ranks = jax.device_put(np.arange(world, dtype=np.int32), on_mesh(P(AXIS)))
 
         def make_params() -> Params:
             params = _by_name(jax.tree.map(make_param, likes, specs))
-            return params | {"stacked": stack(params), "tables": tables}
+            return params | {"stacked": stack(params), "tables": tables, "ranks": ranks}
 
         ys = [make_params() for _ in range(turns)]
         return Operands(xs=xs, ys=tuple(ys), spare=SPARE)

@@ -68,8 +68,8 @@ def compile_calls(
     local = partial(jax.shard_map, mesh=mesh, check_vma=False)
 
     def start(x: Any, y: Any) -> Any:
-        total, chosen, cache, last = begin(x, y)
-        return jnp.int32(0), total, chosen, jax.tree.map(jnp.copy, cache), last
+        logits, chosen, cache, last = begin(x, y)
+        return jnp.int32(0), logits, chosen, jax.tree.map(jnp.copy, cache), last
 
     def step(carry: Any, x: Any, y: Any) -> Any:
         i, *state = carry
