@@ -325,20 +325,32 @@ def stored(x, given):
 
     The scale is that of `append_kv`: the largest magnitude becomes the largest number.
     """
-    DTYPE: gl.constexpr = given.old_keys.dtype
     x = x.to(given.final_norm.dtype.element_ty).to(gl.float32)
     if given.old_key_scales is None:
         scale = 1.0
     else:
-        LARGEST: gl.constexpr = 127.0 if DTYPE == gl.int8 else 448.0
-        scale = gl.max(gl.max(gl.maximum(x, -x), 1), 0) / LARGEST
-        x = gl.where(scale > 0, x / gl.where(scale > 0, scale, 1.0), 0.0)
-        x = gl.minimum(gl.maximum(x, -LARGEST), LARGEST)
-        if DTYPE == gl.int8:
-            x = (x + ROUNDS) - ROUNDS
-        else:
-            x = x.to(DTYPE).to(gl.float32)
+        scale = gl.max(gl.max(gl.maximum(x, -x), 1), 0) / largest_of(given.old_keys.dtype)
+        x = rounded(x, scale, given.old_keys.dtype)
     return x, scale
+
+
+@triton.constexpr_function
+def largest_of(dtype):
+    """The largest number of a cache of 8 bits."""
+    return 127.0 if dtype == gl.int8 else 448.0
+
+
+@gluon.jit
+def rounded(x, scale, DTYPE: gl.constexpr):
+    """x / scale as numbers of DTYPE, of 8 bits, in f32."""
+    LARGEST: gl.constexpr = largest_of(DTYPE)
+    x = gl.where(scale > 0, x / gl.where(scale > 0, scale, 1.0), 0.0)
+    x = gl.minimum(gl.maximum(x, -LARGEST), LARGEST)
+    if DTYPE == gl.int8:
+        x = (x + ROUNDS) - ROUNDS
+    else:
+        x = x.to(DTYPE).to(gl.float32)
+    return x
 
 
 @gluon.jit

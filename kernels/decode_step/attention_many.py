@@ -5,6 +5,11 @@ A block of keys or values, [groups of 64 columns, slots, 64], falls into parts o
 own, and a softmax of its own until an item is over, so warps do not wait for each other. Warps of the same part have
 the same scores, and share the columns of the values.
 
+A cache of 8 bits comes in words of two neighbours, 64 of them where 64 numbers of 16 bits would be. Of keys both
+numbers of a word are widened where they lie, and queries have their order. Of values the first numbers of all words are
+one operand, and the second ones another: sums are of even columns, and of odd ones. A key's scale multiplies its score,
+a value's its weight.
+
 The items of a pair (a sequence and a key/value head) leave what they have for `attention.merge`.
 """
 
@@ -15,7 +20,8 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, phases
+from jaxtaxfree.kernels.blocks import widen
+from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 ROWS = gl.constexpr(16)  # of an instruction, and its slots
@@ -48,6 +54,22 @@ def rows_layout(h, warps):
     return gl.BlockedLayout([1, h // 32], [1, 32], [warps, 1], [1, 0])
 
 
+@triton.constexpr_function
+def sums_of(desc):
+    """How many sums of values [parts, 16, 64] a head has."""
+    return desc.block_shape[0] * desc.block_shape[2] // 64
+
+
+@gluon.jit
+def column_of(i, column, desc):
+    """Which column of a head a column of its i-th sum is."""
+    if desc.dtype.primitive_bitwidth == 8:
+        place = i // 2 * 128 + i % 2 + 2 * column
+    else:
+        place = i * 64 + column
+    return place
+
+
 @gluon.jit
 def attend(me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES: gl.constexpr):
     """Hands on the parts of this program's items, for `merge`, and the new keys and values, for `put`.
@@ -59,10 +81,12 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
+    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS  # of all layers
     DTYPE: gl.constexpr = given.old_keys.dtype
+    WIDE: gl.constexpr = given.final_norm.dtype.element_ty  # which tensor cores multiply
+    EIGHT: gl.constexpr = given.old_key_scales is not None
     WARPS: gl.constexpr = gl.num_warps()
     SHAPE: gl.constexpr = given.old_keys.block_shape
-    GROUPS: gl.constexpr = SHAPE[0]
     SCORES: gl.constexpr = scores_layout(SHAPE, WARPS)
     SUMS: gl.constexpr = sums_layout(SHAPE, WARPS)
     TURNED: gl.constexpr = rows_layout(H, WARPS)
@@ -79,23 +103,34 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
         value_ptr = of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H
         query = attention.rotated(of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G)
         key = attention.rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
-        query, new_key = query.to(DTYPE), key.to(DTYPE)
-        new_value = gl.load(value_ptr + column).to(DTYPE)
-        score = gl.sum(query.to(gl.float32) * new_key.to(gl.float32), 1)
+        query = query.to(WIDE)
+        key, key_unit = attention.stored(key, given)
+        value, value_unit = attention.stored(gl.load(value_ptr + column), given)
+        score = gl.sum(query.to(gl.float32) * key, 1) * key_unit
         # The new token belongs to the first part of the first item; where the cache is full it is dropped.
         own = (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
-        tops, totals, accs = of_new_token(ring, score, value_ptr, own, factor, SHAPE, DTYPE, SIZES)
-        queries = keep_queries(ring, query, SHAPE)
+        tops, totals, accs = of_new_token(ring, score, value_ptr, value_unit, own, factor, given, SIZES)
+        queries = keep_queries(ring, query, given.old_keys)
         # After the loads, which do not pass stores.
-        place = ((layer * SIZES.B + sequence) * SIZES.KV_HEADS + head) * H + column
-        SIZE: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS * H
+        pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
+        place = pair * H + column
         new = shmem.scratch(me, kept.new, DTYPE)
-        gl.store(new + place, new_key, mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(new + SIZE + place, new_value, mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(new + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        gl.store(new + PAIRS * H + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+        if EIGHT:
+            scales = shmem.scratch(me, kept.new_scales, gl.float32)
+            gl.store(scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
+            gl.store(scales + PAIRS + pair, value_unit, mask=item % SIZES.SPLITS == 0)
         for block in range(first, last):
             slot = block * SHAPE[1] + own_slot
             seen = (slot >= begin) & (slot < end)
+            if EIGHT:  # on their way while the block comes
+                of_block = attention.row_of(given, layer, sequence, head, block * SHAPE[1], SIZES) + own_slot
+                key_scale = gl.load(given.old_key_scales + of_block, mask=seen, other=0.0)
+                value_scale = gl.load(given.old_value_scales + of_block, mask=seen, other=0.0)
             scores, position = multiply_keys(ring, position, given.old_keys, queries, SCORES)
+            if EIGHT:
+                scores = scores * key_scale
             scores = attention.capped(scores * (factor * SIZES.SCORE_SCALE), SIZES.SCORE_SOFT_CAP)
             scores = gl.where(seen, scores, float("-inf"))
             higher = gl.maximum(tops, gl.max(scores, 2))
@@ -103,14 +138,16 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             keep = gl.exp2(tops - base)
             weights = gl.exp2(scores - base[:, :, None])
             tops, totals = higher, totals * keep[:, :, None] + weights
+            if EIGHT:
+                weights = weights * value_scale
             # Warps of a part have the same scores, so nothing moves between threads.
             keep = gl.convert_layout(keep, gl.SliceLayout(2, SUMS), assert_trivial=True)[:, :, None]
-            weights = gl.convert_layout(weights.to(DTYPE), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            weights = gl.convert_layout(weights.to(WIDE), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
             scaled = ()
-            for group in gl.static_range(GROUPS):
-                scaled = scaled + (accs[group] * keep,)
+            for i in gl.static_range(len(accs)):
+                scaled = scaled + (accs[i] * keep,)
             accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
-        together(ring, SHAPE, kept, item, tops, totals, accs, SIZES)
+        together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
     return position
 
 
@@ -125,18 +162,17 @@ def slots_of(SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def of_new_token(
-    ring, score, value_ptr, own, factor, SHAPE: gl.constexpr, DTYPE: gl.constexpr, SIZES: gl.constexpr
-):  # fmt: skip
+def of_new_token(ring, score, value_ptr, value_unit, own, factor, given, SIZES: gl.constexpr):
     """(top, total, acc) of the new token alone, as `attend` carries them: f32 [parts, 16], f32 [parts, 16, slots], and
-    [parts, 16, 64] for each group of columns.
+    one [parts, 16, 64] after the other, as `column_of` has them.
 
     Args:
       score: f32 [16], before it is scaled.
-      value_ptr: to its value, f32 [H].
+      value_ptr, value_unit: to its value, f32 [H], and the scale of that in the cache.
       own: whether the token is one of this item.
     """
     WARPS: gl.constexpr = gl.num_warps()
+    SHAPE: gl.constexpr = given.old_keys.block_shape
     PARTS: gl.constexpr = parts_of(SHAPE, WARPS)
     EACH: gl.constexpr = SHAPE[1] // PARTS
     SCORES: gl.constexpr = scores_layout(SHAPE, WARPS)
@@ -152,29 +188,39 @@ def of_new_token(
     part = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
     accs = ()
-    for group in gl.static_range(SHAPE[0]):
-        value = gl.load(value_ptr + group * 64 + column).to(DTYPE).to(gl.float32)
+    for i in gl.static_range(sums_of(given.old_keys)):
+        value = gl.load(value_ptr + column_of(i, column, given.old_keys))
+        value = value.to(given.final_norm.dtype.element_ty).to(gl.float32)
+        if given.old_key_scales is not None:
+            value = attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit
         zeros = gl.full([PARTS, ROWS, 64], 0.0, gl.float32, SUMS)
         accs = accs + (gl.where((part == 0) & own, value, zeros),)
     return tops, totals, accs
 
 
 @gluon.jit
-def keep_queries(ring, query, SHAPE: gl.constexpr):
-    """Leaves queries [16, H] in shared memory, and returns it: [groups, 16, 64]."""
+def keep_queries(ring, query, desc):
+    """Leaves queries [16, H] in shared memory, and returns it: [groups, 16, columns of one]."""
+    GROUPS: gl.constexpr = desc.block_shape[0]
+    WIDTH: gl.constexpr = desc.block_shape[2]
     TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    memory = ring.sums.reinterpret(query.dtype, [SHAPE[0], ROWS, 64], TURNED)
-    memory.store(query.reshape([ROWS, SHAPE[0], 64]).permute([1, 0, 2]))
+    if desc.dtype.primitive_bitwidth == 8:
+        query = tensor_cores.order(query)
+    memory = ring.sums.reinterpret(query.dtype, [GROUPS, ROWS, WIDTH], TURNED)
+    memory.store(query.reshape([ROWS, GROUPS, WIDTH]).permute([1, 0, 2]))
     return memory
 
 
 @gluon.jit
 def view(ring, stage, desc):
-    """A stage as a block of `desc` in parts: [groups * parts, slots of a part, 64]."""
+    """A stage as a block of `desc` in parts: [groups * parts, slots of a part, 64], of 8 bits in words of two."""
     GROUPS: gl.constexpr = desc.block_shape[0]
     PARTS: gl.constexpr = parts_of(desc.block_shape, gl.num_warps())
     EACH: gl.constexpr = desc.block_shape[1] // PARTS
-    return ring.stages.index(stage).reinterpret(desc.dtype, [GROUPS * PARTS, EACH, 64], desc.layout)
+    block = ring.stages.index(stage).reinterpret(desc.dtype, [GROUPS * PARTS, EACH, desc.block_shape[2]], desc.layout)
+    if desc.dtype.primitive_bitwidth == 8:
+        block = widen.pairs(block)
+    return block
 
 
 @gluon.jit
@@ -194,8 +240,10 @@ def multiply_keys(ring, position, desc, queries, SCORES: gl.constexpr):
     scores = zeros
     for group in gl.static_range(GROUPS):
         query = queries.slice(group, 1, dim=0).load(OPERAND)
-        query, _ = gl.broadcast(query, gl.full([PARTS, ROWS, 64], 0.0, query.dtype, OPERAND))
+        query, _ = gl.broadcast(query, gl.full([PARTS, ROWS, desc.block_shape[2]], 0.0, query.dtype, OPERAND))
         keys = block.slice(group * PARTS, PARTS, dim=0).load(gl.DotOperandLayout(1, SCORES, 2))
+        if desc.dtype.primitive_bitwidth == 8:
+            keys = tensor_cores.widened(keys, desc.dtype, query.dtype, SCORES)
         product = mma_v2(query, keys, zeros)
         # Apart, because a product waits for the one that it is added to.
         scores = product if group == 0 else scores + product
@@ -206,6 +254,7 @@ def multiply_keys(ring, position, desc, queries, SCORES: gl.constexpr):
 @gluon.jit
 def add_values(ring, position, desc, weights, accs, count, SUMS: gl.constexpr):
     """accs + weights times the first `count` values of the next block; and the next position."""
+    GROUPS: gl.constexpr = desc.block_shape[0]
     PARTS: gl.constexpr = parts_of(desc.block_shape, gl.num_warps())
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
     stage, phase = position
@@ -214,9 +263,13 @@ def add_values(ring, position, desc, weights, accs, count, SUMS: gl.constexpr):
     if count < desc.block_shape[1]:
         clear_behind(ring, stage, desc, count)
     added = ()
-    for group in gl.static_range(len(accs)):
+    for group in gl.static_range(GROUPS):
         values = block.slice(group * PARTS, PARTS, dim=0).load(OPERAND)
-        added = added + (mma_v2(weights, values, accs[group]),)
+        if desc.dtype.primitive_bitwidth == 8:
+            low, high = widen.words(values, desc.dtype, weights.dtype)
+            added = added + (mma_v2(weights, low, accs[2 * group]), mma_v2(weights, high, accs[2 * group + 1]))
+        else:
+            added = added + (mma_v2(weights, values, accs[group]),)
     rings.give_back(ring, stage)
     return added, rings.after(ring, position)
 
@@ -224,30 +277,31 @@ def add_values(ring, position, desc, weights, accs, count, SUMS: gl.constexpr):
 @gluon.jit
 def clear_behind(ring, stage, desc, count):
     """Makes the values of a block behind the first `count` slots zeros: the cache may hold anything there, and 0 * NaN
-    is NaN."""
+    is NaN. Of 8 bits two at once, which are both 0 if their word is."""
+    WORD: gl.constexpr = desc.dtype if desc.dtype.primitive_bitwidth == 16 else gl.int16
     GROUPS: gl.constexpr = desc.block_shape[0]
     PIECES: gl.constexpr = desc.block_shape[1] // ROWS
     # Within a row swizzles do not matter.
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     LINES: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [gl.num_warps(), 1], [1, 0])
-    pieces = ring.stages.index(stage).reinterpret(desc.dtype, [GROUPS * PIECES, ROWS, 64], PLAIN)
+    pieces = ring.stages.index(stage).reinterpret(WORD, [GROUPS * PIECES, ROWS, 64], PLAIN)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))[:, None]
     for i in range(gl.maximum(count, 0) // ROWS, PIECES):
         for group in gl.static_range(GROUPS):
             piece = pieces.index(group * PIECES + i)
             values = piece.load(LINES)
-            piece.store(gl.where(i * ROWS + row < count, values, gl.full([ROWS, 64], 0.0, desc.dtype, LINES)))
+            piece.store(gl.where(i * ROWS + row < count, values, gl.full([ROWS, 64], 0, WORD, LINES)))
 
 
 @gluon.jit
-def together(ring, SHAPE: gl.constexpr, kept, item, tops, totals, accs, SIZES: gl.constexpr):
+def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     """Adds up the parts of an item, and hands them on."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WARPS: gl.constexpr = gl.num_warps()
-    GROUPS: gl.constexpr = SHAPE[0]
-    PARTS: gl.constexpr = parts_of(SHAPE, WARPS)
-    SUMS: gl.constexpr = sums_layout(SHAPE, WARPS)
+    COUNT: gl.constexpr = len(accs)
+    PARTS: gl.constexpr = parts_of(desc.block_shape, WARPS)
+    SUMS: gl.constexpr = sums_layout(desc.block_shape, WARPS)
     OF_ROWS: gl.constexpr = gl.SliceLayout(2, SUMS)
     OF_ROW: gl.constexpr = gl.SliceLayout(0, OF_ROWS)
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -263,20 +317,21 @@ def together(ring, SHAPE: gl.constexpr, kept, item, tops, totals, accs, SIZES: g
     weight = gl.exp2(tops - gl.where(highest == float("-inf"), 0.0, highest)[None, :])
     both.index(1).store(gl.convert_layout(gl.sum(totals, 2), OF_ROWS, assert_trivial=True) * weight)
     row = gl.arange(0, ROWS, gl.SliceLayout(0, gl.SliceLayout(2, SUMS)))[None, :, None]
-    AT_ONCE: gl.constexpr = min(GROUPS, SIZES.SUMS // (PARTS * USED * 64))
+    AT_ONCE: gl.constexpr = min(COUNT, SIZES.SUMS // (PARTS * USED * 64))
     COLUMNS: gl.constexpr = gl.BlockedLayout([PARTS, 1, 2], [1, 1, 32], [1, WARPS, 1], [2, 1, 0])
     OF_HEADS: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, COLUMNS))
     head = gl.arange(0, USED, OF_HEADS)[:, None]
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(0, COLUMNS)))[None, :]
     memory = ring.sums.reinterpret(gl.float32, [AT_ONCE, PARTS, USED, 64], TURNED)
-    for begin in gl.static_range(0, GROUPS, AT_ONCE):
-        for group in gl.static_range(begin, min(GROUPS, begin + AT_ONCE)):
+    for begin in gl.static_range(0, COUNT, AT_ONCE):
+        for i in gl.static_range(begin, min(COUNT, begin + AT_ONCE)):
             # The rows that are used are half of what each thread has.
-            acc = gl.where(row < USED, accs[group] * weight[:, :, None], 0.0)
-            memory.index(group - begin).store(gl.sum(acc.reshape([PARTS, ROWS // USED, USED, 64]), 1))
-        for group in gl.static_range(begin, min(GROUPS, begin + AT_ONCE)):
-            acc = gl.sum(memory.index(group - begin).load(COLUMNS), 0)
-            gl.store(kept.accs + (item * G + head) * H + group * 64 + column, acc, mask=(head < G) & (column >= 0))
+            acc = gl.where(row < USED, accs[i] * weight[:, :, None], 0.0)
+            memory.index(i - begin).store(gl.sum(acc.reshape([PARTS, ROWS // USED, USED, 64]), 1))
+        for i in gl.static_range(begin, min(COUNT, begin + AT_ONCE)):
+            acc = gl.sum(memory.index(i - begin).load(COLUMNS), 0)
+            place = (item * G + head) * H + column_of(i, column, desc)
+            gl.store(kept.accs + place, acc, mask=(head < G) & (column >= 0))
     total = lines.index(PARTS).load(OF_ROW)
     for part in gl.static_range(1, PARTS):
         total += lines.index(PARTS + part).load(OF_ROW)

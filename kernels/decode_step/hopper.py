@@ -271,13 +271,13 @@ def decode_step_kernel(
         windows_ptr, tables_ptr,
     )  # fmt: skip
     if TENSOR_CORES:
-        heads_ptr = shmem.scratch(me, heads, old_keys_desc.dtype)
-        hidden_ptr = shmem.scratch(me, hidden, old_keys_desc.dtype)
+        heads_ptr = shmem.scratch(me, heads, final_norm_ptr.dtype.element_ty)
+        hidden_ptr = shmem.scratch(me, hidden, final_norm_ptr.dtype.element_ty)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
     kept = Kept(
         new, new_scales, shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
-        shmem.scratch(me, scaled, old_keys_desc.dtype), shmem.scratch(me, squares, gl.float32),
+        shmem.scratch(me, scaled, final_norm_ptr.dtype.element_ty), shmem.scratch(me, squares, gl.float32),
         shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip

@@ -159,23 +159,37 @@ def multiply_block(ring, position, desc, parts, product):
         own = block.permute([0, 2, 1]).slice(i * WARPS, WARPS, dim=0)
         weights = own.load(OPERAND)
         if NARROW:
-            weights = widened(weights, desc.dtype, DTYPE)
+            weights = widened(weights, desc.dtype, DTYPE, product_layout(WARPS))
         product = mma_v2(operand_of(parts[i], DTYPE), weights, product)
     rings.give_back(ring, stage)
     return product, rings.after(ring, position)
 
 
 @gluon.jit
-def widened(words, SOURCE: gl.constexpr, DEST: gl.constexpr):
-    """An operand [warps, 64, 8] of words, each of two numbers of type SOURCE, as one [warps, 128, 8] of DEST.
+def widened(words, SOURCE: gl.constexpr, DEST: gl.constexpr, PRODUCT: gl.constexpr):
+    """The second operand of a product, [batch, 64, N] of words, each of two numbers of type SOURCE, as one
+    [batch, 128, N] of DEST.
 
-    The numbers of a thread stay its own: of every 32, two words next to each other come to lie 8 apart.
+    The numbers of a thread stay its own: of every 16 columns, two words next to each other come to lie 8 apart. `order`
+    has the columns of the first operand likewise.
+
+    Args:
+      PRODUCT: the layout of the product.
     """
-    WARPS: gl.constexpr = words.shape[0]
+    BATCH: gl.constexpr = words.shape[0]
+    N: gl.constexpr = words.shape[2]
     low, high = widen.words(words, SOURCE, DEST)
-    both = gl.join(low, high).reshape([WARPS, 4, 2, 4, 2, 8, 2]).permute([0, 1, 2, 4, 3, 6, 5])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(WARPS), 2)
-    return gl.convert_layout(both.reshape([WARPS, 128, 8]), OPERAND, assert_trivial=True)
+    both = gl.join(low, high).reshape([BATCH, 4, 2, 4, 2, N, 2]).permute([0, 1, 2, 4, 3, 6, 5])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, PRODUCT, 2)
+    return gl.convert_layout(both.reshape([BATCH, 128, N]), OPERAND, assert_trivial=True)
+
+
+@gluon.jit
+def order(x):
+    """Rows [M, K] whose columns are to be multiplied by what `widened` returns, in the order that this has."""
+    M: gl.constexpr = x.shape[0]
+    K: gl.constexpr = x.shape[1]
+    return x.reshape([M, K // 16, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([M, K])
 
 
 @triton.constexpr_function

@@ -167,6 +167,28 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     assert loads and set(loads) == {"3"}
 
 
+@pytest.mark.parametrize(
+    ("batch", "of_cache", "page"),
+    [
+        (16, "int8", 0),
+        pytest.param(4, "float8_e4m3fn", 0, marks=pytest.mark.soak),
+        pytest.param(16, "float8_e4m3fn", 64, marks=pytest.mark.soak),
+    ],
+)
+def test_a_cache_of_eight_bits_by_tensor_cores(batch, of_cache, page):
+    """Words of two numbers are loaded as numbers of 16 bits are, and widened to the operands of four products each."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    kernel = launch_of(lowered(model, 2, batch, None, of_cache, page, tensor_cores=True))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert code.shared <= SHARED_MEMORY[90]
+    assert local_memory(code.ptx) == []
+    assert spilled_bytes(ptxas_report(code)) == 0
+    assert ("prmt.b32 x, x, 0x43434343, 0x4140" in code.ptx) == (of_cache == "int8")
+    assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    # 16 slots of 64 words of values, which two warps share: half as many loads as of 16 bits.
+    assert code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16") == 2
+
+
 def soak(*cases: Any) -> list[Any]:
     return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
 

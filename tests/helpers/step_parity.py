@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 import jaxtaxfree as jtf
+from jaxtaxfree.ops.decode_step.call import FEW
 from tests.helpers.decode_steps import call_of, refusals
 from tests.helpers.decoders import FAMILIES, rotary_tables, tiny
 from tests.helpers.parity import on_ranks, program, relative_error, run_all
@@ -68,7 +69,11 @@ CACHES: dict[str, tuple[str, str | None, jtf.DecoderSpec, tuple[int, ...]]] = {
     "one sequence, a cache of int8": ("int8", None, LLAMA, (500,)),
     "four sequences, a cache of e4m3": ("float8_e4m3fn", None, LLAMA, (5, 240, 0, 511)),
     "weights and a cache of int8": ("int8", "int8", LLAMA, (33, 200)),
-}
+    "seven sequences, a cache of int8": ("int8", None, LLAMA, (5, 240, 64, 100, 0, 511, 1)),
+    "sixteen sequences, weights of int8 and a cache of e4m3": (
+        "float8_e4m3fn", "int8", LLAMA, tuple(range(0, 512, 32))
+    ),
+}  # fmt: skip
 # With a cache in pages: the positions of one, a dtype of 8 bits or none, the model, the tokens of each sequence.
 PAGES: dict[str, tuple[int, str | None, jtf.DecoderSpec, tuple[int, ...]]] = {
     "one sequence, pages of 16": (16, None, LLAMA, (500,)),
@@ -199,9 +204,13 @@ def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
 
 
 def check_caches(mesh: Mesh, kernel: str = "hopper") -> None:
-    """A cache of 8 bits beside XLA's."""
+    """A cache of 8 bits beside XLA's; more sequences than registers have room for by tensor cores."""
+    by_tensor_cores = {"tensor_cores": True}
     _run(mesh, {
-        name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight, of_cache=of_cache)
+        name: functools.partial(
+            errors_of, model, lengths, kernel=kernel, eight=eight, of_cache=of_cache,
+            config=by_tensor_cores if kernel == "hopper" and len(lengths) > FEW else None,
+        )
         for name, (of_cache, eight, model, lengths) in CACHES.items()
     })  # fmt: skip
 

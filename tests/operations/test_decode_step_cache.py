@@ -216,10 +216,16 @@ def test_who_takes_it(dtype):
     for batch, stage in ((1, 8192), (2, 4096), (4, 4096)):
         chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=batch), {})
         assert chosen.variant.name == "hopper" and not chosen.config.tensor_cores and chosen.config.stage == stage
+    for batch in (1, 4, 5, 16):
+        asked = {"kernel": "hopper", "tensor_cores": True}
+        chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=batch), asked)
+        assert chosen.config.tensor_cores and chosen.config.stage == 8192
+        blocks = chosen.variant.blocks(dataclasses.replace(call, batch=batch), chosen.config)
+        assert blocks["old_keys_desc"] == (1, 64, 128)
     for changes in ({"batch": 5}, {"model": dataclasses.replace(call.model, head_dim=64)}, {"by_heads": False}):
         assert choose("decode_step", VARIANTS, dataclasses.replace(call, **changes), {}).variant.name == "operations"
     for changes, asked, refused in (
-        ({}, {"tensor_cores": True}, f"by tensor cores it takes a cache of the weights' dtype, bfloat16, not {dtype}"),
+        ({"batch": 17}, {"tensor_cores": True}, "it takes 1 to 16 sequences, not 17"),
         ({"batch": 5}, {}, "without tensor cores it takes 1 to 4 sequences, not 5"),
         (
             {"model": dataclasses.replace(call.model, head_dim=64)}, {},

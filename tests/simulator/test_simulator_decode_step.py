@@ -148,6 +148,31 @@ CACHES = {
     ),
     "a cache of int8, more heads of a key": Step(world=1, lengths=(18,), group=8, cache="int8", **OF_CACHE),
 }  # fmt: skip
+# Blocks of 16 keys of 128.
+OF_TILES = {"changes": (("head_dim", 128),), "config": TILES}
+TILED_CACHES = {
+    "a cache of int8 by tensor cores, two layers": Step(
+        world=1, lengths=(3, 0, 17, 9, 20), group=1, layers=2, cache="int8", **OF_TILES
+    ),
+    "a cache of e4m3 by tensor cores, no token and a full one": Step(
+        lengths=(3, -1, 17, 9, 5, 20), cache="float8_e4m3fn", **OF_TILES
+    ),
+    "weights and a cache of int8 by tensor cores": Step(
+        world=1, lengths=(13, 2), eight=("int8", "unembed"), cache="int8", **OF_TILES
+    ),
+    "a cache of int8, qwen 3 with a window and caps, in parts, by tensor cores": Step(
+        world=1, family="qwen3-8b", lengths=(7, 40, 0, 12, 19), group=8, page=64, cache="int8",
+        changes=(*OF_TILES["changes"], ("score_soft_cap", 3.0), ("windows", (30,))), config=(*TILES, ("splits", 2)),
+    ),
+    "a cache of e4m3 by tensor cores, heads of 256": Step(
+        world=1, family="gemma-2-9b", lengths=(14, 3, 19), cache="float8_e4m3fn",
+        changes=(("head_dim", 256), ("d_model", 448)), config=(("tensor_cores", True), ("stage", 4096)),
+    ),
+    "pages of e4m3 by tensor cores": Step(
+        lengths=(3, 16, 17, 9, 0, 32), page=16, lost=(1, 4), cache="float8_e4m3fn", **OF_TILES
+    ),
+}  # fmt: skip
+CACHES |= TILED_CACHES
 STEPS |= CACHES
 PAGES = {
     "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
@@ -254,7 +279,7 @@ RECEIVED = """        for rank in gl.static_range(1, WORLD):
 """
 BACK = "    rings.give_back(ring, stage)\n"
 OF_KEYS = "    block = view(ring, stage, desc).permute"
-OF_VALUES = "    added = ()\n    for group in gl.static_range(len(accs)):\n        values"
+OF_VALUES = "    added = ()\n    for group in gl.static_range(GROUPS):\n        values"
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
 ARRIVE = "        give_back(ring, stage)\n"
@@ -433,7 +458,8 @@ MUTANTS = {
         errors=(DataRaceError,), step=STEPS["three parts of the keys"],
     ),
     "every part of the keys leaves a new token, by tensor cores": Mutant(
-        module=attention_many, edits=(("new_key, mask=(item % SIZES.SPLITS == 0)", "new_key, mask=(item >= 0)"),),
+        module=attention_many,
+        edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
         errors=(DataRaceError,), step=TENSOR_CORES["two sequences in many parts"],
     ),
     "new tokens are stored while others read the cache": Mutant(
@@ -507,6 +533,39 @@ MUTANTS = {
             ("numbers are not rounded to the nearest", "x = (x + ROUNDS) - ROUNDS", "pass"),
         )
     },
+    **{
+        f"of a cache of 8 bits by tensor cores, {fault}": Mutant(
+            module=module, edits=((found, changed),), errors=(AssertionError, OutOfBoundsError),
+            # Of int8 there is no NaN, which 0 times a value behind the end could be.
+            step=TILED_CACHES[
+                "a cache of e4m3 by tensor cores, no token and a full one" if "behind" in fault
+                else "a cache of int8 by tensor cores, two layers"
+            ],
+        )
+        for module, fault, found, changed in (
+            (attention_many, "a key's scale of another position", OLD_KEYS, f"{OLD_KEYS} + 1 - 2 * (slot & 1)"),
+            (attention_many, "a value's scale of another position", OLD_VALUES, f"{OLD_VALUES} + 1 - 2 * (slot & 1)"),
+            (attention_many, "scales of another layer", "attention.row_of(given, layer,", "attention.row_of(given, 0,"),
+            (attention_many, "keys' scales for values", "gl.load(given.old_value_scales",
+             "gl.load(given.old_key_scales"),
+            (attention_many, "values without their scales", "weights = weights * value_scale", "pass"),
+            (attention_many, "a key without its scale", "scores = scores * key_scale", "pass"),
+            (attention_many, "the new key without its scale", "key, 1) * key_unit", "key, 1)"),
+            (attention_many, "the new value without its scale",
+             "attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit",
+             "attention.rounded(value, value_unit, given.old_keys.dtype)"),
+            (attention_many, "the new value is not rounded",
+             "attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit", "value * 1.2"),
+            (attention_many, "the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
+             "scales + PAIRS + pair, key_unit"),
+            (attention_many, "odd columns of values are the even ones", "accs[2 * group]), mma_v2(weights, high,",
+             "accs[2 * group]), mma_v2(weights, low,"),
+            (attention_many, "columns are those of 16 bits", "i // 2 * 128 + i % 2 + 2 * column", "i * 64 + column"),
+            (attention_many, "queries lie as for keys of 16 bits", "query = tensor_cores.order(query)", "pass"),
+            (attention_many, "behind the last value there is anything", "if count < desc.block_shape[1]:",
+             "if count < 0:"),
+        )
+    },
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
         module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
@@ -538,8 +597,8 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "a part of a block is left out": Mutant(
-        module=attention_many, edits=(("acc = gl.sum(memory.index(group - begin).load(COLUMNS), 0)",
-                                       "acc = gl.max(memory.index(group - begin).load(COLUMNS), 0)"),),
+        module=attention_many, edits=(("acc = gl.sum(memory.index(i - begin).load(COLUMNS), 0)",
+                                       "acc = gl.max(memory.index(i - begin).load(COLUMNS), 0)"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "parts of a block are added up as if their highest scores were the same": Mutant(

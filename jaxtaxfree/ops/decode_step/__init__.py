@@ -106,7 +106,8 @@ def decode_step[C: Cache](
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 1 to 4. Of weights of 8 bits all
         layers have one dtype, with scales of rows whose lengths 128 divides; of 5 sequences or more the unembedding has
-        8 bits, too. A cache of 8 bits has 1 to 4 sequences, and heads that 128 divides. Pages have positions that 8
+        8 bits, too. A cache of 8 bits has 1 to 4 sequences (1 to 16 with {"tensor_cores": True} in `config`, which
+        nobody has timed), and heads that 128 divides. Pages have positions that 8
         divides, or 16 of several sequences, which tensor cores take. It is our operations, some kernels a layer, of
         what is left, with a cache along the sequence, and on other GPUs. None takes what has been measured, on several
         ranks: not our operations with weights or a cache of 8 bits, or with pages.

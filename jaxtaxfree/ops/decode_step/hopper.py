@@ -67,7 +67,7 @@ def by_tensor_cores(call: Call, config: Config) -> bool:
     and 236, 300, 366 and 480 in registers. A quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
     """
     if call.narrow_cache:
-        return False  # they take no such cache
+        return False  # nobody has timed such a cache by them
     if many.refused(call, config) or _widths_differ(call) or (call.paged and call.slots % many.VECTORS):
         return call.batch > FEW
     if call.model.post_norms:
@@ -119,8 +119,6 @@ def refused_cache(call: Call, config: Config) -> list[str]:
     if not call.narrow_cache:
         return []
     reasons: list[str] = []
-    if config.tensor_cores:
-        reasons.append(f"by tensor cores it takes a cache of the weights' dtype, {call.dtype}, not {call.cache_dtype}")
     if call.model.head_dim % (2 * GROUP):
         of = f"heads that {2 * GROUP} divides, not {call.model.head_dim}"
         reasons.append(Lasting(f"with a cache of 8 bits it takes {of}"))
@@ -186,10 +184,11 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
-        # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled. So it is with
-        # a cache of 8 bits and several sequences: 437 us a step with the smaller stage, and 453; for one 309 and 282.
-        smaller = call.eight or (call.narrow_cache and call.batch > 1)
-        usual: dict[str, Any] = {"stage": Config.stage // 2 if smaller else Config.stage}
+        # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled. So it is
+        # with a cache of 8 bits and several sequences in registers: 437 us a step with the smaller stage, and 453. For
+        # one sequence it is 309, and 282.
+        several = call.narrow_cache and call.batch > 1 and not asked.get("tensor_cores")
+        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight or several else Config.stage}
         given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
         stage = given.stage
         blocks = max(1, -(-call.slots_of_sequence // max(1, block_of_keys(call, given))))
@@ -209,7 +208,7 @@ class Hopper(Variant[Call]):
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
         slots = block_of_keys(call, config)
         group = 2 * GROUP // call.cache_dtype.itemsize
-        old = (h // GROUP, slots, GROUP) if config.tensor_cores else (slots, h // group, group)
+        old = (h // group, slots, group) if config.tensor_cores else (slots, h // group, group)
         if config.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(call, config)
         else:
