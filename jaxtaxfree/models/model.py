@@ -20,13 +20,12 @@ from jaxtaxfree import heap
 from jaxtaxfree.models import forward
 from jaxtaxfree.models.checkpoint import Checkpoint
 from jaxtaxfree.models.config import DTYPES, ModelConfig, read_config
-from jaxtaxfree.models.errors import ModelError
 from jaxtaxfree.models.forward import Cache, How
 from jaxtaxfree.models.paging import Room, first_tables, more_tables, pool_of
 from jaxtaxfree.models.rotary import rotary_tables
 from jaxtaxfree.models.sampling import Sampling, next_tokens
-from jaxtaxfree.models.weights import Layout, Weights
-from jaxtaxfree.ops.decode_step import DecoderSpec, decode_step
+from jaxtaxfree.models.weights import Layout, Weights, is_whole_step, layout_of
+from jaxtaxfree.ops.decode_step import decode_step
 from jaxtaxfree.ops.decode_step.call import EIGHT_BITS, Call, Eight
 from jaxtaxfree.ops.decode_step.hopper import Hopper
 from jaxtaxfree.ops.kv_cache import Placement
@@ -136,28 +135,6 @@ def _eight_bits(name: str, dtype: DTypeLike | None) -> np.dtype | None:
 
 def _named(dtype: Any) -> str:
     return repr(dtype) if (known := _dtype_of(dtype)) is None else known.name
-
-
-def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
-    """How the model lies on its ranks; raises ModelError if they do not divide it."""
-    spec = config.spec
-    sizes = {"num_attention_heads": spec.heads}
-    sizes["moe_intermediate_size" if config.family == "qwen3_moe" else "intermediate_size"] = spec.d_mlp
-    if wrong := [f"{name}={size}" for name, size in sizes.items() if size % world]:
-        raise ModelError(f"{world} ranks do not divide {' and '.join(wrong)}: take fewer.")
-    divides, repeats = spec.kv_heads % world == 0, world % spec.kv_heads == 0
-    by_heads = divides or repeats if cache is None else cache == "heads"
-    if by_heads and not (divides or repeats):
-        raise ModelError(
-            f"{world} ranks and num_key_value_heads={spec.kv_heads} do not divide each other: take cache='sequence'."
-        )
-    copies = 1 if divides or not by_heads else world // spec.kv_heads
-    return Layout(spec=spec, copies=copies, vocab=spec.vocab + -spec.vocab % world, by_heads=by_heads)
-
-
-def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
-    """Whether `decode_step` covers a model with such a cache; else a step is made of operations."""
-    return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
 
 
 class _Program:

@@ -91,6 +91,28 @@ class Layout:
         return specs | {f"{name}_scale": P(None, of) if of else P() for name, of in of_rows.items()}
 
 
+def layout_of(config: ModelConfig, world: int, cache: str | None) -> Layout:
+    """How the model lies on its ranks; raises ModelError if they do not divide it."""
+    spec = config.spec
+    sizes = {"num_attention_heads": spec.heads}
+    sizes["moe_intermediate_size" if config.family == "qwen3_moe" else "intermediate_size"] = spec.d_mlp
+    if wrong := [f"{name}={size}" for name, size in sizes.items() if size % world]:
+        raise ModelError(f"{world} ranks do not divide {' and '.join(wrong)}: take fewer.")
+    divides, repeats = spec.kv_heads % world == 0, world % spec.kv_heads == 0
+    by_heads = divides or repeats if cache is None else cache == "heads"
+    if by_heads and not (divides or repeats):
+        raise ModelError(
+            f"{world} ranks and num_key_value_heads={spec.kv_heads} do not divide each other: take cache='sequence'."
+        )
+    copies = 1 if divides or not by_heads else world // spec.kv_heads
+    return Layout(spec=spec, copies=copies, vocab=spec.vocab + -spec.vocab % world, by_heads=by_heads)
+
+
+def is_whole_step(spec: DecoderSpec, by_heads: bool) -> bool:
+    """Whether `decode_step` covers a model with such a cache; else a step is made of operations."""
+    return not spec.experts and (by_heads or len(set(spec.windows)) == 1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Source:
     """Where a parameter comes from.

@@ -11,7 +11,7 @@ import safetensors
 from jaxtaxfree import DecoderSpec
 from jaxtaxfree.models import read_config
 from jaxtaxfree.models.config import ModelConfig
-from jaxtaxfree.models.model import is_whole_step
+from jaxtaxfree.models.weights import is_whole_step
 from tests.helpers.checkpoints import FOLDER, NAMES
 from tests.helpers.decode_steps import call_of, refusals
 from tests.helpers.decoders import FAMILIES

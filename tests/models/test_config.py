@@ -11,9 +11,8 @@ import pytest
 
 from jaxtaxfree import models
 from jaxtaxfree.models.config import config_of
-from jaxtaxfree.models.model import layout_of
 from jaxtaxfree.models.rotary import Rotary, rotary_tables
-from jaxtaxfree.models.weights import Layout
+from jaxtaxfree.models.weights import Layout, layout_of
 from tests.helpers.decoders import FAMILIES
 from tests.models.table import table
 

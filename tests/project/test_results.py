@@ -225,7 +225,7 @@ def test_sentences_are_what_was_measured():
     assert (
         f"In an earlier run, in which the step took {step['fused']:.0f}, PyTorch's (CUDA graphs, `torch.compile`) took "
         f"{fastest(step, 'torch'):.0f}, the fastest of three XLA programs {fastest(step, 'xla'):.0f}, and our "
-        f"operations one by one {step['fused/operations']:.0f}."
+        f"operations one by one {step['fused/operations']:.0f} "
     ) in text
 
     made = medians("models-2026-11-25-2xh100-80gb-hbm3/llama-3-8b.json", b=1, prompt=1024, layers=8)
