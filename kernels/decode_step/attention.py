@@ -189,8 +189,6 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
     BLOCK: gl.constexpr = given.old_keys.block_shape[0]
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
-    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS  # of all layers
-    DTYPE: gl.constexpr = given.old_keys.dtype
     CAP: gl.constexpr = SIZES.SCORE_SOFT_CAP
     EIGHT: gl.constexpr = given.old_key_scales is not None
     MANY: gl.constexpr = G > 4  # heads, whose queries lie in shared memory, for lack of registers
@@ -228,14 +226,7 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             accs = accs + (gl.sum(own_value, 0, keep_dims=True),)
         # After the loads, which do not pass stores.
         pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
-        place = pair * H + column
-        new = shmem.scratch(me, kept.new, DTYPE)
-        gl.store(new + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(new + PAIRS * H + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
-        if EIGHT:
-            scales = shmem.scratch(me, kept.new_scales, gl.float32)
-            gl.store(scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
-            gl.store(scales + PAIRS + pair, value_unit, mask=item % SIZES.SPLITS == 0)
+        keep_new(me, kept, given, key, key_unit, value, value_unit, pair, column, item, SIZES)
         for block in range(first, last):
             slot = block * BLOCK + rows
             seen = (slot >= begin) & (slot < end)
@@ -277,6 +268,22 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             accs = added
         together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
     return position
+
+
+@gluon.jit
+def keep_new(me, kept, given, key, key_unit, value, value_unit, pair, column, item, SIZES: gl.constexpr):
+    """The first item of a pair, one of those of all layers, leaves what `stored` made of key and value for `put`."""
+    H: gl.constexpr = SIZES.H
+    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS
+    DTYPE: gl.constexpr = given.old_keys.dtype
+    place = pair * H + column
+    new = shmem.scratch(me, kept.new, DTYPE)
+    gl.store(new + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+    gl.store(new + PAIRS * H + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
+    if given.old_key_scales is not None:
+        scales = shmem.scratch(me, kept.new_scales, gl.float32)
+        gl.store(scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
+        gl.store(scales + PAIRS + pair, value_unit, mask=item % SIZES.SPLITS == 0)
 
 
 @triton.constexpr_function

@@ -19,7 +19,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import widen
 from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
@@ -81,8 +80,6 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
     ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
-    PAIRS: gl.constexpr = SIZES.LAYERS * SIZES.B * SIZES.KV_HEADS  # of all layers
-    DTYPE: gl.constexpr = given.old_keys.dtype
     WIDE: gl.constexpr = given.final_norm.dtype.element_ty  # which tensor cores multiply
     EIGHT: gl.constexpr = given.old_key_scales is not None
     WARPS: gl.constexpr = gl.num_warps()
@@ -113,14 +110,7 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
         queries = keep_queries(ring, query, given.old_keys)
         # After the loads, which do not pass stores.
         pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
-        place = pair * H + column
-        new = shmem.scratch(me, kept.new, DTYPE)
-        gl.store(new + place, key.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
-        gl.store(new + PAIRS * H + place, value.to(DTYPE), mask=(item % SIZES.SPLITS == 0) & (column < H))
-        if EIGHT:
-            scales = shmem.scratch(me, kept.new_scales, gl.float32)
-            gl.store(scales + pair, key_unit, mask=item % SIZES.SPLITS == 0)
-            gl.store(scales + PAIRS + pair, value_unit, mask=item % SIZES.SPLITS == 0)
+        attention.keep_new(me, kept, given, key, key_unit, value, value_unit, pair, column, item, SIZES)
         for block in range(first, last):
             slot = block * SHAPE[1] + own_slot
             seen = (slot >= begin) & (slot < end)

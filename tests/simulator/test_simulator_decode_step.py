@@ -458,7 +458,7 @@ MUTANTS = {
         errors=(DataRaceError,), step=STEPS["three parts of the keys"],
     ),
     "every part of the keys leaves a new token, by tensor cores": Mutant(
-        module=attention_many,
+        module=attention,
         edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
         errors=(DataRaceError,), step=TENSOR_CORES["two sequences in many parts"],
     ),
@@ -556,7 +556,7 @@ MUTANTS = {
              "attention.rounded(value, value_unit, given.old_keys.dtype)"),
             (attention_many, "the new value is not rounded",
              "attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit", "value * 1.2"),
-            (attention_many, "the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
+            (attention, "the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
              "scales + PAIRS + pair, key_unit"),
             (attention_many, "odd columns of values are the even ones", "accs[2 * group]), mma_v2(weights, high,",
              "accs[2 * group]), mma_v2(weights, low,"),
