@@ -175,9 +175,9 @@ def shmem_call(
             params.setdefault(parameter.name, parameter.default)
     outs = bind(
         kernel,
-        arrays,
+        arrays if index is None else [*arrays, index],
         out_leaves,
-        index=index,
+        indexed=index is not None,
         bundles=bundles,
         axes=axes,
         grid=sizes_of(grid),
@@ -203,33 +203,29 @@ def bind(
     axes: tuple[str, ...],
     name: str,
     params: Mapping[str, Any],
-    index: jax.Array | None = None,
     shared: str | None = None,
     **how: Any,
 ) -> list[jax.Array]:
     """A launch that has been checked.
 
     Args:
-      arrays: the operands.
+      arrays: the operands; with `indexed` of the primitive the last one is this rank's number.
       outs: shape and dtype of each result.
       params: the kernel's other parameters.
-      index: this rank's number, if the caller has it.
       shared: names a region that launches of several kernels share, all with the same layout; None: that of calls like
         this one.
       **how: the primitive's other parameters.
     """
     along = set(axes).union(*map(varying, arrays))
-    operands = [*arrays] if index is None else [*arrays, index]
     with jax.named_scope(name):
         results = shmem_call_p.bind(
-            *(vary(array, along) for array in operands),
+            *(vary(array, along) for array in arrays),
             kernel=kernel,
             out_types=tuple(jax.ShapeDtypeStruct(out.shape, out.dtype) for out in outs),
             axes=axes,
             name=name,
             params=tuple(sorted(params.items())),
             shared=shared,
-            indexed=index is not None,
             **how,
         )
     return [vary(result, along) for result in results]
@@ -292,7 +288,7 @@ def _lower_simulated(ctx: Any, *args: Any, **params: Any) -> Any:
     identity = _digest(params)
     for of_compiled_code in ("num_stages", "cost_estimate"):
         del params[of_compiled_code]
-    indexed = params.pop("indexed")
+    indexed = params.pop("indexed", False)
     simulate = functools.partial(callback.simulate, team=_team_of(ctx, params), identity=identity, **params)
     call = (lambda *args: simulate(*args[:-1])) if indexed else simulate  # which has the numbers of all ranks
     return mlir.lower_fun(call, multiple_results=True)(ctx, *args)

@@ -253,7 +253,6 @@ class Workspace:
             params=params,
             simulate=self.implementation == "simulate",
             shared=self._memory,
-            index=None,
             **{key: int(value) for key, value in how.items()},
         )
         lax.neg(results[0])  # of which XLA makes nothing: JAX keeps what is used for as long as it traces the program

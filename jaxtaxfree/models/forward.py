@@ -114,11 +114,11 @@ class Rows:
         return Scaled(self.rows, w[name].T, self.scale, scale.T).matmul(precision_of(self.rows))
 
 
-def embedded(
-    table: jax.Array, tokens: jax.Array, axes: tuple[str, ...], implementation: str | None, scattered: bool = False
+def sharded_rows(
+    table: jax.Array, which: jax.Array, axes: tuple[str, ...], implementation: str | None, scattered: bool = False
 ) -> jax.Array:
-    """Rows of a table [V / W, D] whose rows are sharded: [M, D] on every rank, or scattered [M / W, D]."""
-    at = tokens - table.shape[0] * lax.axis_index(axes)
+    """Some rows of a table [N / W, D] whose rows are sharded: [M, D] on every rank, or scattered [M / W, D]."""
+    at = which - table.shape[0] * lax.axis_index(axes)
     here = (at >= 0) & (at < table.shape[0])
     # Of the ranks one has a number, and the others add 0 to it.
     rows = jnp.where(here[:, None], table[jnp.clip(at, 0, table.shape[0] - 1)], 0)
@@ -159,7 +159,7 @@ def run(
     at = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)
     row = jnp.clip(at, 0, cos.shape[1] - 1)
     flat = _filled(tokens.reshape(-1), lax.axis_size(how.axes))
-    x = scaled_embedding(embedded(params["embed"], flat, how.axes, how.implementation, scattered=True), model)
+    x = scaled_embedding(sharded_rows(params["embed"], flat, how.axes, how.implementation, scattered=True), model)
     windows = sorted(set(model.window_by_layer), key=lambda window: -1 if window is None else window)
     by_layer = (
         {name: w for name, w in params.items() if name not in LAYER_FREE},
@@ -191,21 +191,13 @@ def run(
         )[: b * t].reshape(b, t, -1)  # fmt: skip
     else:
         last = t * jnp.arange(b) + jnp.maximum(counts - 1, 0)
-        logits = product(_rows(x, last, how), unembed)
+        logits = product(sharded_rows(x, last, how.axes, how.implementation), unembed)
     return capped(logits * model.logit_scale, model.logit_soft_cap), cache
 
 
 def _filled(x: jax.Array, world: int) -> jax.Array:
     """x [M, ...] with rows behind it, so that the ranks divide them."""
     return jnp.pad(x, [(0, -x.shape[0] % world)] + [(0, 0)] * (x.ndim - 1))
-
-
-def _rows(x: jax.Array, which: jax.Array, how: How) -> jax.Array:
-    """Some rows of x [M / W, D], whose rows are sharded: on every rank."""
-    at = which - x.shape[0] * lax.axis_index(how.axes)
-    here = (at >= 0) & (at < x.shape[0])
-    rows = jnp.where(here[:, None], x[jnp.clip(at, 0, x.shape[0] - 1)], 0)
-    return psum(rows, how.axes, implementation=how.implementation)
 
 
 def _heads(

@@ -442,27 +442,21 @@ class Model:
 
     def _refusals(self, room: Room) -> list[str]:
         """Why the kernel of a whole step does not take one of so many sequences on Hopper."""
-        eight = tuple(
-            Eight(
-                name=name, dtype=w.dtype.name, scales="row" if self.params[f"{name}_scale"].shape[-1] == 1 else "block"
-            )
-            for name, w in self.params.items()
-            if f"{name}_scale" in self.params
-        )
+        scales = {name: self.params.get(f"{name}_scale") for name in self.params}
+        eight = tuple(Eight.of(name, self.params[name], each) for name, each in scales.items() if each is not None)
         cache_dtype = self.dtype if self.cache_dtype is None else self.cache_dtype
         call = Call(
             model=self.spec, world=self.world, batch=room.batch, tokens=1, slots=room.slots, positions=self._positions,
             dtype=self.dtype, cache_dtype=cache_dtype, by_heads=self.by_heads, eight=eight, target=HOPPER,
         )  # fmt: skip
-        kernel = Hopper()
-        return kernel.refuses(call, kernel.by_shape(call, {}))
+        return Hopper().refuses_by_shape(call)
 
     def _by_decode_step(
         self, params: Any, cache: Any, token: jax.Array, lengths: jax.Array, cos: jax.Array, sin: jax.Array,
         tables: jax.Array,
     ) -> tuple[jax.Array, Cache]:  # fmt: skip
         del tables
-        x = forward.embedded(params["embed"], token, self.axes, self.implementation)
+        x = forward.sharded_rows(params["embed"], token, self.axes, self.implementation)
         own = {name: w for name, w in params.items() if name != "embed" or self.spec.tied}
         return decode_step(
             own, x, cache, lengths, self.axes, model=self.spec, cos=cos, sin=sin,

@@ -48,6 +48,10 @@ class Variant[Call](abc.ABC):
           asked: the settings that a caller makes. `choose` puts them into the configuration; others may depend on them.
         """
 
+    def refuses_by_shape(self, call: Call) -> list[str]:
+        """The same of the call's own configuration."""
+        return self.refuses(call, self.by_shape(call, {}))
+
     def cost(self, call: Call, config: Any) -> float:
         """To be compared with that of other variants; infinite where the kernel is not taken unless it is named."""
         del call, config

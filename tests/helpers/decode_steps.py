@@ -30,8 +30,7 @@ def call_of(model: jtf.DecoderSpec, world: int, b: int = 1, slots: int = SLOTS, 
 
 def refusals(call: Call) -> list[str]:
     """Why the kernel does not take it, with the configuration of its shape."""
-    kernel = Hopper()
-    return kernel.refuses(call, kernel.by_shape(call, {}))
+    return Hopper().refuses_by_shape(call)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

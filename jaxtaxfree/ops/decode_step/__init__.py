@@ -17,7 +17,6 @@ from jaxtaxfree.ops.decode_step.hopper import Call, Hopper
 from jaxtaxfree.ops.decode_step.reference import Params
 from jaxtaxfree.ops.decode_step.spec import DecoderSpec
 from jaxtaxfree.ops.kv_cache import Placement, like, placement_of
-from jaxtaxfree.ops.operand import Scales
 from jaxtaxfree.ops.untrusted import as_int32
 from jaxtaxfree.ops.variant import Variant, choose, settings_of
 from jaxtaxfree.primitive import Unsupported, check_implementation, collective, symbolic, takes_reference
@@ -250,13 +249,8 @@ def _refusals(
         return reasons
     of = operands[0], operands[1], operands[5], model, world, placement, eight, operands[7].shape[1] if paged else 0
     call = _call_of(*of, HOPPER.compute_capability)
-    refusals = [_refused(variant, call) for variant in VARIANTS]
+    refusals = [variant.refuses_by_shape(call) for variant in VARIANTS]
     return [] if not all(refusals) else list(dict.fromkeys(reason for reasons in refusals for reason in reasons))
-
-
-def _refused(variant: Variant[Call], call: Call) -> list[str]:
-    """Why a kernel does not take a call as the shape has it."""
-    return variant.refuses(call, variant.by_shape(call, {}))
 
 
 def _slower(
@@ -282,7 +276,7 @@ def _slower(
     if any(which.values()):
         pages, target = others[5].shape[1] if paged else 0, HOPPER.compute_capability
         call = _call_of(x, key, others[3], model, lax.axis_size(axes), placement, eight, pages, target)
-        if _refused(Hopper(), call):
+        if Hopper().refuses_by_shape(call):
             of = " and ".join(name for name, given in which.items() if given)
             return f"with {of} it was measured in one launch alone"
     return None if lax.axis_size(axes) > 1 else "it was measured with several ranks alone"
@@ -300,7 +294,7 @@ def case(
         return None  # the tables are of weights and caches of 16 bits, without pages
     cos = others[3]
     call = _call_of(x, key, cos, model, team.world, placement, eight, 0, team.compute_capability)
-    if _refused(Hopper(), call):
+    if Hopper().refuses_by_shape(call):
         return None  # such as a cache along the sequence: operations have tables of their own
     sizes = {name: getattr(model, name) for name in ("d_model", "heads", "kv_heads", "head_dim", "d_mlp")}
     return Case(
@@ -387,8 +381,7 @@ def _check(
             if found.dtype != np.float32 or found.shape not in (rows[scale], blocks[scale]):
                 of = f"{list(rows[scale])} (of rows) or {list(blocks[scale])} (of blocks)"
                 wrong.append(f"{scale} must be float32{of}, not {found.dtype}{list(found.shape)}")
-            kind: Scales = "row" if found.shape == rows[scale] else "block"
-            eight.append(Eight(name=name, dtype=params[name].dtype.name, scales=kind))
+            eight.append(Eight.of(name, params[name], found))
     b, heads = x.shape[0], model.kv_heads // world if by_heads else model.kv_heads
     rows_of, positions = ("pages", "page size") if tables else (b, "S")
     wrong += _cache_faults(key, value, scales, (model.layers, rows_of, heads, positions, model.head_dim))

@@ -1,6 +1,7 @@
 """A call of `decode_step` as its kernels see it, and the settings of the kernel for all layers."""
 
 import dataclasses
+from typing import Any, Self
 
 import numpy as np
 
@@ -22,6 +23,12 @@ class Eight:
     name: str
     dtype: str
     scales: Scales
+
+    @classmethod
+    def of(cls, name: str, weight: Any, scales: Any) -> Self:
+        """Of a weight [..., out, in] and its scales, arrays or their types."""
+        kind: Scales = "row" if scales.shape == (*weight.shape[:-1], 1) else "block"
+        return cls(name=name, dtype=weight.dtype.name, scales=kind)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

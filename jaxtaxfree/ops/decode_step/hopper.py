@@ -114,15 +114,12 @@ def refused_eight_bits(call: Call, config: Config) -> list[str]:
     return reasons
 
 
-def refused_cache(call: Call, config: Config) -> list[str]:
+def refused_cache(call: Call) -> list[str]:
     """Why a call with a cache of 8 bits cannot be taken."""
-    if not call.narrow_cache:
-        return []
-    reasons: list[str] = []
-    if call.model.head_dim % (2 * GROUP):
+    if call.narrow_cache and call.model.head_dim % (2 * GROUP):
         of = f"heads that {2 * GROUP} divides, not {call.model.head_dim}"
-        reasons.append(Lasting(f"with a cache of 8 bits it takes {of}"))
-    return reasons
+        return [Lasting(f"with a cache of 8 bits it takes {of}")]
+    return []
 
 
 def block_of_keys(call: Call, config: Config) -> int:
@@ -156,7 +153,7 @@ class Hopper(Variant[Call]):
         if call.target.compute_capability != 90:
             reasons.append(f"it is for GPUs of compute capability 9.0, not {call.target}")
         reasons += refusals_of_form(call)
-        reasons += refused_cache(call, config)
+        reasons += refused_cache(call)
         reasons += refused_eight_bits(call, config)
         if call.batch > many.VECTORS:
             reasons.append(f"it takes 1 to {many.VECTORS} sequences, not {call.batch}")
