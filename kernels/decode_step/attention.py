@@ -37,7 +37,7 @@ def length_at(given, sequence):
 @triton.constexpr_function
 def block_of(desc, sizes):
     """How many keys are in a block: [slots, groups of 64 columns, 64], for tensor cores [groups, slots, 64]."""
-    return desc.block_shape[1 if sizes.TENSOR_CORES else 0]
+    return desc.block_shape[1 if sizes.ATTENTION_CORES else 0]
 
 
 @gluon.jit
@@ -108,7 +108,7 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
 @gluon.jit
 def fetch_block(ring, position, desc, row, SIZES: gl.constexpr):
     """Begins to load a block of keys or values; returns the next position."""
-    if SIZES.TENSOR_CORES:
+    if SIZES.ATTENTION_CORES:
         position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT)
     else:
         position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT)
@@ -416,15 +416,15 @@ def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr, there=True)
     low = column < HALF
     turns = column < SIZES.ROTATED
     partner = gl.where(low, column + HALF, gl.where(turns, column - HALF, column))
-    if SIZES.TENSOR_CORES:
+    if SIZES.ATTENTION_CORES:
         x = gl.load(source + column, mask=there & (column < SIZES.H), other=0.0)
         y = gl.load(source + partner, mask=there & (column < SIZES.H), other=0.0)
     else:
         x = gl.load(source + column)
         y = gl.load(source + partner)
     if gain_ptr is not None:
-        squares = gl.sum(x * x, 1, keep_dims=SIZES.TENSOR_CORES)
-        if not SIZES.TENSOR_CORES:
+        squares = gl.sum(x * x, 1, keep_dims=SIZES.ATTENTION_CORES)
+        if not SIZES.ATTENTION_CORES:
             squares = gl.sum(squares, 0)
         scale = gl.rsqrt(squares / SIZES.H + SIZES.EPS)
         x_gain, y_gain = gl.load(gain_ptr + column).to(gl.float32), gl.load(gain_ptr + partner).to(gl.float32)

@@ -20,7 +20,8 @@ at the end of `add`.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
 its blocks. Those are of one sequence or few, whose vectors lie in registers in f32. `many.py` has the same phases by
-tensor cores (`tensor_cores.py`), for more of them.
+tensor cores (`tensor_cores.py`), for more of them. `attention_cores.py` has attention by tensor cores, which goes with
+either.
 
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.
@@ -39,7 +40,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, many, phases
+from jaxtaxfree.kernels.decode_step import attention, attention_cores, many, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 
@@ -49,6 +50,7 @@ class Sizes(NamedTuple):
     LAYERS: Any
     B: Any
     TENSOR_CORES: Any
+    ATTENTION_CORES: Any
     VECTORS: Any
     NARROW: Any
     D: Any
@@ -221,6 +223,7 @@ def decode_step_kernel(
     LAYERS: gl.constexpr,
     B: gl.constexpr,
     TENSOR_CORES: gl.constexpr,  # which multiply, see `many.py`
+    ATTENTION_CORES: gl.constexpr,  # which multiply by old keys and values, see `attention_cores.py`
     VECTORS: gl.constexpr,  # that lie in memory for these, 8 or 16
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
@@ -257,10 +260,10 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS, H, F, V, SLOTS,
-        PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP, ACTIVATION,
-        RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT, STREAM_TOLD,
-        SUMS, WINDOW, TABLE,
+        LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
+        H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
+        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
+        STREAM_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -348,9 +351,14 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         )  # fmt: skip
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
-        position = attention.attend(
-            me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
-        )  # fmt: skip
+        if SIZES.ATTENTION_CORES:
+            position = attention_cores.attend(
+                me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
+            )  # fmt: skip
+        else:
+            position = attention.attend(
+                me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
+            )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
         heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
-from jaxtaxfree.kernels.decode_step import attention, attention_many, phases
+from jaxtaxfree.kernels.decode_step import attention, attention_cores, phases
 from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 MOST = gl.constexpr(16)  # products that a program has in registers at a time
@@ -58,7 +58,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         position = project(ring, position, given, kept, layer, times, factor, SIZES)
         factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
-        position = attention_many.attend(
+        position = attention_cores.attend(
             me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)

@@ -151,12 +151,14 @@ def test_several_sequences_of_eight_bits(batch):
     ],
 )
 def test_a_cache_of_eight_bits(batch, of_cache, eight):
-    """Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is on its way.
+    """In registers. Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is
+    on its way.
 
     What is spilled is so at the beginning, for the end: 16 bytes.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
-    kernel = launch_of(lowered(model, 2, batch, eight, of_cache))
+    registers = {"tensor_cores": False, "attention_cores": False}
+    kernel = launch_of(lowered(model, 2, batch, eight, of_cache, **registers))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert ("prmt.b32 y, x, 0x4b000000" in code.ptx) == ("int8" in (of_cache, eight))
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
@@ -187,6 +189,26 @@ def test_a_cache_of_eight_bits_by_tensor_cores(batch, of_cache, page):
     assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
     # 16 slots of 64 words of values, which two warps share: half as many loads as of 16 bits.
     assert code.ptx.count("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16") == 2
+
+
+@pytest.mark.parametrize(
+    ("heads", "eight", "of_cache"),
+    [(64, None, None), (64, "int8", None), pytest.param(8, None, "int8", marks=pytest.mark.soak)],
+)
+def test_attention_by_tensor_cores_and_products_in_registers(heads, eight, of_cache):
+    """Of 4 and 8 heads of a key; registers' attention of 8 heads spills 96 bytes."""
+    model = DecoderSpec(
+        layers=8, d_model=4096, heads=heads, kv_heads=max(2, heads // 8), head_dim=128, d_mlp=3584, vocab=32064
+    )
+    kernel = launch_of(lowered(model, 2, 1, eight, of_cache))
+    code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
+    assert code.shared <= SHARED_MEMORY[90]
+    assert local_memory(code.ptx) == []
+    assert spilled_bytes(ptxas_report(code)) == 0
+    assert set(re.findall(r"mma\.sync\.[\w.]+", code.ptx)) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in code.ptx
+    # Old keys and values, and of registers' blocks of weights no other dimension.
+    assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cta\.global", code.ptx)) <= 10
 
 
 def soak(*cases: Any) -> list[Any]:

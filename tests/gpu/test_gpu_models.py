@@ -1,5 +1,7 @@
 """Published checkpoints on GPUs: prompts and steps by the kernels, against what transformers said of them."""
 
+import os
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,8 @@ def test_a_cache_in_pages(gpu_mesh):
 @pytest.mark.parametrize(("weights", "activations"), [("int8", False), ("int8", True), ("float8_e4m3fn", False)])
 def test_eight_bits(gpu_mesh, weights, activations):
     """By XLA; the kernels of 8 bits take larger matrices than these."""
+    if activations and "autotune_level=0" in os.environ.get("XLA_FLAGS", ""):
+        pytest.skip("without autotuning, XLA of JAX 0.11.2 multiplies int8 by int8 wrongly on GPUs")
     how = {"weights": weights, "quantize_activations": activations}
     model, expected = models.load(FOLDER / "llama3", gpu_mesh(2, "tp"), dtype=np.float32, **how), expected_of("llama3")
     logits, wanted = np.asarray(model.logits(expected["tokens"][:1])), expected["logits"][:1]
@@ -52,7 +56,10 @@ SIZES |= {"head_dim": 128, "num_hidden_layers": 2, "vocab_size": 1024}
 )
 @pytest.mark.parametrize("implementation", [None, "fused"])
 def test_a_step_in_one_launch(gpu_mesh, tmp_path, monkeypatch, weights, cache_dtype, implementation):
-    """A Llama of random weights, two sequences: each token is XLA's likeliest one, but for rounding."""
+    """A Llama of random weights, two sequences: each token is XLA's likeliest one, but for rounding.
+
+    XLA's own tokens in bf16 are 0.011 from the likeliest ones of f32, with a cache of e4m3 0.046, and of int8 0.138.
+    """
     monkeypatch.setattr(checkpoint, "SCALE", 0.1)
     checkpoint.write_random(tmp_path, checkpoint.LLAMA_3_8B | SIZES)
     how = {"weights": weights, "cache_dtype": cache_dtype, "implementation": implementation}
@@ -61,4 +68,4 @@ def test_a_step_in_one_launch(gpu_mesh, tmp_path, monkeypatch, weights, cache_dt
     # The sum of the embeddings, the step, and the likeliest token.
     assert model.kernels(model.room([40, 40], 64), models.Sampling()) == 3
     made = model.generate(tokens, 64)
-    assert checkpoint.margin(model.by("xla"), tokens, made) < (0.05 if cache_dtype else 0.01)
+    assert checkpoint.margin(model.by("xla"), tokens, made) < (0.2 if cache_dtype else 0.03)

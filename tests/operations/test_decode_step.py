@@ -346,12 +346,12 @@ def test_what_the_kernel_does_not_take():
     several = dataclasses.replace(call, batch=5, dtype=np.dtype(np.float16), cache_dtype=np.dtype(np.float16))
     asked = {"stage": 2048, "tensor_cores": True}
     found = kernel.refuses(several, kernel.by_shape(several, asked))
-    wanted = ("of 5 sequences it takes weights of bfloat16, not float16", "4096 to 131072")
-    assert len(found) == 2 and all(part in reason for part, reason in zip(wanted, found)), found
-    small = dataclasses.replace(kernel.by_shape(several, asked), num_warps=4)
-    assert any(
-        "stages of 16 keys of 256 or more, not of 2048 elements" in reason for reason in kernel.refuses(several, small)
-    )
+    keys = "by tensor cores it takes stages of 16 keys of 256 or more, not of 2048 elements"
+    wanted = ("of 5 sequences it takes weights of bfloat16, not float16", "4096 to 131072", keys)
+    assert len(found) == 3 and all(part in reason for part, reason in zip(wanted, found)), found
+    few = dataclasses.replace(kernel.by_shape(several, asked), attention_cores=False)
+    (*_, reason) = kernel.refuses(several, few)
+    assert reason.endswith("do so by old keys, too, not with attention_cores=False")
     other = dataclasses.replace(call, target=target_of(100), tokens=3, by_heads=False)
     found = kernel.refuses(other, kernel.by_shape(other, {}))
     for part in ("compute capability 9.0, not 10.0", "one new token of each sequence, not 3", "not along the sequence"):
@@ -387,10 +387,12 @@ def test_what_the_kernel_takes(family, world, batch):
         (LLAMA, 1, "bfloat16", {}, False),
         (FAMILIES["llama-3-70b"], 1, "bfloat16", {}, False),
         (dataclasses.replace(LLAMA, d_model=5120), 1, "bfloat16", {}, True),
-        (LLAMA, 2, "bfloat16", {}, True),
-        (LLAMA, 2, "bfloat16", {"tensor_cores": False}, False),
-        (LLAMA, 2, "bfloat16", {"stage": 2048}, False),  # tiles are too narrow for eight warps
-        (LLAMA, 2, "bfloat16", {"stage": 2048, "num_warps": 4}, True),
+        (LLAMA, 2, "bfloat16", {}, False),
+        (LLAMA, 2, "bfloat16", {"attention_cores": True}, False),
+        (LLAMA, 3, "bfloat16", {}, True),
+        (LLAMA, 3, "bfloat16", {"tensor_cores": False}, False),
+        (LLAMA, 3, "bfloat16", {"stage": 2048}, False),  # tiles are too narrow for eight warps
+        (LLAMA, 3, "bfloat16", {"stage": 2048, "num_warps": 4}, True),
         (LLAMA, 4, "float16", {}, False),
         (FAMILIES["gemma-2-9b"], 2, "bfloat16", {}, False),
         (FAMILIES["gemma-2-9b"], 3, "bfloat16", {}, True),
@@ -404,6 +406,28 @@ def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
     kernel = Hopper()
     config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
     assert config.tensor_cores == expected
+    assert kernel.refuses(call, config) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "dtype", "asked", "expected"),
+    [
+        (LLAMA, 1, "bfloat16", {}, True),
+        (LLAMA, 4, "float16", {}, True),
+        (LLAMA, 1, "bfloat16", {"attention_cores": False}, False),
+        (LLAMA, 1, "bfloat16", {"stage": 1024}, False),  # a block has fewer than 16 keys
+        (FAMILIES["gemma-2-9b"], 1, "bfloat16", {}, False),
+        (FAMILIES["gemma-2-9b"], 1, "bfloat16", {"attention_cores": True}, True),
+        (FAMILIES["gemma-2-9b"], 3, "bfloat16", {}, True),
+        (dataclasses.replace(LLAMA, head_dim=64), 1, "bfloat16", {}, True),
+    ],
+)
+def test_when_tensor_cores_multiply_by_keys(model, batch, dtype, asked, expected):
+    """With those that multiply by weights, and without for heads of up to 128."""
+    call = call_of(model, 4, batch, 2048, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
+    kernel = Hopper()
+    config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
+    assert config.attention_cores == expected
     assert kernel.refuses(call, config) == []
 
 

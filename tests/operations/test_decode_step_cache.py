@@ -210,23 +210,27 @@ def test_errors():
 
 @pytest.mark.parametrize("dtype", [INT8, E4M3])
 def test_who_takes_it(dtype):
-    """One launch of 1 to 4 sequences; else operations, where the GPU has the dtype."""
+    """One launch of 1 to 16 sequences of heads of 128; else operations, where the GPU has the dtype."""
     call = call_of(FAMILIES["llama-3-8b"], 8, 4, 2048, cache_dtype=np.dtype(dtype))
     kernel = Hopper()
-    for batch, stage in ((1, 8192), (2, 4096), (4, 4096)):
+    for batch in (1, 2, 4, 5, 16):
         chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=batch), {})
-        assert chosen.variant.name == "hopper" and not chosen.config.tensor_cores and chosen.config.stage == stage
+        assert chosen.variant.name == "hopper" and chosen.config.tensor_cores == (batch > 2)
+        assert chosen.config.attention_cores and chosen.config.stage == 8192
+    for batch, stage in ((1, 8192), (2, 4096), (4, 4096)):  # in registers
+        asked = {"tensor_cores": False, "attention_cores": False}
+        assert kernel.by_shape(dataclasses.replace(call, batch=batch), asked).stage == stage
     for batch in (1, 4, 5, 16):
         asked = {"kernel": "hopper", "tensor_cores": True}
         chosen = choose("decode_step", VARIANTS, dataclasses.replace(call, batch=batch), asked)
         assert chosen.config.tensor_cores and chosen.config.stage == 8192
         blocks = chosen.variant.blocks(dataclasses.replace(call, batch=batch), chosen.config)
         assert blocks["old_keys_desc"] == (1, 64, 128)
-    for changes in ({"batch": 5}, {"model": dataclasses.replace(call.model, head_dim=64)}, {"by_heads": False}):
+    for changes in ({"batch": 17}, {"model": dataclasses.replace(call.model, head_dim=64)}, {"by_heads": False}):
         assert choose("decode_step", VARIANTS, dataclasses.replace(call, **changes), {}).variant.name == "operations"
     for changes, asked, refused in (
         ({"batch": 17}, {"tensor_cores": True}, "it takes 1 to 16 sequences, not 17"),
-        ({"batch": 5}, {}, "without tensor cores it takes 1 to 4 sequences, not 5"),
+        ({"batch": 5}, {"tensor_cores": False}, "without tensor cores it takes 1 to 4 sequences, not 5"),
         (
             {"model": dataclasses.replace(call.model, head_dim=64)}, {},
             "with a cache of 8 bits it takes heads that 128 divides, not 64",
@@ -322,8 +326,8 @@ def test_what_a_gpu_is_given(dtype, implementation, kernels):
 @pytest.mark.parametrize(
     ("placement", "sequences", "eight", "page", "kernels"),
     [
-        ("heads", 1, False, 0, 1), ("heads", 4, True, 0, 1), ("heads", 5, False, 0, 0), ("contiguous", 1, False, 0, 0),
-        ("heads", 2, False, 64, 1), ("heads", 2, False, 4, 0),
+        ("heads", 1, False, 0, 1), ("heads", 4, True, 0, 1), ("heads", 5, False, 0, 1), ("contiguous", 1, False, 0, 0),
+        ("heads", 17, False, 0, 0), ("heads", 2, False, 64, 1), ("heads", 2, False, 4, 0),
     ],
 )  # fmt: skip
 def test_what_none_takes(placement, sequences, eight, page, kernels):

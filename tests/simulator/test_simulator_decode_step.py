@@ -11,7 +11,7 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, attention_many, hopper, many, phases, ring, tensor_cores
+from jaxtaxfree.kernels.decode_step import attention, attention_cores, hopper, many, phases, ring, tensor_cores
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -54,7 +54,8 @@ STEPS = {
     ),
 }  # fmt: skip
 # By tensor cores, a block of whose weights has a group of 64 columns for each of four warps.
-TILES = (("tensor_cores", True), ("stage", 2048))
+CORES = (("tensor_cores", True), ("attention_cores", True))
+TILES = (*CORES, ("stage", 2048))
 TENSOR_CORES = {
     "five sequences": Step(world=1, lengths=(3, 0, 17, 9, 5), group=1, config=TILES),
     "six sequences on two ranks, two layers": Step(lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES),
@@ -90,7 +91,7 @@ TENSOR_CORES = {
         lengths=(12, 1, 5, 19, 8),
         layers=2,
         changes=(("head_dim", 256), ("d_model", 448)),
-        config=(("tensor_cores", True), ("stage", 4096)),
+        config=(*CORES, ("stage", 4096)),
     ),
     # 19 tiles of the stream for each program are two turns of 10, and 14 of the gate two of 7.
     "rows in turns": Step(lengths=(3, 0, 17, 9, 5), group=1, changes=(("d_model", 448), ("d_mlp", 640)), config=TILES),
@@ -166,7 +167,7 @@ TILED_CACHES = {
     ),
     "a cache of e4m3 by tensor cores, heads of 256": Step(
         world=1, family="gemma-2-9b", lengths=(14, 3, 19), cache="float8_e4m3fn",
-        changes=(("head_dim", 256), ("d_model", 448)), config=(("tensor_cores", True), ("stage", 4096)),
+        changes=(("head_dim", 256), ("d_model", 448)), config=(*CORES, ("stage", 4096)),
     ),
     "pages of e4m3 by tensor cores": Step(
         lengths=(3, 16, 17, 9, 0, 32), page=16, lost=(1, 4), cache="float8_e4m3fn", **OF_TILES
@@ -174,6 +175,31 @@ TILED_CACHES = {
 }  # fmt: skip
 CACHES |= TILED_CACHES
 STEPS |= CACHES
+# Products in registers, and attention by tensor cores, of blocks of 16 keys of 64.
+ATTENTION = (("attention_cores", True), ("stage", 1024))
+ATTENTION_CORES = {
+    "attention by tensor cores": Step(config=ATTENTION),
+    "attention by tensor cores, four sequences on two ranks, two layers, in parts": Step(
+        lengths=(3, 0, 17, 20), layers=2, config=(*ATTENTION, ("splits", 2)),
+    ),
+    "attention by tensor cores, no token, qwen 3 with a window and caps, eight heads of a key": Step(
+        world=1, family="qwen3-8b", lengths=(19, -1), group=8, config=ATTENTION,
+        changes=(("score_soft_cap", 3.0), ("windows", (9,))),
+    ),
+    "attention by tensor cores, gemma 2": Step(family="gemma-2-9b", lengths=(14,), layers=2, config=ATTENTION),
+    "attention by tensor cores, heads of 256, a cache of e4m3": Step(
+        world=1, lengths=(14, 3), cache="float8_e4m3fn", changes=(("head_dim", 256),),
+        config=(("attention_cores", True), ("stage", 4096)),
+    ),
+    "attention by tensor cores, weights and a cache of int8": Step(
+        lengths=(13,), eight=("int8", "unembed"), cache="int8", changes=(("head_dim", 128),),
+        config=(("attention_cores", True), ("stage", 2048)),
+    ),
+    "attention by tensor cores, pages": Step(
+        world=1, lengths=(40, 16), page=32, layers=2, lost=(1,), config=(*ATTENTION, ("splits", 3))
+    ),
+}  # fmt: skip
+STEPS |= ATTENTION_CORES
 PAGES = {
     "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
     "pages of two blocks, no token, a full cache and lost tokens": Step(
@@ -543,48 +569,49 @@ MUTANTS = {
             ],
         )
         for module, fault, found, changed in (
-            (attention_many, "a key's scale of another position", OLD_KEYS, f"{OLD_KEYS} + 1 - 2 * (slot & 1)"),
-            (attention_many, "a value's scale of another position", OLD_VALUES, f"{OLD_VALUES} + 1 - 2 * (slot & 1)"),
-            (attention_many, "scales of another layer", "attention.row_of(given, layer,", "attention.row_of(given, 0,"),
-            (attention_many, "keys' scales for values", "gl.load(given.old_value_scales",
+            (attention_cores, "a key's scale of another position", OLD_KEYS, f"{OLD_KEYS} + 1 - 2 * (slot & 1)"),
+            (attention_cores, "a value's scale of another position", OLD_VALUES, f"{OLD_VALUES} + 1 - 2 * (slot & 1)"),
+            (attention_cores, "scales of another layer", "attention.row_of(given, layer,",
+             "attention.row_of(given, 0,"),
+            (attention_cores, "keys' scales for values", "gl.load(given.old_value_scales",
              "gl.load(given.old_key_scales"),
-            (attention_many, "values without their scales", "weights = weights * value_scale", "pass"),
-            (attention_many, "a key without its scale", "scores = scores * key_scale", "pass"),
-            (attention_many, "the new key without its scale", "key, 1) * key_unit", "key, 1)"),
-            (attention_many, "the new value without its scale",
+            (attention_cores, "values without their scales", "weights = weights * value_scale", "pass"),
+            (attention_cores, "a key without its scale", "scores = scores * key_scale", "pass"),
+            (attention_cores, "the new key without its scale", "key, 1) * key_unit", "key, 1)"),
+            (attention_cores, "the new value without its scale",
              "attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit",
              "attention.rounded(value, value_unit, given.old_keys.dtype)"),
-            (attention_many, "the new value is not rounded",
+            (attention_cores, "the new value is not rounded",
              "attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit", "value * 1.2"),
             (attention, "the new value's scale is the key's", "scales + PAIRS + pair, value_unit",
              "scales + PAIRS + pair, key_unit"),
-            (attention_many, "odd columns of values are the even ones", "accs[2 * group]), mma_v2(weights, high,",
+            (attention_cores, "odd columns of values are the even ones", "accs[2 * group]), mma_v2(weights, high,",
              "accs[2 * group]), mma_v2(weights, low,"),
-            (attention_many, "columns are those of 16 bits", "i // 2 * 128 + i % 2 + 2 * column", "i * 64 + column"),
-            (attention_many, "queries lie as for keys of 16 bits", "query = tensor_cores.order(query)", "pass"),
-            (attention_many, "behind the last value there is anything", "if count < desc.block_shape[1]:",
+            (attention_cores, "columns are those of 16 bits", "i // 2 * 128 + i % 2 + 2 * column", "i * 64 + column"),
+            (attention_cores, "queries lie as for keys of 16 bits", "query = tensor_cores.order(query)", "pass"),
+            (attention_cores, "behind the last value there is anything", "if count < desc.block_shape[1]:",
              "if count < 0:"),
         )
     },
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
-        module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
         step=SEVERAL,
     ),
     "a key before the window, by tensor cores": Mutant(
-        module=attention_many, edits=(("(slot >= begin) & (slot < end)", "slot < end"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("(slot >= begin) & (slot < end)", "slot < end"),), errors=(AssertionError,),
         step=TENSOR_CORES["qwen 3 with scales and caps"],
     ),
     "a value behind the end counts 0 times": Mutant(
-        module=attention_many, edits=(("if count < desc.block_shape[1]:", "if count < 0:"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("if count < desc.block_shape[1]:", "if count < 0:"),), errors=(AssertionError,),
         step=SEVERAL,
     ),
     "the new token does not see itself, by tensor cores": Mutant(
-        module=attention_many, edits=(("(length < SIZES.SLOTS)", "(length < 0)"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("(length < SIZES.SLOTS)", "(length < 0)"),), errors=(AssertionError,),
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
-        module=attention_many,
+        module=attention_cores,
         edits=(
             ("(part == 0) & own, value", "(part >= 0) & own, value"),
             ("[:, None] == 0) & own", "[:, None] >= 0) & own"),
@@ -593,29 +620,29 @@ MUTANTS = {
         errors=(AssertionError,), step=SEVERAL,
     ),
     "a part of a block is taken for another one": Mutant(
-        module=attention_many, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("part * EACH + gl", "(1 - part) * EACH + gl"),), errors=(AssertionError,),
         step=SEVERAL,
     ),
     "a part of a block is left out": Mutant(
-        module=attention_many, edits=(("acc = gl.sum(memory.index(i - begin).load(COLUMNS), 0)",
+        module=attention_cores, edits=(("acc = gl.sum(memory.index(i - begin).load(COLUMNS), 0)",
                                        "acc = gl.max(memory.index(i - begin).load(COLUMNS), 0)"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "parts of a block are added up as if their highest scores were the same": Mutant(
-        module=attention_many, edits=(("weight = gl.exp2(tops - gl", "weight = gl.exp2(tops * 0.0 - 0.0 * gl"),),
+        module=attention_cores, edits=(("weight = gl.exp2(tops - gl", "weight = gl.exp2(tops * 0.0 - 0.0 * gl"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "the query heads of another key/value head's row": Mutant(
-        module=attention_many, edits=(("(head * G + g[:, None]) * H", "(head * G + G - 1 - g[:, None]) * H"),),
+        module=attention_cores, edits=(("(head * G + g[:, None]) * H", "(head * G + G - 1 - g[:, None]) * H"),),
         errors=(AssertionError,), step=SEVERAL,
     ),
     "keys are given back before they are read": Mutant(
-        module=attention_many,
+        module=attention_cores,
         edits=((OF_KEYS, BACK + OF_KEYS), (BACK + "    return scores", "    return scores")),
         errors=(DataRaceError, MissingFenceError), step=SEVERAL,
     ),
     "values are given back before they are read": Mutant(
-        module=attention_many,
+        module=attention_cores,
         edits=((OF_VALUES, BACK + OF_VALUES), (BACK + "    return added", "    return added")),
         errors=(DataRaceError, MissingFenceError), step=SEVERAL,
     ),
@@ -746,7 +773,7 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
     path.write_text(text)
     # Each file anew, with the others that it knows, in the order in which they know each other.
     again: dict[ModuleType, ModuleType] = {}
-    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, attention_many, many, hopper):
+    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, attention_cores, many, hopper):
         names = {name: again[of] for name, of in vars(module).items() if isinstance(of, ModuleType) and of in again}
         source = path if module is mutant.module else Path(module.__file__ or "")
         again[module] = load(source, module.__name__, **names)

@@ -105,11 +105,10 @@ def decode_step[C: Cache](
       implementation: as in `all_gather_matmul`. "fused" is, for one token of each sequence in bf16 or f16, all layers
         in one launch, on Hopper: of 1 to 16 sequences with a cache by heads, in f16 1 to 4. Of weights of 8 bits all
         layers have one dtype, with scales of rows whose lengths 128 divides; of 5 sequences or more the unembedding has
-        8 bits, too. A cache of 8 bits has 1 to 4 sequences (1 to 16 with {"tensor_cores": True} in `config`, which
-        nobody has timed), and heads that 128 divides. Pages have positions that 8
-        divides, or 16 of several sequences, which tensor cores take. It is our operations, some kernels a layer, of
-        what is left, with a cache along the sequence, and on other GPUs. None takes what has been measured, on several
-        ranks: not our operations with weights or a cache of 8 bits, or with pages.
+        8 bits, too. A cache of 8 bits has heads that 128 divides. Pages have positions that 8 divides, or 16 of 5
+        sequences or more. It is our operations, some kernels a layer, of what is left, with a cache along the sequence,
+        and on other GPUs. None takes what has been measured, on several ranks: not our operations with weights or a
+        cache of 8 bits, or with pages.
       config: {"kernel": "hopper", ...} is one launch, and how its kernel splits its work; the shape decides whatever it
         leaves out. {"kernel": "operations"} is our operations.
 
@@ -267,8 +266,9 @@ def _slower(
     With weights of int8, on 2 H100, Llama 3 8B's share of 8 GPUs: one launch 236, 288 and 358 for 1, 2 and 8 sequences,
     XLA without flags 648, 990 and 1213.
 
-    The same share with a cache of int8, 1 and 4 sequences: one launch 282 and 437, operations 585 and 512, XLA without
-    flags 856 for one. In pages: one launch 284 and 301, operations 549 and 490, XLA 784.
+    The same share with a cache of int8, 1, 4, 8 and 16 sequences: one launch 282, 306, 318 and 349, operations 585,
+    537, 572 and 608, XLA without flags 855, 1343, 1382 and 1453. In pages, 1 and 4: one launch 278 and 301, operations
+    549 and 490, XLA 784 for one.
     """
     if placement is not None:
         return "operations were measured with a cache by heads alone"

@@ -1,5 +1,6 @@
 """The kernel of `decode_step`: all layers in one launch, on Hopper."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ SCALES = {
 }  # fmt: skip
 # And those of the cache, as operands and as results.
 SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
+MERGED = 32  # columns of a head at least, where products are in registers: 273 us a step, and 277 with 8
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
@@ -59,21 +61,37 @@ def block_of(rows: int, columns: int, config: Config, divides: int = 0) -> tuple
 def by_tensor_cores(call: Call, config: Config) -> bool:
     """Whether tensor cores are to multiply: there are too many sequences for registers, or it is faster.
 
-    us a step on one H100, 8 layers, 2048 tokens: Llama 3 8B's share of eight GPUs takes 288 to 290 for 1 to 4
-    sequences; in registers 262 for one, and 297 for two. One sequence of Qwen3 32B's share of four, whose rows of 5120
-    come in five blocks in registers, takes 808 by tensor cores, and 867.
-
-    With weights of int8, on 2 H100 and of 8192 tokens, the same share takes 279, 288, 290 and 315 for 1 to 4 sequences,
-    and 236, 300, 366 and 480 in registers. A quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
+    us a step on 2 H100, 8 layers, 8192 tokens, by tensor cores, and with products in registers and attention by tensor
+    cores: Llama 3 8B's share of eight GPUs, 2 sequences, 321 and 321, with weights of int8 287 and 271, 3 sequences 292
+    and 343, with a cache of int8, 4 sequences of 2048 tokens, 306 and 441; 70B's share, 2 sequences, 819 and 786. One
+    sequence of Qwen3 32B's share of four, whose rows of 5120 come in five blocks in registers, takes 922, and 933. With
+    attention in registers a quarter of Gemma 2 9B takes 609 for 4 sequences, and 700.
     """
-    if call.narrow_cache:
-        return False  # nobody has timed such a cache by them
-    if many.refused(call, config) or _widths_differ(call) or (call.paged and call.slots % many.VECTORS):
+    if many.refused(call, config) or _widths_differ(call) or not _attention_can(call, config):
         return call.batch > FEW
     if call.model.post_norms:
         return call.batch > 2  # fewer were not timed
     _, groups, width = block_of(call.model.d_model, call.model.d_model, Config())
-    return call.batch > 1 or call.model.d_model > 2 * groups * width
+    most = 2 if attention_by_tensor_cores(call, config) else 1
+    return call.batch > most or call.model.d_model > 2 * groups * width
+
+
+def attention_by_tensor_cores(call: Call, config: Config) -> bool:
+    """Whether attention is to be by tensor cores, where products are not: in registers it takes longer than its bytes,
+    the more so the more heads a key has.
+
+    us a step on 2 H100, 8 layers, one sequence, in registers and by tensor cores: Llama 3 8B's share of eight, 8192
+    tokens, 282 and 278, with weights of int8 232 and 226; 70B's share 771 and 734; 8B on four 737 and 727; 70B's tenth,
+    32768 tokens, 2781 and 2556; a half of Llama 3.2 1B, heads of 64, 342 and 331. A quarter of Gemma 2 9B, heads of
+    256, takes 520 and 523.
+    """
+    return call.model.head_dim <= 128 and _attention_can(call, config)
+
+
+def _attention_can(call: Call, config: Config) -> bool:
+    """Whether attention can be by tensor cores."""
+    asked = dataclasses.replace(config, attention_cores=True)
+    return not many.refused_attention(call, asked) and not refused_pages(call, asked)
 
 
 def _widths_differ(call: Call) -> bool:
@@ -130,9 +148,9 @@ def block_of_keys(call: Call, config: Config) -> int:
 
 def refused_pages(call: Call, config: Config) -> list[str]:
     """Why a cache in pages cannot be taken."""
-    least = many.VECTORS if config.tensor_cores else LEAST_OF_PAGE
+    least = many.VECTORS if config.attention_cores else LEAST_OF_PAGE
     if call.paged and call.slots % least:
-        of = "by tensor cores" if config.tensor_cores else "without tensor cores"
+        of = "by tensor cores" if config.attention_cores else "without tensor cores"
         return [Lasting(f"{of} it takes pages whose positions {least} divides, not of {call.slots}")]
     return []
 
@@ -161,6 +179,7 @@ class Hopper(Variant[Call]):
             reasons += many.refused(call, config)
         elif call.batch > FEW:
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
+        reasons += many.refused_attention(call, config)
         reasons += refused_pages(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
@@ -181,22 +200,25 @@ class Hopper(Variant[Call]):
 
     def by_shape(self, call: Call, asked: Mapping[str, Any]) -> Config:
         programs = asked.get("programs", call.target.multiprocessors)
+        given = Config(**{name: asked[name] for name in ("stage", "num_warps") if name in asked})
+        tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
+        attention_cores = asked.get("attention_cores", tensor_cores or attention_by_tensor_cores(call, given))
         # A thread has as many numbers of a block of 8 bits as of one of 16: of more, registers are spilled. So it is
         # with a cache of 8 bits and several sequences in registers: 437 us a step with the smaller stage, and 453. For
-        # one sequence it is 309, and 282.
-        several = call.narrow_cache and call.batch > 1 and not asked.get("tensor_cores")
-        usual: dict[str, Any] = {"stage": Config.stage // 2 if call.eight or several else Config.stage}
-        given = Config(**usual | {name: asked[name] for name in ("stage", "num_warps") if name in asked})
-        stage = given.stage
+        # one sequence it is 309, and 282. Where only the products are in registers nothing is spilled, and weights of
+        # int8 take 227, and 221.
+        several = call.narrow_cache and call.batch > 1 and not attention_cores
+        small = several or (call.eight and (tensor_cores or not attention_cores))
+        stage = asked.get("stage", Config.stage // 2 if small else Config.stage)
+        given = dataclasses.replace(given, stage=stage)
         blocks = max(1, -(-call.slots_of_sequence // max(1, block_of_keys(call, given))))
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        tensor_cores = asked.get("tensor_cores", by_tensor_cores(call, given))
-        merged = many.merged_of(call, programs, splits, Config.merged) if tensor_cores else Config.merged
+        merged = many.merged_of(call, programs, splits, Config.merged if tensor_cores else MERGED)
         return Config(
-            tensor_cores=tensor_cores, programs=programs, stage=stage, num_stages=stages, splits=splits, merged=merged,
-            in_flight=_in_flight(stage),
+            tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
+            num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(stage),
         )  # fmt: skip
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -205,7 +227,7 @@ class Hopper(Variant[Call]):
         queries, keys, d, f = call.heads * h, call.kv_heads * h, model.d_model, call.d_mlp
         slots = block_of_keys(call, config)
         group = 2 * GROUP // call.cache_dtype.itemsize
-        old = (h // group, slots, group) if config.tensor_cores else (slots, h // group, group)
+        old = (h // group, slots, group) if config.attention_cores else (slots, h // group, group)
         if config.tensor_cores:
             project = out = inner = down = unembed = many.tile_of(call, config)
         else:
@@ -236,7 +258,7 @@ class Hopper(Variant[Call]):
         of_cache = layers, call.pool if call.paged else b, kv_heads, call.slots
         rows = math.prod(of_cache)
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
-        read = _as_blocks((rows, h), call.cache_dtype, config)
+        read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
         items = (b, kv_heads, config.splits, model.group)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
@@ -273,6 +295,7 @@ class Hopper(Variant[Call]):
             "LAYERS": layers,
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
+            "ATTENTION_CORES": int(config.attention_cores),
             "VECTORS": many.vectors_of(call),
             "D": d,
             "HEADS": heads,
@@ -330,7 +353,7 @@ class Hopper(Variant[Call]):
             },
             "WORDS": words,
             "STREAM_TOLD": int(told),
-            "SUMS": max(512 * vectors, vectors * config.stage // 32, 2 * config.num_warps * model.head_dim),
+            "SUMS": max(512 * vectors, vectors * config.stage // 32, many.sums_of_attention(call, config)),
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
@@ -341,7 +364,7 @@ class Hopper(Variant[Call]):
         """
         params, x, cache, lengths, cos, sin, *pages = operands
         model = call.model
-        as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config))  # noqa: E731
+        as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config.tensor_cores))  # noqa: E731
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         return (
@@ -371,11 +394,11 @@ class Hopper(Variant[Call]):
         ]
 
 
-def _as_blocks(shape: tuple[int, int], dtype: np.dtype, config: Config) -> tuple[int, ...]:
-    """The shape in which the kernel takes rows of weights or of the cache."""
+def _as_blocks(shape: tuple[int, int], dtype: np.dtype, tensor_cores: bool) -> tuple[int, ...]:
+    """The shape in which the kernel takes rows of weights or of the cache, for tensor cores or for registers."""
     rows, columns = shape
     group = 2 * GROUP // dtype.itemsize
-    return shape if config.tensor_cores else (rows, columns // group, group)
+    return shape if tensor_cores else (rows, columns // group, group)
 
 
 def _absent(call: Call, config: Config) -> dict[str, None]:

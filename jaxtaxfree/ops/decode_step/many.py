@@ -24,10 +24,28 @@ def refused(call: Call, config: Config) -> list[str]:
     if not config.num_warps <= tile_of(call, config)[0] <= LARGEST_BOX:
         least, most = TILE * GROUP * config.num_warps, TILE * GROUP * LARGEST_BOX
         reasons.append(f"{of} it takes stages of {least} to {most} elements, not {config.stage}")
-    elif config.stage < VECTORS * call.model.head_dim:
-        of_keys = f"{VECTORS} keys of {call.model.head_dim}"
-        reasons.append(f"{of} it takes stages of {of_keys} or more, not of {config.stage} elements")
     return reasons
+
+
+def refused_attention(call: Call, config: Config) -> list[str]:
+    """Why tensor cores cannot multiply by old keys and values, if they are to, or why they have to."""
+    if config.tensor_cores and not config.attention_cores:
+        return ["tensor cores that multiply by weights do so by old keys, too, not with attention_cores=False"]
+    if config.attention_cores and config.stage < VECTORS * call.model.head_dim:
+        keys = f"{VECTORS} keys of {call.model.head_dim}"
+        return [f"by tensor cores it takes stages of {keys} or more, not of {config.stage} elements"]
+    return []
+
+
+def sums_of_attention(call: Call, config: Config) -> int:
+    """How many f32 of shared memory attention takes for what warps have of an item.
+
+    That is of two heads or, by tensor cores, of 8 heads in each part of a block, as far as there is room.
+    """
+    h = call.model.head_dim
+    if config.attention_cores:
+        return min(min(config.num_warps, config.stage // h // VECTORS, 8) * 8 * h, 4096)
+    return 2 * config.num_warps * h
 
 
 def tile_of(call: Call, config: Config) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""Attention of a decode step of many sequences: `attention.attend` by tensor cores.
+"""`attention.attend` of a decode step by tensor cores, of one sequence as of many.
 
 The query heads of a key/value head are the 16 rows of an instruction, of which those behind the last head are zeros.
 A block of keys or values, [groups of 64 columns, slots, 64], falls into parts of its slots. Each part has warps of its
