@@ -8,7 +8,8 @@ A shape is M, K, N of the gather's whole product; the two reductions have K and 
 operation alone. Programs:
 
 * "fused" is the kernel, of each kind of scales: bfloat16 (none), e4m3 rows, e4m3 blocks, int8 rows.
-* "narrow" is the same kernel with tiles of 128 columns, "wide" with tiles of 256.
+* "fast" is the same kernel, with `fast_sums` in `config`.
+* "narrow" is the kernel with tiles of 128 columns, "wide" with tiles of 256, "fast narrow" and "fast wide" likewise.
 * "xla" is `lax`'s collective and product: of bfloat16, of 8 bits with one scale for each operand (said as XLA finds it,
   in front of the product, so that cuBLASLt applies it), and of 8 bits as they are, which is the least that it can cost.
 * "product" is the part of a rank alone, by XLA, of rows that are gathered already: the floor where the wire is none.
@@ -68,15 +69,18 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
 # What each program multiplies.
 PROGRAMS = {
     "fused": ("e4m3 rows", "e4m3 blocks", "int8 rows", "bfloat16"),
+    "fast": ("e4m3 rows",),
     "narrow": ("e4m3 rows", "e4m3 blocks", "int8 rows"),
-    "wide": ("e4m3 blocks",),
+    "wide": ("e4m3 blocks", "e4m3 rows", "int8 rows"),
+    "fast narrow": ("e4m3 rows",),
+    "fast wide": ("e4m3 rows",),
     "xla": ("e4m3 one", "e4m3 none", "int8 none", "bfloat16"),
     "product": ("e4m3 none", "bfloat16"),
     "torch": ("e4m3 rows",),
 }
 TORCH_SCRIPT = "torch_eight_bits.py"
 TORCH_CALLS = 4  # of a program, each of its own lhs
-KERNELS = ("fused", "narrow", "wide")
+KERNELS = ("fused", "fast", "narrow", "wide", "fast narrow", "fast wide")
 COMPARED = 128  # rows at the beginning and at the end of each rank's, and some between them
 TOLERANCE = 0.03
 CALLS = 20
@@ -179,9 +183,11 @@ def program(mesh: Mesh, key: Key, simulate: bool) -> Any:
         given |= {"gate": gate[0], "activation": "silu"} if gate else {}
         if kind != "bfloat16" or simulate:
             given["config"] = {"kernel": "hopper"}
-        if name == "narrow" and not simulate:
+        if name.startswith("fast"):
+            given["config"] |= {"fast_sums": True}
+        if "narrow" in name and not simulate:
             given["config"] |= {"block_n": 128, "num_stages": 6} | ({} if gathers else {"chunk": 2048})
-        if name == "wide" and not simulate:
+        if "wide" in name and not simulate:
             given["config"] |= {"block_n": 256, "num_stages": 4} | ({} if gathers else {"chunk": 1024})
         if simulate:
             small = {"block_m": 32, "block_n": 32, "block_k": 128 if scales else 64, "num_stages": 2, "programs": 2}
@@ -393,7 +399,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", default=["8192,8192,28672"], metavar="M,K,N")
     parser.add_argument("--operations", nargs="+", default=list(SPECS)[:3], choices=list(SPECS))
     parser.add_argument("--kinds", nargs="+", default=list(KINDS)[:4], choices=list(KINDS)[:4])
-    programs = [name for name in PROGRAMS if name not in ("narrow", "wide", "torch")]
+    programs = [name for name in PROGRAMS if name in ("fused", "fast", "xla", "product")]
     parser.add_argument("--programs", nargs="+", default=programs, choices=list(PROGRAMS))
     parser.add_argument("--world", type=int, help="number of devices (default: all)")
     parser.add_argument("--rounds", type=int, default=5, help="of times (default: %(default)s; 0: none)")

@@ -48,6 +48,7 @@ class Work(NamedTuple):
     BLOCK_N: Any
     BLOCK_K: Any
     GROUP_M: Any
+    FAST_SUMS: Any
     PART: Any
     UNIT: Any
     PACE: Any
@@ -85,6 +86,7 @@ def all_gather_matmul_hopper_kernel(
     BLOCK_N: gl.constexpr,  # of each product, if there is a gate
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    FAST_SUMS: gl.constexpr,  # as `matmul.multiply_tile` takes it
     STAGES: gl.constexpr,  # steps of K in flight
     PART: gl.constexpr,  # columns that are sent and waited for together, a multiple of BLOCK_K
     UNIT: gl.constexpr,  # rows that are sent together, of one part
@@ -99,8 +101,8 @@ def all_gather_matmul_hopper_kernel(
     GATED: gl.constexpr = len(several.weights_of(weights, N, 0)) > 1
     ring = matmul.allocate(lhs_desc, weights[0], half_weights[0], out_desc, BLOCK_M, STAGES, GATED)
     work: gl.constexpr = Work(
-        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, PART, UNIT, PACE, GATED, EPILOGUE, SCALES, ACTIVATION,
-        COLUMNS,
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FAST_SUMS, PART, UNIT, PACE, GATED, EPILOGUE, SCALES,
+        ACTIVATION, COLUMNS,
     )  # fmt: skip
     outs = (out_desc, out1_desc, out2_desc, out3_desc)
     gl.warp_specialize(
@@ -138,7 +140,9 @@ def multiply_tile(
     factors = matmul.scales_of_blocks(
         ring, scales, work.SCALES, source, work.WORLD, row, work.M, column, work.N, PARTITION
     )
-    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, HALF, PARTITION, factors, work.GATED)
+    product, stage, phase = matmul.multiply_tile(
+        me, ring, position, steps, HALF, PARTITION, factors, work.GATED, work.FAST_SUMS
+    )
     gate = None
     if work.GATED:
         product, gate = matmul.halves(product)

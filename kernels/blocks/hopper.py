@@ -167,7 +167,7 @@ def load_steps(
 @gluon.jit
 def multiply_tile(
     me, ring, position, steps, HALF: gl.constexpr, PARTITION: gl.constexpr = 0, factors=None,
-    GATED: gl.constexpr = False,
+    GATED: gl.constexpr = False, FAST_SUMS: gl.constexpr = False,
 ):  # fmt: skip
     """The product of a partition's rows of what arrives in the next stages, f32, and the position behind them.
 
@@ -178,13 +178,14 @@ def multiply_tile(
       PARTITION: which of those that multiply calls.
       factors: `Factors` of the partition's rows, or None.
       GATED: whether the right half of the columns is a gate's.
+      FAST_SUMS: whether tensor cores add up sums that otherwise `promotes` says are added up outside of them.
     """
     stage, phase = position
     rhs = ring.half if HALF else ring.rhs
     ROWS: gl.constexpr = ring.results.shape[2]
     BLOCK_N: gl.constexpr = rhs.shape[1] if is_transposed(ring) else rhs.shape[2]
     LAYOUT: gl.constexpr = layout_of(ring, BLOCK_N, gl.num_warps())
-    PROMOTES: gl.constexpr = promotes(ring) or factors is not None
+    PROMOTES: gl.constexpr = (promotes(ring) and not FAST_SUMS) or factors is not None
     if PROMOTES:
         if factors is not None:
             WIDE: gl.constexpr = BLOCK_N > PROMOTED

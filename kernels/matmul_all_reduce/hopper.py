@@ -59,6 +59,7 @@ class Work(NamedTuple):
     BLOCK_N: Any
     BLOCK_K: Any
     GROUP_M: Any
+    FAST_SUMS: Any
     TILES: Any
     GROUPS: Any
     LAG: Any
@@ -95,6 +96,7 @@ def matmul_all_reduce_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    FAST_SUMS: gl.constexpr,  # as `matmul.multiply_tile` takes it
     STAGES: gl.constexpr,  # steps of K in flight
     TILES: gl.constexpr,  # that a rank owns, the last ones may own fewer
     GROUPS: gl.constexpr,  # of a rank's tiles
@@ -127,6 +129,7 @@ def matmul_all_reduce_hopper_kernel(
         BLOCK_N,
         BLOCK_K,
         GROUP_M,
+        FAST_SUMS,
         TILES,
         GROUPS,
         LAG,

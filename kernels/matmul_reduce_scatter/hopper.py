@@ -48,6 +48,7 @@ class Work(NamedTuple):
     BLOCK_N: Any
     BLOCK_K: Any
     GROUP_M: Any
+    FAST_SUMS: Any
     CHUNK: Any
     PACE: Any
     SCALES: Any
@@ -90,6 +91,7 @@ def matmul_reduce_scatter_hopper_kernel(
     BLOCK_N: gl.constexpr,
     BLOCK_K: gl.constexpr,
     GROUP_M: gl.constexpr,
+    FAST_SUMS: gl.constexpr,  # as `matmul.multiply_tile` takes it
     STAGES: gl.constexpr,  # steps of K in flight
     CHUNK: gl.constexpr,  # elements that are pushed at a time, a divisor of a tile's; two of them are in flight
     PACE: gl.constexpr,  # cycles in which a program sends so many
@@ -109,7 +111,7 @@ def matmul_reduce_scatter_hopper_kernel(
     staged = allocate_relay(2, 1)
     LINES: gl.constexpr = lines_of(ring, BLOCK_M)
     work: gl.constexpr = Work(
-        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, CHUNK, PACE, SCALES, ACTIVATION, COLUMNS, LINES
+        M, N, K, WORLD, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, FAST_SUMS, CHUNK, PACE, SCALES, ACTIVATION, COLUMNS, LINES
     )
     gl.warp_specialize(
         [
@@ -226,7 +228,9 @@ def multiply_scaled(
         ring, scales, work.SCALES, source, SOURCES, row, work.M, column, work.N, PARTITION
     )
     steps = gl.cdiv(work.K, work.BLOCK_K)
-    product, stage, phase = matmul.multiply_tile(me, ring, position, steps, False, PARTITION, factors)
+    product, stage, phase = matmul.multiply_tile(
+        me, ring, position, steps, False, PARTITION, factors, FAST_SUMS=work.FAST_SUMS
+    )
     product = matmul.scale(ring, product, scales, work.SCALES, "rhs", source, row, work.M, column, work.N, PARTITION)
     return product, stage, phase
 

@@ -93,6 +93,26 @@ def test_narrow_tiles_of_a_gather_have_half_ones_too() -> None:
     assert products_that_do_not_overlap(report) == []
 
 
+def soak(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "operation, wide",
+    [("all_gather_matmul", True), *soak(("matmul_reduce_scatter", True), ("all_gather_matmul", False))],
+)
+def test_fast_sums_stay_in_the_tensor_cores(operation: str, wide: bool) -> None:
+    """An instruction has all columns, as of 16 bits, and the next step is multiplied meanwhile."""
+    tile = {"block_n": 256, "num_stages": 4} if wide else {"block_n": 128, "num_stages": 6}
+    code = compiled("float8_e4m3fn", "float8_e4m3fn", False, operation, fast_sums=True, **tile)
+    whole = 256 if wide else 128
+    found = set(re.findall(r"m64n(\d+)k32\.f32\.e4m3\.e4m3", code.ptx))
+    assert found == {str(whole), str(whole // 2)} if operation == "all_gather_matmul" else {str(whole)}
+    report = ptxas_report(code)
+    assert spilled_bytes(report) <= (0 if operation == "all_gather_matmul" else 400), report
+    assert products_that_do_not_overlap(report) == []
+
+
 @pytest.mark.soak
 def test_wide_tiles_of_a_reduction_hold_scales_of_blocks() -> None:
     code = compiled("float8_e4m3fn", "float8_e4m3fn", True, "matmul_all_reduce", block_n=256, num_stages=4, chunk=1024)

@@ -87,8 +87,8 @@ def all_gather_matmul_with_epilogue(world: int, dtype: np.dtype, shape: tuple) -
 def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
     m, n, k, programs, eight_bits, of_lhs, of_rhs, *of_gate = shape
-    wide = "wide" in of_gate
-    of_gate = [kind for kind in of_gate if kind != "wide"]
+    wide, fast = "wide" in of_gate, "fast" in of_gate
+    of_gate = [kind for kind in of_gate if kind not in ("wide", "fast")]
     eight, names = np.dtype(eight_bits), ("rhs", "gate")[: 1 + len(of_gate)]
     lhs = [integers(rank, (1, m, k), eight) for rank in range(world)]
     weights = {
@@ -119,7 +119,7 @@ def all_gather_matmul_with_scales(world: int, dtype: np.dtype, shape: tuple) -> 
     in_blocks = "block" in (of_lhs, *kinds.values())
     tiles = {"block_n": 64, "block_k": 128, "part": 128} if in_blocks else {"block_k": 16, "part": 32}
     tiles |= {"block_n": 256 if wide else 32} if of_gate or wide else {}
-    config = gather_ops.hopper.Config(**TILES | tiles, block_m=8, unit=4, programs=programs)
+    config = gather_ops.hopper.Config(**TILES | tiles, block_m=8, unit=4, programs=programs, fast_sums=fast)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
     form |= {"epilogue": Epilogue(operands=("gate",)), "gate_scales": of_gate[0]} if of_gate else {}
     return Call(
@@ -213,6 +213,7 @@ def scaled_operands(
 def matmul_reduce_scatter_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
     m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
+    names = [name for name in names if name != "fast"]
     arrays, bundle, products = scaled_operands(world, world * m, k, n, eight_bits, of_lhs, of_rhs)
     lhs, total = [x.reshape(world, m, k) for x in arrays["lhs"]], sum(products).reshape(world, m, n)
     residual = integers(300, (world, 1, m, n), np.dtype(jnp.bfloat16))
@@ -228,6 +229,7 @@ def matmul_all_reduce_with_scales(world: int, dtype: np.dtype, shape: tuple) -> 
     """As the operation launches it for operands of 8 bits, with results of bf16."""
     del dtype
     m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
+    names = [name for name in names if name != "fast"]
     arrays, bundle, products = scaled_operands(world, m, k, n, eight_bits, of_lhs, of_rhs)
     residual = integers(300, (1, m, n), np.dtype(jnp.bfloat16))
     total = sum(products)[None] + (residual.astype(np.float64) if names else 0)
@@ -247,9 +249,9 @@ def _launched_with_scales(operation: Any, world: int, rows: int, dtype: np.dtype
         if "block" in (of_lhs, of_rhs)
         else {"block_k": 32}
     )
-    config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, **settings)
+    config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, fast_sums="fast" in names, **settings)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
-    form["epilogue"] = Epilogue(operands=tuple(names))
+    form["epilogue"] = Epilogue(operands=tuple(name for name in names if name != "fast"))
     return launched(operation, rows, k, n, world, np.dtype(eight_bits), config, **form)
 
 
@@ -287,8 +289,8 @@ KERNELS = (
         module=all_gather_matmul_hopper,
         function="all_gather_matmul_hopper_kernel",
         call=all_gather_matmul_with_scales,
-        # M, N, K, programs, dtype, what has scales, and those of a gate, or tiles that are wide; clipped at all ends,
-        # with half tiles and without
+        # M, N, K, programs, dtype, what has scales, and those of a gate, or tiles that are wide, or sums that are fast;
+        # clipped at all ends, with half tiles and without
         shapes=lambda world: (
             (4, 32, 32, 3, "float8_e4m3fn", "row", "row"),
             (12, 48, 48, 2, "int8", "row", "row"),
@@ -296,6 +298,7 @@ KERNELS = (
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block"),
             (12, 32, 144, 2, "int8", "block", "none"),
             (7, 272, 48, 2, "float8_e4m3fn", "row", "row", "wide"),
+            (7, 272, 48, 2, "float8_e4m3fn", "row", "row", "wide", "fast"),
             (4, 48, 32, 3, "float8_e4m3fn", "row", "row", "row"),
             (12, 144, 272, 2, "float8_e4m3fn", "block", "block", "block"),
             (12, 32, 144, 2, "int8", "none", "row", "block"),
@@ -329,6 +332,7 @@ KERNELS = (
         shapes=lambda world: (
             (5, 48, 64, 1, "float8_e5m2", "none", "row"),
             (20, 48, 48, 2, "float8_e4m3fn", "row", "row", "residual"),
+            (20, 48, 48, 2, "float8_e4m3fn", "row", "row", "residual", "fast"),
             (5, 144, 272, 2, "float8_e4m3fn", "block", "block", "residual"),
             (36, 32, 80, 3, "int8", "row", "none"),
             (20, 32, 144, 1, "int8", "block", "row"),
@@ -359,6 +363,7 @@ KERNELS = (
         shapes=lambda world: (
             (20, 112, 64, 1, "float8_e5m2", "none", "row"),
             (36, 80, 48, 2, "float8_e4m3fn", "row", "row", "residual"),
+            (36, 80, 48, 2, "float8_e5m2", "none", "row", "fast"),
             (5, 144, 272, 2, "float8_e4m3fn", "block", "block", "residual"),
             (70, 32, 80, 3, "int8", "row", "none"),
             (36, 32, 144, 1, "int8", "block", "row"),

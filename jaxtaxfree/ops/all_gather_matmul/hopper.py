@@ -18,7 +18,8 @@ class Config(hopper.Tile):
     """How the kernel splits its work. Two warps of every program push.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
+        `hopper.Tile`.
       part: columns that are sent together, a multiple of `block_k`.
       unit: rows that are sent together, a divisor of `block_m`.
       pace: rows are sent in this share of the time in which rows of other ranks are multiplied. 0: as soon as possible.
@@ -58,11 +59,11 @@ class Hopper(Variant[Call]):
         del asked
         # Every tile needs columns of all ranks, so what is gathered is sent early, and by few rows at a time.
         config = Config(pace=0.7, group_m=8) if call.along_columns else Config()
+        waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128, part=1024)
-            if hopper.narrow_of_8_bits(call, reduction=False):
+            if hopper.narrow_of_8_bits(call, waves, reduction=False):
                 return dataclasses.replace(config, block_n=128, num_stages=6)
-        waves = _sources(call) * portable.tiles(call.m, call.columns, config) / config.programs
         # Narrow tiles are dealt out more evenly. With a gate they have not been measured.
         wide = waves >= 3 or call.epilogue.gated
         return config if wide else dataclasses.replace(config, block_n=128, num_stages=6)

@@ -21,7 +21,8 @@ class Config(hopper.Tile):
     """How the kernel splits its work. Partial sums and the result are rounded to the operands' dtype.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
+        `hopper.Tile`.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. This holds where
         later products hide the sending. All other data is sent at the speed of the wire. 0: as soon as possible.
@@ -57,9 +58,10 @@ class Hopper(Variant[Call]):
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128)
-        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, reduction=True):
+        waves = portable.tiles(call.rows, call.n, config) / config.programs
+        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, waves, reduction=True):
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
-        elif portable.tiles(call.rows, call.n, config) < config.programs:
+        elif waves < 1:
             # Nothing hides what is sent, so it is sent at once, and by more programs.
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
         # The sums of 32 tiles of a rank take three ranks some 16 us: at most this much is left at the end.

@@ -20,7 +20,8 @@ class Config(hopper.Tile):
     """How the kernel splits its work.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, programs: as in `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
+        `hopper.Tile`.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. 0: as soon as
         possible.
@@ -49,9 +50,10 @@ class Hopper(Variant[Call]):
         config = Config(exact_wire=asked.get("exact_wire", False))
         if call.lhs.bits == 8:
             config = dataclasses.replace(config, block_k=128)
-        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, reduction=True):
+        waves = call.world * portable.tiles(call.m, call.n, config) / config.programs
+        if call.lhs.bits == 8 and hopper.narrow_of_8_bits(call, waves, reduction=True):
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
-        elif 2 * call.world * portable.tiles(call.m, call.n, config) >= 3 * config.programs:
+        elif waves >= 1.5:
             return config
         else:
             config = dataclasses.replace(config, block_n=128, num_stages=6, chunk=2048)
