@@ -593,6 +593,23 @@ MUTANTS = {
              "if count < 0:"),
         )
     },
+    # Attention by tensor cores, and products in registers.
+    **{
+        f"attention by tensor cores, {fault}": Mutant(
+            module=module, edits=((found, changed),), errors=errors,
+            step=ATTENTION_CORES["attention by tensor cores, four sequences on two ranks, two layers, in parts"],
+        )
+        for module, fault, found, changed, errors in (
+            (hopper, "which does not wait for queries", MEET.format(""), ALONE, TOO_EARLY),
+            (hopper, "whose parts are merged too early", MEET.format(" + 1"), ALONE, TOO_EARLY),
+            (attention, "blocks of keys come as registers take them", "    if SIZES.ATTENTION_CORES:\n        position",
+             "    if SIZES.TENSOR_CORES:\n        position", (AssertionError, OutOfBoundsError)),
+            (attention_cores, "a query of another head", "(head * G + g[:, None])", "(head * G + 1 - g[:, None])",
+             (AssertionError, OutOfBoundsError)),
+            (attention_cores, "a softmax that keeps no sums", "totals * keep[:, :, None] + weights", "weights",
+             (AssertionError,)),
+        )
+    },
     # By tensor cores.
     "a key behind the end, by tensor cores": Mutant(
         module=attention_cores, edits=(("(slot >= begin) & (slot < end)", "slot >= begin"),), errors=(AssertionError,),
