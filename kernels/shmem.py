@@ -626,6 +626,12 @@ def receive_vectors(me, source, stride, WORLD: tl.constexpr, OWN: tl.constexpr =
     return blocks
 
 
+@triton.constexpr_function
+def _ranks_from(begin, world):
+    """How many ranks one loop polls, from this one on. No constant of a loop's body: those cannot change."""
+    return min(RANKS_TOGETHER.value, world - begin)
+
+
 @triton.jit
 def poll_vectors(
     me,
@@ -664,10 +670,9 @@ def poll_vectors(
     all_came = me.ready
     if BACKEND == "cuda":
         for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
-            RANKS: tl.constexpr = min(RANKS_TOGETHER, WORLD - begin)
             found = tl.inline_asm_elementwise(
-                assembly.vectors(RANKS, CLEARED, TWICE),
-                assembly.constraints(4 * RANKS + 1, "l", "r", "r", "r", "r", "r", "l"),
+                assembly.vectors(_ranks_from(begin, WORLD), CLEARED, TWICE),
+                assembly.constraints(4 * _ranks_from(begin, WORLD) + 1, "l", "r", "r", "r", "r", "r", "l"),
                 [
                     source + begin * stride,
                     stride * 4,
@@ -677,14 +682,14 @@ def poll_vectors(
                     _call_bit(me),
                     me.base,
                 ],
-                dtype=_words(4 * RANKS + 1),
+                dtype=_words(4 * _ranks_from(begin, WORLD) + 1),
                 is_pure=False,
                 pack=1,
             )
-            missing = found[4 * RANKS]  # 0, or 1 more than a rank of which words are missing
+            missing = found[4 * _ranks_from(begin, WORLD)]  # 0, or 1 more than a rank of which words are missing
             late = late + (missing,)
             all_came = all_came & (missing == 0)
-            for rank in tl.static_range(RANKS):
+            for rank in tl.static_range(_ranks_from(begin, WORLD)):
                 even = tl.join(found[4 * rank], found[4 * rank + 2])
                 odd = tl.join(found[4 * rank + 1], found[4 * rank + 3])
                 words = tl.join(even, odd).reshape(WORDS)
@@ -743,11 +748,10 @@ def clear_vectors(
     words = (source[:, None] + tl.arange(0, 4)[None, :]).reshape(WORDS)
     reports = ()
     for chunk in tl.static_range(len(late)):
-        begin: tl.constexpr = RANKS_TOGETHER * chunk
         some = _any(tl.max(late[chunk], axis=0))
         reports = reports + ((late[chunk], some),)
         if CLEARED:
-            for rank in tl.static_range(begin, min(begin + RANKS_TOGETHER, WORLD)):
+            for rank in tl.static_range(RANKS_TOGETHER * chunk, min(RANKS_TOGETHER * (chunk + 1), WORLD)):
                 # All threads have met in between: none still looks.
                 came = me.ready & (some == 0) & (left_out != rank)
                 tl.store(words + rank * stride, tl.zeros([WORDS], tl.int32), mask=came)
@@ -764,11 +768,11 @@ def report_vectors(me, source, stride, reports):
     for chunk in tl.static_range(len(reports)):
         missing, some = reports[chunk]
         if some != 0:
-            begin: tl.constexpr = RANKS_TOGETHER * chunk
-            place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32) + (begin + missing - 1) * stride
+            place = ((source.to(tl.int64) - me.base) // 4).to(tl.int32)
+            place += (RANKS_TOGETHER * chunk + missing - 1) * stride
             first = tl.min(tl.where(missing > 0, place, 0x7FFFFFFF))
             of = tl.max(tl.where((missing > 0) & (place == first), missing - 1, 0))
-            _report(me, -1 - first, 4, 0, begin + of)
+            _report(me, -1 - first, 4, 0, RANKS_TOGETHER * chunk + of)
 
 
 @triton.jit

@@ -86,6 +86,14 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
+def test_messages_that_a_thread_polls_sixteen_vectors_of():
+    """They are more than one loop polls, as are the words of more than eight ranks."""
+    model = DecoderSpec(layers=1, d_model=16384, heads=8, kv_heads=2, head_dim=128, d_mlp=1024, vocab=64)
+    kernel = launch_of(lowered(model, 2, 1, stage=16384))
+    assert kernel[NAME] == b"decode_step_kernel"
+    assert local_memory(kernel[PTX].decode()) == []
+
+
 def test_the_launch_that_loads_the_module_has_the_same_code():
     """Of tiny operands, of which the cache is a result as well."""
     model = DecoderSpec(layers=2, d_model=256, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=64)
