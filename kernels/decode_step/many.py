@@ -459,8 +459,9 @@ def settle(kept, old, norm, behind, factor, SIZES: gl.constexpr):
     for turn in range(turns_of(D, 1, SIZES.PROGRAMS)):
         first = first_row(turn, D, 1, SIZES)
         for tile in gl.static_range(0, TILES, PORTION):
-            COUNT: gl.constexpr = portion_of(TILES, tile)
-            b, row, own = place_of_sums(first, tile, COUNT, triton.next_power_of_2(COUNT), D)
+            b, row, own = place_of_sums(
+                first, tile, portion_of(TILES, tile), triton.next_power_of_2(portion_of(TILES, tile)), D
+            )
             there = own & (b < SIZES.B)
             before = gl.load(old + b * D + row, mask=there, other=0.0)
             result = gl.load(kept.block + b * D + row, mask=there, other=0.0)

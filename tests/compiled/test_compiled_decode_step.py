@@ -94,6 +94,14 @@ def test_messages_that_a_thread_polls_sixteen_vectors_of():
     assert local_memory(kernel[PTX].decode()) == []
 
 
+def test_more_tiles_than_are_added_up_at_once():
+    """Sixteen tiles of the stream for each program, with norms behind the blocks."""
+    model = DecoderSpec(layers=1, d_model=1024, heads=4, kv_heads=2, head_dim=128, d_mlp=512, vocab=64, post_norms=True)
+    kernel = launch_of(lowered(model, 2, 4, programs=8, tensor_cores=True))
+    assert kernel[NAME] == b"decode_step_kernel"
+    assert local_memory(kernel[PTX].decode()) == []
+
+
 def test_the_launch_that_loads_the_module_has_the_same_code():
     """Of tiny operands, of which the cache is a result as well."""
     model = DecoderSpec(layers=2, d_model=256, heads=4, kv_heads=2, head_dim=64, d_mlp=256, vocab=64)

@@ -85,6 +85,15 @@ TENSOR_CORES = {
         config=TILES,
     ),
     "gemma 2 by tensor cores": Step(family="gemma-2-9b", lengths=(3, 0, 17, 9, 20), layers=2, config=TILES),
+    # 24 tiles for two programs, of whose 12 eight are added up at once.
+    "gemma 2 by tensor cores, many tiles": Step(
+        world=1,
+        family="gemma-2-9b",
+        lengths=(3, 0, 17),
+        layers=2,
+        changes=(("d_model", 192),),
+        config=(*TILES, ("programs", 2)),
+    ),
     "gemma 3 by tensor cores, heads of 256": Step(
         world=1,
         family="gemma-3-4b",
