@@ -25,7 +25,7 @@ SCALES = {
 }  # fmt: skip
 # And those of the cache, as operands and as results.
 SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
-MERGED = 32  # columns of a head at least, where products are in registers: 273 us a step, and 277 with 8
+MERGED = 32  # columns of a head, of one sequence with attention alone by tensor cores: 273 us a step, and 277 with 8
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
@@ -215,7 +215,11 @@ class Hopper(Variant[Call]):
         pairs = max(1, call.batch * call.kv_heads)
         stages = min(32, (192 << 10) // (2 * stage))
         splits = max(1, min(programs // pairs, blocks))
-        merged = many.merged_of(call, programs, splits, Config.merged if tensor_cores else MERGED)
+        merged = Config.merged
+        if tensor_cores:
+            merged = many.merged_of(call, programs, splits, merged)
+        elif attention_cores and call.batch == 1:
+            merged = MERGED
         return Config(
             tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(stage),
@@ -383,6 +387,7 @@ class Hopper(Variant[Call]):
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         return [
             *([{"tensor_cores": not config.tensor_cores}] if call.batch <= FEW else []),
+            *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
                 for stage in (4096, 16384)
