@@ -183,20 +183,22 @@ def take_turn(
 
 
 @gluon.jit
-def place_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, SIZE: gl.constexpr, ROWS: gl.constexpr):
+def place_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr):
     """Of COUNT tiles that `tensor.collect` returns, of those that the program has from row `first` on.
 
-    Returns: (the vector b, the row, whether it is one of ROWS and of these tiles), which broadcast to [SIZE, 16, 8].
+    Returns: (the vector b, the row, whether it is one of ROWS and of these tiles), which broadcast to [size, 16, 8],
+    the size a power of 2.
     """
     LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
     b = gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    row = rows_of_sums(first, tile, SIZE)
+    row = rows_of_sums(first, tile, COUNT)
     return b, row, (row < gl.minimum(ROWS, first + (tile + COUNT) * 8)) & (b >= 0)
 
 
 @gluon.jit
-def rows_of_sums(first, tile: gl.constexpr, SIZE: gl.constexpr):
-    """The rows [SIZE, 1, 8] of SIZE tiles that `tensor.collect` returns, from one of those that begin at `first` on."""
+def rows_of_sums(first, tile: gl.constexpr, COUNT: gl.constexpr):
+    """The rows [size, 1, 8] of COUNT tiles that `tensor.collect` returns, from one of those from `first` on."""
+    SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     LAYOUT: gl.constexpr = gl.SliceLayout(1, tensor.collected(gl.num_warps()))
     own = gl.arange(0, SIZE, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     row = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
@@ -241,7 +243,7 @@ def scales_of(ptr, first, TILES: gl.constexpr, ROWS: gl.constexpr):
     scales = ()
     if ptr is not None:
         for tile in gl.static_range(0, TILES, PORTION):
-            row = rows_of_sums(first, tile, triton.next_power_of_2(portion_of(TILES, tile)))
+            row = rows_of_sums(first, tile, portion_of(TILES, tile))
             scales = scales + (gl.load(ptr + row, mask=row < ROWS, other=0.0),)
     return scales
 
@@ -252,7 +254,7 @@ def scales_of_projections(given, layer, first, TILES: gl.constexpr, SIZES: gl.co
     scales = ()
     if given.query_scale is not None:
         for tile in gl.static_range(0, TILES, PORTION):
-            row = rows_of_sums(first, tile, triton.next_power_of_2(portion_of(TILES, tile)))
+            row = rows_of_sums(first, tile, portion_of(TILES, tile))
             scales = scales + (phases.scale_of_projections(given, layer, row, SIZES),)
     return scales
 
@@ -276,7 +278,7 @@ def store_projections(
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * scale, scales, tile)
-    b, row, own = place_of_sums(first, tile, COUNT, SIZE, WIDTH)
+    b, row, own = place_of_sums(first, tile, COUNT, WIDTH)
     if given.query_bias is not None:
         value += phases.part_of(phases.of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
         value += phases.part_of(phases.of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
@@ -316,7 +318,7 @@ def store_hidden(
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     gates = scaled(tensor.collect(ring, products, 2 * tile, 2, COUNT, SIZE) * scale, gate_scales, tile)
     ups = scaled(tensor.collect(ring, products, 2 * tile + 1, 2, COUNT, SIZE) * scale, up_scales, tile)
-    b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.F)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZES.F)
     tensor.keep(kept.hidden, epilogue.activate_gated(ups, gates, SIZES.ACTIVATION), b, row, own, SIZES)
 
 
@@ -396,7 +398,7 @@ def pass_on(
     D: gl.constexpr = SIZES.D
     SIZE: gl.constexpr = triton.next_power_of_2(COUNT)
     value = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * factor, scales, tile)
-    b, row, own = place_of_sums(first, tile, COUNT, SIZE, D)
+    b, row, own = place_of_sums(first, tile, COUNT, D)
     there = own & (b < SIZES.B)
     squares = gl.full([16], 0.0, gl.float32, scale_layout(gl.num_warps()))
     if SIZES.WORLD == 1:
@@ -459,9 +461,7 @@ def settle(kept, old, norm, behind, factor, SIZES: gl.constexpr):
     for turn in range(turns_of(D, 1, SIZES.PROGRAMS)):
         first = first_row(turn, D, 1, SIZES)
         for tile in gl.static_range(0, TILES, PORTION):
-            b, row, own = place_of_sums(
-                first, tile, portion_of(TILES, tile), triton.next_power_of_2(portion_of(TILES, tile)), D
-            )
+            b, row, own = place_of_sums(first, tile, portion_of(TILES, tile), D)
             there = own & (b < SIZES.B)
             before = gl.load(old + b * D + row, mask=there, other=0.0)
             result = gl.load(kept.block + b * D + row, mask=there, other=0.0)
@@ -575,5 +575,5 @@ def store_logits(
     logit = scaled(tensor.collect(ring, products, tile, 1, COUNT, SIZE) * (scale * SIZES.LOGIT_SCALE), scales, tile)
     if CAP > 0:
         logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
-    b, row, own = place_of_sums(first, tile, COUNT, SIZE, SIZES.V)
+    b, row, own = place_of_sums(first, tile, COUNT, SIZES.V)
     gl.store(logits_ptr + b * SIZES.V + row, logit, mask=own & (b < SIZES.B))

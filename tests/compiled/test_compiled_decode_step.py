@@ -14,7 +14,7 @@ from jaxtaxfree.kernels import shmem as device
 from tests.compiled.test_compiled import SHARED_MEMORY, local_memory, ptxas_report, spilled_bytes
 from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
-from tests.helpers.support import Compiled, lower_for_cuda, mesh_of, sharded
+from tests.helpers.support import Compiled, lower_for_cuda, mesh_of, sharded, soak
 
 SLOTS = 8192
 CACHE = P(None, None, "tp")
@@ -225,10 +225,6 @@ def test_attention_by_tensor_cores_and_products_in_registers(heads, eight, of_ca
     assert "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16" in code.ptx
     # Old keys and values, and of registers' blocks of weights no other dimension.
     assert len(re.findall(r"cp\.async\.bulk\.tensor\.\dd\.shared::cta\.global", code.ptx)) <= 10
-
-
-def soak(*cases: Any) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
 
 
 @pytest.mark.parametrize(

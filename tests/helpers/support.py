@@ -287,6 +287,11 @@ def one_program(function: Callable, **keywords: Any) -> Callable:
     return jax.jit(jax.shard_map(function, **keywords))
 
 
+def soak(*cases: Any) -> list[Any]:
+    """Cases of several parameters each that run in the soak alone."""
+    return [pytest.param(*case, marks=pytest.mark.soak) for case in cases]
+
+
 def sharded(mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 

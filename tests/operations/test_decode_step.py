@@ -381,6 +381,15 @@ def test_what_the_kernel_takes(family, world, batch):
         assert rows * groups * width <= config.stage, name
 
 
+def config_of_taken(model, batch, dtype, asked):
+    """How the kernel takes a call of four ranks, which it does."""
+    call = call_of(model, 4, batch, 2048, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
+    kernel = Hopper()
+    config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
+    assert kernel.refuses(call, config) == []
+    return config
+
+
 @pytest.mark.parametrize(
     ("model", "batch", "dtype", "asked", "expected"),
     [
@@ -402,11 +411,7 @@ def test_what_the_kernel_takes(family, world, batch):
 )
 def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
     """From two sequences on and for rows of several blocks, of what they take."""
-    call = call_of(model, 4, batch, 2048, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
-    kernel = Hopper()
-    config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
-    assert config.tensor_cores == expected
-    assert kernel.refuses(call, config) == []
+    assert config_of_taken(model, batch, dtype, asked).tensor_cores == expected
 
 
 @pytest.mark.parametrize(
@@ -424,11 +429,7 @@ def test_when_tensor_cores_multiply(model, batch, dtype, asked, expected):
 )
 def test_when_tensor_cores_multiply_by_keys(model, batch, dtype, asked, expected):
     """With those that multiply by weights, and without for heads of up to 128."""
-    call = call_of(model, 4, batch, 2048, dtype=jnp.dtype(dtype), cache_dtype=jnp.dtype(dtype))
-    kernel = Hopper()
-    config = dataclasses.replace(kernel.by_shape(call, asked), **asked)
-    assert config.attention_cores == expected
-    assert kernel.refuses(call, config) == []
+    assert config_of_taken(model, batch, dtype, asked).attention_cores == expected
 
 
 def test_too_many_sequences_for_registers():

@@ -210,10 +210,15 @@ def scaled_operands(
     return arrays, bundle, products
 
 
+def added_names(shape: tuple) -> tuple[str, ...]:
+    """What is added to the products of these operands of 8 bits."""
+    return tuple(name for name in shape[7:] if name != "fast")
+
+
 def matmul_reduce_scatter_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits; the dtype is that of the result."""
-    m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
-    names = [name for name in names if name != "fast"]
+    m, n, k, _, eight_bits, of_lhs, of_rhs, *_ = shape
+    names = added_names(shape)
     arrays, bundle, products = scaled_operands(world, world * m, k, n, eight_bits, of_lhs, of_rhs)
     lhs, total = [x.reshape(world, m, k) for x in arrays["lhs"]], sum(products).reshape(world, m, n)
     residual = integers(300, (world, 1, m, n), np.dtype(jnp.bfloat16))
@@ -228,8 +233,8 @@ def matmul_reduce_scatter_with_scales(world: int, dtype: np.dtype, shape: tuple)
 def matmul_all_reduce_with_scales(world: int, dtype: np.dtype, shape: tuple) -> Call:
     """As the operation launches it for operands of 8 bits, with results of bf16."""
     del dtype
-    m, n, k, _, eight_bits, of_lhs, of_rhs, *names = shape
-    names = [name for name in names if name != "fast"]
+    m, n, k, _, eight_bits, of_lhs, of_rhs, *_ = shape
+    names = added_names(shape)
     arrays, bundle, products = scaled_operands(world, m, k, n, eight_bits, of_lhs, of_rhs)
     residual = integers(300, (1, m, n), np.dtype(jnp.bfloat16))
     total = sum(products)[None] + (residual.astype(np.float64) if names else 0)
@@ -242,16 +247,16 @@ def matmul_all_reduce_with_scales(world: int, dtype: np.dtype, shape: tuple) -> 
 
 
 def _launched_with_scales(operation: Any, world: int, rows: int, dtype: np.dtype, shape: tuple, **settings: Any) -> Any:
-    _, n, k, programs, eight_bits, of_lhs, of_rhs, *names = shape
+    _, n, k, programs, eight_bits, of_lhs, of_rhs, *_ = shape
     # Steps of 32 bytes of K, so that a part of a tile as it arrives has the 16 columns of an instruction.
     tile = (
         {"block_k": 128, "block_n": max(64, TILES_OF_SUMS["block_n"])}
         if "block" in (of_lhs, of_rhs)
         else {"block_k": 32}
     )
-    config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, fast_sums="fast" in names, **settings)
+    config = operation.hopper.Config(**TILES_OF_SUMS | tile, programs=programs, fast_sums="fast" in shape, **settings)
     form = {"rhs_transposed": True, "out_dtype": dtype, "lhs_scales": of_lhs, "rhs_scales": of_rhs}
-    form["epilogue"] = Epilogue(operands=tuple(name for name in names if name != "fast"))
+    form["epilogue"] = Epilogue(operands=added_names(shape))
     return launched(operation, rows, k, n, world, np.dtype(eight_bits), config, **form)
 
 

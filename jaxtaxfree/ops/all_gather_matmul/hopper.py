@@ -18,8 +18,7 @@ class Config(hopper.Tile):
     """How the kernel splits its work. Two warps of every program push.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
-        `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in `hopper.Tile`.
       part: columns that are sent together, a multiple of `block_k`.
       unit: rows that are sent together, a divisor of `block_m`.
       pace: rows are sent in this share of the time in which rows of other ranks are multiplied. 0: as soon as possible.

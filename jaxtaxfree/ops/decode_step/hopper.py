@@ -357,7 +357,7 @@ class Hopper(Variant[Call]):
             },
             "WORDS": words,
             "STREAM_TOLD": int(told),
-            "SUMS": max(512 * vectors, vectors * config.stage // 32, many.sums_of_attention(call, config)),
+            "SUMS": max(512 * vectors, vectors * config.stage // 32, _sums_of_attention(call, config)),
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
@@ -397,6 +397,17 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
         ]
+
+
+def _sums_of_attention(call: Call, config: Config) -> int:
+    """How many f32 of shared memory attention takes for what warps have of an item.
+
+    That is of two heads or, by tensor cores, of 8 heads in each part of a block, as far as there is room.
+    """
+    h = call.model.head_dim
+    if config.attention_cores:
+        return min(min(config.num_warps, config.stage // h // many.VECTORS, 8) * 8 * h, 4096)
+    return 2 * config.num_warps * h
 
 
 def _as_blocks(shape: tuple[int, int], dtype: np.dtype, tensor_cores: bool) -> tuple[int, ...]:

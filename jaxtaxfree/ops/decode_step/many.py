@@ -37,17 +37,6 @@ def refused_attention(call: Call, config: Config) -> list[str]:
     return []
 
 
-def sums_of_attention(call: Call, config: Config) -> int:
-    """How many f32 of shared memory attention takes for what warps have of an item.
-
-    That is of two heads or, by tensor cores, of 8 heads in each part of a block, as far as there is room.
-    """
-    h = call.model.head_dim
-    if config.attention_cores:
-        return min(min(config.num_warps, config.stage // h // VECTORS, 8) * 8 * h, 4096)
-    return 2 * config.num_warps * h
-
-
 def tile_of(call: Call, config: Config) -> tuple[int, int, int]:
     """The shape of a block of weights: [groups of columns, rows, 64], or 128 of 8 bits, which are as many bytes."""
     return config.stage // (TILE * GROUP), TILE, GROUP * 2 // call.dtype_of("q_proj").itemsize

@@ -21,8 +21,7 @@ class Config(hopper.Tile):
     """How the kernel splits its work. Partial sums and the result are rounded to the operands' dtype.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
-        `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in `hopper.Tile`.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. This holds where
         later products hide the sending. All other data is sent at the speed of the wire. 0: as soon as possible.

@@ -20,8 +20,7 @@ class Config(hopper.Tile):
     """How the kernel splits its work.
 
     Attributes:
-      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in
-        `hopper.Tile`.
+      block_m, block_n, block_k, num_warps, num_stages, group_m, fast_sums, programs: as in `hopper.Tile`.
       chunk: elements of a tile that are sent at a time, a power of 2.
       pace: tiles are sent in this share of the time in which tiles for other ranks are multiplied. 0: as soon as
         possible.
