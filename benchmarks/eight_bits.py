@@ -21,6 +21,8 @@ dequantised operands (some rows of each rank, all columns), and several calls wi
 difference over the sum of what is expected and what is usual of its row and column (root mean squares): 0.004 is the
 rounding of bfloat16, which meets the parts of a sum as well. Last come the times, in turns: the median over rounds of
 20 queued calls. Rows are written as soon as they are there, and nothing new begins after `--budget` seconds.
+
+`--lower` compiles our kernels for a GPU and runs nothing. It needs no GPU, and a run behind it finds them on the disk.
 """
 
 import argparse
@@ -321,6 +323,16 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
     return futures
 
 
+def lower_all(mesh: Mesh, keys: Sequence[Key], clock: Clock) -> None:
+    for key in keys:
+        operation, shape, name, kind = key
+        if name in KERNELS:
+            run = program(mesh, key, simulate=False)
+            text = run.trace(*abstract(mesh, key, simulate=False)).lower(lowering_platforms=("cuda",)).as_text()
+            kernels = text.count("triton_kernel_call")
+            clock.row(operation=operation, shape=shape, kind=kind, program=name, kernels=kernels)
+
+
 def check(key: Key, run: Any, arrays: Sequence[jax.Array], error_of: Any, clock: Clock) -> bool:
     """Compares a kernel's result with what is expected, and that of several calls with the first."""
     operation, shape, name, kind = key
@@ -408,12 +420,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--torch-seconds", type=float, default=1.0, help="for each of its rows (default: %(default)s)")
     parser.add_argument("--json", metavar="PATH", help="where rows are appended")
     parser.add_argument("--simulate", action="store_true", help="on the CPU, in small tiles")
+    parser.add_argument("--lower", action="store_true", help="only compile our kernels")
     options = parser.parse_args(arguments)
     clock = Clock(options.budget, options.json)
     mesh = Mesh(np.array(jax.devices()[: options.world]), (AXIS,))
     clock.say(f"{mesh.size} x {jax.devices()[0].device_kind}, JAX {jax.__version__}")
     asked = list(keys_of(options))
     keys = [key for key in asked if key[2] != "torch"]
+    if options.lower:
+        lower_all(mesh, keys, clock)
+        return
     futures = compile_all(mesh, keys, options.simulate, clock)
 
     @functools.cache

