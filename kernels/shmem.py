@@ -645,6 +645,7 @@ def poll_vectors(
     without=None,
     sender=None,
     TWICE: tl.constexpr = False,
+    PLACES: tl.constexpr = 1,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -654,6 +655,8 @@ def poll_vectors(
       mask: which pointers to look at.
       without: i32, the rank to leave out, for each pointer, -1: none; None: what OWN says.
       sender: i32, the rank that sends what lies in the places of all ranks; None: each its own.
+      PLACES: how many places in a row a rank has, if it is not one. WORLD is then that of all places, and so is a rank
+        in what is returned.
       TWICE: whether to wait for twice as long, like `meet`, so that who waits for a peer is the first to say so.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
@@ -703,7 +706,7 @@ def poll_vectors(
         if without is not None:
             left_out = (without[:, None] + 0 * of_4).reshape(WORDS)[None, :]
         awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
-        peers = rank
+        peers = rank // PLACES
         if sender is not None:
             peers = rank * 0 + sender
         words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride

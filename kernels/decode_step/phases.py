@@ -96,7 +96,7 @@ def meetings_of(sizes):
     """
     if sizes.TENSOR_CORES:
         return PHASES.value + (2 if sizes.POST_NORMS else 0)
-    return 2 if sizes.STREAM_TOLD else 4
+    return (2 if sizes.STREAM_TOLD or sizes.STREAM_KEPT else 4) - sizes.QUERIES_TOLD
 
 
 @gluon.jit
@@ -163,40 +163,55 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def tell(me, told, x, SIZES: gl.constexpr):
-    """Sends some of x f32 [B, D] as messages to all programs of this rank, which need it in the first phase."""
-    SIZE: gl.constexpr = SIZES.B * SIZES.D
-    OWN: gl.constexpr = 4 * triton.cdiv(SIZE, 4 * SIZES.PROGRAMS)
-    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
-    own = gl.arange(0, max(triton.next_power_of_2(OWN), 4 * 32 * gl.num_warps()), LANES)
-    at = gl.program_id(0) * OWN + own
-    there = (own < OWN) & (at < SIZE)
-    shmem.send(me, told + at, gl.load(x + at, mask=there, other=0.0), me.rank, there)
+def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
+    """The normalised stream, as `multiply` takes it, and for `report_stream` what did not come.
+
+    With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
+    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows. Where each program
+    keeps the stream it adds what it hears of the result, and stores all.
+
+    Args:
+      x: f32 [B, D], the stream, before a block's result is added if it has to be. If the stream is told, that in front
+        of the first block; None behind it.
+      block: f32 [B, D], that result. If the stream is told, messages [B, D] of it; if each program keeps the stream,
+        messages of what each rank adds to it, as `rings.received_of_all` takes them.
+      norms: `norms_of` the phase.
+      there: whether there is a `block`.
+      after: f32 [B, D], where the stream with it goes, which nobody else reads in this phase; None: nowhere.
+    """
+    D: gl.constexpr = SIZES.D
+    B: gl.constexpr = SIZES.B
+    late = ()
+    if SIZES.STREAM_TOLD:
+        parts, late = rings.received(me, desc, block, 1.0, D, B, there)
+        if x is not None:
+            given, told = rings.load_vectors(desc, x, D, B, there == 0), parts
+            parts = ()
+            for i in gl.static_range(len(told)):
+                parts = parts + (gl.where(there, told[i], given[i]),)
+    elif SIZES.STREAM_KEPT:
+        before = rings.load_vectors(desc, x, D, B)
+        results, late = rings.received_of_all(me, desc, block, D, B, SIZES.WORLD, there)
+        parts = ()
+        for i in gl.static_range(len(results)):
+            parts = parts + (before[i] + gl.where(there, results[i] * SIZES.RESIDUAL_SCALE, 0.0),)
+        if after is not None:
+            rings.store_vectors(desc, after, parts, D, B)
+    else:
+        parts = rings.load_vectors(desc, x, D, B)
+    if len(norms.behind) > 0:
+        parts = with_result(desc, block, parts, norms, there, after, SIZES)
+    vectors = rings.normalised(desc, parts, norms.before, factor, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    return vectors, late
 
 
 @gluon.jit
-def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
-    """The normalised stream, as `multiply` takes it.
-
-    With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
-    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
-
-    Args:
-      x: f32 [B, D], the stream, before a block's result is added if it has to be; messages if it is told.
-      block: f32 [B, D], that result.
-      norms: `norms_of` the phase.
-      there: whether there is such a result, with norms behind the blocks.
-      after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
-    """
-    late = ()
-    if SIZES.STREAM_TOLD:
-        parts, late = rings.received(me, desc, x, 1.0, SIZES.D, SIZES.B)
+def report_stream(me, desc, block, late, SIZES: gl.constexpr):
+    """Reports what `stream_of` waited for in vain."""
+    if SIZES.STREAM_KEPT:
+        rings.report_of_all(me, desc, block, late, SIZES.WORLD)
     else:
-        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
-    if len(norms.behind) > 0:
-        parts = with_result(desc, block, parts, norms, there, after, SIZES)
-    vectors = rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
-    return vectors, late
+        rings.report(me, desc, block, late, SIZES.D, SIZES.B)
 
 
 @gluon.jit
@@ -225,7 +240,8 @@ def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
 
 @gluon.jit
 def project(me, ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
-    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream. If they are told,
+    it is messages, [L, ...].
 
     Args:
       x, block, after, norms: as `stream_of` takes them.
@@ -252,8 +268,12 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) * scale + bias, mask=there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+        value = rings.collect(sums, row.shape[0], 0) * scale + bias
+        if SIZES.QUERIES_TOLD:
+            shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, there)
+        else:
+            gl.store(kept.qkv + b * WIDTH + row, value, mask=there)
+    report_stream(me, desc, block, late, SIZES)
     return position
 
 
@@ -361,7 +381,7 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         ups = rings.collect(sums, row.shape[0], 1) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+    report_stream(me, desc, block, late, SIZES)
     return position
 
 
@@ -384,7 +404,8 @@ def add(
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
-    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`.
+    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`. If each program keeps the stream
+    there is no sum here: all programs of all ranks hear of the product.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
@@ -393,7 +414,8 @@ def add(
       scales: f32 [D], those of the layer's rows; or None.
       source: messages f32 [B, COLUMNS].
       old: f32 [B, D], the stream before.
-      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
+      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`. If each
+        program keeps the stream, where the products go, see `rings.received_of_all`.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -413,22 +435,29 @@ def add(
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-    if WORLD > 1:
+    if WORLD > 1 and not SIZES.STREAM_KEPT:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
     vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
-    box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
+    if WORLD > 1 and not SIZES.STREAM_KEPT:
+        box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         scale = scale_of(scales, own, there)
-        if WORLD == 1:
+        if WORLD == 1 and not SIZES.STREAM_KEPT:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
         products = rings.collect(parts, own.shape[0], 0) * scale
-        if WORLD == 1:
+        if SIZES.STREAM_KEPT:
+            WIDTH: gl.constexpr = SIZES.STREAM_KEPT
+            part = b * (D // WIDTH) + own // WIDTH
+            place_of = told + (part * WORLD + me.rank) * WIDTH + own % WIDTH
+            for i in gl.static_range(1, WORLD + 1):
+                shmem.send(me, place_of, products, (me.rank + i) % WORLD, there)
+        elif WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
             if SIZES.STREAM_TOLD:
                 shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)
@@ -436,7 +465,9 @@ def add(
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
-    if WORLD == 1:
+    if SIZES.STREAM_KEPT:
+        pass_by(times)
+    elif WORLD == 1:
         if SIZES.STREAM_TOLD:
             pass_by(times)
         else:
@@ -507,5 +538,5 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+    report_stream(me, desc, block, late, SIZES)
     stamp(times, 1)

@@ -269,8 +269,11 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True):
     """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
+
+    Args:
+      there: i1, whether there are any; if not, nothing is waited for, and they are NaN.
 
     Returns: (of each vector one part after the other, for `report` what did not come).
     """
@@ -279,7 +282,7 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
         part, late = shmem.receive_own(
-            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there
         )  # fmt: skip
         part = gl.convert_layout(part.reshape(desc.block_shape[1:]), columns_layout(desc.block_shape, gl.num_warps()))
         if messages_of(i, COLUMNS, desc) < WIDTH:
@@ -294,6 +297,37 @@ def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
     """Reports what `received` waited for in vain."""
     for i in gl.static_range(len(reports)):
         shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], width_of(desc))
+
+
+@gluon.jit
+def received_of_all(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there=True):
+    """The sums of vectors f32 [B, COLUMNS] of each rank, as `multiply` takes them, in the order of the ranks.
+
+    Args:
+      source: messages [B, parts, WORLD, columns of a part], whose columns are those of a block.
+      there: as in `received`.
+
+    Returns: (of each vector one part after the other, for `report_of_all` what did not come).
+    """
+    WIDTH: gl.constexpr = width_of(desc)
+    vectors, reports = (), ()
+    for i in gl.static_range(B * chunks_of(COLUMNS, desc)):
+        parts, late = shmem.receive_of_all(me, source + i * WORLD * WIDTH, WIDTH, WORLD, there)
+        total = parts[0]
+        for rank in gl.static_range(1, WORLD):
+            total += parts[rank]
+        total = total.reshape(desc.block_shape[1:])
+        vectors = vectors + (gl.convert_layout(total, columns_layout(desc.block_shape, gl.num_warps())),)
+        reports = reports + (late,)
+    return vectors, reports
+
+
+@gluon.jit
+def report_of_all(me, desc, source, reports, WORLD: gl.constexpr):
+    """Reports what `received_of_all` waited for in vain."""
+    WIDTH: gl.constexpr = width_of(desc)
+    for i in gl.static_range(len(reports)):
+        shmem.report_of_all(me, source + i * WORLD * WIDTH, reports[i], WIDTH)
 
 
 @triton.constexpr_function
@@ -311,13 +345,26 @@ def messages_of(part, columns, desc):
 
 
 @gluon.jit
-def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """The parts of vectors f32 [B, COLUMNS]."""
+def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, there=None):
+    """The parts of vectors f32 [B, COLUMNS].
+
+    Args:
+      there: i1, whether there are any; None: yes.
+    """
     parts = ()
     for b in gl.static_range(B):
         for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
-            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS, there),)
     return parts
+
+
+@gluon.jit
+def store_vectors(desc, dest, parts, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """Stores them. Who loads them again with blocks of as many columns loads its own."""
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    for i in gl.static_range(B * CHUNKS):
+        column = columns_of(desc, i % CHUNKS)
+        gl.store(dest + i // CHUNKS * COLUMNS + column, parts[i], mask=column < COLUMNS)
 
 
 @gluon.jit
@@ -343,11 +390,13 @@ def normalised(
 
 
 @gluon.jit
-def load_part(desc, source, chunk, COLUMNS: gl.constexpr):
-    """A part of a vector [COLUMNS], that of a block; 0 behind its end."""
+def load_part(desc, source, chunk, COLUMNS: gl.constexpr, there=None):
+    """A part of a vector [COLUMNS], that of a block; 0 behind its end, and if it is not there."""
     WHOLE: gl.constexpr = COLUMNS % width_of(desc) == 0
     column = columns_of(desc, chunk)
-    if WHOLE:
+    if there is not None:
+        part = gl.load(source + column, mask=(column < COLUMNS) & there, other=0.0)
+    elif WHOLE:
         part = gl.load(source + column)
     else:
         part = gl.load(source + column, mask=column < COLUMNS, other=0.0)

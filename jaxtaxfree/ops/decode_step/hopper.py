@@ -264,6 +264,7 @@ class Hopper(Variant[Call]):
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
         read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
         items = (b, kv_heads, config.splits, model.group)
+        queries = _tells_queries(call, config)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -279,13 +280,13 @@ class Hopper(Variant[Call]):
             "together": config.programs,
             "scratch": {
                 **own.pop("scratch"),
-                "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                **({} if queries else {"qkv": f32(b, (heads + 2 * kv_heads) * h)}),
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
-                "accs": f32(*items, h),
-                "tops": f32(*items, 2),
+                "accs": f32(1 + queries, *items, h),
+                "tops": f32(1 + queries, *items, 2),
             },
-            "messages": own.pop("messages"),
+            "messages": own.pop("messages") | ({"qkv": (layers, b, (heads + 2 * kv_heads) * h)} if queries else {}),
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -341,10 +342,14 @@ class Hopper(Variant[Call]):
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
         told = not model.post_norms and len(words_of) == 1
-        sums = (2 * model.layers, call.world, words) if call.world > 1 else (0,)
+        width = _width_of_stream(call, config, blocks)
+        results = (2 * model.layers, b, d)
+        if width:
+            told, results = False, (2 * model.layers, b, d // width, call.world, width)
+        sums = (2 * model.layers, call.world, words) if call.world > 1 and not width else (0,)
         return {
             "scratch": {
-                "stream": f32(2, b, d),
+                "stream": f32(config.programs if width else 2, b, d),
                 "block": f32(2 if model.post_norms else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
@@ -352,11 +357,13 @@ class Hopper(Variant[Call]):
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
                 "hidden": (model.layers, b, call.d_mlp),
-                "told": (2 * model.layers + 1 if told else 0, b, d),
+                "told": results if told or width else (0,),
                 "sums": jax.ShapeDtypeStruct(sums, jnp.int32),
             },
             "WORDS": words,
             "STREAM_TOLD": int(told),
+            "STREAM_KEPT": width,
+            "QUERIES_TOLD": int(_tells_queries(call, config)),
             "SUMS": max(512 * vectors, vectors * config.stage // 32, _sums_of_attention(call, config)),
         }
 
@@ -406,7 +413,8 @@ def _sums_of_attention(call: Call, config: Config) -> int:
     """
     h = call.model.head_dim
     if config.attention_cores:
-        return min(min(config.num_warps, config.stage // h // many.VECTORS, 8) * 8 * h, 4096)
+        rows = 2 * many.VECTORS * h if _tells_queries(call, config) else 0
+        return max(rows, min(min(config.num_warps, config.stage // h // many.VECTORS, 8) * 8 * h, 4096))
     return 2 * config.num_warps * h
 
 
@@ -464,3 +472,24 @@ def _words(rows: int, vectors: int, block: int, programs: int) -> int:
     blocks = math.ceil(rows / block)
     most = math.ceil(blocks / (unit * programs)) * unit
     return programs * most * vectors * block
+
+
+def _width_of_stream(call: Call, config: Config, blocks: Mapping[str, tuple[int, int, int]]) -> int:
+    """The columns of a part of the stream, if each program keeps it; 0 if none does.
+
+    All that is multiplied by the stream has to have blocks of as many columns, so that a thread loads what it stored.
+    """
+    widths = {
+        groups * columns
+        for _, groups, columns in (blocks[name] for name in ("query_desc", "gate_desc", "unembed_desc"))
+    }
+    width = max(widths)
+    if not config.keep_stream or call.model.post_norms or len(widths) > 1 or call.model.d_model % width:
+        return 0
+    return width
+
+
+def _tells_queries(call: Call, config: Config) -> bool:
+    """Whether those who attend get queries by messages, of which a thread polls 4 columns of a head."""
+    fits = call.model.head_dim <= 128 and call.model.rotated % 8 == 0 and not call.narrow_cache
+    return config.tell_queries and config.attention_cores and not config.tensor_cores and fits

@@ -83,5 +83,7 @@ def buffers(call: Call, config: Config) -> dict[str, Any]:
         "messages": {"told": (0,), "sums": jax.ShapeDtypeStruct(sums, jnp.int32)},
         "WORDS": words,
         "STREAM_TOLD": 0,
+        "STREAM_KEPT": 0,
+        "QUERIES_TOLD": 0,
         "SUMS": least,
     }
