@@ -324,13 +324,17 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
 
 
 def lower_all(mesh: Mesh, keys: Sequence[Key], clock: Clock) -> None:
+    """Compiles the kernels of our programs for a GPU."""
     for key in keys:
         operation, shape, name, kind = key
         if name in KERNELS:
-            run = program(mesh, key, simulate=False)
-            text = run.trace(*abstract(mesh, key, simulate=False)).lower(lowering_platforms=("cuda",)).as_text()
-            kernels = text.count("triton_kernel_call")
+            kernels = lower(program(mesh, key, simulate=False), *abstract(mesh, key, simulate=False))
             clock.row(operation=operation, shape=shape, kind=kind, program=name, kernels=kernels)
+
+
+def lower(run: Any, *types: Any) -> int:
+    """How many kernels a program has, which this compiles for a GPU, with or without one."""
+    return run.trace(*types).lower(lowering_platforms=("cuda",)).as_text().count("triton_kernel_call")
 
 
 def check(key: Key, run: Any, arrays: Sequence[jax.Array], error_of: Any, clock: Clock) -> bool:

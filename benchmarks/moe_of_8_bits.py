@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jaxtaxfree as jtf
-from benchmarks.eight_bits import Clock
+from benchmarks.eight_bits import Clock, lower
 from benchmarks.operation import repeated
 from benchmarks.operations import OPERATIONS
 from benchmarks.ragged_dot_of_8_bits import times
@@ -127,8 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
                 try:
                     run = jax.jit(layers(mesh, shape, kind, "fused" if how == "fused" else None))
                     if options.lower:
-                        text = run.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-                        clock.row(**row, kernels=text.count("triton_kernel_call"))
+                        clock.row(**row, kernels=lower(run, *arrays))
                         continue
                     found = np.asarray(run(*arrays)[0], np.float32)
                 except Exception as fault:

@@ -351,13 +351,15 @@ class Trainer:
                 begin = time.monotonic()
                 after, losses[turn] = self._chunk(state, first, turn, progress, hang_at)
                 took[turn].append((time.monotonic() - begin) / CHUNK)
-            apart, movings, beyond = 0.0, 0, 0
-            while beyond is not None and movings < MOVINGS:
-                seed = first * MOVINGS + movings
-                _, other = self._chunk(self._moved(state, seed), first, XLA, progress, hang_at)
+            apart = 0.0
+            for movings in range(1, MOVINGS + 1):
+                moving = self._moved(state, first * MOVINGS + movings - 1)
+                _, other = self._chunk(moving, first, XLA, progress, hang_at)
                 apart = max(apart, *(abs(x - y) for x, y in zip(other, losses[XLA], strict=True)))
-                movings, beyond = movings + 1, first_beyond(losses[FUSED], losses[XLA], apart, tolerance)
-            if beyond is not None:
+                beyond = first_beyond(losses[FUSED], losses[XLA], apart, tolerance)
+                if beyond is None:
+                    break
+            else:
                 _, again = self._chunk(state, first, FUSED, progress, hang_at)
                 raise AssertionError(
                     f"the loss of step {first + beyond} is {losses[FUSED][beyond]} with the fused kernels, "
@@ -499,8 +501,7 @@ def main() -> int:
             text = (
                 f"{result.steps} steps, fused {result.fused_ms:.2f} ms, XLA {result.xla_ms:.2f} ms, largest difference "
                 f"of two losses {result.difference:.2g} bits per byte (moved parameters: {result.moved:.2g}, at most "
-                f"{result.movings} times), "
-                f"{result.beside} kernels beside collectives"
+                f"{result.movings} times), {result.beside} kernels beside collectives"
             )
             print(f"{training.given.name}: {result.error or text} ({time.monotonic() - start:.0f} s)", flush=True)
             if result.error:
