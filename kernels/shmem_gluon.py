@@ -141,7 +141,7 @@ def receive_vectors(
 
 
 @gluon.jit
-def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
+def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True):
     """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
 
     Each thread polls some of its own, all at the same time. `report_own` has to follow. Who sends them may wait for a
@@ -151,9 +151,10 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
       source: scalar pointer to the first one.
       COUNT: how many, next to each other, a multiple of 4.
       SIZE: of the result, a power of 2, COUNT or more.
+      there: i1, whether there are any; if not, nothing is waited for.
 
-    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time and behind COUNT; what did not
-      come).
+    Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time, behind COUNT, and if there are none;
+      what did not come).
     """
     PIECES: gl.constexpr = pieces_of(SIZE, gl.num_warps())
     EACH: gl.constexpr = SIZE // PIECES
@@ -161,18 +162,54 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr):
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
     without = gl.where(4 * vector + (USED - 1) * EACH < COUNT, -1, USED - 1)
     found, _, late = shmem.poll_vectors(
-        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, without=without, sender=me.rank, TWICE=True
+        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, mask=there, without=without, sender=me.rank,
+        TWICE=True,
     )  # fmt: skip
+    return _joined(found, PIECES, USED), late
+
+
+@gluon.jit
+def receive_at(me, source, there):
+    """Waits for messages (`send`) from programs of this rank, wherever they lie. Otherwise like `receive_own`.
+
+    `report_at` has to follow.
+
+    Args:
+      source: a block of pointers in the layout `vectors_of(1, ...)`, each to 4 messages.
+      there: for which to wait.
+
+    Returns: (f32, 4 for each pointer, in whatever layout, NaN as in `receive_own`; what did not come).
+    """
+    found, _, late = shmem.poll_vectors(
+        me, source, 0, 1, OWN=True, CLEARED=False, mask=there, sender=me.rank, TWICE=True
+    )  # fmt: skip
+    return _joined(found, 1, 1), late
+
+
+@gluon.jit
+def report_at(me, source, late):
+    """Reports what `receive_at` waited for in vain. All warps of the partition meet."""
+    for i in gl.static_range(len(late)):
+        if gl.max(late[i], 0) != 0:
+            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
+            first = gl.min(gl.where(late[i] > 0, place, 0x7FFFFFFF), 0)
+            shmem._report(me, -1 - first, 4, 0, me.rank)
+
+
+@gluon.jit
+def _joined(found, PIECES: gl.constexpr, USED: gl.constexpr):
+    """The values of so many blocks of words, one behind the other, of which the last ones may be unused."""
     pieces = ()
     for i in gl.static_range(PIECES):
         pieces = pieces + (found[min(i, USED - 1)],)
     for doubled in gl.static_range(PIECES.bit_length() - 1):
         longer = ()
         for i in gl.static_range(0, PIECES >> doubled, 2):
-            longer = longer + (gl.join(pieces[i], pieces[i + 1]).permute([1, 0]).reshape([EACH << (doubled + 1)]),)
+            both = gl.join(pieces[i], pieces[i + 1])
+            longer = longer + (both.permute([1, 0]).reshape([2 * pieces[i].shape[0]]),)
         pieces = longer
     words = pieces[0]
-    return gl.where(words == -1, float("nan"), shmem._value(words)), late
+    return gl.where(words == -1, float("nan"), shmem._value(words))
 
 
 @triton.constexpr_function
@@ -193,7 +230,8 @@ def report_own(me, source, late, SIZE: gl.constexpr):
         missing = late[chunk]
         if gl.max(missing, 0) != 0:
             vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
-            first = gl.min(gl.where(missing > 0, 4 * vector + (missing - 1) * EACH, SIZE), 0)
+            before = (shmem.RANKS_TOGETHER * chunk + missing - 1) * EACH
+            first = gl.min(gl.where(missing > 0, 4 * vector + before, 0x7FFFFFFF), 0)
             place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first
             shmem._report(me, -1 - place, 4, 0, me.rank)
 

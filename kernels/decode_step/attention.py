@@ -412,17 +412,29 @@ def rotation_of(given, row, column, SIZES: gl.constexpr):
 def rotated(source, gain_ptr, cos, sin, column, SIZES: gl.constexpr, there=True):
     """The query or key of a head, f32 [H], normalised if there is a gain, and rotated; for tensor cores [rows, H], of
     the heads at `source` [rows, 1], or zeros."""
-    HALF: gl.constexpr = SIZES.ROTATED // 2
-    low = column < HALF
-    turns = column < SIZES.ROTATED
-    partner = gl.where(low, column + HALF, gl.where(turns, column - HALF, column))
+    partner = partner_of(column, SIZES)
     if SIZES.ATTENTION_CORES:
         x = gl.load(source + column, mask=there & (column < SIZES.H), other=0.0)
         y = gl.load(source + partner, mask=there & (column < SIZES.H), other=0.0)
     else:
         x = gl.load(source + column)
         y = gl.load(source + partner)
+    return turned(x, y, gain_ptr, cos, sin, column, SIZES)
+
+
+@gluon.jit
+def partner_of(column, SIZES: gl.constexpr):
+    """With which column of a head one is rotated; those that are not have themselves."""
+    HALF: gl.constexpr = SIZES.ROTATED // 2
+    return gl.where(column < HALF, column + HALF, gl.where(column < SIZES.ROTATED, column - HALF, column))
+
+
+@gluon.jit
+def turned(x, y, gain_ptr, cos, sin, column, SIZES: gl.constexpr):
+    """x and its partners y, normalised if there is a gain, and rotated."""
+    low = column < SIZES.ROTATED // 2
     if gain_ptr is not None:
+        partner = partner_of(column, SIZES)
         squares = gl.sum(x * x, 1, keep_dims=SIZES.ATTENTION_CORES)
         if not SIZES.ATTENTION_CORES:
             squares = gl.sum(squares, 0)
@@ -444,7 +456,7 @@ def capped(score, SOFT_CAP: gl.constexpr):
 
 
 @gluon.jit
-def merge(me, kept, heads, factor, SIZES: gl.constexpr):
+def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
     """Adds up the parts of some columns, which all items have left, and sends them: heads, messages f32 [B, HEADS * H].
 
     For tensor cores it stores them, in heads [vectors, HEADS * H].
@@ -464,6 +476,8 @@ def merge(me, kept, heads, factor, SIZES: gl.constexpr):
         head = unit // (H // MERGED)  # of all sequences
         column = unit % (H // MERGED) * MERGED + gl.arange(0, MERGED, gl.SliceLayout(0, LAYOUT))
         of = head // G * SIZES.SPLITS
+        if SIZES.QUERIES_TOLD:
+            of += layer % 2 * (SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS)
         tops = kept.tops + (of + each) * (2 * G) + head % G * 2
         top = gl.load(tops, mask=each < SIZES.SPLITS, other=float("-inf"))
         total = gl.load(tops + 1, mask=each < SIZES.SPLITS, other=0.0)

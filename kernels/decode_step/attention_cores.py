@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import widen
 from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
@@ -87,6 +88,7 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
     SCORES: gl.constexpr = scores_layout(SHAPE, WARPS)
     SUMS: gl.constexpr = sums_layout(SHAPE, WARPS)
     TURNED: gl.constexpr = rows_layout(H, WARPS)
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     g = gl.arange(0, ROWS, gl.SliceLayout(1, TURNED))
     column = gl.arange(0, H, gl.SliceLayout(0, TURNED))[None, :]
     query_norm = phases.of_layer(given.query_norm, layer, H)
@@ -97,16 +99,31 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
         row = table * SIZES.POSITIONS + gl.minimum(length, SIZES.POSITIONS - 1)
         cos, sin = attention.rotation_of(given, row, column, SIZES)
         of = kept.qkv + sequence * WIDTH
-        value_ptr = of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H
-        query = attention.rotated(of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G)
-        key = attention.rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
+        if SIZES.QUERIES_TOLD:
+            memory, sources, late = received(me, ring, of + layer * SIZES.B * WIDTH, head, SIZES)
+            rows, partners = memory.index(0), memory.index(1)
+            query = gl.where(g[:, None] < G, attention.turned(
+                rows.load(TURNED), partners.load(TURNED), query_norm, cos, sin, column, SIZES
+            ), 0.0)  # fmt: skip
+            key = attention.turned(
+                rows.slice(G, 1).load(TURNED), partners.slice(G, 1).load(TURNED), key_norm, cos, sin, column, SIZES
+            )  # fmt: skip
+            new_value = ring.sums.reinterpret(gl.float32, [2 * ROWS, H], LINE).index(G + 1)
+            value = rows.slice(G + 1, 1).load(TURNED)
+        else:
+            query = attention.rotated(
+                of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G
+            )  # fmt: skip
+            key = attention.rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
+            new_value = of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H
+            value = gl.load(new_value + column)
         query = query.to(WIDE)
         key, key_unit = attention.stored(key, given)
-        value, value_unit = attention.stored(gl.load(value_ptr + column), given)
+        value, value_unit = attention.stored(value, given)
         score = gl.sum(query.to(gl.float32) * key, 1) * key_unit
         # The new token belongs to the first part of the first item; where the cache is full it is dropped.
         own = (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
-        tops, totals, accs = of_new_token(ring, score, value_ptr, value_unit, own, factor, given, SIZES)
+        tops, totals, accs = of_new_token(ring, score, new_value, value_unit, own, factor, given, SIZES)
         queries = keep_queries(ring, query, given.old_keys)
         # After the loads, which do not pass stores.
         pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
@@ -137,8 +154,38 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             for i in gl.static_range(len(accs)):
                 scaled = scaled + (accs[i] * keep,)
             accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
+        if SIZES.QUERIES_TOLD:
+            item += layer % 2 * ITEMS  # who reads those of the layer before has met nobody since
         together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
+        if SIZES.QUERIES_TOLD:
+            shmem.report_at(me, sources, late)
     return position
+
+
+@gluon.jit
+def received(me, ring, source, head, SIZES: gl.constexpr):
+    """Waits for the queries of a pair, its new key and its new value, one row each.
+
+    Args:
+      source: messages [HEADS + 2 KV_HEADS, H] of the sequence.
+
+    Returns: (f32 [2, 16, H] in shared memory, behind the columns those that each is rotated with; for
+      `shmem.report_at` from where, and what did not come).
+    """
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
+    SIZE: gl.constexpr = 2 * ROWS * H
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    vector = gl.arange(0, SIZE // 4, shmem.vectors_of(1, gl.num_warps()))
+    row = vector // (H // 4) % ROWS
+    column = vector % (H // 4) * 4
+    column = gl.where(vector < SIZE // 8, column, attention.partner_of(column, SIZES))
+    of_new = gl.where(row == G, SIZES.HEADS, SIZES.HEADS + SIZES.KV_HEADS) + head
+    sources = source + gl.where(row < G, head * G + row, of_new) * H + column
+    values, late = shmem.receive_at(me, sources, row < G + 2)
+    ring.sums.reinterpret(gl.float32, [SIZE], LINE).store(values)
+    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), sources, late
 
 
 @gluon.jit
@@ -152,13 +199,14 @@ def slots_of(SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def of_new_token(ring, score, value_ptr, value_unit, own, factor, given, SIZES: gl.constexpr):
+def of_new_token(ring, score, new_value, value_unit, own, factor, given, SIZES: gl.constexpr):
     """(top, total, acc) of the new token alone, as `attend` carries them: f32 [parts, 16], f32 [parts, 16, slots], and
     one [parts, 16, 64] after the other, as `column_of` has them.
 
     Args:
       score: f32 [16], before it is scaled.
-      value_ptr, value_unit: to its value, f32 [H], and the scale of that in the cache.
+      new_value, value_unit: where its value is, f32 [H] in global or in shared memory, and the scale of that in the
+        cache.
       own: whether the token is one of this item.
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -179,7 +227,10 @@ def of_new_token(ring, score, value_ptr, value_unit, own, factor, given, SIZES: 
     column = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
     accs = ()
     for i in gl.static_range(sums_of(given.old_keys)):
-        value = gl.load(value_ptr + column_of(i, column, given.old_keys))
+        if SIZES.QUERIES_TOLD:
+            value = new_value.slice(i * 64, 64).load(gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
+        else:
+            value = gl.load(new_value + column_of(i, column, given.old_keys))
         value = value.to(given.final_norm.dtype.element_ty).to(gl.float32)
         if given.old_key_scales is not None:
             value = attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit

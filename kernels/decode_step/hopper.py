@@ -80,6 +80,7 @@ class Sizes(NamedTuple):
     MERGED: Any
     IN_FLIGHT: Any
     STREAM_TOLD: Any
+    QUERIES_TOLD: Any
     SUMS: Any
     WINDOW: Any
     TABLE: Any
@@ -204,14 +205,14 @@ def decode_step_kernel(
     # tensor cores
     scaled,  # for tensor cores: scratch [8 or 16, D] of the weights' dtype, the stream times the gains of the next norm
     squares,  # and f32 [2, PROGRAMS, 16], sums of squares of the stream, and of a block's result
-    qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]
+    qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]; or messages [L, ...]
     new,  # scratch [2, L, B, KV_HEADS, H] of the cache's dtype, the new keys and values
     new_scales,  # scratch f32 [2, L, B, KV_HEADS], their scales if they have 8 bits
-    accs,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
+    accs,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
+    tops,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
-    told,  # messages f32 [2 * L + 1, B, D], x and the stream behind each block, or none
+    told,  # messages f32 [2 * L, B, D], the stream behind each block, or none
     sums,  # messages i32 [2 * L, WORLD, WORDS]
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -254,6 +255,7 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
+    QUERIES_TOLD: gl.constexpr,  # programs get queries, new keys and values by messages
     STAGE: gl.constexpr,  # elements of 16 bits of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
@@ -263,7 +265,7 @@ def decode_step_kernel(
         LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
         H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
         ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
-        STREAM_TOLD, SUMS, WINDOW, TABLE,
+        STREAM_TOLD, QUERIES_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -278,10 +280,11 @@ def decode_step_kernel(
         hidden_ptr = shmem.scratch(me, hidden, final_norm_ptr.dtype.element_ty)
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
+    qkv_ptr = shmem.messages(me, qkv) if QUERIES_TOLD else shmem.scratch(me, qkv, gl.float32)
     kept = Kept(
         new, new_scales, shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, final_norm_ptr.dtype.element_ty), shmem.scratch(me, squares, gl.float32),
-        shmem.scratch(me, qkv, gl.float32), shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
+        qkv_ptr, shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
         heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(
@@ -331,25 +334,28 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     # With norms behind the blocks a phase has to add the result of the last block to the stream that it finds.
     if SIZES.POST_NORMS:
         last, between, after_attention, after_mlp = later_stream, stream, block, later_block
+    elif SIZES.STREAM_TOLD:
+        last, between, after_attention, after_mlp = stream, None, later_stream, stream
     else:
         last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
-    if SIZES.STREAM_TOLD:
-        phases.tell(me, kept.told, x, SIZES)
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = layer * phases.meetings_of(SIZES)
+        phase = layer * phases.meetings_of(SIZES) - SIZES.QUERIES_TOLD  # the first one is left out
         window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
         table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
         told = kept.told + 2 * layer * SIZE
         if SIZES.STREAM_TOLD:
-            found, later_found = told, told + SIZE
+            found, later_found = told - SIZE, told
         else:
-            found, later_found = x, between
+            found, later_found = later_block, block
         position = phases.project(
-            me, ring, position, given, kept, found, later_block, stream, layer, norms, times, factor, SIZES
+            me, ring, position, given, kept, x, found, stream, layer, norms, times, factor, SIZES
         )  # fmt: skip
-        factor = phases.meet(me, met, phase, factor, times, SIZES)
+        if SIZES.QUERIES_TOLD:
+            phases.pass_by(times)
+        else:
+            factor = phases.meet(me, met, phase, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 1, SIZES)
         if SIZES.ATTENTION_CORES:
             position = attention_cores.attend(
@@ -362,7 +368,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
         heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
-        attention.merge(me, kept, heads, factor, SIZES)
+        attention.merge(me, kept, heads, layer, factor, SIZES)
         phases.pass_by(times)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
@@ -371,13 +377,13 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
-            after_attention, told + SIZE, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
+            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
             SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
         position = phases.gate(
-            me, ring, position, given, later_found, block, later_stream, hidden, layer, norms, times, factor, SIZES
+            me, ring, position, given, between, later_found, later_stream, hidden, layer, norms, times, factor, SIZES
         )  # fmt: skip
         phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
@@ -386,11 +392,12 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
             me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
-            after_mlp, told + 2 * SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            after_mlp, told + SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
     attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
+    found = later_block
     if SIZES.STREAM_TOLD:
-        x = kept.told + 2 * SIZES.LAYERS * SIZE
-    phases.unembed(me, ring, position, given, x, later_block, norms, results.logits, times, factor, SIZES)
+        x, found = None, kept.told + (2 * SIZES.LAYERS - 1) * SIZE
+    phases.unembed(me, ring, position, given, x, found, norms, results.logits, times, factor, SIZES)

@@ -63,7 +63,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 2, SIZES)
-        attention.merge(me, kept, kept.heads, factor, SIZES)
+        attention.merge(me, kept, kept.heads, layer, factor, SIZES)
         factor = phases.meet(me, met, phase + 2, factor, times, SIZES)
         times = phases.times_of(results.times, layer, 3, SIZES)
         behind = phases.of_layer(given.post_attn_norm, layer, D)

@@ -96,7 +96,7 @@ def meetings_of(sizes):
     """
     if sizes.TENSOR_CORES:
         return PHASES.value + (2 if sizes.POST_NORMS else 0)
-    return 2 if sizes.STREAM_TOLD else 4
+    return (2 if sizes.STREAM_TOLD else 4) - sizes.QUERIES_TOLD
 
 
 @gluon.jit
@@ -163,39 +163,35 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 
 @gluon.jit
-def tell(me, told, x, SIZES: gl.constexpr):
-    """Sends some of x f32 [B, D] as messages to all programs of this rank, which need it in the first phase."""
-    SIZE: gl.constexpr = SIZES.B * SIZES.D
-    OWN: gl.constexpr = 4 * triton.cdiv(SIZE, 4 * SIZES.PROGRAMS)
-    LANES: gl.constexpr = shmem.vectors_of(4, gl.num_warps())
-    own = gl.arange(0, max(triton.next_power_of_2(OWN), 4 * 32 * gl.num_warps()), LANES)
-    at = gl.program_id(0) * OWN + own
-    there = (own < OWN) & (at < SIZE)
-    shmem.send(me, told + at, gl.load(x + at, mask=there, other=0.0), me.rank, there)
-
-
-@gluon.jit
 def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
-    """The normalised stream, as `multiply` takes it.
+    """The normalised stream, as `multiply` takes it, and for `rings.report` what did not come.
 
     With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
     is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
 
     Args:
-      x: f32 [B, D], the stream, before a block's result is added if it has to be; messages if it is told.
-      block: f32 [B, D], that result.
+      x: f32 [B, D], the stream, before a block's result is added if it has to be. If the stream is told, that in front
+        of the first block; None behind it.
+      block: f32 [B, D], that result; messages of the stream behind the block if it is told.
       norms: `norms_of` the phase.
-      there: whether there is such a result, with norms behind the blocks.
+      there: whether there is a `block`.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
     """
+    D: gl.constexpr = SIZES.D
+    B: gl.constexpr = SIZES.B
     late = ()
     if SIZES.STREAM_TOLD:
-        parts, late = rings.received(me, desc, x, 1.0, SIZES.D, SIZES.B)
+        parts, late = rings.received(me, desc, block, 1.0, D, B, there)
+        if x is not None:
+            given, told = rings.load_vectors(desc, x, D, B, there == 0), parts
+            parts = ()
+            for i in gl.static_range(len(told)):
+                parts = parts + (gl.where(there, told[i], given[i]),)
     else:
-        parts = rings.load_vectors(desc, x, SIZES.D, SIZES.B)
+        parts = rings.load_vectors(desc, x, D, B)
     if len(norms.behind) > 0:
         parts = with_result(desc, block, parts, norms, there, after, SIZES)
-    vectors = rings.normalised(desc, parts, norms.before, factor, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE)
+    vectors = rings.normalised(desc, parts, norms.before, factor, D, B, SIZES.EPS, SIZES.PLUS_ONE)
     return vectors, late
 
 
@@ -225,7 +221,8 @@ def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
 
 @gluon.jit
 def project(me, ring, position, given, kept, x, block, after, layer, norms, times, factor, SIZES: gl.constexpr):
-    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream.
+    """kept.qkv f32 [B, (HEADS + 2 KV_HEADS) * H]: queries, keys and values of the normalised stream. If they are told,
+    it is messages, [L, ...].
 
     Args:
       x, block, after, norms: as `stream_of` takes them.
@@ -252,8 +249,12 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
         for i in range(gl.minimum(count - begin, PORTION)):
             position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        gl.store(kept.qkv + b * WIDTH + row, rings.collect(sums, row.shape[0], 0) * scale + bias, mask=there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+        value = rings.collect(sums, row.shape[0], 0) * scale + bias
+        if SIZES.QUERIES_TOLD:
+            shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, there)
+        else:
+            gl.store(kept.qkv + b * WIDTH + row, value, mask=there)
+    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -361,7 +362,7 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         ups = rings.collect(sums, row.shape[0], 1) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
     return position
 
 
@@ -507,5 +508,5 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
-    rings.report(me, desc, x, late, SIZES.D, SIZES.B)
+    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
     stamp(times, 1)

@@ -269,8 +269,11 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
+def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True):
     """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
+
+    Args:
+      there: i1, whether there are any; if not, nothing is waited for, and they are NaN.
 
     Returns: (of each vector one part after the other, for `report` what did not come).
     """
@@ -279,7 +282,7 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr):
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
         part, late = shmem.receive_own(
-            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there
         )  # fmt: skip
         part = gl.convert_layout(part.reshape(desc.block_shape[1:]), columns_layout(desc.block_shape, gl.num_warps()))
         if messages_of(i, COLUMNS, desc) < WIDTH:
@@ -311,12 +314,16 @@ def messages_of(part, columns, desc):
 
 
 @gluon.jit
-def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """The parts of vectors f32 [B, COLUMNS]."""
+def load_vectors(desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, there=None):
+    """The parts of vectors f32 [B, COLUMNS].
+
+    Args:
+      there: i1, whether there are any; None: yes.
+    """
     parts = ()
     for b in gl.static_range(B):
         for chunk in gl.static_range(chunks_of(COLUMNS, desc)):
-            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS),)
+            parts = parts + (load_part(desc, source + b * COLUMNS, chunk, COLUMNS, there),)
     return parts
 
 
@@ -343,11 +350,13 @@ def normalised(
 
 
 @gluon.jit
-def load_part(desc, source, chunk, COLUMNS: gl.constexpr):
-    """A part of a vector [COLUMNS], that of a block; 0 behind its end."""
+def load_part(desc, source, chunk, COLUMNS: gl.constexpr, there=None):
+    """A part of a vector [COLUMNS], that of a block; 0 behind its end, and if it is not there."""
     WHOLE: gl.constexpr = COLUMNS % width_of(desc) == 0
     column = columns_of(desc, chunk)
-    if WHOLE:
+    if there is not None:
+        part = gl.load(source + column, mask=(column < COLUMNS) & there, other=0.0)
+    elif WHOLE:
         part = gl.load(source + column)
     else:
         part = gl.load(source + column, mask=column < COLUMNS, other=0.0)

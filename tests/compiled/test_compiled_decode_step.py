@@ -170,7 +170,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     """In registers. Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is
     on its way.
 
-    What is spilled is so at the beginning, for the end: 16 bytes.
+    What is spilled is so at the beginning, for the end: 24 bytes.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     registers = {"tensor_cores": False, "attention_cores": False}
@@ -180,7 +180,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= 16
+    assert spilled_bytes(ptxas_report(code)) <= 24
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 

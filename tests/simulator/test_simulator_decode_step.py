@@ -209,6 +209,25 @@ ATTENTION_CORES = {
     ),
 }  # fmt: skip
 STEPS |= ATTENTION_CORES
+# Queries are messages, as they are by default where attention is by tensor cores and products are in registers.
+TOLD = (("tell_queries", True), *ATTENTION)
+MESSAGES = {
+    "queries are messages, two layers, four sequences": Step(
+        lengths=(3, -1, 17, 20), layers=2, config=(*TOLD, ("splits", 2))
+    ),
+    "queries are messages, qwen 3 with a window, eight heads of a key, heads of 128": Step(
+        family="qwen3-8b", lengths=(19, 0), group=8, changes=(("head_dim", 128), ("windows", (9,))),
+        config=(*TOLD, ("stage", 2048)),
+    ),
+    "queries are messages, gemma 2": Step(family="gemma-2-9b", lengths=(14,), layers=2, config=TOLD),
+    "queries are messages, qwen 2, pages": Step(
+        family="qwen2-7b", lengths=(40, 16), page=32, layers=2, lost=(1,), config=(*TOLD, ("splits", 3))
+    ),
+    "queries are messages, a part of each head is rotated, weights of int8": Step(
+        lengths=(13,), layers=3, changes=(("rotary_dim", 32),), eight=("int8", "unembed"), config=TOLD
+    ),
+}  # fmt: skip
+STEPS |= MESSAGES
 PAGES = {
     "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
     "pages of two blocks, no token, a full cache and lost tokens": Step(
@@ -307,6 +326,7 @@ ALONE = "shmem.arrive(me, met)\n"
 AWAIT = "factor = await_all(me, met, phase, factor, times, SIZES)\n    return position, factor\n"
 TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)\n"
 POST_NORMS = STEPS["gemma 2, three layers"]
+TELLS_QUERIES = Step(lengths=(3, 17), layers=3, config=(*TOLD, ("splits", 2)))
 TWO_LAYERS = Step(layers=2)
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
@@ -353,7 +373,7 @@ MUTANTS = {
         step=TWO_LAYERS,
     ),
     "the stream, likewise": Mutant(
-        module=hopper, edits=(("told + 2 * SIZE, sums", "told + SIZE, sums"),), errors=(MessageError, DeadlockError),
+        module=hopper, edits=(("told + SIZE, sums", "told, sums"),), errors=(MessageError, DeadlockError),
     ),
     "nobody hears of the stream": Mutant(
         module=phases, edits=((TELLS, "            pass\n"),), errors=(MessageError, DeadlockError)
@@ -420,7 +440,7 @@ MUTANTS = {
     ),
     "the stream goes where others still read it": Mutant(
         module=hopper,
-        edits=(("found, later_block, stream, layer,", "found, later_block, later_stream, layer,"),),
+        edits=(("x, found, stream, layer,", "x, found, later_stream, layer,"),),
         errors=(DataRaceError, UninitializedReadError),
         step=POST_NORMS,
     ),
@@ -777,6 +797,25 @@ MUTANTS = {
     "its words are not cleared": Mutant(
         module=many, edits=((CLEARED, ""),), errors=(MessageError, *TOO_EARLY), step=SEVERAL
     ),
+    # Of queries that are messages.
+    **{
+        fault: Mutant(module=module, edits=((found, changed),), errors=errors, step=TELLS_QUERIES)
+        for fault, module, found, changed, errors in (
+            ("queries are sent in the place of another layer's", phases, "(layer * SIZES.B + b) * WIDTH", "b * WIDTH",
+             (MessageError,)),
+            ("queries of another layer", attention_cores, "of + layer * SIZES.B * WIDTH", "of", (AssertionError,)),
+            ("parts go where others still read", attention_cores, "item += layer % 2 * ITEMS", "item += 0", TOO_EARLY),
+            ("the parts of another layer", attention, "of += layer % 2 *", "of += (layer + 1) % 2 *", TOO_EARLY),
+            ("columns without their partners", attention_cores, "column, attention.partner_of(column, SIZES))",
+             "column, column)", (AssertionError,)),
+            ("a new value is the key", attention_cores, "rows.slice(G + 1, 1)", "rows.slice(G, 1)", (AssertionError,)),
+            ("for itself the new token has the key", attention_cores, ".index(G + 1)", ".index(G)", (AssertionError,)),
+            ("a query of another head", attention_cores, "head * G + row, of_new", "head * G + G - 1 - row, of_new",
+             (AssertionError,)),
+            ("nobody waits for the last query", attention_cores, "row < G + 2", "(row < G + 2) & (row != G - 1)",
+             (AssertionError,)),
+        )
+    },
     "no barrier before the release": Mutant(
         module=shmem, edits=((RELEASE, RELEASE.replace("tl.debug_barrier()", "pass")),), errors=TOO_EARLY
     ),

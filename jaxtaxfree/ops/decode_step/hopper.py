@@ -155,6 +155,20 @@ def refused_pages(call: Call, config: Config) -> list[str]:
     return []
 
 
+def refused_messages(call: Call, config: Config) -> list[str]:
+    """Why queries cannot be messages: a thread polls 4 columns of a head, and those that they are rotated with."""
+    of, reasons = "with tell_queries it takes", []
+    if config.tensor_cores or not config.attention_cores:
+        reasons.append(f"{of} attention by tensor cores, and products in registers")
+    if call.model.head_dim > 128:
+        reasons.append(f"{of} heads of 64 and 128, not {call.model.head_dim}")
+    if call.model.rotated % 8:
+        reasons.append(f"{of} a rotary_dim that 8 divides, not {call.model.rotated}")
+    if call.narrow_cache:
+        reasons.append(f"{of} a cache of 16 bits, not of {call.cache_dtype}")
+    return reasons
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -181,6 +195,8 @@ class Hopper(Variant[Call]):
             reasons.append(f"without tensor cores it takes 1 to {FEW} sequences, not {call.batch}")
         reasons += many.refused_attention(call, config)
         reasons += refused_pages(call, config)
+        if config.tell_queries:
+            reasons += refused_messages(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -220,10 +236,11 @@ class Hopper(Variant[Call]):
             merged = many.merged_of(call, programs, splits, merged)
         elif attention_cores and call.batch == 1:
             merged = MERGED
-        return Config(
+        config = Config(
             tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(stage),
         )  # fmt: skip
+        return dataclasses.replace(config, tell_queries=not refused_messages(call, config))
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -264,6 +281,7 @@ class Hopper(Variant[Call]):
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
         read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
         items = (b, kv_heads, config.splits, model.group)
+        width, copies = (heads + 2 * kv_heads) * h, 1 + config.tell_queries
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -279,13 +297,13 @@ class Hopper(Variant[Call]):
             "together": config.programs,
             "scratch": {
                 **own.pop("scratch"),
-                "qkv": f32(b, (heads + 2 * kv_heads) * h),
+                **({} if config.tell_queries else {"qkv": f32(b, width)}),
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
-                "accs": f32(*items, h),
-                "tops": f32(*items, 2),
+                "accs": f32(copies, *items, h),
+                "tops": f32(copies, *items, 2),
             },
-            "messages": own.pop("messages"),
+            "messages": own.pop("messages") | ({"qkv": (layers, b, width)} if config.tell_queries else {}),
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -300,6 +318,7 @@ class Hopper(Variant[Call]):
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
             "ATTENTION_CORES": int(config.attention_cores),
+            "QUERIES_TOLD": int(config.tell_queries),
             "VECTORS": many.vectors_of(call),
             "D": d,
             "HEADS": heads,
@@ -352,7 +371,7 @@ class Hopper(Variant[Call]):
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
                 "hidden": (model.layers, b, call.d_mlp),
-                "told": (2 * model.layers + 1 if told else 0, b, d),
+                "told": (2 * model.layers, b, d) if told else (0,),
                 "sums": jax.ShapeDtypeStruct(sums, jnp.int32),
             },
             "WORDS": words,
@@ -388,6 +407,7 @@ class Hopper(Variant[Call]):
         return [
             *([{"tensor_cores": not config.tensor_cores}] if call.batch <= FEW else []),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
+            *([{"tell_queries": False}] if config.tell_queries else []),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
                 for stage in (4096, 16384)
@@ -406,7 +426,8 @@ def _sums_of_attention(call: Call, config: Config) -> int:
     """
     h = call.model.head_dim
     if config.attention_cores:
-        return min(min(config.num_warps, config.stage // h // many.VECTORS, 8) * 8 * h, 4096)
+        rows = 2 * many.VECTORS * h if config.tell_queries else 0
+        return max(rows, min(min(config.num_warps, config.stage // h // many.VECTORS, 8) * 8 * h, 4096))
     return 2 * config.num_warps * h
 
 
