@@ -40,7 +40,7 @@ CASES: dict[str, tuple[jtf.DecoderSpec, tuple[int, ...]]] = {
     "sixteen sequences": (LLAMA, tuple(range(0, 512, 32))),
     "five sequences of qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3, 0, 77, 300)),
     "nine sequences of qwen 3": (tiny("qwen3-8b", **SIZES), (64, 1, 2, 3, 500, 0, 9, 8, 7)),
-    "rows that nothing divides": (dataclasses.replace(LLAMA, d_mlp=2176, vocab=1002), (90,)),
+    "rows that nothing divides": (dataclasses.replace(LLAMA, d_mlp=2176, vocab=1004), (90,)),
     "qwen 2": (tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "qwen 3": (tiny("qwen3-8b", **SIZES), (64,)),
     "gemma 2": (tiny("gemma-2-9b", **SIZES), (33, 200)),
@@ -57,7 +57,7 @@ EIGHT_BITS: dict[str, tuple[str, jtf.DecoderSpec, tuple[int, ...]]] = {
     "one sequence in e4m3": ("float8_e4m3fn", LLAMA, (200,)),
     "four sequences in int8": ("int8", LLAMA, (5, 240, 64, 100)),
     "rows that nothing divides, in e4m3": (
-        "float8_e4m3fn", dataclasses.replace(LLAMA, d_mlp=2304, vocab=1002), (90, 0)
+        "float8_e4m3fn", dataclasses.replace(LLAMA, d_mlp=2304, vocab=1004), (90, 0)
     ),
     "qwen 2 in int8": ("int8", tiny("qwen2.5-0.5b", **{**SIZES, "head_dim": 64}), (100, 3)),
     "gemma 2 in e4m3": ("float8_e4m3fn", tiny("gemma-2-9b", **SIZES), (33, 200)),

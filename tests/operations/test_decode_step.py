@@ -1,6 +1,7 @@
 """`decode_step` against a decoder in float64, of every family that it names."""
 
 import dataclasses
+import functools
 import itertools
 from typing import Any
 
@@ -19,8 +20,10 @@ from jaxtaxfree.ops.decode_step.reference import scaled_embedding
 from jaxtaxfree.ops.kv_cache import placement_of
 from jaxtaxfree.ops.variant import choose
 from jaxtaxfree.target import HOPPER, target_of
+from tests.helpers import step_parity
 from tests.helpers.decode_steps import call_of
 from tests.helpers.decoders import FAMILIES, decode, in_eight_bits, make_params, rotary_tables, tiny
+from tests.helpers.parity import program
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
 
 PROMPTS = (5, 1, 7)  # tokens of each sequence
@@ -475,6 +478,16 @@ def test_what_none_takes(sequences, world, kernels):
     call = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=(P(None, "tp"), (of_cache, of_cache)))
     text = lower_for_cuda(call, params, shape(sequences, 128), cache, shape(sequences, dtype=jnp.int32))
     assert text.count(TRITON_CALL) == kernels
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("case", step_parity.CASES)
+def test_what_gpus_compare_is_a_call(case, world):
+    """Of as many ranks as tests have GPUs."""
+    model, lengths = step_parity.CASES[case]
+    call = functools.partial(step_parity.errors_of, model, lengths, kernel="operations")
+    mesh = Mesh(np.array(jax.devices()[:world]), ("tp",))
+    assert jax.eval_shape(program(mesh, call)).shape == (3,)
 
 
 @pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 2), (4096, 24, 4), (16384, 6, 2), (32768, 3, 2)])
