@@ -490,18 +490,22 @@ def test_what_gpus_compare_is_a_call(case, world):
     assert jax.eval_shape(program(mesh, call)).shape == (3,)
 
 
-@pytest.mark.parametrize(("stage", "stages", "in_flight"), [(8192, 12, 2), (4096, 24, 4), (16384, 6, 2), (32768, 3, 2)])
-def test_how_much_is_on_its_way(stage, stages, in_flight):
-    """32 KiB of the ring's 192, in at least two blocks; and what is asked for."""
-    call = Call(
-        model=FAMILIES["llama-3-8b"], world=8, batch=1, tokens=1, slots=8192, positions=8192,
-        dtype=np.dtype(jnp.bfloat16), cache_dtype=np.dtype(jnp.bfloat16), by_heads=True, target=HOPPER,
-    )  # fmt: skip
-    kernel = Hopper()
-    for asked, expected in (({}, in_flight), ({"in_flight": 3}, 3), ({"in_flight": 32}, min(32, stages))):
-        config = dataclasses.replace(kernel.by_shape(call, {"stage": stage, **asked}), **asked)
-        launch = kernel.launch(call, config)
-        assert (launch["STAGES"], launch["IN_FLIGHT"]) == (stages, expected)
+@pytest.mark.parametrize(
+    ("stage", "stages", "in_flight", "of_large"),
+    [(8192, 12, 2, 3), (4096, 24, 4, 6), (16384, 6, 2, 2), (32768, 3, 2, 2)],
+)
+def test_how_much_is_on_its_way(stage, stages, in_flight, of_large):
+    """Of the ring's 192 KiB 32 in at least two blocks, 48 where a rank has much of a layer; and what is asked for."""
+    model = FAMILIES["llama-3-70b"]
+    # Of 2 and 4 ranks 856 and 428 MB of a layer, and half of that in 8 bits.
+    for world, eight, expected in ((4, False, in_flight), (2, True, in_flight), (2, False, of_large)):
+        narrow = tuple(Eight(name=name, dtype="int8", scales="row") for name in model.matrices) if eight else ()
+        call = call_of(model, world, slots=8192, eight=narrow)
+        kernel = Hopper()
+        for asked, wanted in (({}, expected), ({"in_flight": 5}, min(5, stages)), ({"in_flight": 32}, min(32, stages))):
+            config = dataclasses.replace(kernel.by_shape(call, {"stage": stage, **asked}), **asked)
+            launch = kernel.launch(call, config)
+            assert (launch["STAGES"], launch["IN_FLIGHT"]) == (stages, wanted)
     for wrong in (0, "many"):
         with pytest.raises(ValueError, match="stage of a config is a power of 2 from 512 to 32768, not"):
             kernel.by_shape(call, {"stage": wrong})

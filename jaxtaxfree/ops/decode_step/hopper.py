@@ -26,6 +26,7 @@ SCALES = {
 # And those of the cache, as operands and as results.
 SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
 MERGED = 32  # columns of a head, of one sequence with attention alone by tensor cores: 273 us a step, and 277 with 8
+LARGE_LAYER = 1 << 29  # bytes of a rank's matrices of a layer from which on more is on its way
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
@@ -238,7 +239,7 @@ class Hopper(Variant[Call]):
             merged = MERGED
         config = Config(
             tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
-            num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(stage),
+            num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(call, stage),
         )  # fmt: skip
         return dataclasses.replace(config, tell_queries=not refused_messages(call, config))
 
@@ -409,10 +410,10 @@ class Hopper(Variant[Call]):
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *([{"tell_queries": False}] if config.tell_queries else []),
             *(
-                {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(stage)}
+                {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
                 for stage in (4096, 16384)
             ),
-            *each("in_flight", 1, 3, 4, 32),
+            *each("in_flight", 1, 2, 3, 4, 32),
             *each("num_warps", 4, 16),
             *each("merged", 4, 16, 32),
             *each("splits", config.splits // 2),
@@ -474,9 +475,18 @@ def _windows(model: DecoderSpec) -> tuple[int, ...]:
     return tuple(1 << 30 if window is None else window for window in model.window_by_layer)
 
 
-def _in_flight(stage: int) -> int:
-    """Blocks of this many elements, of 2 bytes each, that 32 KiB hold, or two."""
-    return min(32, max(2, (32 << 10) // (2 * stage)))
+def _in_flight(call: Call, stage: int) -> int:
+    """Blocks of this many elements, of 2 bytes each, that 32 KiB hold, or two; 48 KiB where a layer's matrices are large.
+
+    us a step with two blocks of 8192 elements and with three, 8 layers: a tenth of Llama 3 70B, whose matrices of a layer
+    are 856 MB on each of two ranks, one sequence on H100 2556 and 2532, on H200 1884 and 1800, 16 sequences on H200
+    2150 and 2101. Llama 3 8B's share of eight (55 MB), one sequence, takes 277 and 286 on H100, 235 and 240 on H200,
+    70B's share of eight (214 MB) 734 and 741 on H100, 16 sequences of 8B on four (218 MB) 698 and 707 on H200.
+    """
+    shapes = call.model.param_shapes(call.world)
+    sizes = (math.prod(shapes[name][1:]) * call.dtype_of(name).itemsize for name in _weights(call)[:-1])
+    size = (48 if sum(sizes) >= LARGE_LAYER else 32) << 10
+    return min(32, max(2, size // (2 * stage)))
 
 
 def _words(rows: int, vectors: int, block: int, programs: int) -> int:
