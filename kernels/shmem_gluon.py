@@ -3,8 +3,8 @@
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
 `meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
-`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`. Tensors of pointers bring
-their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
+`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_at`. Tensors of
+pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
 `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind

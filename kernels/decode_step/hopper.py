@@ -8,7 +8,7 @@ One program runs on each multiprocessor, from the beginning to the end. Its warp
 * *compute* takes the blocks in the same order, and does depend: a layer has six phases. All programs of the rank meet
   at the end of a phase, or its results are messages, which say themselves whether they have come.
 
-    project     queries, keys and values of the normalised stream; all meet
+    project     queries, keys and values of the normalised stream, sent to those who attend; or all meet
     attend      each program to its part of the keys; all meet
     merge       the parts of each head, sent to all programs
     add         the product of the heads, summed over the ranks, added to the stream, which is sent to all
@@ -29,8 +29,9 @@ the sums in shared memory, and a phase adds these up at its end.
 New keys and values go into the cache itself, in front of the logits: by then all programs have met since any of them
 has read the old ones of the last layer.
 
-Scratch has one copy of most arrays for all layers: who writes it again has met everybody who read it. Messages, and the
-new keys and values, have places of their own in each layer.
+Scratch has one copy of most arrays for all layers: who writes it again has met everybody who read it. Parts of heads
+have two, for who does not meet behind `project`. Messages, and the new keys and values, have places of their own in
+each layer.
 """
 
 from typing import Any, NamedTuple
