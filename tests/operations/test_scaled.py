@@ -15,7 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtaxfree as jtf
 from jaxtaxfree import simulator
-from tests.helpers.support import lower_for_cuda, mesh_of
+from jaxtaxfree.ops import all_gather_matmul as gather_ops
+from jaxtaxfree.ops import matmul_all_reduce as reduce_ops
+from jaxtaxfree.ops import matmul_reduce_scatter as scatter_ops
+from jaxtaxfree.ops.epilogue import Epilogue
+from tests.helpers.support import by_shape, lower_for_cuda, mesh_of, product_call
 
 DTYPES = ("float8_e4m3fn", "float8_e5m2", "int8")
 # The relative step between numbers of each dtype, at most, of what scales have brought into its range.
@@ -465,6 +469,28 @@ def test_weights_alone_in_the_simulator(cpu_mesh: Any, kernel: str, kind: str, d
     total = np.einsum("rmk,rkn->mn", left, right)
     wanted = [np.concatenate([*(left @ right[i]), total[3 * i : 3 * i + 3], total]) for i in range(2)]
     np.testing.assert_allclose(found, wanted, atol=2e-6 * np.max(np.abs(wanted)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("module", "rows", "n", "scales", "gate", "columns"),
+    [
+        (gather_ops, 2048, 14336, "row", False, 256),
+        (gather_ops, 2048, 14336, "block", False, 256),
+        (gather_ops, 2048, 14336, "block", True, 256),
+        (gather_ops, 2048, 6144, "block", False, 128),  # 2.9 tiles of 256 columns for each program
+        (gather_ops, 8192, 1536, "row", False, 128),  # likewise
+        (scatter_ops, 8192, 8192, "row", False, 256),
+        (scatter_ops, 8192, 8192, "block", False, 128),
+        (reduce_ops, 8192, 8192, "block", False, 128),
+    ],
+)  # fmt: skip
+def test_how_wide_tiles_of_eight_bits_are(
+    module: Any, rows: int, n: int, scales: Any, gate: bool, columns: int
+) -> None:
+    form: dict[str, Any] = {"rhs_transposed": True, "lhs_scales": scales, "rhs_scales": scales, "out_dtype": "bfloat16"}
+    form |= {"epilogue": Epilogue("silu", ("gate",)), "gate_scales": scales} if gate else {}
+    call = product_call(module, rows, 8192, n, world=2, dtype="float8_e4m3fn", **form)
+    assert by_shape(module, "hopper", call).block_n == columns
 
 
 @pytest.mark.parametrize(
