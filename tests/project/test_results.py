@@ -216,8 +216,8 @@ def test_sentences_are_what_was_measured():
     told = medians("2026-11-28-2xh200-decode-step/decode_step.json", b=1, d_model=4096, n=8)
     saved = told["fused[tell_queries=False]"] - told["fused"]
     assert (
-        f"of the first model took {now['fused']:.0f} µs before its queries were messages, which saves {saved:.0f} µs on "
-        f"H200; by XLA's fastest program {fastest(now, 'xla'):.0f}, and the bytes take {now['floor']:.0f} "
+        f"of the first model took {now['fused']:.0f} µs before its queries were messages, which saves {saved:.0f} µs "
+        f"on H200; by XLA's fastest program {fastest(now, 'xla'):.0f}, and the bytes take {now['floor']:.0f} "
     ) in text
     whole = medians("steps-2026-11-28-4xh200/whole.json", b=1)
     assert f"layers of Llama 3 8B take {whole['fused']:.0f}, by XLA {fastest(whole, 'xla'):.0f} " in text

@@ -119,8 +119,8 @@ class Config(Settings):
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
         Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
-        busy. By default those that 32 KiB hold, 48 where a rank has 512 MB of a layer's matrices, but not less than two,
-        so that one comes while the next one is asked for (docs/experiments.md).
+        busy. By default those that 32 KiB hold, 48 where a rank has 512 MB of a layer's matrices or more, and two at
+        least, so that one comes while the next one is asked for (docs/experiments.md).
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """

@@ -476,12 +476,12 @@ def _windows(model: DecoderSpec) -> tuple[int, ...]:
 
 
 def _in_flight(call: Call, stage: int) -> int:
-    """Blocks of this many elements, of 2 bytes each, that 32 KiB hold, or two; 48 KiB where a layer's matrices are large.
+    """Blocks of this many elements, of 2 bytes each, that 32 KiB hold, or two; 48 KiB of large layers.
 
-    us a step with two blocks of 8192 elements and with three, 8 layers: a tenth of Llama 3 70B, whose matrices of a layer
-    are 856 MB on each of two ranks, one sequence on H100 2556 and 2532, on H200 1884 and 1800, 16 sequences on H200
-    2150 and 2101. Llama 3 8B's share of eight (55 MB), one sequence, takes 277 and 286 on H100, 235 and 240 on H200,
-    70B's share of eight (214 MB) 734 and 741 on H100, 16 sequences of 8B on four (218 MB) 698 and 707 on H200.
+    us a step with two blocks of 8192 elements and with three, 8 layers: a tenth of Llama 3 70B, whose matrices of a
+    layer are 856 MB on each of two ranks, one sequence on H100 2556 and 2532, on H200 1884 and 1800, 16 sequences on
+    H200 2150 and 2101. Llama 3 8B's share of eight (55 MB), one sequence, takes 277 and 286 on H100, 235 and 240 on
+    H200, 70B's share of eight (214 MB) 734 and 741 on H100, 16 sequences of 8B on four (218 MB) 698 and 707 on H200.
     """
     shapes = call.model.param_shapes(call.world)
     sizes = (math.prod(shapes[name][1:]) * call.dtype_of(name).itemsize for name in _weights(call)[:-1])
