@@ -328,7 +328,11 @@ def lower_all(mesh: Mesh, keys: Sequence[Key], clock: Clock) -> None:
     for key in keys:
         operation, shape, name, kind = key
         if name in KERNELS:
-            kernels = lower(program(mesh, key, simulate=False), *abstract(mesh, key, simulate=False))
+            try:
+                kernels = lower(program(mesh, key, simulate=False), *abstract(mesh, key, simulate=False))
+            except Exception as error:
+                clock.say(f"{key} is not lowered: {type(error).__name__}: {str(error)[:500]}")
+                continue
             clock.row(operation=operation, shape=shape, kind=kind, program=name, kernels=kernels)
 
 
