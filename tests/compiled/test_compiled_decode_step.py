@@ -232,13 +232,16 @@ def test_attention_by_tensor_cores_and_products_in_registers(heads, eight, of_ca
     [(1, 16, None), (4, 64, "int8"), (16, 64, None), *soak((4, 8, None), (16, 16, None))],
 )
 def test_a_cache_in_pages(batch, page, of_cache):
-    """The warp that loads looks up its pages, for which it has 24 registers; a block is one TMA load."""
+    """The warp that loads looks up its pages, for which it has 24 registers; a block is one TMA load.
+
+    Four sequences in registers put three numbers aside: 12 bytes of stores and of loads, and their stack.
+    """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     kernel = launch_of(lowered(model, 2, batch, None, of_cache, page))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= 24
+    assert spilled_bytes(ptxas_report(code)) <= 40
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 
