@@ -43,7 +43,9 @@ def team_of(mesh: Mesh) -> Team:
 
 def case_at(op: Operation, shape: Any, mesh: Mesh) -> Case:
     """The call of a benchmark, as the tables know it."""
-    return register.OPERATIONS[op.name].case_at(shape, team_of(mesh), DTYPE)
+    case = op.case_at(shape, team_of(mesh))
+    assert case is not None
+    return case
 
 
 @pytest.fixture
@@ -224,5 +226,5 @@ def test_shipped_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert case.choose(case.size, row["config"]).settings == row["config"]
             kernels.clear()
             lower_with(op, shape, mesh, row["config"])
-            ((_, _, _, shared, *_),) = kernels
-            assert shared <= SHARED_MEMORY[90]
+            # A decode step has kernels beside its own, such as the choice of the token.
+            assert kernels and max(shared for _, _, _, shared, *_ in kernels) <= SHARED_MEMORY[90]
