@@ -407,16 +407,17 @@ class Hopper(Variant[Call]):
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
         return [
             *([{"tensor_cores": not config.tensor_cores}] if call.batch <= FEW else []),
+            *each("in_flight", 2, 3, 4),
+            *each("merged", 4, 16, 32),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *([{"tell_queries": False}] if config.tell_queries else []),
+            *each("splits", config.splits // 2),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
                 for stage in (4096, 16384)
             ),
-            *each("in_flight", 1, 2, 3, 4, 32),
+            *each("in_flight", 1, 32),
             *each("num_warps", 4, 16),
-            *each("merged", 4, 16, 32),
-            *each("splits", config.splits // 2),
         ]
 
 
