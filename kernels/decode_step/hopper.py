@@ -52,6 +52,7 @@ class Sizes(NamedTuple):
     B: Any
     TENSOR_CORES: Any
     ATTENTION_CORES: Any
+    ROW_CORES: Any
     VECTORS: Any
     NARROW: Any
     D: Any
@@ -226,7 +227,8 @@ def decode_step_kernel(
     B: gl.constexpr,
     TENSOR_CORES: gl.constexpr,  # which multiply, see `many.py`
     ATTENTION_CORES: gl.constexpr,  # which multiply by old keys and values, see `attention_cores.py`
-    VECTORS: gl.constexpr,  # that lie in memory for these, 8 or 16
+    ROW_CORES: gl.constexpr,  # which multiply by vectors in registers, see `products.py`
+    VECTORS: gl.constexpr,  # that lie in memory for TENSOR_CORES, 8 or 16
     D: gl.constexpr,
     HEADS: gl.constexpr,  # those of this rank, as are all sizes
     KV_HEADS: gl.constexpr,
@@ -263,9 +265,9 @@ def decode_step_kernel(
 ):
     me = shmem.start(team, WORLD=WORLD)
     SIZES: gl.constexpr = sizes_of(
-        LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
-        H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
-        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
+        LAYERS, B, TENSOR_CORES, ATTENTION_CORES, ROW_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D,
+        HEADS, KV_HEADS, H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE,
+        SCORE_SOFT_CAP, ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
         STREAM_TOLD, QUERIES_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(

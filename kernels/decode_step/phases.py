@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
+from jaxtaxfree.kernels.decode_step import products
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = gl.constexpr(6)  # of a layer
@@ -233,8 +234,8 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
     vectors, late = stream_of(me, desc, x, block, norms, layer > 0, after, factor, SIZES)
+    vectors = products.operands_of(ring, desc, vectors, SIZES)
     stamp(times, 0)
-    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, WIDTH, SIZES)
@@ -246,10 +247,10 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
             bias += part_of(of_layer(given.query_bias, layer, QUERIES), row, QUERIES)
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
-        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        value = rings.collect(sums, row.shape[0], 0) * scale + bias
+        sums = products.sums_of(ring, desc, PORTION, SIZES)
+        blocks = gl.minimum(count - begin, PORTION)
+        position = products.multiply(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES)
+        value = products.collect(sums, row.shape[0], 0) * scale + bias
         if SIZES.QUERIES_TOLD:
             shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, there)
         else:
@@ -259,16 +260,10 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
 
 
 @triton.constexpr_function
-def vectors_of_sums(sizes):
-    """How many vectors sums are of, those of `rings.sums_of` and those that are sent: B or more."""
-    return triton.next_power_of_2(sizes.B)
-
-
-@triton.constexpr_function
 def portion_of(rows, desc, warps, matrices, sizes, unit=1):
     """Of how many blocks the products are collected at a time."""
     most = most_of(rows, desc.block_shape[0], unit, sizes.PROGRAMS)
-    return rings.portion_of(most, desc.block_shape, warps, vectors_of_sums(sizes), matrices, sizes.SUMS)
+    return products.portion_of(most, desc, warps, matrices, sizes)
 
 
 @gluon.jit
@@ -283,10 +278,10 @@ def rows_of_share(
       begin: the first of PORTION blocks, counted from `first`.
     """
     HEIGHT: gl.constexpr = desc.block_shape[0]
-    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    VECTORS: gl.constexpr = products.vectors_of(SIZES)
     SIZE: gl.constexpr = PORTION * VECTORS * HEIGHT
-    ACROSS: gl.constexpr = rings.across_of(desc.block_shape, gl.num_warps())
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, rings.collected(ACROSS, gl.num_warps()))
+    ACROSS: gl.constexpr = products.across_of(desc, gl.num_warps(), SIZES)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, products.collected(ACROSS, gl.num_warps()))
     at = gl.arange(0, SIZE, LAYOUT)
     block = begin + at // (VECTORS * HEIGHT)
     b = at // HEIGHT % VECTORS
@@ -345,21 +340,18 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
     desc = given.gate
     first, count = even_share_of(SIZES.F, desc.block_shape[0], SIZES.PROGRAMS)
     vectors, late = stream_of(me, desc, x, block, norms, True, after, factor, SIZES)
+    vectors = products.operands_of(ring, desc, vectors, SIZES)
     stamp(times, 0)
-    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.F, SIZES)
         gate_scale = scale_of(of_layer(given.gate_scale, layer, SIZES.F), row, there)
         up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
-        sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-            position = rings.multiply(
-                ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES.B
-            )
-        gates = rings.collect(sums, row.shape[0], 0) * gate_scale
-        ups = rings.collect(sums, row.shape[0], 1) * up_scale
+        sums = products.sums_of(ring, desc, 2 * PORTION, SIZES)
+        blocks = gl.minimum(count - begin, PORTION)
+        position = products.multiply(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES, 2)
+        gates = products.collect(sums, row.shape[0], 0) * gate_scale
+        ups = products.collect(sums, row.shape[0], 1) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
     rings.report(me, desc, block, late, SIZES.D, SIZES.B)
@@ -402,7 +394,7 @@ def add(
     D: gl.constexpr = SIZES.D
     WORLD: gl.constexpr = SIZES.WORLD
     ROWS: gl.constexpr = desc.block_shape[0]
-    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
+    VECTORS: gl.constexpr = products.vectors_of(SIZES)
     UNIT: gl.constexpr = unit_of(desc)
     first, count = share_of(D, ROWS, UNIT, SIZES.PROGRAMS)
     # Rows of 4 words, which a thread polls at a time.
@@ -417,6 +409,7 @@ def add(
     if WORLD > 1:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
     vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
+    vectors = products.operands_of(ring, desc, vectors, SIZES)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -425,17 +418,17 @@ def add(
         scale = scale_of(scales, own, there)
         if WORLD == 1:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
-        parts = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
-        products = rings.collect(parts, own.shape[0], 0) * scale
+        parts = products.sums_of(ring, desc, PORTION, SIZES)
+        blocks = gl.minimum(count - begin, PORTION)
+        position = products.multiply(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES)
+        product = products.collect(parts, own.shape[0], 0) * scale
         if WORLD == 1:
-            gl.store(new + b * D + own, before + products * SCALE, mask=there)
+            gl.store(new + b * D + own, before + product * SCALE, mask=there)
             if SIZES.STREAM_TOLD:
-                shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)
+                shmem.send(me, told + b * D + own, before + product * SCALE, me.rank, there)
         else:
             sent = place < count * (VECTORS * ROWS)
-            send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
+            send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, product, 0.0), sent, SIZES)
     rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
     if WORLD == 1:
         if SIZES.STREAM_TOLD:
@@ -495,16 +488,16 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         # One has 8 bits, and the other one 16: these gains lie otherwise.
         norms = norms_of(desc, given.final_norm, of_layer(given.post_mlp_norm, SIZES.LAYERS - 1, SIZES.D), SIZES)
     vectors, late = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
+    vectors = products.operands_of(ring, desc, vectors, SIZES)
     stamp(times, 0)
-    VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         scale = scale_of(given.unembed_scale, row, there)
-        sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        logit = rings.collect(sums, row.shape[0], 0) * scale * SIZES.LOGIT_SCALE
+        sums = products.sums_of(ring, desc, PORTION, SIZES)
+        blocks = gl.minimum(count - begin, PORTION)
+        position = products.multiply(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES)
+        logit = products.collect(sums, row.shape[0], 0) * scale * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)

@@ -1,4 +1,5 @@
 """The ring in shared memory through which all that a decode step reads once comes: weights, and old keys and values.
+Also the vectors that lie in registers.
 
 A block is [rows, groups of 64 columns, 64], of an array [rows, columns / 64, 64]; one TMA load fetches it. A group of
 numbers of 8 bits is as many bytes, and so 128 columns. Blocks of all arrays take the same stages, in one order that
@@ -178,83 +179,6 @@ def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.c
     return position
 
 
-@triton.constexpr_function
-def across_of(block_shape, warps):
-    """Among how many warps a row of a block is divided."""
-    return layout_of(block_shape, warps).warps_per_cta[1]
-
-
-@triton.constexpr_function
-def portion_of(blocks, block_shape, warps, vectors, matrices, sums):
-    """Of how many blocks, a power of 2 and of `blocks` as many as there are, the sums are no more than `sums`."""
-    size = matrices * vectors * block_shape[0] * across_of(block_shape, warps)
-    return min(triton.next_power_of_2(blocks), sums // size)
-
-
-@gluon.jit
-def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
-    """The ring's sums as f32 [BLOCKS * VECTORS, rows of a block, warps that share a row]."""
-    ACROSS: gl.constexpr = across_of(desc.block_shape, gl.num_warps())
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    return ring.sums.reinterpret(gl.float32, [BLOCKS * VECTORS, desc.block_shape[0], ACROSS], PLAIN)
-
-
-@gluon.jit
-def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, B: gl.constexpr):
-    """The rows that come next times each of B vectors, without a meeting of the warps.
-
-    Args:
-      vectors: what `received` or `normalised` returned.
-      sums, first: from which on, of `sums_of`, each warp puts its part of the products.
-
-    Returns: the next position.
-    """
-    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
-    ROWS: gl.constexpr = desc.block_shape[0]
-    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
-    LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
-    ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
-    AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
-    OWN: gl.constexpr = desc.block_shape[2] // 8
-    parts = ()
-    for chunk in gl.static_range(CHUNKS):
-        block, position = take(ring, position, desc)
-        added = ()
-        for b in gl.static_range(B):
-            product = block * vectors[b * CHUNKS + chunk][None, :, :]
-            # What a thread has is added up first, and then, once for all chunks, what the threads of a warp have.
-            part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
-            if chunk > 0:
-                part += parts[b]
-            added = added + (part,)
-        parts = added
-    for b in gl.static_range(B):
-        sums.index(first + b).store(gl.sum(parts[b].reshape([ROWS, ACROSS, LANES * 8]), 2))
-    return position
-
-
-@triton.constexpr_function
-def collected(across, warps):
-    """The layout of what `collect` reads: 4 rows next to each other are a thread's."""
-    return gl.BlockedLayout([4, across], [32, 1], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def collect(sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
-    """What `multiply` has left: f32 [SIZE], block by block, of each the vectors, of each the rows.
-
-    Args:
-      sums: what `sums_of` returned.
-      FIRST: how many times SIZE to leave out before.
-    """
-    ACROSS: gl.constexpr = sums.shape[2]
-    COUNT: gl.constexpr = sums.shape[0] * sums.shape[1]
-    LAYOUT: gl.constexpr = collected(ACROSS, gl.num_warps())
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    parts = sums.reinterpret(gl.float32, [COUNT // SIZE, SIZE, ACROSS], PLAIN).index(FIRST).load(LAYOUT)
-    return gl.sum(parts, 1)
-
-
 @gluon.jit
 def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
     """Weights [COLUMNS] of RMSNorm as `normalised` takes them; () of None.
@@ -270,7 +194,8 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 @gluon.jit
 def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True):
-    """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
+    """Vectors f32 [B, COLUMNS] times `factor`, as `products.operands_of` takes them, of messages from programs of this
+    rank.
 
     Args:
       there: i1, whether there are any; if not, nothing is waited for, and they are NaN.

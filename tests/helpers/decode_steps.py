@@ -111,6 +111,13 @@ class Step:
             np.testing.assert_array_equal(out[0][there], outs[0][0][there], err_msg="ranks have different bits")
 
 
+    def logits(self, **settings: Any) -> np.ndarray:
+        """What the first rank finds, f32 [B, V / ranks], if it is simulated."""
+        arrays, keywords, *_ = _prepared(self)
+        outs, _ = simulator.run(Hopper.kernel, *arrays, **{**keywords, **settings})
+        return np.asarray(outs[0][0])
+
+
 @functools.lru_cache(maxsize=32)
 def _prepared(step: Step) -> tuple[Any, ...]:
     """The operands of each rank, the keywords of the launch, and what must come out: logits, each part of the cache by

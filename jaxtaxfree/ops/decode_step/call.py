@@ -109,6 +109,8 @@ class Config(Settings):
     Attributes:
       tensor_cores: whether these multiply, up to 16 vectors at a time. Otherwise up to 4 vectors lie in registers.
       attention_cores: whether these multiply by old keys and values, as they do with `tensor_cores`.
+      row_cores: whether these multiply rows of bfloat16 by vectors that lie in registers, each of which is then two
+        numbers of bfloat16. Otherwise products are f32.
       tell_queries: whether attention by tensor cores gets queries, new keys and new values by messages. Otherwise all
         programs meet behind them.
       programs: all of which run at once, one on each multiprocessor.
@@ -127,6 +129,7 @@ class Config(Settings):
 
     tensor_cores: bool = False
     attention_cores: bool = False
+    row_cores: bool = False
     tell_queries: bool = False
     programs: int = setting(132, least=1)
     stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)

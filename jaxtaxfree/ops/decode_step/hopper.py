@@ -26,6 +26,7 @@ SCALES = {
 # And those of the cache, as operands and as results.
 SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
 MERGED = 32  # columns of a head, of one sequence with attention alone by tensor cores: 273 us a step, and 277 with 8
+OPERAND = 4096  # f32 of shared memory for 64 groups of 64 columns of a vector on its way to tensor cores, twice in bf16
 LARGE_LAYER = 1 << 29  # bytes of a rank's matrices of a layer from which on more is on its way
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
@@ -170,6 +171,20 @@ def refused_messages(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def refused_row_cores(call: Call, config: Config) -> list[str]:
+    """Why tensor cores cannot multiply rows by vectors in registers."""
+    of, reasons = "with row_cores it takes", []
+    if config.tensor_cores:
+        reasons.append(f"{of} products in registers")
+    if call.dtype != jnp.bfloat16:
+        reasons.append(f"{of} bfloat16, not {call.dtype}")
+    if config.num_warps > 8:
+        reasons.append(f"{of} at most 8 warps, not {config.num_warps}")
+    if config.stage < 4096:
+        reasons.append(f"{of} stages of 4096 or more, not {config.stage}")
+    return reasons
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -198,6 +213,8 @@ class Hopper(Variant[Call]):
         reasons += refused_pages(call, config)
         if config.tell_queries:
             reasons += refused_messages(call, config)
+        if config.row_cores:
+            reasons += refused_row_cores(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -240,8 +257,10 @@ class Hopper(Variant[Call]):
         config = Config(
             tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(call, stage),
+            num_warps=given.num_warps,
         )  # fmt: skip
-        return dataclasses.replace(config, tell_queries=not refused_messages(call, config))
+        row_cores = not tensor_cores and not refused_row_cores(call, config)
+        return dataclasses.replace(config, row_cores=row_cores, tell_queries=not refused_messages(call, config))
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -319,6 +338,7 @@ class Hopper(Variant[Call]):
             "B": b,
             "TENSOR_CORES": int(config.tensor_cores),
             "ATTENTION_CORES": int(config.attention_cores),
+            "ROW_CORES": int(config.row_cores),
             "QUERIES_TOLD": int(config.tell_queries),
             "VECTORS": many.vectors_of(call),
             "D": d,
@@ -377,7 +397,12 @@ class Hopper(Variant[Call]):
             },
             "WORDS": words,
             "STREAM_TOLD": int(told),
-            "SUMS": max(512 * vectors, vectors * config.stage // 32, _sums_of_attention(call, config)),
+            "SUMS": max(
+                512 * vectors,
+                vectors * config.stage // 32,
+                _sums_of_attention(call, config),
+                OPERAND if config.row_cores else 0,
+            ),
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
@@ -411,6 +436,7 @@ class Hopper(Variant[Call]):
             *each("merged", 4, 16, 32),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *([{"tell_queries": False}] if config.tell_queries else []),
+            *([{"row_cores": False}] if config.row_cores else []),
             *each("splits", config.splits // 2),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
