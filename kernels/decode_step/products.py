@@ -16,7 +16,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from jaxtaxfree.kernels.blocks import widen
 from jaxtaxfree.kernels.decode_step import ring as rings
+from jaxtaxfree.kernels.decode_step import tensor_cores
 
 AT_ONCE = gl.constexpr(8)  # octets that the warps multiply at a time
 GROUPS_AT_ONCE = gl.constexpr(64)
@@ -27,7 +29,7 @@ def by_tensor_cores(desc, warps, sizes):
     """Whether tensor cores multiply a block."""
     rows, groups, _ = desc.block_shape
     fits = 8 <= groups <= 2 * GROUPS_AT_ONCE.value and rows * groups % GROUPS_AT_ONCE.value == 0
-    return bool(sizes.ROW_CORES) and desc.dtype.name == "bf16" and fits and warps <= AT_ONCE.value
+    return bool(sizes.ROW_CORES) and fits and warps <= AT_ONCE.value
 
 
 @triton.constexpr_function
@@ -91,21 +93,27 @@ def operands_of(ring, desc, vectors, SIZES: gl.constexpr):
     """
     if by_tensor_cores(desc, gl.num_warps(), SIZES):
         OCTETS: gl.constexpr = octets_of(desc)
+        WIDTH: gl.constexpr = desc.block_shape[2]
+        DTYPE: gl.constexpr = ring.stages.dtype
         TURNED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
         OPERAND: gl.constexpr = gl.DotOperandLayout(0, layout_of(gl.num_warps()), 2)
-        lines = ring.sums.slice(0, 4096).reinterpret(desc.dtype, [16, 8, 64], TURNED)
+        lines = ring.sums.slice(0, 64 * WIDTH).reinterpret(DTYPE, [16, 8, WIDTH], TURNED)
         operands = ()
         for i in gl.static_range(len(vectors)):
             parts = (vectors[i],)
             if operands_in(desc) == 2:
-                parts = gl.split(vectors[i].reshape([2, 64, 64]).permute([1, 2, 0]))
+                parts = gl.split(vectors[i].reshape([2, 64, WIDTH]).permute([1, 2, 0]))
             for part in gl.static_range(len(parts)):
-                high = parts[part].to(desc.dtype)
-                low = (parts[part] - high.to(gl.float32)).to(desc.dtype)
-                both = gl.join(high, low).reshape([OCTETS, 8, 64, 2]).permute([0, 3, 1, 2]).reshape([2 * OCTETS, 8, 64])
+                high = parts[part].to(DTYPE)
+                low = (parts[part] - high.to(gl.float32)).to(DTYPE)
+                both = gl.join(high, low).reshape([OCTETS, 8, WIDTH, 2]).permute([0, 3, 1, 2])
+                both = both.reshape([2 * OCTETS * 8, WIDTH])
+                if desc.dtype.primitive_bitwidth == 8:
+                    both = tensor_cores.order(both)
+                both = both.reshape([2 * OCTETS, 8, WIDTH])
                 for again in gl.static_range(rows_at_once(desc)):
                     lines.slice(again * 2 * OCTETS, 2 * OCTETS, dim=0).store(both)
-                operands = operands + (lines.reinterpret(desc.dtype, [8, 16, 64], TURNED).load(OPERAND),)
+                operands = operands + (lines.reinterpret(DTYPE, [8, 16, WIDTH], TURNED).load(OPERAND),)
         vectors = operands
     return vectors
 
@@ -162,18 +170,27 @@ def traces_of(ring, position, desc, vectors, COLUMNS: gl.constexpr, SIZES: gl.co
     CHUNKS: gl.constexpr = rings.chunks_of(COLUMNS, desc)
     PARTS: gl.constexpr = operands_in(desc)
     TIMES: gl.constexpr = desc.block_shape[0] // rows_at_once(desc)
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, layout_of(gl.num_warps()), 2)
+    LAYOUT: gl.constexpr = layout_of(gl.num_warps())
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, LAYOUT, 2)
+    NARROW: gl.constexpr = desc.dtype.primitive_bitwidth == 8
+    SHAPE: gl.constexpr = [8 * TIMES * PARTS, 8, desc.block_shape[2]]
     products = zeros_of(desc, SIZES)
     for chunk in gl.static_range(CHUNKS):
         stage, phase = position
         mbarrier.wait(ring.full.index(stage), phase)
-        lines = ring.stages.index(stage).reinterpret(desc.dtype, [8 * TIMES * PARTS, 8, 64], desc.layout)
+        lines = ring.stages.index(stage).reinterpret(desc.dtype, SHAPE, desc.layout)
+        if NARROW:
+            lines = widen.pairs(lines)
         lines = lines.permute([0, 2, 1])
         blocks = ()
         for i in gl.static_range(TIMES * PARTS):
             blocks = blocks + (lines.slice(8 * i, 8, dim=0).load(OPERAND),)
         rings.give_back(ring, stage)
         position = rings.after(ring, position)
+        if NARROW:
+            words, blocks = blocks, ()
+            for i in gl.static_range(TIMES * PARTS):
+                blocks = blocks + (tensor_cores.widened(words[i], desc.dtype, ring.stages.dtype, LAYOUT),)
         added = ()
         for b in gl.static_range(B):
             for i in gl.static_range(TIMES):

@@ -110,7 +110,6 @@ class Step:
                 np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02, err_msg=f"of rank {rank}")
             np.testing.assert_array_equal(out[0][there], outs[0][0][there], err_msg="ranks have different bits")
 
-
     def logits(self, **settings: Any) -> np.ndarray:
         """What the first rank finds, f32 [B, V / ranks], if it is simulated."""
         arrays, keywords, *_ = _prepared(self)

@@ -154,6 +154,16 @@ EIGHT_BITS = {
     ),
 }
 EIGHT_BITS |= {
+    "rows of int8 by tensor cores": Step(
+        layers=2, changes=(("d_model", 1024), ("d_mlp", 2048)), config=ROWS, eight=("int8", "unembed")
+    ),
+    "rows of e4m3 and a last product of bf16 by tensor cores": Step(
+        world=1,
+        lengths=(3, 11),
+        changes=(("d_model", 1024), ("d_mlp", 1024)),
+        config=(*ROWS, ("stage", 8192)),
+        eight=("float8_e4m3fn",),
+    ),
     "six sequences in int8 on two ranks, two layers": Step(
         lengths=(3, 0, 17, 9, 5, 20), layers=2, config=TILES, eight=("int8", "unembed")
     ),
@@ -468,7 +478,7 @@ MUTANTS = {
         module=products, edits=(("row % 8 == column", "row % 8 <= column"),), errors=(AssertionError,), step=BY_ROWS
     ),
     "an operand that is there once where rows need it again": Mutant(
-        module=products, edits=(("for again in gl.static_range(rows_at_once(desc))", "for again in gl.static_range(1)"),),
+        module=products, edits=(("again in gl.static_range(rows_at_once(desc))", "again in gl.static_range(1)"),),
         errors=(AssertionError, UninitializedReadError), step=BY_ROWS,
     ),
     "both operands are the first one": Mutant(

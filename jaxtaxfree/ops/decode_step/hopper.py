@@ -259,7 +259,9 @@ class Hopper(Variant[Call]):
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(call, stage),
             num_warps=given.num_warps,
         )  # fmt: skip
-        row_cores = not tensor_cores and not refused_row_cores(call, config)
+        row_cores = asked.get("row_cores", not tensor_cores and not refused_row_cores(call, config))
+        if row_cores and call.eight:
+            config = dataclasses.replace(config, num_stages=max(2, stages - 1))
         return dataclasses.replace(config, row_cores=row_cores, tell_queries=not refused_messages(call, config))
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
@@ -401,7 +403,7 @@ class Hopper(Variant[Call]):
                 512 * vectors,
                 vectors * config.stage // 32,
                 _sums_of_attention(call, config),
-                OPERAND if config.row_cores else 0,
+                OPERAND * (2 if call.eight else 1) if config.row_cores else 0,
             ),
         }
 
