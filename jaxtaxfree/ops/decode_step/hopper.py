@@ -171,6 +171,15 @@ def refused_messages(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def rows_by_tensor_cores(call: Call, config: Config) -> bool:
+    """Whether tensor cores are to multiply rows by vectors in registers. Of more vectors registers are spilled, and
+    where attention is in registers, too.
+    """
+    few = call.batch == 1 or (call.batch == 2 and config.attention_cores and not call.eight)
+    beside = config.attention_cores or not call.narrow_cache
+    return few and beside and not refused_row_cores(call, config)
+
+
 def refused_row_cores(call: Call, config: Config) -> list[str]:
     """Why tensor cores cannot multiply rows by vectors in registers."""
     of, reasons = "with row_cores it takes", []
@@ -259,7 +268,7 @@ class Hopper(Variant[Call]):
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(call, stage),
             num_warps=given.num_warps,
         )  # fmt: skip
-        row_cores = asked.get("row_cores", not tensor_cores and not refused_row_cores(call, config))
+        row_cores = asked.get("row_cores", rows_by_tensor_cores(call, config))
         if row_cores and call.eight:
             config = dataclasses.replace(config, num_stages=max(2, stages - 1))
         return dataclasses.replace(config, row_cores=row_cores, tell_queries=not refused_messages(call, config))
