@@ -263,6 +263,9 @@ class Clock:
     def say(self, text: str) -> None:
         print(f"[{self.seconds:6.1f}] {text}", flush=True)
 
+    def failed(self, what: str, error: Exception) -> None:
+        self.say(f"{what}: {type(error).__name__}: {str(error)[:500]}")
+
     def row(self, **fields: Any) -> None:
         self.say(", ".join(f"{name} {value}" for name, value in fields.items()))
         if self.path:
@@ -308,7 +311,7 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
                 # One after the other: Triton's compiler is Python for the most part, and has a cache.
                 futures[key] = pool.submit(run.lower(*types).compile)
             except Exception as error:
-                clock.say(f"{key} is not lowered: {type(error).__name__}: {str(error)[:500]}")
+                clock.failed(f"{key} is not lowered", error)
                 continue
             m, _, n = shapes_of(operation, shape)
             out = jax.ShapeDtypeStruct((m, n), "bfloat16", sharding=NamedSharding(mesh, SPECS[operation][2]))
@@ -323,17 +326,20 @@ def compile_all(mesh: Mesh, keys: Sequence[Key], simulate: bool, clock: Clock) -
     return futures
 
 
-def lower_all(mesh: Mesh, keys: Sequence[Key], clock: Clock) -> None:
-    """Compiles the kernels of our programs for a GPU."""
+def lower_all(mesh: Mesh, keys: Sequence[Key], clock: Clock) -> bool:
+    """Compiles the kernels of our programs for a GPU. Returns whether all could be."""
+    good = True
     for key in keys:
         operation, shape, name, kind = key
         if name in KERNELS:
             try:
                 kernels = lower(program(mesh, key, simulate=False), *abstract(mesh, key, simulate=False))
             except Exception as error:
-                clock.say(f"{key} is not lowered: {type(error).__name__}: {str(error)[:500]}")
+                clock.failed(f"{key} is not lowered", error)
+                good = False
                 continue
             clock.row(operation=operation, shape=shape, kind=kind, program=name, kernels=kernels)
+    return good
 
 
 def lower(run: Any, *types: Any) -> int:
@@ -436,8 +442,7 @@ def main(arguments: list[str] | None = None) -> None:
     asked = list(keys_of(options))
     keys = [key for key in asked if key[2] != "torch"]
     if options.lower:
-        lower_all(mesh, keys, clock)
-        return
+        sys.exit(not lower_all(mesh, keys, clock))
     futures = compile_all(mesh, keys, options.simulate, clock)
 
     @functools.cache
@@ -451,7 +456,7 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             return futures[key].result(timeout=max(1.0, 0.7 * options.budget - clock.seconds))
         except Exception as error:
-            clock.say(f"{key} fails: {type(error).__name__}: {str(error)[:500]}")
+            clock.failed(f"{key} fails", error)
             return None
 
     runs: dict[tuple[Any, ...], dict[Key, Any]] = {}
@@ -468,7 +473,7 @@ def main(arguments: list[str] | None = None) -> None:
             jax.block_until_ready(run(*operands))
             runs.setdefault(key[:2], {})[key] = run, operands
         except Exception as error:
-            clock.say(f"{key} fails: {type(error).__name__}: {str(error)[:500]}")
+            clock.failed(f"{key} fails", error)
     for own in runs.values():
         if options.rounds and not clock.over:
             times(own, options.rounds, clock)
