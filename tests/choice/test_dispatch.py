@@ -26,6 +26,7 @@ from jaxtaxfree.ops import register
 from jaxtaxfree.ops.epilogue import Epilogue
 from jaxtaxfree.teams import Team
 from tests.compiled.test_compiled import SHARED_MEMORY
+from tests.helpers import compiling
 from tests.helpers.support import TRITON_CALL, lower_for_cuda
 
 KIND = "NVIDIA H200"
@@ -225,6 +226,8 @@ def test_shipped_tables(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if row["config"]:
             assert case.choose(case.size, row["config"]).settings == row["config"]
             kernels.clear()
-            lower_with(op, shape, mesh, row["config"])
-            # A decode step has kernels beside its own, such as the choice of the token.
-            assert kernels and max(shared for _, _, _, shared, *_ in kernels) <= SHARED_MEMORY[90]
+            with compiling.no_code():
+                lower_with(op, shape, mesh, row["config"])
+            # A decode step has another one, which chooses the token.
+            ((_, _, _, shared, *_),) = (each for each in kernels if each[0] != "largest_kernel")
+            assert 0 < shared <= SHARED_MEMORY[90]

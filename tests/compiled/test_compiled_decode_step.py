@@ -234,14 +234,14 @@ def test_attention_by_tensor_cores_and_products_in_registers(heads, eight, of_ca
 def test_a_cache_in_pages(batch, page, of_cache):
     """The warp that loads looks up its pages, for which it has 24 registers; a block is one TMA load.
 
-    Four sequences in registers put three numbers aside: 12 bytes of stores and of loads, and their stack.
+    Four sequences in registers, in pages of 8, put three numbers aside: 12 bytes of stores, of loads, and their stack.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     kernel = launch_of(lowered(model, 2, batch, None, of_cache, page))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= 40
+    assert spilled_bytes(ptxas_report(code)) <= (40 if (batch, page) == (4, 8) else 24)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITCallable
 KERNELS = Path(__file__).parents[2] / "kernels"
 FOR_SO_LONG = 24 * 3600  # seconds
 _directory: Path | None = None  # where this process keeps what it has compiled
+_TO_TTGIR = {name: vars(CUDABackend)[name] for name in ("make_ttgir", "gluon_to_ttgir")}
 _compiled: dict[Any, dict] = {}  # by kernel and how far it is compiled, what jax-triton keeps of each
 
 
@@ -114,9 +115,8 @@ def no_code(*, memory: bool = True) -> Generator[None]:
     """
     with no_cubin(), pytest.MonkeyPatch.context() as patch:
         _keep_apart(patch, "memory" if memory else "source")
-        if not memory:
-            patch.setattr(CUDABackend, "make_ttgir", _describe)
-            patch.setattr(CUDABackend, "gluon_to_ttgir", _describe)
+        for name, in_full in _TO_TTGIR.items():  # also within another `no_code`, which may ask for less
+            patch.setattr(CUDABackend, name, in_full if memory else _describe)
         patch.setattr(CUDABackend, "make_llir", _allocate if memory else _assume_none)
         patch.setattr(CUDABackend, "make_ptx", _name)
         kept = property(lambda function: _compiled.setdefault((function.fn, memory), {}))
