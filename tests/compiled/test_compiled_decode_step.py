@@ -79,6 +79,8 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert 190 << 10 < code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
     assert spilled_bytes(ptxas_report(code)) == 0
+    # Warps that add up rows halve them: 98 shuffles of 16 bits, and 152 if each adds up all that its threads have.
+    assert code.ptx.count("shfl.sync.bfly") <= 100
     # Queries, keys, values, two of attention, out, gate, up, down and the last product: one load each, of 3 dimensions.
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
@@ -89,28 +91,31 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
-def test_sums_of_rows_take_few_shuffles_and_few_banks():
-    """A thread adds up one row of those that it has had; and of 8 threads, as shared memory serves them, two at most
-    read from the same bank. Blocks are those of 8B's share of eight: queries, heads and hidden.
-    """
-    for rows, groups in ((2, 64), (16, 8), (4, 32)):
-        block = rows, groups, 64
-        of, halved = rings.layout_of(block, 8), rings.halved(block, 8)
-        assert halved.shape == [rows, of.warps_per_cta[1], of.threads_per_warp[1] * of.threads_per_warp[2]]
-        assert [base for base in halved.reg_bases if base[0]] == []
-        assert len(halved.reg_bases) == math.log2(rows / of.threads_per_warp[0] / of.warps_per_cta[0])
-        bases = halved.reg_bases + halved.lane_bases + halved.warp_bases
-        assert sorted(bases) == sorted(
-            [1 << i if i_axis == axis else 0 for i_axis in range(3)]
-            for axis in range(3)
-            for i in range(halved.shape[axis].bit_length() - 1)
-        )
-        across = of.warps_per_cta[1]
-        read = rings.collected(across, 8)
-        assert read.size_per_thread == [1, across] and read.threads_per_warp == [32, 1]
-        for part in range(0, across, 4):
-            banks = [thread * across + part + i for thread in range(8) for i in range(min(4, across))]
-            assert max(Counter(bank % 32 for bank in banks).values()) <= 2
+@pytest.mark.parametrize(("rows", "groups"), [(2, 64), (16, 8), (4, 32), (128, 1)])
+def test_no_three_threads_read_sums_from_one_bank(rows, groups):
+    """Of the 8 threads that shared memory serves at a time. Blocks are those of 8B's share of eight, and one more."""
+    across = rings.across_of((rows, groups, 64), 8)
+    read = rings.collected(across, 8)
+    assert read.size_per_thread == [1, across] and read.threads_per_warp == [32, 1]
+    for part in range(0, across, 4):
+        banks = [(thread * across + part + i) % 32 for thread in range(8) for i in range(min(4, across))]
+        assert max(Counter(banks).values()) <= 2
+
+
+@pytest.mark.parametrize(("rows", "groups"), [(2, 64), (16, 8), (4, 32), (128, 1), (2, 2)])
+def test_a_warp_adds_up_each_part_of_a_sum_once(rows, groups):
+    """Whatever the threads of a warp had of rows, half of them take half of it, until each has one row or one part."""
+    of, halved = rings.layout_of((rows, groups, 64), 8), rings.halved((rows, groups, 64), 8)
+    shape = [rows, of.warps_per_cta[1], of.threads_per_warp[1] * of.threads_per_warp[2]]
+    assert halved.shape == shape
+    bases = [base for base in halved.reg_bases + halved.lane_bases + halved.warp_bases if any(base)]
+    each = [
+        [1 << i if axis == k else 0 for k in range(3)] for axis in range(3) for i in range(int(math.log2(shape[axis])))
+    ]
+    assert sorted(bases) == sorted(each)
+    assert len(halved.lane_bases) == 5
+    of_rows = [base for base in halved.reg_bases if base[0]]
+    assert of_rows == [] or not any(base[2] for base in halved.lane_bases)
 
 
 def test_messages_that_a_thread_polls_sixteen_vectors_of():
