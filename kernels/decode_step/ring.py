@@ -27,6 +27,7 @@ class Ring(NamedTuple):
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
     sums: Any  # f32 [SUMS]: what each warp has of some sums
+    log: Any
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
@@ -34,7 +35,7 @@ FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
+def allocate(log, DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], DTYPE)
     stages = gl.allocate_shared_memory(DTYPE, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -46,7 +47,17 @@ def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUM
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
     few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
-    return Ring(stages, full, empty, sums, few)
+    return Ring(stages, full, empty, sums, log, few)
+
+
+@gluon.jit
+def clock():
+    return gl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def note(ring, n, WHICH: gl.constexpr):
+    gl.store(ring.log + n * 6 + WHICH, clock())
 
 
 @gluon.jit
@@ -58,33 +69,40 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
         phases end sooner than with more.
     """
     STAGES: gl.constexpr = ring.stages.shape[0]
-    stage, phase = position
+    stage, phase, n = position
     block = view(ring, stage, desc)
+    note(ring, n, 3)
     mbarrier.wait(ring.empty.index(stage), phase)
+    note(ring, n, 4)
     if IN_FLIGHT < STAGES:
         around = stage < IN_FLIGHT
         last = gl.where(around, stage + (STAGES - IN_FLIGHT), stage - IN_FLIGHT)
         mbarrier.wait(ring.full.index(last), gl.where(around, phase, phase ^ 1))
     mbarrier.expect(ring.full.index(stage), block.nbytes_per_cta)
     tma.async_load(desc, [row, group, 0], ring.full.index(stage), block, cache_policy=READ_ONCE)
+    note(ring, n, 5)
     return after(ring, position)
 
 
 @gluon.jit
 def take(ring, position, desc, THREADS: gl.constexpr = 8):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
-    stage, phase = position
+    stage, phase, n = position
+    note(ring, n, 0)
     mbarrier.wait(ring.full.index(stage), phase)
+    note(ring, n, 1)
     LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps(), THREADS)
     if desc.dtype.primitive_bitwidth == 8:
         pairs = widen.pairs(view(ring, stage, desc))
         loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))
         give_back(ring, stage)
+        note(ring, n, 2)
         low, high = widen.words_of_f32(loaded, desc.dtype)
         block = gl.convert_layout(gl.join(low, high).reshape(desc.block_shape), LAYOUT, assert_trivial=True)
     else:
         loaded = view(ring, stage, desc).load(LAYOUT)
         give_back(ring, stage)
+        note(ring, n, 2)
         block = loaded.to(gl.float32)
     return block, after(ring, position)
 
@@ -110,10 +128,10 @@ def view(ring, stage, desc):
 def after(ring, position):
     """The position after this one."""
     STAGES: gl.constexpr = ring.stages.shape[0]
-    stage, phase = position
+    stage, phase, n = position
     stage += 1
     around = stage == STAGES
-    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
+    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase), n + 1
 
 
 @triton.constexpr_function

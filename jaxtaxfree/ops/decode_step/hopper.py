@@ -290,7 +290,7 @@ class Hopper(Variant[Call]):
         # Of the operands of `arrays` the cache's parts, and the results that they become.
         first = 1 + len(_weights(call))
         parts = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
-        times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
+        times = (jax.ShapeDtypeStruct((config.programs, layers + 1 + 128, 6, 4), jnp.int32),) if config.times else ()
         return {
             "out_type": (f32(b, call.vocab), part, part, *scales, *times),
             "input_output_aliases": {operand: 1 + i for i, operand in enumerate(parts)},
