@@ -274,8 +274,10 @@ def multiply_keys(ring, position, desc, queries, SCORES: gl.constexpr):
     GROUPS: gl.constexpr = desc.block_shape[0]
     PARTS: gl.constexpr = parts_of(desc.block_shape, gl.num_warps())
     EACH: gl.constexpr = desc.block_shape[1] // PARTS
-    stage, phase = position
+    stage, phase, n = position
+    rings.note(ring, n, 0)
     mbarrier.wait(ring.full.index(stage), phase)
+    rings.note(ring, n, 1)
     block = view(ring, stage, desc).permute([0, 2, 1])
     zeros = gl.full([PARTS, ROWS, EACH], 0.0, gl.float32, SCORES)
     scores = zeros
@@ -289,6 +291,7 @@ def multiply_keys(ring, position, desc, queries, SCORES: gl.constexpr):
         # Apart, because a product waits for the one that it is added to.
         scores = product if group == 0 else scores + product
     rings.give_back(ring, stage)
+    rings.note(ring, n, 2)
     return scores, rings.after(ring, position)
 
 
@@ -298,8 +301,10 @@ def add_values(ring, position, desc, weights, accs, count, SUMS: gl.constexpr):
     GROUPS: gl.constexpr = desc.block_shape[0]
     PARTS: gl.constexpr = parts_of(desc.block_shape, gl.num_warps())
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, SUMS, 2)
-    stage, phase = position
+    stage, phase, n = position
+    rings.note(ring, n, 0)
     mbarrier.wait(ring.full.index(stage), phase)
+    rings.note(ring, n, 1)
     block = view(ring, stage, desc)
     if count < desc.block_shape[1]:
         clear_behind(ring, stage, desc, count)
@@ -312,6 +317,7 @@ def add_values(ring, position, desc, weights, accs, count, SUMS: gl.constexpr):
         else:
             added = added + (mma_v2(weights, values, accs[group]),)
     rings.give_back(ring, stage)
+    rings.note(ring, n, 2)
     return added, rings.after(ring, position)
 
 

@@ -291,7 +291,7 @@ def decode_step_kernel(
     results = Results(
         logits_ptr, cache_keys_ptr, cache_values_ptr, cache_key_scales_ptr, cache_value_scales_ptr, times_ptr
     )  # fmt: skip
-    ring = rings.allocate(final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS)
+    ring = rings.allocate(final_norm_ptr if times_ptr is None else times_ptr + (gl.program_id(0) * (LAYERS + 1 + 128) + LAYERS + 1) * 24, final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
         gl.warp_specialize(
             [
@@ -311,7 +311,7 @@ def decode_step_kernel(
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
-    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1, gl.program_id(0) * 0)
     lengths = attention.lengths_of(given, SIZES)
     for layer in range(SIZES.LAYERS):
         position = phases.fetch_projections(ring, position, given, layer, SIZES)
@@ -326,7 +326,7 @@ def load(ring, given, SIZES: gl.constexpr):
 def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
     """The phases of all layers, and the logits."""
     x = x_ptr
-    position = (me.rank * 0, me.rank * 0)
+    position = (me.rank * 0, me.rank * 0, gl.program_id(0) * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
     SIZE: gl.constexpr = SIZES.B * SIZES.D

@@ -26,7 +26,7 @@ PORTION = gl.constexpr(8)  # and whose sums it has in shared memory
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
-    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1, gl.program_id(0) * 0)
     lengths = attention.lengths_of(given, SIZES)
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     for layer in range(SIZES.LAYERS):
@@ -44,7 +44,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`
-    position = (me.rank * 0, me.rank * 0)
+    position = (me.rank * 0, me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
     x = x_ptr

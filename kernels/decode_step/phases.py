@@ -73,7 +73,7 @@ def of_each_layer(ptr, layer, SAME: gl.constexpr):
 def times_of(times, layer, phase: gl.constexpr, SIZES: gl.constexpr):
     """Where the program's times of a phase go; None of None. The logits are the first phase of one layer more."""
     if times is not None:
-        times = times + ((gl.program_id(0) * (SIZES.LAYERS + 1) + layer) * PHASES + phase) * STAMPS
+        times = times + ((gl.program_id(0) * (SIZES.LAYERS + 1 + 128) + layer) * PHASES + phase) * STAMPS
     return times
 
 
@@ -85,7 +85,7 @@ def stamp(times, which: gl.constexpr):
     programs have met.
     """
     if times is not None:
-        gl.store(times + which, shmem.now().to(gl.int32))
+        gl.store(times + which, rings.clock())
 
 
 @triton.constexpr_function
@@ -137,14 +137,14 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
     for i in range(count):
         row = (first + i) * ROWS
         if row < QUERIES:
-            position = rings.fetch_rows(ring, position, given.query, layer * QUERIES + row, SIZES.D, SIZES.IN_FLIGHT)
+            position = rings.fetch_rows(ring, position, given.query, layer * QUERIES + row, SIZES.D, rings.flight_of(SIZES, 0))
         elif row < QUERIES + KEYS:
             position = rings.fetch_rows(
-                ring, position, given.key, layer * KEYS + row - QUERIES, SIZES.D, SIZES.IN_FLIGHT
+                ring, position, given.key, layer * KEYS + row - QUERIES, SIZES.D, rings.flight_of(SIZES, 0)
             )
         else:
             position = rings.fetch_rows(
-                ring, position, given.value, layer * KEYS + row - QUERIES - KEYS, SIZES.D, SIZES.IN_FLIGHT
+                ring, position, given.value, layer * KEYS + row - QUERIES - KEYS, SIZES.D, rings.flight_of(SIZES, 0)
             )
     return position
 
@@ -247,8 +247,7 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, gl.minimum(count - begin, PORTION), VECTORS, SIZES.D, SIZES.B, 1)
         value = rings.collect(sums, row.shape[0], 0) * scale + bias
         if SIZES.QUERIES_TOLD:
             shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, there)
@@ -330,8 +329,8 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
-        position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
-        position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, SIZES.IN_FLIGHT)
+        position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, rings.flight_of(SIZES, 1))
+        position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, rings.flight_of(SIZES, 1))
     return position
 
 
@@ -353,11 +352,7 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         gate_scale = scale_of(of_layer(given.gate_scale, layer, SIZES.F), row, there)
         up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-            position = rings.multiply(
-                ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES.B
-            )
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, gl.minimum(count - begin, PORTION), VECTORS, SIZES.D, SIZES.B, 2)
         gates = rings.collect(sums, row.shape[0], 0) * gate_scale
         ups = rings.collect(sums, row.shape[0], 1) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
@@ -373,7 +368,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
     first, count = share_of(SIZES.D, ROWS, unit_of(desc), SIZES.PROGRAMS)
     for i in range(count):
         position = rings.fetch_rows(
-            ring, position, desc, layer * SIZES.D + (first + i) * ROWS, COLUMNS, SIZES.IN_FLIGHT
+            ring, position, desc, layer * SIZES.D + (first + i) * ROWS, COLUMNS, rings.flight_of(SIZES, 0)
         )
     return position
 
@@ -426,8 +421,7 @@ def add(
         if WORLD == 1:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
+        position = rings.multiply_rows(ring, position, desc, vectors, parts, gl.minimum(count - begin, PORTION), VECTORS, COLUMNS, SIZES.B, 1)
         products = rings.collect(parts, own.shape[0], 0) * scale
         if WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
@@ -478,7 +472,7 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
     ROWS: gl.constexpr = given.unembed.block_shape[0]
     first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
     for i in range(count):
-        position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, SIZES.IN_FLIGHT)
+        position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, rings.flight_of(SIZES, 0))
 
 
 @gluon.jit
@@ -502,8 +496,7 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         scale = scale_of(given.unembed_scale, row, there)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, gl.minimum(count - begin, PORTION), VECTORS, SIZES.D, SIZES.B, 1)
         logit = rings.collect(sums, row.shape[0], 0) * scale * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))

@@ -13,7 +13,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import CachePolicy, FractionalEvictionPolicy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+import os
 from jaxtaxfree.kernels import shmem_gluon as shmem
+GIVE = gl.constexpr(int(os.environ.get("EXP_GIVE", "0")))
 from jaxtaxfree.kernels.blocks import widen
 
 # What is read once is not to drive out of the L2 cache what all programs read.
@@ -27,6 +30,7 @@ class Ring(NamedTuple):
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
     sums: Any  # f32 [SUMS]: what each warp has of some sums
+    log: Any
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
@@ -34,19 +38,40 @@ FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
+def allocate(log, DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], DTYPE)
     stages = gl.allocate_shared_memory(DTYPE, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
     empty = mbarrier.allocate_mbarrier(batch=STAGES)
     for stage in gl.static_range(STAGES):
         mbarrier.init(full.index(stage), count=1)
-        mbarrier.init(empty.index(stage), count=1)
+        mbarrier.init(empty.index(stage), count=(32 * gl.num_warps() if GIVE == 1 else 1))
     LANES: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
     few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
-    return Ring(stages, full, empty, sums, few)
+    return Ring(stages, full, empty, sums, log, few)
+
+
+LOG = gl.constexpr(int(os.environ.get("EXP_LOG", "0")))
+LOOP = gl.constexpr(int(os.environ.get("EXP_LOOP", "0")))
+
+
+@gluon.jit
+def clock():
+    return gl.inline_asm_elementwise("mov.u32 $0, %clock;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def note(ring, n, WHICH: gl.constexpr):
+    if LOG == 1:
+        gl.store(ring.log + n * 6 + WHICH, clock())
+
+
+@triton.constexpr_function
+def flight_of(sizes, gate):
+    n = sizes.IN_FLIGHT
+    return n if n < 10 else n // 10 if gate else n % 10
 
 
 @gluon.jit
@@ -58,35 +83,53 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
         phases end sooner than with more.
     """
     STAGES: gl.constexpr = ring.stages.shape[0]
-    stage, phase = position
+    gl.static_assert(IN_FLIGHT < 10)
+    stage, phase, n = position
     block = view(ring, stage, desc)
+    note(ring, n, 3)
     mbarrier.wait(ring.empty.index(stage), phase)
+    note(ring, n, 4)
     if IN_FLIGHT < STAGES:
         around = stage < IN_FLIGHT
         last = gl.where(around, stage + (STAGES - IN_FLIGHT), stage - IN_FLIGHT)
         mbarrier.wait(ring.full.index(last), gl.where(around, phase, phase ^ 1))
     mbarrier.expect(ring.full.index(stage), block.nbytes_per_cta)
     tma.async_load(desc, [row, group, 0], ring.full.index(stage), block, cache_policy=READ_ONCE)
+    note(ring, n, 5)
     return after(ring, position)
 
 
 @gluon.jit
-def take(ring, position, desc, THREADS: gl.constexpr = 8):
+def take(ring, position, desc, THREADS: gl.constexpr = 0):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
-    stage, phase = position
+    stage, phase, n = position
+    note(ring, n, 0)
     mbarrier.wait(ring.full.index(stage), phase)
-    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps(), THREADS)
+    note(ring, n, 1)
+    LAYOUT: gl.constexpr = taken_layout(desc.block_shape, gl.num_warps(), THREADS)
     if desc.dtype.primitive_bitwidth == 8:
         pairs = widen.pairs(view(ring, stage, desc))
-        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))
+        loaded = pairs.load(halved(LAYOUT))
         give_back(ring, stage)
+        note(ring, n, 2)
         low, high = widen.words_of_f32(loaded, desc.dtype)
         block = gl.convert_layout(gl.join(low, high).reshape(desc.block_shape), LAYOUT, assert_trivial=True)
     else:
         loaded = view(ring, stage, desc).load(LAYOUT)
         give_back(ring, stage)
+        note(ring, n, 2)
         block = loaded.to(gl.float32)
     return block, after(ring, position)
+
+
+@triton.constexpr_function
+def halved(of):
+    return gl.BlockedLayout([1, 1, of.size_per_thread[2] // 2], of.threads_per_warp, of.warps_per_cta, of.order)
+
+
+@triton.constexpr_function
+def taken_layout(shape, warps, threads):
+    return layout_of(shape, warps, threads) if threads else products_layout(shape, warps)
 
 
 @gluon.jit
@@ -96,8 +139,13 @@ def give_back(ring, stage):
     TMA does not wait for reads that are still on their way, and an mbarrier does not either: behind the loads of global
     memory some took longer than the next block, so that rows of it were multiplied instead. The fence waits for them.
     """
-    fence_async_shared()
-    mbarrier.arrive(ring.empty.index(stage), count=1)
+    if GIVE == 0:
+        fence_async_shared()
+        mbarrier.arrive(ring.empty.index(stage), count=1)
+    elif GIVE == 1:
+        async_copy.mbarrier_arrive(ring.empty.index(stage), increment_count=False)
+    elif GIVE == 2:
+        mbarrier.arrive(ring.empty.index(stage), count=1)
 
 
 @gluon.jit
@@ -110,10 +158,10 @@ def view(ring, stage, desc):
 def after(ring, position):
     """The position after this one."""
     STAGES: gl.constexpr = ring.stages.shape[0]
-    stage, phase = position
+    stage, phase, n = position
     stage += 1
     around = stage == STAGES
-    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase)
+    return gl.where(around, 0, stage), gl.where(around, phase ^ 1, phase), n + 1
 
 
 @triton.constexpr_function
@@ -131,15 +179,42 @@ def layout_of(block_shape, warps, threads=8):
 
 
 @triton.constexpr_function
+def products_layout(block_shape, warps):
+    return layout_of(block_shape, warps)
+
+
+@triton.constexpr_function
+def turned_layout(block_shape, warps):
+    """[rows, warps that share a row, threads that do]: of the rows of a thread each goes to other threads of its warp."""
+    of = layout_of(block_shape, warps)
+    log = lambda n: n.bit_length() - 1
+    lanes = log(of.threads_per_warp[1] * of.threads_per_warp[2])
+    own = 5 - lanes
+    across = log(of.warps_per_cta[1])
+    apart = log(of.warps_per_cta[0])
+    rows = log(block_shape[0])
+    first = own + apart
+    moved = min(2, max(0, rows - first))
+    lane = [[0, 0, 1 << i] for i in range(lanes)] + [[1 << i if i < rows else 0, 0, 0] for i in range(own)]
+    registers = []
+    for i in range(moved):
+        registers.append(lane[lanes - 1 - i])
+        lane[lanes - 1 - i] = [1 << (first + i), 0, 0]
+    registers += [[1 << i, 0, 0] for i in range(first + moved, rows)]
+    warp = [[0, 1 << i, 0] for i in range(across)] + [[1 << (own + i) if own + i < rows else 0, 0, 0] for i in range(apart)]
+    return gl.DistributedLinearLayout(registers, lane, warp, [], [1 << rows, 1 << across, 1 << lanes])
+
+
+@triton.constexpr_function
 def columns_layout(block_shape, warps):
     """The layout of what every row of a block is multiplied by."""
-    return gl.SliceLayout(0, layout_of(block_shape, warps))
+    return gl.SliceLayout(0, products_layout(block_shape, warps))
 
 
 @triton.constexpr_function
 def rows_layout(block_shape, warps):
     """The layout of what a block has one of for each row."""
-    return gl.SliceLayout(1, gl.SliceLayout(2, layout_of(block_shape, warps)))
+    return gl.SliceLayout(1, gl.SliceLayout(2, products_layout(block_shape, warps)))
 
 
 @gluon.jit
@@ -181,7 +256,7 @@ def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.c
 @triton.constexpr_function
 def across_of(block_shape, warps):
     """Among how many warps a row of a block is divided."""
-    return layout_of(block_shape, warps).warps_per_cta[1]
+    return products_layout(block_shape, warps).warps_per_cta[1]
 
 
 @triton.constexpr_function
@@ -211,7 +286,7 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
     ROWS: gl.constexpr = desc.block_shape[0]
-    LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
+    LAYOUT: gl.constexpr = products_layout(desc.block_shape, gl.num_warps())
     LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
     ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
     AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
@@ -229,14 +304,122 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
             added = added + (part,)
         parts = added
     for b in gl.static_range(B):
-        sums.index(first + b).store(gl.sum(parts[b].reshape([ROWS, ACROSS, LANES * 8]), 2))
+        sums.index(first + b).store(gl.sum(gl.convert_layout(parts[b].reshape([ROWS, ACROSS, LANES * 8]), turned_layout(desc.block_shape, gl.num_warps())), 2))
     return position
+
+
+@gluon.jit
+def multiply_all(ring, position, desc, vectors, sums, count, VECTORS: gl.constexpr, COLUMNS: gl.constexpr, B: gl.constexpr, MATRICES: gl.constexpr):
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    ROWS: gl.constexpr = desc.block_shape[0]
+    LAYOUT: gl.constexpr = products_layout(desc.block_shape, gl.num_warps())
+    LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
+    ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
+    AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
+    OWN: gl.constexpr = desc.block_shape[2] // 8
+    gl.static_assert(CHUNKS == 1)
+    PART: gl.constexpr = LAYOUT
+    total = count * MATRICES
+    loaded, held = peek(ring, position, desc), position
+    zeros = gl.sum(gl.sum((loaded.to(gl.float32) * 0.0).reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
+    pending = ()
+    for b in gl.static_range(B):
+        pending = pending + (zeros,)
+    for i in range(total):
+        position = after(ring, position)
+        last = i == total - 1
+        block = loaded.to(gl.float32)
+        target = (gl.where(last, held[0], position[0]), gl.where(last, held[1], position[1]), gl.where(last, held[2], position[2]))
+        loaded = peek(ring, target, desc)
+        before = gl.maximum(i - 1, 0)
+        at = before % MATRICES * (sums.shape[0] // MATRICES) + before // MATRICES * VECTORS
+        made = ()
+        for b in gl.static_range(B):
+            product = block * vectors[b][None, :, :]
+            made = made + (gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1),)
+            sums.index(at + b).store(gl.sum(pending[b].reshape([ROWS, ACROSS, LANES * 8]), 2))
+        pending = made
+        if GIVE == 1:
+            # of the block before
+            if i > 0:
+                async_copy.mbarrier_arrive(ring.empty.index(gl.where(held[0] == 0, ring.stages.shape[0] - 1, held[0] - 1)), increment_count=False)
+        else:
+            give_back(ring, held[0])
+        held = target
+    before = total - 1
+    at = before % MATRICES * (sums.shape[0] // MATRICES) + before // MATRICES * VECTORS
+    for b in gl.static_range(B):
+        sums.index(at + b).store(gl.sum(pending[b].reshape([ROWS, ACROSS, LANES * 8]), 2))
+    if GIVE == 1:
+        async_copy.mbarrier_arrive(ring.empty.index(held[0]), increment_count=False)
+    return position
+
+
+@gluon.jit
+def multiply_rows(ring, position, desc, vectors, sums, count, VECTORS: gl.constexpr, COLUMNS: gl.constexpr, B: gl.constexpr, MATRICES: gl.constexpr):
+    CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    if LOOP == 1 and CHUNKS == 1:
+        position = multiply_all(ring, position, desc, vectors, sums, count, VECTORS, COLUMNS, B, MATRICES)
+    elif LOOP == 2 and CHUNKS == 1:
+        total = count * MATRICES
+        for i in range(total // 2):
+            position = multiply_two(ring, position, desc, vectors, sums, 2 * i, VECTORS, B, MATRICES)
+        if total % 2 == 1:
+            position = multiply(ring, position, desc, vectors, sums, place(sums, total - 1, VECTORS, MATRICES), COLUMNS, B)
+    else:
+        for i in range(count * MATRICES):
+            position = multiply(ring, position, desc, vectors, sums, place(sums, i, VECTORS, MATRICES), COLUMNS, B)
+    return position
+
+
+@gluon.jit
+def place(sums, i, VECTORS: gl.constexpr, MATRICES: gl.constexpr):
+    return i % MATRICES * (sums.shape[0] // MATRICES) + i // MATRICES * VECTORS
+
+
+@gluon.jit
+def multiply_two(ring, position, desc, vectors, sums, i, VECTORS: gl.constexpr, B: gl.constexpr, MATRICES: gl.constexpr):
+    ROWS: gl.constexpr = desc.block_shape[0]
+    LAYOUT: gl.constexpr = products_layout(desc.block_shape, gl.num_warps())
+    LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
+    ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
+    AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
+    OWN: gl.constexpr = desc.block_shape[2] // 8
+    second = after(ring, position)
+    one, two = peek(ring, position, desc), peek(ring, second, desc)
+    if GIVE != 1:
+        fence_async_shared()
+        mbarrier.arrive(ring.empty.index(position[0]), count=1)
+        mbarrier.arrive(ring.empty.index(second[0]), count=1)
+    one, two = one.to(gl.float32), two.to(gl.float32)
+    for b in gl.static_range(B):
+        part = gl.sum(gl.sum((one * vectors[b][None, :, :]).reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
+        part2 = gl.sum(gl.sum((two * vectors[b][None, :, :]).reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
+        sum1 = gl.sum(gl.convert_layout(part.reshape([ROWS, ACROSS, LANES * 8]), turned_layout(desc.block_shape, gl.num_warps())), 2)
+        sum2 = gl.sum(gl.convert_layout(part2.reshape([ROWS, ACROSS, LANES * 8]), turned_layout(desc.block_shape, gl.num_warps())), 2)
+        sums.index(place(sums, i, VECTORS, MATRICES) + b).store(sum1)
+        sums.index(place(sums, i + 1, VECTORS, MATRICES) + b).store(sum2)
+    if GIVE == 1:
+        async_copy.mbarrier_arrive(ring.empty.index(position[0]), increment_count=False)
+        async_copy.mbarrier_arrive(ring.empty.index(second[0]), increment_count=False)
+    return after(ring, second)
+
+
+@gluon.jit
+def peek(ring, position, desc):
+    stage, phase, n = position
+    note(ring, n, 0)
+    mbarrier.wait(ring.full.index(stage), phase)
+    note(ring, n, 1)
+    return view(ring, stage, desc).load(products_layout(desc.block_shape, gl.num_warps()))
 
 
 @triton.constexpr_function
 def collected(across, warps):
-    """The layout of what `collect` reads: 4 rows next to each other are a thread's."""
-    return gl.BlockedLayout([4, across], [32, 1], [warps, 1], [1, 0])
+    """The layout of what `collect` reads: 4 numbers next to each other are a thread's, so that no two meet in a bank."""
+    own = min(across, 4)
+    lanes = across // own
+    return gl.BlockedLayout([4 // own, own], [32 // lanes, lanes], [warps, 1], [1, 0])
 
 
 @gluon.jit

@@ -150,7 +150,7 @@ def multiply_block(ring, position, desc, parts, product):
     NARROW: gl.constexpr = desc.dtype.primitive_bitwidth == 8
     DTYPE: gl.constexpr = ring.stages.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, product_layout(WARPS), 2)
-    stage, phase = position
+    stage, phase, n = position
     mbarrier.wait(ring.full.index(stage), phase)
     block = rings.view(ring, stage, desc)
     if NARROW:

@@ -290,7 +290,7 @@ class Hopper(Variant[Call]):
         # Of the operands of `arrays` the cache's parts, and the results that they become.
         first = 1 + len(_weights(call))
         parts = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
-        times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
+        times = (jax.ShapeDtypeStruct((config.programs, layers + 1 + 128, 6, 4), jnp.int32),) if config.times else ()
         return {
             "out_type": (f32(b, call.vocab), part, part, *scales, *times),
             "input_output_aliases": {operand: 1 + i for i, operand in enumerate(parts)},
@@ -343,7 +343,7 @@ class Hopper(Variant[Call]):
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
-            "IN_FLIGHT": min(config.in_flight, config.num_stages),
+            "IN_FLIGHT": config.in_flight,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
