@@ -1,7 +1,6 @@
 """What the compiler makes of decode_step's kernel on Hopper, read from the PTX: no GPU needed."""
 
 import functools
-import math
 import re
 from collections import Counter
 from typing import Any
@@ -109,9 +108,8 @@ def test_a_warp_adds_up_each_part_of_a_sum_once(rows, groups):
     shape = [rows, of.warps_per_cta[1], of.threads_per_warp[1] * of.threads_per_warp[2]]
     assert halved.shape == shape
     bases = [base for base in halved.reg_bases + halved.lane_bases + halved.warp_bases if any(base)]
-    each = [
-        [1 << i if axis == k else 0 for k in range(3)] for axis in range(3) for i in range(int(math.log2(shape[axis])))
-    ]
+    bits = [(axis, i) for axis in range(3) for i in range(shape[axis].bit_length() - 1)]
+    each = [[1 << i if axis == k else 0 for k in range(3)] for axis, i in bits]
     assert sorted(bases) == sorted(each)
     assert len(halved.lane_bases) == 5
     of_rows = [base for base in halved.reg_bases if base[0]]
@@ -202,7 +200,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     """In registers. Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is
     on its way.
 
-    What is spilled is so at the beginning, for the end: 40 bytes.
+    What is spilled is so at the beginning, for the end: 24 bytes, and 40 where weights and cache are int8.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     registers = {"tensor_cores": False, "attention_cores": False}
@@ -212,7 +210,7 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= 40
+    assert spilled_bytes(ptxas_report(code)) <= (40 if (of_cache, eight) == ("int8", "int8") else 24)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 
