@@ -109,9 +109,9 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
 def fetch_block(ring, position, desc, row, SIZES: gl.constexpr):
     """Begins to load a block of keys or values; returns the next position."""
     if SIZES.ATTENTION_CORES:
-        position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT)
+        position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT, SIZES.PACE)
     else:
-        position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT)
+        position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT, SIZES.PACE)
     return position
 
 

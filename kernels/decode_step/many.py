@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import attention, attention_cores, phases
+from jaxtaxfree.kernels.decode_step import ring as rings
 from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 MOST = gl.constexpr(16)  # products that a program has in registers at a time
@@ -26,7 +27,7 @@ PORTION = gl.constexpr(8)  # and whose sums it has in shared memory
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
-    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    position = rings.first_of_loads()
     lengths = attention.lengths_of(given, SIZES)
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     for layer in range(SIZES.LAYERS):
@@ -41,6 +42,7 @@ def load(ring, given, SIZES: gl.constexpr):
 @gluon.jit
 def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
     """The phases of all layers, and the logits."""
+    shmem.verify(me)
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`

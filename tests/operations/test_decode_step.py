@@ -491,6 +491,53 @@ def test_what_gpus_compare_is_a_call(case, world):
 
 
 @pytest.mark.parametrize(
+    ("family", "world", "batch", "told"),
+    [
+        ("llama-3-8b", 1, 1, ("queries", "parts")),
+        ("llama-3-8b", 2, 1, ("queries", "parts", "sums")),
+        ("llama-3-8b", 2, 2, ("queries", "parts", "sums")),
+        ("llama-3-8b", 4, 1, ("queries", "parts", "sums")),
+        ("llama-3-8b", 8, 1, ("queries", "parts")),  # 64 KB of a sum
+        ("llama-3-70b", 2, 1, ("queries", "sums")),  # 8 heads of a key
+        ("llama-3-70b", 4, 1, ("queries",)),
+        ("gemma-2-9b", 2, 1, ("sums",)),  # attention in registers
+        ("llama-3-8b", 2, 16, ()),
+    ],
+)
+def test_what_is_told(family, world, batch, told):
+    """Messages of a layer, as its sizes say or as it is asked, and the places that they have."""
+    call, kernel = call_of(FAMILIES[family], world, batch, slots=4096), Hopper()
+    config = kernel.by_shape(call, {})
+    names = ("tell_queries", "tell_parts", "tell_sums")
+    assert tuple(name.removeprefix("tell_") for name in names if getattr(config, name)) == told
+    launch, (b, d) = kernel.launch(call, config), (batch, call.model.d_model)
+    if config.tell_sums:
+        assert launch["messages"]["told"] == (2 * call.model.layers, world, b, d // 2)
+        assert (launch["messages"]["sums"].shape, launch["STREAM_TOLD"], launch["SUMS_TOLD"]) == ((0,), 0, 1)
+    silent = kernel.launch(call, dataclasses.replace(config, **dict.fromkeys(names, False)))
+    assert (silent["QUERIES_TOLD"], silent["PARTS_TOLD"], silent["SUMS_TOLD"]) == (0, 0, 0)
+    assert {"qkv", "accs", "tops"} <= set(silent["scratch"]) and "accs" not in silent["messages"]
+
+
+def test_what_cannot_be_told():
+    call, kernel = call_of(FAMILIES["llama-3-8b"], 2, 1, slots=4096), Hopper()
+    of = lambda call, **asked: kernel.refuses(call, dataclasses.replace(kernel.by_shape(call, asked), **asked))  # noqa: E731
+    assert of(call, tensor_cores=True, attention_cores=True, tell_parts=True) == [
+        "with tell_parts it takes attention by tensor cores, and products in registers"
+    ]
+    (reason,) = of(call, attention_cores=False, tell_parts=True)
+    assert reason.startswith("with tell_parts it takes attention by tensor cores")
+    assert of(call, tensor_cores=True, attention_cores=True, tell_sums=True) == [
+        "with tell_sums it takes products in registers"
+    ]
+    assert of(call, tensor_cores=True, attention_cores=True, pace=1) == ["pace is for products in registers"]
+    narrow = tuple(Eight(name=name, dtype="int8", scales="row") for name in call.model.matrices if name != "unembed")
+    assert of(dataclasses.replace(call, eight=narrow), tell_sums=True) == [
+        "with tell_sums it takes layers and an unembedding of 8 bits, or neither"
+    ]
+
+
+@pytest.mark.parametrize(
     ("stage", "stages", "in_flight", "of_large"),
     [(8192, 12, 2, 3), (4096, 24, 4, 6), (16384, 6, 2, 2), (32768, 3, 2, 2)],
 )

@@ -11,7 +11,16 @@ import pytest
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem, shmem_gluon
-from jaxtaxfree.kernels.decode_step import attention, attention_cores, hopper, many, phases, ring, tensor_cores
+from jaxtaxfree.kernels.decode_step import (
+    attention,
+    attention_cores,
+    hopper,
+    many,
+    packed,
+    phases,
+    ring,
+    tensor_cores,
+)
 from jaxtaxfree.simulator import (
     DataRaceError,
     DeadlockError,
@@ -228,6 +237,40 @@ MESSAGES = {
     ),
 }  # fmt: skip
 STEPS |= MESSAGES
+# Parts of sums are messages to all programs, and so are parts of heads to who merges them.
+SUMS = (("tell_sums", True),)
+PARTS = (("tell_parts", True), *TOLD)
+NOBODY_MEETS = {
+    "parts of sums are messages, four sequences": Step(lengths=(3, 0, 17, 9), group=1, layers=2, config=SUMS),
+    "parts of sums are messages, three ranks, scales": Step(
+        world=3, layers=2, changes=(("residual_scale", 0.5),), config=SUMS
+    ),
+    "parts of sums are messages, gemma 2": Step(family="gemma-2-9b", lengths=(3, 14), layers=3, config=SUMS),
+    "parts of sums are messages, vectors in parts, one rank": Step(
+        world=1, changes=(("d_model", 960),), config=(("stage", 1024), *SUMS)
+    ),
+    "parts of heads are messages, three heads of a key, no token": Step(
+        lengths=(3, -1, 17), group=3, layers=2, config=(*PARTS, ("splits", 2))
+    ),
+    "parts of heads alone are messages": Step(
+        lengths=(3, 17), layers=2, config=(("tell_parts", True), *ATTENTION, ("splits", 2))
+    ),
+    "nobody meets, heads in forty parts, a load of the next in 300 cycles": Step(
+        lengths=(20,), layers=2, config=(*PARTS, *SUMS, ("splits", 40), ("programs", 5), ("pace", 300))
+    ),
+    "nobody meets, qwen 3 with a window, eight heads of a key, heads of 128": Step(
+        family="qwen3-8b", lengths=(19, 0), group=8, changes=(("head_dim", 128), ("windows", (9,))),
+        config=(*PARTS, *SUMS, ("stage", 2048), ("splits", 2)),
+    ),
+    "nobody meets, weights of int8, three layers": Step(
+        lengths=(13,), layers=3, changes=(("rotary_dim", 32),), eight=("int8", "unembed"), config=(*PARTS, *SUMS)
+    ),
+    "parts of both are messages, heads of 256, a cache of e4m3": Step(
+        world=1, lengths=(14, 3), cache="float8_e4m3fn", changes=(("head_dim", 256),),
+        config=(("attention_cores", True), ("stage", 4096), ("tell_parts", True), *SUMS),
+    ),
+}  # fmt: skip
+STEPS |= NOBODY_MEETS
 PAGES = {
     "pages": Step(lengths=(11, 16, 0, 20), group=1, page=8, layers=2, lost=(1, 2)),
     "pages of two blocks, no token, a full cache and lost tokens": Step(
@@ -258,6 +301,8 @@ MANY = {
     "four ranks": Step(world=4, layers=2),
     "eight ranks": Step(world=8, lengths=(5, 12)),
     "vectors in two parts": Step(changes=(("d_model", 960),)),
+    "nobody meets, four ranks": Step(world=4, layers=2, config=(*PARTS, *SUMS)),
+    "nobody meets, eight ranks": Step(world=8, lengths=(5, 12), config=(*PARTS, *SUMS)),
     "any number of loads": Step(layers=2, lengths=(5, 12), config=(("in_flight", 3),)),
 }
 
@@ -327,6 +372,7 @@ AWAIT = "factor = await_all(me, met, phase, factor, times, SIZES)\n    return po
 TELLS = "            shmem.send(me, told + at, before + total * SCALE, me.rank, inside)\n"
 POST_NORMS = STEPS["gemma 2, three layers"]
 TELLS_QUERIES = Step(lengths=(3, 17), layers=3, config=(*TOLD, ("splits", 2)))
+TELLS_ALL = Step(lengths=(3, 17), layers=3, config=(*PARTS, *SUMS, ("splits", 2)))
 TWO_LAYERS = Step(layers=2)
 SENDS = "    for i in gl.static_range(1, WORLD + 1):\n        shmem.send_words("
 RECEIVED = """        for rank in gl.static_range(1, WORLD):
@@ -337,10 +383,12 @@ OF_KEYS = "    block = view(ring, stage, desc).permute"
 OF_VALUES = "    added = ()\n    for group in gl.static_range(GROUPS):\n        values"
 FULL = "    mbarrier.wait(ring.full.index(stage), phase)\n"
 EMPTY = "    mbarrier.wait(ring.empty.index(stage), phase)\n"
-ARRIVE = "        give_back(ring, stage)\n"
+ARRIVE = "    give_back(ring, position[0])\n"
 FENCE = "    fence_async_shared()\n"
-TAKEN = "        loaded = view(ring, stage, desc).load(LAYOUT)\n"
-TAKEN_EIGHT = "        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))\n"
+VIEW = "    block = view(ring, stage, desc)\n"
+BACK_EARLY = "    give_back(ring, stage)\n"
+SECOND = "    second = load(ring, later, desc)\n"
+BOTH_BACK = "    mbarrier.arrive(ring.empty.index(later[0]), count=1)\n"
 INT8 = EIGHT_BITS["int8, two layers"]
 SEVERAL_INT8 = EIGHT_BITS["six sequences in int8 on two ranks, two layers"]
 CLEAR = "        shmem.clear_vectors(me, box, begin, end, late, 4, SIZES.WORDS, MOST, 4, 1, WORLD)\n"
@@ -373,7 +421,7 @@ MUTANTS = {
         step=TWO_LAYERS,
     ),
     "the stream, likewise": Mutant(
-        module=hopper, edits=(("told + SIZE, sums", "told, sums"),), errors=(MessageError, DeadlockError),
+        module=hopper, edits=(("told + NEXT, sums", "told, sums"),), errors=(MessageError, DeadlockError),
     ),
     "nobody hears of the stream": Mutant(
         module=phases, edits=((TELLS, "            pass\n"),), errors=(MessageError, DeadlockError)
@@ -402,7 +450,23 @@ MUTANTS = {
         module=ring, edits=(("gl.where(around, phase, phase ^ 1)", "phase"),), errors=(DeadlockError, MbarrierError),
     ),
     "a stage is given back before it is read": Mutant(
-        module=ring, edits=((TAKEN, ARRIVE + TAKEN), (TAKEN + ARRIVE, TAKEN)), errors=(DataRaceError,)
+        module=ring, edits=((ARRIVE, ""), (FULL + VIEW, FULL + BACK_EARLY + VIEW)),
+        errors=(DataRaceError, MissingFenceError),
+        step=Step(lengths=(3, 17)),
+    ),
+    **{
+        f"the second of two stages is given back before it is read{of}": Mutant(
+            module=ring, edits=((SECOND, ""), (BOTH_BACK, BOTH_BACK + SECOND)),
+            errors=(DataRaceError, MissingFenceError), step=step,
+        )
+        for of, step in (("", Step()), (", of 8 bits", INT8))
+    },
+    "the last block of an odd number is multiplied in another one's place": Mutant(
+        module=ring, edits=(("vectors, sums, count - 1, COLUMNS", "vectors, sums, count - 2, COLUMNS"),),
+        errors=(AssertionError,), step=Step(),
+    ),
+    "two blocks in each other's place": Mutant(
+        module=ring, edits=(("gl.join(first, second)", "gl.join(second, first)"),), errors=(AssertionError,)
     ),
     "a stage is given back without a fence": Mutant(
         module=ring, edits=((FENCE, ""),), errors=(MissingFenceError,)
@@ -454,7 +518,7 @@ MUTANTS = {
         errors=(AssertionError, *TOO_EARLY), step=STEPS["gemma 2, three layers"],
     ),
     "warps' sums of the wrong matrix": Mutant(
-        module=phases, edits=(("(sums, row.shape[0], 1)", "(sums, row.shape[0], 0)"),),
+        module=phases, edits=(("(sums, PORTION, 1, 2)", "(sums, PORTION, 0, 2)"),),
         errors=(AssertionError,),
     ),
     "words are not cleared": Mutant(module=phases, edits=((CLEAR, ""),), errors=(MessageError, *TOO_EARLY)),
@@ -512,10 +576,9 @@ MUTANTS = {
         edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
         errors=(DataRaceError,), step=STEPS["three parts of the keys"],
     ),
-    "every part of the keys leaves a new token, by tensor cores": Mutant(
-        module=attention,
-        edits=(("key.to(DTYPE), mask=(item % SIZES.SPLITS == 0)", "key.to(DTYPE), mask=(item >= 0)"),),
-        errors=(DataRaceError,), step=TENSOR_CORES["two sequences in many parts"],
+    "every part of the keys sees the new token, by tensor cores": Mutant(
+        module=attention_cores, edits=(("if item % SIZES.SPLITS == 0:", "if item >= 0:"),),
+        errors=(AssertionError,), step=TENSOR_CORES["two sequences in many parts"],
     ),
     "new tokens are stored while others read the cache": Mutant(
         module=hopper, edits=((MEET.format(" + 1"), "attention.put(me, given, kept, results, SIZES)\n        "
@@ -523,13 +586,8 @@ MUTANTS = {
         errors=(DataRaceError, UninitializedReadError), step=STEPS["three parts of the keys"],
     ),
     # Of weights of 8 bits.
-    "a stage of 8 bits is given back before it is read": Mutant(
-        module=ring, edits=((TAKEN_EIGHT + ARRIVE, ARRIVE + TAKEN_EIGHT),), errors=(DataRaceError,), step=INT8
-    ),
-    "a stage of 8 bits is given back without a fence": Mutant(
-        module=ring,
-        edits=((TAKEN_EIGHT + ARRIVE, TAKEN_EIGHT + "        mbarrier.arrive(ring.empty.index(stage), count=1)\n"),),
-        errors=(MissingFenceError,), step=INT8,
+    "stages of 8 bits are given back without a fence": Mutant(
+        module=ring, edits=((FENCE, ""),), errors=(MissingFenceError,), step=INT8
     ),
     "a word's bytes in each other's place": Mutant(
         module=ring, edits=(("gl.join(low, high)", "gl.join(high, low)"),), errors=(AssertionError,), step=INT8
@@ -554,8 +612,8 @@ MUTANTS = {
         )
     },
     "the bias is scaled": Mutant(
-        module=phases, edits=(("rings.collect(sums, row.shape[0], 0) * scale + bias",
-                               "(rings.collect(sums, row.shape[0], 0) + bias) * scale"),),
+        module=phases, edits=(("rings.collect(sums, PORTION) * scale + bias",
+                               "(rings.collect(sums, PORTION) + bias) * scale"),),
         errors=(AssertionError,), step=EIGHT_BITS["int8 and a last product of bf16, qwen 2"],
     ),
     "gains of the last norm lie as those of weights of 8 bits": Mutant(
@@ -653,14 +711,15 @@ MUTANTS = {
         step=SEVERAL,
     ),
     "the new token does not see itself, by tensor cores": Mutant(
-        module=attention_cores, edits=(("(length < SIZES.SLOTS)", "(length < 0)"),), errors=(AssertionError,),
+        module=attention_cores, edits=(("length < SIZES.SLOTS, factor", "length < 0, factor"),),
+        errors=(AssertionError,),
         step=SEVERAL,
     ),
     "every part of a block sees the new token": Mutant(
         module=attention_cores,
         edits=(
-            ("(part == 0) & own, value", "(part >= 0) & own, value"),
-            ("[:, None] == 0) & own", "[:, None] >= 0) & own"),
+            ("(part == 0) & there, value", "(part >= 0) & there, value"),
+            ("[:, None] == 0) & there", "[:, None] >= 0) & there"),
             ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % EACH == 0"),
         ),
         errors=(AssertionError,), step=SEVERAL,
@@ -812,8 +871,48 @@ MUTANTS = {
             ("for itself the new token has the key", attention_cores, ".index(G + 1)", ".index(G)", (AssertionError,)),
             ("a query of another head", attention_cores, "head * G + row, of_new", "head * G + G - 1 - row, of_new",
              (AssertionError,)),
-            ("nobody waits for the last query", attention_cores, "row < G + 2", "(row < G + 2) & (row != G - 1)",
+            ("nobody waits for the last query", attention_cores, "row < count)", "(row < count) & (row != G - 1))",
              (AssertionError,)),
+        )
+    },
+    # Where nobody meets.
+    **{
+        fault: Mutant(module=module, edits=edits, errors=errors, step=step)
+        for fault, module, edits, errors, step in (
+            ("a rank's part of a sum is missed", ring,
+             (("                total += packed.unpack(found[piece * WORLD + rank])", "                pass"),),
+             (AssertionError,), TELLS_ALL),
+            ("a rank is sent no part of a sum", ring, (("range(1, WORLD + 1):\n        shmem.send(me, dest, words",
+             "range(1, WORLD):\n        shmem.send(me, dest, words"),), (DeadlockError, MessageError), TELLS_ALL),
+            ("a rank's part of a sum is another one's", ring, (("B * COLUMNS // 2, WORLD, there", "0, WORLD, there"),),
+             (AssertionError, MessageError, simulator.SimulationError), TELLS_ALL),
+            ("parts of sums in another layer's place", hopper,
+             (("after_attention, told, sums,", "after_attention, kept.told, sums,"),), (MessageError,), TELLS_ALL),
+            ("a result is added to no stream", phases, (("held + (x[i] + gl.where", "held + (gl.where"),),
+             (AssertionError,), TELLS_ALL),
+            ("numbers have the exponent of another word", packed, (("(second >> 26) & 0x38", "(third >> 26) & 0x38"),),
+             (AssertionError,), TELLS_ALL),
+            ("columns of a word in each other's place", packed, (("gl.join(lows, highs)", "gl.join(highs, lows)"),),
+             (AssertionError,), TELLS_ALL),
+            ("parts of heads in another layer's place", attention_cores, (("item += layer * ITEMS", "item += 0"),),
+             (MessageError,), TELLS_ALL),
+            ("parts of another layer's heads", attention_cores, (("item = layer * ITEMS + head", "item = head"),),
+             (AssertionError,), TELLS_ALL),
+            ("parts of a head with the tops of another one", attention_cores,
+             (("head % G % 2, WORDS", "1 - head % G % 2, WORDS"),), (AssertionError,), TELLS_ALL),
+            ("the last part of a head is left out", attention_cores,
+             (("(SIZES.SPLITS - part + 31) // 32", "(SIZES.SPLITS - part + 30) // 32"),), (AssertionError,), TELLS_ALL),
+            ("a warp's columns are those of the next one", attention_cores,
+             (("4 * warp[:, None] + gl", "4 * (warp[:, None] ^ 1) + gl"),), (AssertionError,), TELLS_ALL),
+            ("what is new is stored before others have left it", hopper,
+             (("factor = phases.await_all(me, met, SIZES.LAYERS", "phases.meetings_of(SIZES) # ("),), TOO_EARLY,
+             TELLS_ALL),
+            ("a program says too early that it has read the cache", hopper, (
+                ("            if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:\n"
+                 "                shmem.arrive(me, met)  # it has read the cache, and left what is new\n", ""),
+                ("        if SIZES.ATTENTION_CORES:\n", "        if layer == SIZES.LAYERS - 1:\n            "
+                 "shmem.arrive(me, met)\n        if SIZES.ATTENTION_CORES:\n"),
+             ), TOO_EARLY, TELLS_ALL),
         )
     },
     "no barrier before the release": Mutant(
@@ -838,7 +937,7 @@ def kernel_of(mutant: Mutant, folder: Path) -> Any:
     path.write_text(text)
     # Each file anew, with the others that it knows, in the order in which they know each other.
     again: dict[ModuleType, ModuleType] = {}
-    for module in (shmem, shmem_gluon, ring, tensor_cores, phases, attention, attention_cores, many, hopper):
+    for module in (shmem, shmem_gluon, packed, ring, tensor_cores, phases, attention, attention_cores, many, hopper):
         names = {name: again[of] for name, of in vars(module).items() if isinstance(of, ModuleType) and of in again}
         source = path if module is mutant.module else Path(module.__file__ or "")
         again[module] = load(source, module.__name__, **names)

@@ -111,6 +111,11 @@ class Config(Settings):
       attention_cores: whether these multiply by old keys and values, as they do with `tensor_cores`.
       tell_queries: whether attention by tensor cores gets queries, new keys and new values by messages. Otherwise all
         programs meet behind them.
+      tell_parts: whether who merges parts of heads gets them by messages, from attention by tensor cores. Otherwise all
+        programs meet behind them.
+      tell_sums: whether all programs get each rank's part of a sum by messages, of 14 bits a number and an exponent for
+        each 8, and have the stream in registers, in f32. It is for products in registers. Otherwise who has a row adds
+        it up in f32, and sends it to the other programs; with norms behind the blocks all meet.
       programs: all of which run at once, one on each multiprocessor.
       stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
@@ -121,6 +126,8 @@ class Config(Settings):
         Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory
         busy. By default those that 32 KiB hold, 48 where a rank has 512 MB of a layer's matrices or more, and two at
         least, so that one comes while the next one is asked for (docs/experiments.md).
+      pace: clock cycles of a multiprocessor from one such load to the next at least, in all layers but not before the
+        logits. Who sends and polls messages is faster beside a memory that is not full. 0: none.
       times: whether the kernel has one more result, i32 [programs, layers + 1, 6, 4]: when each program came to which
         place of each phase, in nanoseconds modulo 2**32. `phases.stamp` of the kernel says to which.
     """
@@ -128,6 +135,8 @@ class Config(Settings):
     tensor_cores: bool = False
     attention_cores: bool = False
     tell_queries: bool = False
+    tell_parts: bool = False
+    tell_sums: bool = False
     programs: int = setting(132, least=1)
     stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)
     num_stages: int = setting(12, least=2, most=32)
@@ -135,4 +144,5 @@ class Config(Settings):
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(2, least=1, most=32)
+    pace: int = setting(0, least=0, most=1 << 16)
     times: bool = False

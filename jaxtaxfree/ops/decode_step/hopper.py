@@ -27,6 +27,7 @@ SCALES = {
 SCALES_OF_CACHE = ("old_key", "old_value", "cache_key", "cache_value")
 MERGED = 32  # columns of a head, of one sequence with attention alone by tensor cores: 273 us a step, and 277 with 8
 LARGE_LAYER = 1 << 29  # bytes of a rank's matrices of a layer from which on more is on its way
+MOST_POLLED = 32 << 10  # bytes of a sum that all programs poll
 LEAST_OF_PAGE = 8  # positions of a page, as a load of fewer would be small
 
 
@@ -170,6 +171,43 @@ def refused_messages(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def refused_parts(config: Config) -> list[str]:
+    """Why parts of heads cannot be messages."""
+    if config.tensor_cores or not config.attention_cores:
+        return ["with tell_parts it takes attention by tensor cores, and products in registers"]
+    return []
+
+
+def tells_parts(call: Call, config: Config) -> bool:
+    """Whether parts of heads are to be messages.
+
+    us a step on 2 H200, 8 layers, 8192 tokens, without and with, where sums are told: Llama 3 8B on four, whose keys
+    have 4 heads, 516 and 502; 8B's share of eight, 2 sequences, 260 and 253 (where they are not). 70B's share of eight,
+    whose keys have 8, takes 521 and 525.
+    """
+    return call.model.group <= 4 and not refused_parts(config)
+
+
+def refused_sums(call: Call, config: Config) -> list[str]:
+    """Why parts of sums cannot be messages to all programs: each has the stream as those that take it do."""
+    of, reasons = "with tell_sums it takes", []
+    if config.tensor_cores:
+        reasons.append(f"{of} products in registers")
+    if _widths_differ(call):
+        reasons.append(f"{of} layers and an unembedding of 8 bits, or neither")
+    return reasons
+
+
+def tells_sums(call: Call, config: Config) -> bool:
+    """Whether parts of sums are to be messages to all programs, which then poll those of all ranks.
+
+    us a step on 2 H200, 8 layers, without and with: Llama 3 8B's share of eight 213 and 208, two sequences 253 and 249,
+    70B's share 531 and 521, a quarter of Gemma 2 9B 414 and 398. More than the 32 KB of 70B's were not timed.
+    """
+    polled = 2 * call.world * call.batch * call.model.d_model
+    return call.world > 1 and polled <= MOST_POLLED and not refused_sums(call, config)
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -198,6 +236,12 @@ class Hopper(Variant[Call]):
         reasons += refused_pages(call, config)
         if config.tell_queries:
             reasons += refused_messages(call, config)
+        if config.pace and config.tensor_cores:
+            reasons.append("pace is for products in registers")
+        if config.tell_parts:
+            reasons += refused_parts(config)
+        if config.tell_sums:
+            reasons += refused_sums(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -241,7 +285,12 @@ class Hopper(Variant[Call]):
             tensor_cores=tensor_cores, attention_cores=attention_cores, programs=programs, stage=stage,
             num_stages=stages, splits=splits, merged=merged, in_flight=_in_flight(call, stage),
         )  # fmt: skip
-        return dataclasses.replace(config, tell_queries=not refused_messages(call, config))
+        return dataclasses.replace(
+            config,
+            tell_queries=not refused_messages(call, config),
+            tell_parts=tells_parts(call, config),
+            tell_sums=tells_sums(call, config),
+        )
 
     def blocks(self, call: Call, config: Config) -> dict[str, tuple[int, int, int]]:
         """The shape of a block of each array of weights, and of the cache."""
@@ -282,7 +331,9 @@ class Hopper(Variant[Call]):
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
         read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
         items = (b, kv_heads, config.splits, model.group)
+        pairs = (*items[:-1], -(-model.group // 2) * 2)  # 4 messages are those of two heads
         width, copies = (heads + 2 * kv_heads) * h, 1 + config.tell_queries
+        told = {"accs": (layers, *items, h), "tops": (layers, *pairs, 2)}
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -301,10 +352,13 @@ class Hopper(Variant[Call]):
                 **({} if config.tell_queries else {"qkv": f32(b, width)}),
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
-                "accs": f32(copies, *items, h),
-                "tops": f32(copies, *items, 2),
+                **({} if config.tell_parts else {"accs": f32(copies, *items, h), "tops": f32(copies, *items, 2)}),
             },
-            "messages": own.pop("messages") | ({"qkv": (layers, b, width)} if config.tell_queries else {}),
+            "messages": {
+                **own.pop("messages"),
+                **({"qkv": (layers, b, width)} if config.tell_queries else {}),
+                **(told if config.tell_parts else {}),
+            },
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -320,6 +374,8 @@ class Hopper(Variant[Call]):
             "TENSOR_CORES": int(config.tensor_cores),
             "ATTENTION_CORES": int(config.attention_cores),
             "QUERIES_TOLD": int(config.tell_queries),
+            "PARTS_TOLD": int(config.tell_parts),
+            "SUMS_TOLD": int(config.tell_sums),
             "VECTORS": many.vectors_of(call),
             "D": d,
             "HEADS": heads,
@@ -344,6 +400,7 @@ class Hopper(Variant[Call]):
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
+            "PACE": config.pace,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -360,19 +417,22 @@ class Hopper(Variant[Call]):
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
-        told = not model.post_norms and len(words_of) == 1
-        sums = (2 * model.layers, call.world, words) if call.world > 1 else (0,)
+        told = not model.post_norms and len(words_of) == 1 and not config.tell_sums
+        sums = (2 * model.layers, call.world, words) if call.world > 1 and not config.tell_sums else (0,)
+        own = (2 * model.layers, b, d) if told else (0,)
+        if config.tell_sums:
+            own = (2 * model.layers, call.world, b, d // 2)
         return {
             "scratch": {
-                "stream": f32(2, b, d),
-                "block": f32(2 if model.post_norms else 0, b, d),
+                "stream": f32(0 if config.tell_sums else 2, b, d),
+                "block": f32(2 if model.post_norms and not config.tell_sums else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
             },
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
                 "hidden": (model.layers, b, call.d_mlp),
-                "told": (2 * model.layers, b, d) if told else (0,),
+                "told": own,
                 "sums": jax.ShapeDtypeStruct(sums, jnp.int32),
             },
             "WORDS": words,
@@ -410,7 +470,8 @@ class Hopper(Variant[Call]):
             *each("in_flight", 2, 3, 4),
             *each("merged", 4, 16, 32),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
-            *([{"tell_queries": False}] if config.tell_queries else []),
+            *({told: False} for told in ("tell_queries", "tell_parts", "tell_sums") if getattr(config, told)),
+            *([] if config.tensor_cores else each("pace", 700, 850, 1000)),
             *each("splits", config.splits // 2),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
