@@ -21,9 +21,9 @@ it exchanges its rows with those who have the same ones on other ranks, and send
 programs of its rank. With norms behind the blocks a program needs all rows of a result first: there all meet instead.
 
 `phases.py` has the products and how phases end, `attention.py` attention's part, `ring.py` the ring and the products of
-its blocks, two at a time for one sequence. Those are of one sequence or few, whose vectors lie in registers in f32. `many.py` has the same phases by
-tensor cores (`tensor_cores.py`), for more of them. `attention_cores.py` has attention by tensor cores, which goes with
-either.
+its blocks, two at a time for one sequence. Those are of one sequence or few, whose vectors lie in registers in f32.
+`many.py` has the same phases by tensor cores (`tensor_cores.py`), for more of them. `attention_cores.py` has attention
+by tensor cores, which goes with either.
 
 A block is taken without a meeting of the warps but the one that gives its stage back: each warp leaves what it has of
 the sums in shared memory, and a phase adds these up at its end.

@@ -337,8 +337,8 @@ def halved(block_shape, warps):
 
 @triton.constexpr_function
 def collected(across, warps):
-    """The layout of what `collect` reads: a row is a thread's, so that at most two threads wait for each other's bank, and
-    four where the blocks of two matrices take turns.
+    """The layout of what `collect` reads: a row is a thread's, so that at most two threads wait for each other's bank,
+    and four where the blocks of two matrices take turns.
 
     With 4 rows next to each other up to 8 did, in all warps, and two phases of a layer ended 1 us later.
     """

@@ -330,10 +330,7 @@ class Hopper(Variant[Call]):
         rows = math.prod(of_cache)
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
         read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
-        items = (b, kv_heads, config.splits, model.group)
-        pairs = (*items[:-1], -(-model.group // 2) * 2)  # 4 messages are those of two heads
-        width, copies = (heads + 2 * kv_heads) * h, 1 + config.tell_queries
-        told = {"accs": (layers, *items, h), "tops": (layers, *pairs, 2)}
+        scratch, messages = self._buffers_of_attention(call, config)
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -349,16 +346,11 @@ class Hopper(Variant[Call]):
             "together": config.programs,
             "scratch": {
                 **own.pop("scratch"),
-                **({} if config.tell_queries else {"qkv": f32(b, width)}),
+                **scratch,
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
-                **({} if config.tell_parts else {"accs": f32(copies, *items, h), "tops": f32(copies, *items, 2)}),
             },
-            "messages": {
-                **own.pop("messages"),
-                **({"qkv": (layers, b, width)} if config.tell_queries else {}),
-                **(told if config.tell_parts else {}),
-            },
+            "messages": own.pop("messages") | messages,
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -408,6 +400,26 @@ class Hopper(Variant[Call]):
             "TABLE": model.table_by_layer[0],
             **own,
         }
+
+    def _buffers_of_attention(self, call: Call, config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Scratch and messages of attention: what it gets, and the parts of heads that it leaves."""
+        model, layers, b = call.model, call.model.layers, call.batch
+        f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
+        width, copies = (call.heads + 2 * call.kv_heads) * model.head_dim, 1 + config.tell_queries
+        items = (b, call.kv_heads, config.splits)
+        scratch: dict[str, Any] = {}
+        messages: dict[str, Any] = {}
+        if config.tell_queries:
+            messages["qkv"] = (layers, b, width)
+        else:
+            scratch["qkv"] = f32(b, width)
+        if config.tell_parts:
+            pairs = -(-model.group // 2)  # 4 messages are those of two heads
+            messages |= {"accs": (layers, *items, model.group, model.head_dim), "tops": (layers, *items, 2 * pairs, 2)}
+        else:
+            scratch["accs"] = f32(copies, *items, model.group, model.head_dim)
+            scratch["tops"] = f32(copies, *items, model.group, 2)
+        return scratch, messages
 
     def _buffers(self, call: Call, config: Config, blocks: Mapping[str, tuple[int, int, int]]) -> dict[str, Any]:
         """Scratch and messages of the launch, and the constants that go with them, without tensor cores."""
