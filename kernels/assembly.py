@@ -44,7 +44,7 @@ def constraints(results, *operands):
 
 
 @triton.constexpr_function
-def pace(cycles):
+def pace(cycles, behind):
     """Waits for a point in time, on the multiprocessor's clock, and returns the next one.
 
     It never waits for longer than that many cycles, even if the program goes on at a multiprocessor with another clock.
@@ -64,7 +64,7 @@ def pace(cycles):
     bra AGAIN;
     DUE:
     bar.warp.sync 0xffffffff;
-    sub.s64 left, now, {4 * cycles};
+    sub.s64 left, now, {behind * cycles};
     max.s64 left, left, $1;
     min.s64 left, left, now;
     add.s64 $0, left, {cycles};
@@ -289,7 +289,7 @@ def parts(count):
 
 
 @triton.constexpr_function
-def vectors(ranks, cleared, twice=False):
+def vectors(ranks, cleared, twice=False, places=None):
     """Polls 16 bytes of each rank but one until all words have arrived.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
@@ -297,22 +297,29 @@ def vectors(ranks, cleared, twice=False):
     With `twice` it waits for twice as long, see `poll_in_warps`.
     Operands: address, bytes from one rank to the next, whether to look, whether the time is over, the rank to leave
     out, the bit that messages of this call have, the region's address.
+    With `places` [(operand, bytes behind it, number), ...] these are what it polls, and not ranks: those whose number
+    is less than what else would be the rank to leave out. Operand 0 is the address, and the others, behind all
+    operands, are more addresses.
     """
     missing = 4 * ranks
     source, stride, wait, over, left_out, bit, base = (f"${missing + 1 + i}" for i in range(7))
+    at = [f"at{rank}" for rank in range(ranks)]
+    if places is not None:
+        at = [f"${missing + 1 + (operand + 6 if operand else 0)} + {offset}" for operand, offset, _ in places]
     words = [[f"${4 * rank + i}" for i in range(4)] for rank in range(ranks)]
     absent = 0 if cleared else -1
     lines = [f"mov.b32 ${i}, {absent};" for i in range(missing)]
     lines += [f"mov.b32 ${missing}, 0;"]
     lines += [f"setp.eq.s32 p, {wait}, 0;", "@p bra DONE;", f"cvt.u64.u32 end, {over};", "mov.b32 polls, 0;"]
     for rank in range(ranks):
-        lines += [
-            f"mad.wide.u32 at{rank}, {stride}, {rank}, {source};",
-            f"setp.ne.s32 looks{rank}, {left_out}, {rank};",
-        ]
+        if places is None:
+            lines += [f"mad.wide.u32 at{rank}, {stride}, {rank}, {source};"]
+            lines += [f"setp.ne.s32 looks{rank}, {left_out}, {rank};"]
+        else:
+            lines += [f"setp.gt.s32 looks{rank}, {left_out}, {places[rank][2]};"]
     lines += ["AGAIN:"]
     for rank in range(ranks):
-        lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [at{rank}];"]
+        lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [{at[rank]}];"]
     lines += ["mov.pred p, 0;"]
     for rank, (a, b, c, d) in enumerate(words):
         if cleared:

@@ -72,6 +72,7 @@ GARBAGE_EPOCH = tl.constexpr(6)
 
 STOP = tl.constexpr(1 << 16)  # among what is late: do not go on waiting
 RANKS_TOGETHER = tl.constexpr(8)  # whose vectors one loop polls, as many as there are registers for
+PLACES_TOGETHER = tl.constexpr(12)  # that one loop polls, whose addresses take no registers
 
 # Positions of launches that have no place in a team.
 POSITION_LOAD_ONLY = tl.constexpr(-1)  # the launch is there to load the module: leave at once
@@ -370,7 +371,7 @@ def claim(me, index, draws):
 
 
 @triton.jit
-def pace(due, cycles: tl.constexpr):
+def pace(due, cycles: tl.constexpr, behind: tl.constexpr = 4):
     """Waits until the next piece of what a program sends is due: when the one behind it will be.
 
     Nobody waits for stores to a peer. Where all programs send as fast as they can, stores queue up in front of the
@@ -383,7 +384,7 @@ def pace(due, cycles: tl.constexpr):
     """
     BACKEND: tl.constexpr = _backend()
     if BACKEND == "cuda" and cycles > 0:
-        due = tl.inline_asm_elementwise(assembly.pace(cycles), "=&l,l", [due], dtype=tl.int64, is_pure=False, pack=1)
+        due = tl.inline_asm_elementwise(assembly.pace(cycles, behind), "=&l,l", [due], dtype=tl.int64, is_pure=False, pack=1)
     return due
 
 
@@ -427,10 +428,13 @@ def send(me, dest, value, peer, mask=True):
 
     Args:
       dest: pointers of `messages`, 4 next to each other at a time for 16-byte stores.
-      value: f32.
+      value: f32; or i32, for who polls words and not values.
       peer: i32 rank, this one included.
     """
-    tl.static_assert(value.dtype == tl.float32, "shmem.send sends f32 values; send_words sends words of 32 bits")
+    tl.static_assert(
+        value.dtype == tl.float32 or value.dtype == tl.int32,
+        "shmem.send sends f32 values, or the upper 31 bits of i32; send_words sends words of 32 bits",
+    )
     words = (value.to(tl.int32, bitcast=True) & -2) | _call_bit(me)
     tl.atomic_store(remote(me, dest, peer), words, mask=mask & me.ready, sem="relaxed", scope="sys")
 
@@ -642,9 +646,6 @@ def poll_vectors(
     patient=True,
     CLEARED: tl.constexpr = True,
     mask=True,
-    without=None,
-    sender=None,
-    TWICE: tl.constexpr = False,
 ):
     """The first step of `receive_vectors`, which has the result: `clear_vectors` and `report_vectors` are the others.
 
@@ -652,26 +653,20 @@ def poll_vectors(
       patient: as in `receive_vectors`, or one for each pointer.
       CLEARED: whether they are words (`send_words`), and not messages (`send`).
       mask: which pointers to look at.
-      without: i32, the rank to leave out, for each pointer, -1: none; None: what OWN says.
-      sender: i32, the rank that sends what lies in the places of all ranks; None: each its own.
-      TWICE: whether to wait for twice as long, like `meet`, so that who waits for a peer is the first to say so.
 
     Returns: (the blocks that `receive_vectors` returns, of messages with the lowest bits that they came with; for each
       pointer i1, whether the words of all ranks came; what `clear_vectors` takes as `late`).
     """
     left_out = _left_out(me, OWN)
-    if without is not None:
-        left_out = without
     over = 1 - (me.ready & patient).to(tl.int32)
     BACKEND: tl.constexpr = _backend()
-    WORDS: tl.constexpr = 4 * source.shape[0]
     blocks = ()
     late = ()
     all_came = me.ready
     if BACKEND == "cuda":
         for begin in tl.static_range(0, WORLD, RANKS_TOGETHER):
             found = tl.inline_asm_elementwise(
-                assembly.vectors(_ranks_from(begin, WORLD), CLEARED, TWICE),
+                assembly.vectors(_ranks_from(begin, WORLD), CLEARED),
                 assembly.constraints(4 * _ranks_from(begin, WORLD) + 1, "l", "r", "r", "r", "r", "r", "l"),
                 [
                     source + begin * stride,
@@ -686,40 +681,124 @@ def poll_vectors(
                 is_pure=False,
                 pack=1,
             )
-            missing = found[4 * _ranks_from(begin, WORLD)]  # 0, or 1 more than a rank of which words are missing
+            words, missing = _blocks_of(found, source.shape[0])
+            for rank in tl.static_range(len(words)):
+                blocks = blocks + (~words[rank] if CLEARED else words[rank],)
             late = late + (missing,)
             all_came = all_came & (missing == 0)
-            for rank in tl.static_range(_ranks_from(begin, WORLD)):
-                even = tl.join(found[4 * rank], found[4 * rank + 2])
-                odd = tl.join(found[4 * rank + 1], found[4 * rank + 3])
-                words = tl.join(even, odd).reshape(WORDS)
-                if CLEARED:
-                    words = ~words
-                blocks = blocks + (words,)
     else:
         rank = tl.arange(0, triton.next_power_of_2(WORLD))[:, None]
-        of_4 = tl.arange(0, 4)[None, :]
-        looked_at = (mask & (tl.arange(0, source.shape[0]) >= 0))[:, None] & (of_4 >= 0)
-        if without is not None:
-            left_out = (without[:, None] + 0 * of_4).reshape(WORDS)[None, :]
-        awaited = (rank < WORLD) & (rank != left_out) & looked_at.reshape(WORDS)[None, :]
-        peers = rank
-        if sender is not None:
-            peers = rank * 0 + sender
-        words = (source[:, None] + of_4).reshape(WORDS)[None, :] + rank * stride
+        awaited = (rank < WORLD) & (rank != left_out)
+        awaited = awaited & _of_each_word(mask & (tl.arange(0, source.shape[0]) >= 0))
+        blocks, came = _look_at(me, source, rank * stride, rank, awaited, WORLD, CLEARED)
         if CLEARED:
-            words, came = _take_words(me, words, peers, awaited)
-            words, came = ~words, came & me.ready
             for _ in tl.static_range(0, WORLD, RANKS_TOGETHER):
                 late = late + (tl.zeros([source.shape[0]], tl.int32),)  # that has been reported
-        else:
-            values, came = receive(me, words, peers, awaited)
-            words = values.to(tl.int32, bitcast=True) | _call_bit(me)
         all_came = all_came & came & (tl.arange(0, source.shape[0]) >= 0)
-        words = tl.where(came & awaited, words, -1)
-        for of in tl.static_range(WORLD):
-            blocks = blocks + (tl.sum(tl.where(rank == of, words, 0), axis=0),)
     return blocks, all_came, late
+
+
+@triton.jit
+def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = None, mask=True, beside=None):
+    """Waits for messages (`send`), of 4 next to each other at each of several places. Each thread polls its own, PLACES_TOGETHER at
+    a time.
+
+    Args:
+      source: a block of pointers.
+      PLACES: ((0, words behind `source`, number), ...), or 1 for what is behind `beside`.
+      count: i32 block: which of them to wait for, those whose number is less.
+      RANKS: if given, the place of number i is what rank i % RANKS sends; otherwise all is sent by this rank. Who sends
+        may wait for a peer: so this lasts for twice as long, like `meet`, and who waits for a peer is the first to say
+        so.
+      mask: which pointers to look at.
+      beside: a block of pointers, if there are two.
+
+    Returns: (for each place a block of i32 words, 4 times as long as `source`, with the lowest bits that they came with;
+      -1 for what did not come; for reports, of so many places blocks of i32: 0, or 1 more than a place of which words
+      are missing, the first of these counted as 0).
+    """
+    BACKEND: tl.constexpr = _backend()
+    COUNT: tl.constexpr = len(PLACES)
+    blocks = ()
+    late = ()
+    if BACKEND == "cuda":
+        looks = (me.ready & mask).to(tl.int32)
+        over = 1 - me.ready.to(tl.int32)
+        more = source if beside is None else beside
+        for begin in tl.static_range(0, COUNT, PLACES_TOGETHER):
+            found, missing = _poll_some(me, source, more, looks, over, count, _places_from(PLACES, begin), RANKS is None)
+            blocks, late = blocks + found, late + (missing,)
+    else:
+        for i in tl.static_range(COUNT):
+            of = source if PLACES[i][0] == 0 else beside
+            peer = me.rank if RANKS is None else PLACES[i][2] % RANKS
+            there = (PLACES[i][2] < count) & mask & (tl.arange(0, source.shape[0]) >= 0)
+            words, _ = _look_at(me, of, PLACES[i][1], peer, _of_each_word(there), 1, False)
+            blocks = blocks + words
+    return blocks, late
+
+
+@triton.jit
+def _poll_some(me, source, beside, looks, over, count, PLACES: tl.constexpr, TWICE: tl.constexpr):
+    """What `poll_places` does of as many places as one loop polls."""
+    COUNT: tl.constexpr = len(PLACES)
+    found = tl.inline_asm_elementwise(
+        assembly.vectors(COUNT, False, TWICE, PLACES),
+        assembly.constraints(4 * COUNT + 1, "l", "r", "r", "r", "r", "r", "l", "l"),
+        [source, looks, looks, over, count, _call_bit(me), me.base, beside],  # there is no stride
+        dtype=_words(4 * COUNT + 1),
+        is_pure=False,
+        pack=1,
+    )
+    return _blocks_of(found, source.shape[0])
+
+
+@triton.constexpr_function
+def _places_from(places, begin):
+    """The places that one loop polls, from this one on, with offsets in bytes."""
+    return tuple((of, 4 * words, number) for of, words, number in places[begin : begin + PLACES_TOGETHER.value])
+
+
+@triton.jit
+def _blocks_of(found, SIZE: tl.constexpr):
+    """What `assembly.vectors` returns: (blocks of the words of each place, what is missing)."""
+    blocks = ()
+    for i in tl.static_range(len(found) // 4):
+        even = tl.join(found[4 * i], found[4 * i + 2])
+        odd = tl.join(found[4 * i + 1], found[4 * i + 3])
+        blocks = blocks + (tl.join(even, odd).reshape(4 * SIZE),)
+    return blocks, found[len(found) - 1]
+
+
+@triton.jit
+def _look_at(me, source, offset, peers, awaited, PLACES: tl.constexpr, CLEARED: tl.constexpr):
+    """Where there is no assembly: (the blocks of words of so many places, whether all came).
+
+    Args:
+      offset: i32 [places, 1], words behind `source`.
+      peers: i32 [places, 1], who sends.
+      awaited: i1 [places, words], for which to wait.
+    """
+    rank = tl.arange(0, triton.next_power_of_2(PLACES))[:, None]
+    words = _of_each_word(source) + tl.arange(0, 4 * source.shape[0])[None, :] % 4 + offset + 0 * rank
+    awaited = awaited & (rank >= 0)
+    if CLEARED:
+        words, came = _take_words(me, words, peers, awaited)
+        words, came = ~words, came & me.ready
+    else:
+        values, came = receive(me, words, peers, awaited)
+        words = values.to(tl.int32, bitcast=True) | _call_bit(me)
+    words = tl.where(came & awaited, words, -1)
+    blocks = ()
+    for of in tl.static_range(PLACES):
+        blocks = blocks + (tl.sum(tl.where(rank == of, words, 0), axis=0),)
+    return blocks, came
+
+
+@triton.jit
+def _of_each_word(block):
+    """A block of something of each vector as [1, words]."""
+    return tl.broadcast_to(block[:, None], [block.shape[0], 4]).reshape(4 * block.shape[0])[None, :]
 
 
 @triton.jit

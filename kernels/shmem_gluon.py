@@ -3,8 +3,8 @@
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
 `meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
-`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_at`. Tensors of
-pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
+`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_all`, `receive_at`,
+`receive_pairs`. Tensors of pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the others in any partition of
 `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
 * `signal` publishes what its own partition has stored. What TMA has stored it publishes only behind
@@ -156,16 +156,44 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True)
     Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time, behind COUNT, and if there are none;
       what did not come).
     """
-    PIECES: gl.constexpr = pieces_of(SIZE, gl.num_warps())
-    EACH: gl.constexpr = SIZE // PIECES
+    found, late = _poll_pieces(me, source, COUNT, SIZE, 0, None, there)
+    pieces = ()
+    for i in gl.static_range(len(found)):
+        pieces = pieces + (_value_of(found[i]),)
+    return joined(pieces, pieces_of(SIZE, gl.num_warps())), late
+
+
+@gluon.jit
+def receive_all(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+    """Like `receive_own`, of COUNT messages from each rank, this one included. `report_own` has to follow.
+
+    Args:
+      source: scalar pointer to the first one that rank 0 sends.
+      STRIDE: messages from what a rank sends to what the next one sends, a multiple of 4.
+
+    Returns: (pieces for `joined`, i32, of each 4 words next to each other are a thread's: the first one of all ranks,
+      and so on, with the lowest bits that they came with, and -1 for what did not come or is not there; what did not
+      come).
+    """
+    return _poll_pieces(me, source, COUNT, SIZE, STRIDE, WORLD, there)
+
+
+@gluon.jit
+def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+    """The words of messages in pieces, of which each thread has a vector: of the first piece those of all ranks, and so
+    on. And what did not come. WORLD is None if they are all of this rank."""
+    EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
+    RANKS: gl.constexpr = 1 if WORLD is None else WORLD
     USED: gl.constexpr = triton.cdiv(COUNT, EACH)
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
-    without = gl.where(4 * vector + (USED - 1) * EACH < COUNT, -1, USED - 1)
-    found, _, late = shmem.poll_vectors(
-        me, source + 4 * vector, EACH, USED, OWN=True, CLEARED=False, mask=there, without=without, sender=me.rank,
-        TWICE=True,
-    )  # fmt: skip
-    return _joined(found, PIECES, USED), late
+    count = gl.where(4 * vector + (USED - 1) * EACH < COUNT, USED, USED - 1) * RANKS
+    return shmem.poll_places(me, source + 4 * vector, _pieces(USED, EACH, RANKS, STRIDE), count, WORLD, there)
+
+
+@triton.constexpr_function
+def _pieces(pieces, size, ranks, stride):
+    """The places of so many pieces, as `shmem.poll_places` takes them."""
+    return tuple((0, i * size + rank * stride, i * ranks + rank) for i in range(pieces) for rank in range(ranks))
 
 
 @gluon.jit
@@ -180,10 +208,34 @@ def receive_at(me, source, there):
 
     Returns: (f32, 4 for each pointer, in whatever layout, NaN as in `receive_own`; what did not come).
     """
-    found, _, late = shmem.poll_vectors(
-        me, source, 0, 1, OWN=True, CLEARED=False, mask=there, sender=me.rank, TWICE=True
-    )  # fmt: skip
-    return _joined(found, 1, 1), late
+    found, late = shmem.poll_places(me, source, ((0, 0, 0),), there.to(gl.int32))
+    return _value_of(found[0]), late
+
+
+@gluon.jit
+def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr):
+    """Like `receive_at`, of so many places behind each of two pointers, all at the same time. `report_at` has to follow.
+
+    Args:
+      source, beside: blocks of pointers of one layout, of one dimension.
+      count: i32 block: for how many of PLACES to wait.
+      STRIDE, STEP: words from such a place to the next one.
+
+    Returns: (for each place f32, 4 for each pointer of `source`, one behind the other; the same of `beside`; what did
+      not come).
+    """
+    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside)
+    at_source, at_beside = (), ()
+    for i in gl.static_range(PLACES):
+        at_source = at_source + (_value_of(found[2 * i]),)
+        at_beside = at_beside + (_value_of(found[2 * i + 1]),)
+    return at_source, at_beside, late
+
+
+@triton.constexpr_function
+def _pairs(places, stride, step):
+    """The places of `receive_pairs`, as `shmem.poll_places` takes them."""
+    return tuple((of, i * each, i) for i in range(places) for of, each in ((0, stride), (1, step)))
 
 
 @gluon.jit
@@ -197,18 +249,23 @@ def report_at(me, source, late):
 
 
 @gluon.jit
-def _joined(found, PIECES: gl.constexpr, USED: gl.constexpr):
-    """The values of so many blocks of words, one behind the other, of which the last ones may be unused."""
+def joined(blocks, PIECES: gl.constexpr):
+    """One block of so many, a power of 2, one behind the other; the last ones may not be there."""
     pieces = ()
     for i in gl.static_range(PIECES):
-        pieces = pieces + (found[min(i, USED - 1)],)
+        pieces = pieces + (blocks[min(i, len(blocks) - 1)],)
     for doubled in gl.static_range(PIECES.bit_length() - 1):
         longer = ()
         for i in gl.static_range(0, PIECES >> doubled, 2):
             both = gl.join(pieces[i], pieces[i + 1])
             longer = longer + (both.permute([1, 0]).reshape([2 * pieces[i].shape[0]]),)
         pieces = longer
-    words = pieces[0]
+    return pieces[0]
+
+
+@gluon.jit
+def _value_of(words):
+    """The values of words of messages, NaN for those that did not come."""
     return gl.where(words == -1, float("nan"), shmem._value(words))
 
 
@@ -219,21 +276,26 @@ def pieces_of(size, warps):
 
 
 @gluon.jit
-def report_own(me, source, late, SIZE: gl.constexpr):
-    """Reports what `receive_own` waited for in vain. All warps of the partition meet.
+def report_own(me, source, late, SIZE: gl.constexpr, STRIDE: gl.constexpr = 0, WORLD: gl.constexpr = None):
+    """Reports what `receive_own` or `receive_all` waited for in vain. All warps of the partition meet.
 
     Args:
       late: what it returned last; it took the other arguments.
     """
     EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
+    RANKS: gl.constexpr = 1 if WORLD is None else WORLD
     for chunk in gl.static_range(len(late)):
         missing = late[chunk]
         if gl.max(missing, 0) != 0:
             vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
-            before = (shmem.RANKS_TOGETHER * chunk + missing - 1) * EACH
-            first = gl.min(gl.where(missing > 0, 4 * vector + before, 0x7FFFFFFF), 0)
+            number = shmem.PLACES_TOGETHER * chunk + missing - 1
+            offset = 4 * vector + number // RANKS * EACH + number % RANKS * STRIDE
+            first = gl.min(gl.where(missing > 0, offset, 0x7FFFFFFF), 0)
+            peer = me.rank
+            if WORLD is not None:
+                peer = gl.max(gl.where((missing > 0) & (offset == first), number % RANKS, -1), 0)
             place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first
-            shmem._report(me, -1 - place, 4, 0, me.rank)
+            shmem._report(me, -1 - place, 4, 0, peer)
 
 
 @gluon.jit

@@ -58,8 +58,10 @@ def blocks_of(given, lengths, window, item, SIZES: gl.constexpr):
     begin = gl.minimum(gl.maximum(length - window, 0), end)
     before = begin // BLOCK
     blocks = (end + (BLOCK - 1)) // BLOCK - before
-    first = before + blocks * split // SIZES.SPLITS
-    last = before + blocks * (split + 1) // SIZES.SPLITS
+    if SIZES.NEW_APART:
+        split -= 1
+    first = before + blocks * gl.maximum(split, 0) // (SIZES.SPLITS - SIZES.NEW_APART)
+    last = before + blocks * (split + 1) // (SIZES.SPLITS - SIZES.NEW_APART)
     return sequence, pair % SIZES.KV_HEADS, length, begin, end, first, last
 
 
@@ -109,9 +111,9 @@ def fetch(ring, position, given, lengths, layer, SIZES: gl.constexpr):
 def fetch_block(ring, position, desc, row, SIZES: gl.constexpr):
     """Begins to load a block of keys or values; returns the next position."""
     if SIZES.ATTENTION_CORES:
-        position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT)
+        position = tensor_cores.fetch(ring, position, desc, 0, row, SIZES.IN_FLIGHT, SIZES.PACE)
     else:
-        position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT)
+        position = rings.fetch(ring, position, desc, row, 0, SIZES.IN_FLIGHT, SIZES.PACE)
     return position
 
 

@@ -100,34 +100,41 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
         cos, sin = attention.rotation_of(given, row, column, SIZES)
         of = kept.qkv + sequence * WIDTH
         if SIZES.QUERIES_TOLD:
-            memory, sources, late = received(me, ring, of + layer * SIZES.B * WIDTH, head, SIZES)
+            memory, sources, late = received(
+                me, ring, of + layer * SIZES.B * WIDTH, head, gl.where(item % SIZES.SPLITS == 0, G + 2, G), SIZES
+            )  # fmt: skip
             rows, partners = memory.index(0), memory.index(1)
             query = gl.where(g[:, None] < G, attention.turned(
                 rows.load(TURNED), partners.load(TURNED), query_norm, cos, sin, column, SIZES
             ), 0.0)  # fmt: skip
-            key = attention.turned(
-                rows.slice(G, 1).load(TURNED), partners.slice(G, 1).load(TURNED), key_norm, cos, sin, column, SIZES
-            )  # fmt: skip
-            new_value = ring.sums.reinterpret(gl.float32, [2 * ROWS, H], LINE).index(G + 1)
-            value = rows.slice(G + 1, 1).load(TURNED)
         else:
             query = attention.rotated(
                 of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G
             )  # fmt: skip
-            key = attention.rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
-            new_value = of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H
-            value = gl.load(new_value + column)
         query = query.to(WIDE)
-        key, key_unit = attention.stored(key, given)
-        value, value_unit = attention.stored(value, given)
-        score = gl.sum(query.to(gl.float32) * key, 1) * key_unit
+        tops, totals, accs = of_none(given.old_keys)
         # The new token belongs to the first part of the first item; where the cache is full it is dropped.
-        own = (item % SIZES.SPLITS == 0) & (length < SIZES.SLOTS)
-        tops, totals, accs = of_new_token(ring, score, new_value, value_unit, own, factor, given, SIZES)
+        if item % SIZES.SPLITS == 0:
+            if SIZES.QUERIES_TOLD:
+                key = attention.turned(
+                    rows.slice(G, 1).load(TURNED), partners.slice(G, 1).load(TURNED), key_norm, cos, sin, column, SIZES
+                )  # fmt: skip
+                new_value = ring.sums.reinterpret(gl.float32, [2 * ROWS, H], LINE).index(G + 1)
+                value = rows.slice(G + 1, 1).load(TURNED)
+            else:
+                key = attention.rotated(of + (SIZES.HEADS + head) * H, key_norm, cos, sin, column, SIZES)
+                new_value = of + (SIZES.HEADS + SIZES.KV_HEADS + head) * H
+                value = gl.load(new_value + column)
+            key, key_unit = attention.stored(key, given)
+            value, value_unit = attention.stored(value, given)
+            score = gl.sum(query.to(gl.float32) * key, 1) * key_unit
+            tops, totals, accs = of_new_token(
+                ring, score, new_value, value_unit, length < SIZES.SLOTS, factor, given, SIZES
+            )  # fmt: skip
+            # After the loads, which do not pass stores.
+            pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
+            attention.keep_new(me, kept, given, key, key_unit, value, value_unit, pair, column, item, SIZES)
         queries = keep_queries(ring, query, given.old_keys)
-        # After the loads, which do not pass stores.
-        pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
-        attention.keep_new(me, kept, given, key, key_unit, value, value_unit, pair, column, item, SIZES)
         for block in range(first, last):
             slot = block * SHAPE[1] + own_slot
             seen = (slot >= begin) & (slot < end)
@@ -154,20 +161,23 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             for i in gl.static_range(len(accs)):
                 scaled = scaled + (accs[i] * keep,)
             accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
-        if SIZES.QUERIES_TOLD:
+        if SIZES.PARTS_TOLD:
+            item += layer * ITEMS
+        elif SIZES.QUERIES_TOLD:
             item += layer % 2 * ITEMS  # who reads those of the layer before has met nobody since
-        together(ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
+        together(me, ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
         if SIZES.QUERIES_TOLD:
             shmem.report_at(me, sources, late)
     return position
 
 
 @gluon.jit
-def received(me, ring, source, head, SIZES: gl.constexpr):
+def received(me, ring, source, head, count, SIZES: gl.constexpr):
     """Waits for the queries of a pair, its new key and its new value, one row each.
 
     Args:
       source: messages [HEADS + 2 KV_HEADS, H] of the sequence.
+      count: for how many of these rows to wait.
 
     Returns: (f32 [2, 16, H] in shared memory, behind the columns those that each is rotated with; for
       `shmem.report_at` from where, and what did not come).
@@ -183,7 +193,7 @@ def received(me, ring, source, head, SIZES: gl.constexpr):
     column = gl.where(vector < SIZE // 8, column, attention.partner_of(column, SIZES))
     of_new = gl.where(row == G, SIZES.HEADS, SIZES.HEADS + SIZES.KV_HEADS) + head
     sources = source + gl.where(row < G, head * G + row, of_new) * H + column
-    values, late = shmem.receive_at(me, sources, row < G + 2)
+    values, late = shmem.receive_at(me, sources, row < count)
     ring.sums.reinterpret(gl.float32, [SIZE], LINE).store(values)
     return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), sources, late
 
@@ -199,15 +209,29 @@ def slots_of(SHAPE: gl.constexpr):
 
 
 @gluon.jit
+def of_none(desc):
+    """(top, total, acc) of no token, as `attend` carries them: f32 [parts, 16], f32 [parts, 16, slots], and one [parts,
+    16, 64] after the other, as `column_of` has them."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SHAPE: gl.constexpr = desc.block_shape
+    PARTS: gl.constexpr = parts_of(SHAPE, WARPS)
+    SCORES: gl.constexpr = scores_layout(SHAPE, WARPS)
+    accs = ()
+    for i in gl.static_range(sums_of(desc)):
+        accs = accs + (gl.full([PARTS, ROWS, 64], 0.0, gl.float32, sums_layout(SHAPE, WARPS)),)
+    tops = gl.full([PARTS, ROWS], float("-inf"), gl.float32, gl.SliceLayout(2, SCORES))
+    return tops, gl.full([PARTS, ROWS, SHAPE[1] // PARTS], 0.0, gl.float32, SCORES), accs
+
+
+@gluon.jit
 def of_new_token(ring, score, new_value, value_unit, own, factor, given, SIZES: gl.constexpr):
-    """(top, total, acc) of the new token alone, as `attend` carries them: f32 [parts, 16], f32 [parts, 16, slots], and
-    one [parts, 16, 64] after the other, as `column_of` has them.
+    """The same of the new token alone.
 
     Args:
       score: f32 [16], before it is scaled.
       new_value, value_unit: where its value is, f32 [H] in global or in shared memory, and the scale of that in the
         cache.
-      own: whether the token is one of this item.
+      own: whether there is one.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SHAPE: gl.constexpr = given.old_keys.block_shape
@@ -335,7 +359,7 @@ def clear_behind(ring, stage, desc, count):
 
 
 @gluon.jit
-def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
+def together(me, ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
     """Adds up the parts of an item, and hands them on."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
@@ -372,10 +396,102 @@ def together(ring, desc, kept, item, tops, totals, accs, SIZES: gl.constexpr):
         for i in gl.static_range(begin, min(COUNT, begin + AT_ONCE)):
             acc = gl.sum(memory.index(i - begin).load(COLUMNS), 0)
             place = (item * G + head) * H + column_of(i, column, desc)
-            gl.store(kept.accs + place, acc, mask=(head < G) & (column >= 0))
-    total = lines.index(PARTS).load(OF_ROW)
+            hand_on(me, kept.accs + place, acc, (head < G) & (column >= 0), SIZES)
+    # Stored at once: the memory takes longer for parts of 32 bytes that come one after the other.
+    BOTH: gl.constexpr = gl.BlockedLayout([1, 1], [ROWS, 2], [WARPS, 1], [1, 0])
+    OF_HEAD: gl.constexpr = gl.SliceLayout(1, BOTH)
+    highest, total = lines.index(0).load(OF_HEAD), lines.index(PARTS).load(OF_HEAD)
     for part in gl.static_range(1, PARTS):
-        total += lines.index(PARTS + part).load(OF_ROW)
-    g = gl.arange(0, ROWS, OF_ROW)
-    gl.store(kept.tops + (item * G + g) * 2, highest, mask=g < G)
-    gl.store(kept.tops + (item * G + g) * 2 + 1, total, mask=g < G)
+        highest = gl.maximum(highest, lines.index(part).load(OF_HEAD))
+        total += lines.index(PARTS + part).load(OF_HEAD)
+    EACH: gl.constexpr = heads_of_tops(SIZES)
+    g = gl.arange(0, ROWS, OF_HEAD)[:, None]
+    which = gl.arange(0, 2, gl.SliceLayout(0, BOTH))[None, :]
+    value = gl.where(which == 0, highest[:, None], total[:, None])
+    hand_on(me, kept.tops + (item * EACH + g) * 2 + which, value, g < EACH, SIZES)
+
+
+@triton.constexpr_function
+def heads_of_tops(sizes):
+    """Of how many heads an item leaves tops: of messages 4 are polled at once, which are those of two heads."""
+    heads = sizes.HEADS // sizes.KV_HEADS
+    return heads + heads % 2 if sizes.PARTS_TOLD else heads
+
+
+@gluon.jit
+def hand_on(me, place, value, mask, SIZES: gl.constexpr):
+    """Leaves part of an item for who merges it."""
+    if SIZES.PARTS_TOLD:
+        shmem.send(me, place, value, me.rank, mask)
+    else:
+        gl.store(place, value, mask=mask)
+
+
+@gluon.jit
+def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
+    """What `attention.merge` does, of parts that are messages.
+
+    A warp has 4 columns of a head, and its threads have different items. So no thread waits for another warp, and what
+    an item's accs are multiplied by is known to the thread that has them.
+    """
+    H: gl.constexpr = SIZES.H
+    G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
+    EACH: gl.constexpr = heads_of_tops(SIZES)
+    WARPS: gl.constexpr = gl.num_warps()
+    COLUMNS: gl.constexpr = 4 * WARPS  # a program's at a time
+    UNITS: gl.constexpr = triton.cdiv(H, COLUMNS)  # of a head
+    ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
+    PLACES: gl.constexpr = triton.cdiv(SIZES.SPLITS, 32)
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32, 1], [WARPS, 1, 1], [2, 1, 0])
+    thread = gl.arange(0, 32 * WARPS, shmem.vectors_of(1, WARPS))
+    part = thread % 32
+    count = (SIZES.SPLITS - part + 31) // 32
+    part_of_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
+    OF_WARPS: gl.constexpr = gl.SliceLayout(1, WORDS)
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, OF_WARPS))
+    for unit in range(gl.program_id(0), SIZES.B * SIZES.HEADS * UNITS, SIZES.PROGRAMS):
+        head = unit // UNITS  # of all sequences
+        column = unit % UNITS * COLUMNS + thread // 32 * 4
+        item = layer * ITEMS + head // G * SIZES.SPLITS + part
+        accs = kept.accs + (item * G + head % G) * H + column
+        tops = kept.tops + (item * EACH + head % G // 2 * 2) * 2
+        parts, pairs, late = shmem.receive_pairs(
+            me, accs, tops, gl.where(column < H, count, 0), PLACES, 32 * G * H, 64 * EACH
+        )  # fmt: skip
+
+        tops, totals = (), ()
+        highest = gl.full([WARPS, 32], float("-inf"), gl.float32, gl.SliceLayout(2, WORDS))
+        for i in gl.static_range(PLACES):
+            there = part_of_lane + 32 * i < SIZES.SPLITS
+            top, total = of_head(pairs[i], head % G % 2, WORDS)
+            tops, totals = tops + (gl.where(there, top, float("-inf")),), totals + (gl.where(there, total, 0.0),)
+            highest = gl.maximum(highest, tops[i])
+        highest = gl.max(highest, 1, keep_dims=True)
+        base = gl.where(highest == float("-inf"), 0.0, highest)
+        whole = gl.full([WARPS, 32], 0.0, gl.float32, gl.SliceLayout(2, WORDS))
+        acc = gl.full([WARPS, 32, 4], 0.0, gl.float32, WORDS)
+        for i in gl.static_range(PLACES):
+            there = part_of_lane + 32 * i < SIZES.SPLITS
+            weight = gl.exp2(tops[i] - base)
+            whole += totals[i] * weight
+            words = gl.convert_layout(parts[i].reshape([WARPS, 32, 4]), WORDS, assert_trivial=True)
+            acc += gl.where(there[:, :, None], words, 0.0) * weight[:, :, None]
+        whole = gl.convert_layout(gl.sum(whole, 1), gl.SliceLayout(1, OF_WARPS), assert_trivial=True)
+        result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
+        column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
+        shmem.send(me, heads + head * H + column, result, me.rank, column < H)
+        shmem.report_at(me, accs, late)
+
+
+@gluon.jit
+def of_head(pair, which, WORDS: gl.constexpr):
+    """(top, total) of one of two heads, f32 [warps, 32], of the 4 words that each thread has of both."""
+    WARPS: gl.constexpr = gl.num_warps()
+    HEADS: gl.constexpr = gl.BlockedLayout([1, 1, 2, 2], [1, 32, 1, 1], [WARPS, 1, 1, 1], [3, 2, 1, 0])
+    of_both = gl.convert_layout(pair.reshape([WARPS, 32, 2, 2]), HEADS, assert_trivial=True)
+    tops, totals = gl.split(of_both)
+    even, odd = gl.split(tops)
+    top = gl.convert_layout(gl.where(which == 0, even, odd), gl.SliceLayout(2, WORDS), assert_trivial=True)
+    even, odd = gl.split(totals)
+    total = gl.convert_layout(gl.where(which == 0, even, odd), gl.SliceLayout(2, WORDS), assert_trivial=True)
+    return top, total

@@ -77,11 +77,15 @@ class Sizes(NamedTuple):
     WORLD: Any
     PROGRAMS: Any
     SPLITS: Any
+    NEW_APART: Any
     WORDS: Any
     MERGED: Any
     IN_FLIGHT: Any
+    PACE: Any
     STREAM_TOLD: Any
+    SUMS_TOLD: Any
     QUERIES_TOLD: Any
+    PARTS_TOLD: Any
     SUMS: Any
     WINDOW: Any
     TABLE: Any
@@ -209,12 +213,13 @@ def decode_step_kernel(
     qkv,  # scratch f32 [B, (HEADS + 2 KV_HEADS) * H]; or messages [L, ...]
     new,  # scratch [2, L, B, KV_HEADS, H] of the cache's dtype, the new keys and values
     new_scales,  # scratch f32 [2, L, B, KV_HEADS], their scales if they have 8 bits
-    accs,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]
-    tops,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]
+    accs,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, H]; or messages [L, ...]
+    tops,  # scratch f32 [1 or 2, B, KV_HEADS, SPLITS, HEADS / KV_HEADS, 2]; or messages [L, ...], of heads in pairs
     heads,  # messages f32 [L, B, HEADS * H]; for tensor cores scratch [8 or 16, HEADS * H] of the weights' dtype
     hidden,  # messages f32 [L, B, F]; likewise
-    told,  # messages f32 [2 * L, B, D], the stream behind each block, or none
-    sums,  # messages i32 [2 * L, WORLD, WORDS]
+    told,  # messages f32 [2 * L, B, D], the stream behind each block; or [2 * L, WORLD, B, D / 2], the ranks' parts
+    # of the blocks' results, packed; or none
+    sums,  # messages i32 [2 * L, WORLD, WORDS], or none
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
     cache_keys_ptr,  # the memory of old_keys_desc
@@ -252,21 +257,25 @@ def decode_step_kernel(
     WORLD: gl.constexpr,
     PROGRAMS: gl.constexpr,
     SPLITS: gl.constexpr,  # parts of the keys of a sequence and key/value head
+    NEW_APART: gl.constexpr,  # the first of these has no old keys, but the new token alone
     WORDS: gl.constexpr,  # of a sum from one rank, at least
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
+    PACE: gl.constexpr,  # cycles from one load to the next, at least
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
+    SUMS_TOLD: gl.constexpr,  # all programs get the ranks' parts of sums by messages, and have the stream in registers
     QUERIES_TOLD: gl.constexpr,  # programs get queries, new keys and values by messages
+    PARTS_TOLD: gl.constexpr,  # who merges parts of heads gets them by messages
     STAGE: gl.constexpr,  # elements of 16 bits of a stage of the ring
     STAGES: gl.constexpr,
     SUMS: gl.constexpr,  # f32 in shared memory for what warps have of some sums
 ):
-    me = shmem.start(team, WORLD=WORLD)
+    me = shmem.start(team, VERIFY=False, WORLD=WORLD)  # `load` does not wait for what `compute` verifies
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
         H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
-        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
-        STREAM_TOLD, QUERIES_TOLD, SUMS, WINDOW, TABLE,
+        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, NEW_APART, WORDS, MERGED, IN_FLIGHT, PACE,
+        STREAM_TOLD, SUMS_TOLD, QUERIES_TOLD, PARTS_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -282,11 +291,12 @@ def decode_step_kernel(
     else:
         heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
     qkv_ptr = shmem.messages(me, qkv) if QUERIES_TOLD else shmem.scratch(me, qkv, gl.float32)
+    accs_ptr = shmem.messages(me, accs) if PARTS_TOLD else shmem.scratch(me, accs, gl.float32)
+    tops_ptr = shmem.messages(me, tops) if PARTS_TOLD else shmem.scratch(me, tops, gl.float32)
     kept = Kept(
         new, new_scales, shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
         shmem.scratch(me, scaled, final_norm_ptr.dtype.element_ty), shmem.scratch(me, squares, gl.float32),
-        qkv_ptr, shmem.scratch(me, accs, gl.float32), shmem.scratch(me, tops, gl.float32),
-        heads_ptr, hidden_ptr, shmem.messages(me, told),
+        qkv_ptr, accs_ptr, tops_ptr, heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(
         logits_ptr, cache_keys_ptr, cache_values_ptr, cache_key_scales_ptr, cache_value_scales_ptr, times_ptr
@@ -311,7 +321,7 @@ def decode_step_kernel(
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
-    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    position = rings.first_of_loads()
     lengths = attention.lengths_of(given, SIZES)
     for layer in range(SIZES.LAYERS):
         position = phases.fetch_projections(ring, position, given, layer, SIZES)
@@ -325,11 +335,14 @@ def load(ring, given, SIZES: gl.constexpr):
 @gluon.jit
 def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
     """The phases of all layers, and the logits."""
+    shmem.verify(me)
     x = x_ptr
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
     lengths = attention.lengths_of(given, SIZES)
     SIZE: gl.constexpr = SIZES.B * SIZES.D
+    SUMS_TOLD: gl.constexpr = SIZES.SUMS_TOLD
+    NEXT: gl.constexpr = SIZES.WORLD * SIZE // 2 if SUMS_TOLD else SIZE  # from what is told to the next
     stream, block = kept.stream, kept.block
     later_stream, later_block = stream + SIZE, block + SIZE
     # With norms behind the blocks a phase has to add the result of the last block to the stream that it finds.
@@ -339,24 +352,26 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         last, between, after_attention, after_mlp = stream, None, later_stream, stream
     else:
         last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
+    held = rings.load_vectors(given.query, x_ptr, SIZES.D, SIZES.B) if SUMS_TOLD else ()
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
-        phase = layer * phases.meetings_of(SIZES) - SIZES.QUERIES_TOLD  # the first one is left out
+        phase = layer * phases.meetings_of(SIZES)  # the next one that ends with a meeting
         window = phases.of_each_layer(given.windows, layer, SIZES.WINDOW)
         table = phases.of_each_layer(given.tables, layer, SIZES.TABLE)
         times = phases.times_of(results.times, layer, 0, SIZES)
-        told = kept.told + 2 * layer * SIZE
-        if SIZES.STREAM_TOLD:
-            found, later_found = told - SIZE, told
+        told = kept.told + 2 * layer * NEXT
+        if SIZES.STREAM_TOLD or SUMS_TOLD:
+            found, later_found = told - NEXT, told
         else:
             found, later_found = later_block, block
-        position = phases.project(
-            me, ring, position, given, kept, x, found, stream, layer, norms, times, factor, SIZES
+        position, held = phases.project(
+            me, ring, position, given, kept, held if SUMS_TOLD else x, found, stream, layer, norms, times, factor, SIZES
         )  # fmt: skip
         if SIZES.QUERIES_TOLD:
             phases.pass_by(times)
         else:
             factor = phases.meet(me, met, phase, factor, times, SIZES)
+            phase += 1
         times = phases.times_of(results.times, layer, 1, SIZES)
         if SIZES.ATTENTION_CORES:
             position = attention_cores.attend(
@@ -366,10 +381,19 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             position = attention.attend(
                 me, ring, position, given, kept, lengths, window, table, layer, factor, SIZES
             )  # fmt: skip
-        factor = phases.meet(me, met, phase + 1, factor, times, SIZES)
+        if SIZES.PARTS_TOLD:
+            phases.pass_by(times)
+            if phases.last_meeting_of(SIZES) and layer == SIZES.LAYERS - 1:
+                shmem.arrive(me, met)
+        else:
+            factor = phases.meet(me, met, phase, factor, times, SIZES)
+            phase += 1
         times = phases.times_of(results.times, layer, 2, SIZES)
         heads = kept.heads + layer * (SIZES.B * SIZES.HEADS * SIZES.H)
-        attention.merge(me, kept, heads, layer, factor, SIZES)
+        if SIZES.PARTS_TOLD:
+            attention_cores.merge(me, kept, heads, layer, factor, SIZES)
+        else:
+            attention.merge(me, kept, heads, layer, factor, SIZES)
         phases.pass_by(times)
         # A phase's gains are on their way while the one before works.
         behind = phases.of_layer(given.post_attn_norm, layer, SIZES.D)
@@ -378,13 +402,13 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
-            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H,
-            SIZES,
+            after_attention, told, sums, met, 2 * layer, phase, times, factor, SIZES.HEADS * SIZES.H, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
-        position = phases.gate(
-            me, ring, position, given, between, later_found, later_stream, hidden, layer, norms, times, factor, SIZES
+        position, held = phases.gate(
+            me, ring, position, given, held if SUMS_TOLD else between, later_found, later_stream, hidden, layer, norms,
+            times, factor, SIZES,
         )  # fmt: skip
         phases.pass_by(times)
         before = gl.where(layer == SIZES.LAYERS - 1, given.final_norm, given.attn_norm + (layer + 1) * SIZES.D)
@@ -392,13 +416,17 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
         norms = phases.norms_of(given.query, before, behind, SIZES)
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
-            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
-            after_mlp, told + SIZE, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden,
+            later_stream, after_mlp, told + NEXT, sums, met, 2 * layer + 1, phase + 1, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         x = last
+    if phases.last_meeting_of(SIZES):
+        factor = phases.await_all(me, met, SIZES.LAYERS * phases.meetings_of(SIZES), factor, None, SIZES)
     attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     found = later_block
-    if SIZES.STREAM_TOLD:
-        x, found = None, kept.told + (2 * SIZES.LAYERS - 1) * SIZE
+    if SUMS_TOLD:
+        x, found = held, kept.told + (2 * SIZES.LAYERS - 1) * NEXT
+    elif SIZES.STREAM_TOLD:
+        x, found = None, kept.told + (2 * SIZES.LAYERS - 1) * NEXT
     phases.unembed(me, ring, position, given, x, found, norms, results.logits, times, factor, SIZES)

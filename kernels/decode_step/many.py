@@ -17,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
 from jaxtaxfree.kernels.decode_step import attention, attention_cores, phases
+from jaxtaxfree.kernels.decode_step import ring as rings
 from jaxtaxfree.kernels.decode_step import tensor_cores as tensor
 
 MOST = gl.constexpr(16)  # products that a program has in registers at a time
@@ -26,7 +27,7 @@ PORTION = gl.constexpr(8)  # and whose sums it has in shared memory
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
-    position = (gl.program_id(0) * 0, gl.program_id(0) * 0 + 1)
+    position = rings.first_of_loads()
     lengths = attention.lengths_of(given, SIZES)
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     for layer in range(SIZES.LAYERS):
@@ -41,6 +42,7 @@ def load(ring, given, SIZES: gl.constexpr):
 @gluon.jit
 def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
     """The phases of all layers, and the logits."""
+    shmem.verify(me)
     D: gl.constexpr = SIZES.D
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     POST: gl.constexpr = 1 if SIZES.POST_NORMS else 0  # and inside of `add`
@@ -127,15 +129,15 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
                     row = first + tile * 8
                     if row < QUERIES:
                         position = tensor.fetch(
-                            ring, position, given.query, chunk, layer * QUERIES + row, SIZES.IN_FLIGHT
+                            ring, position, given.query, chunk, layer * QUERIES + row, SIZES.IN_FLIGHT, SIZES.PACE
                         )
                     elif row < QUERIES + KEYS:
                         position = tensor.fetch(
-                            ring, position, given.key, chunk, layer * KEYS + row - QUERIES, SIZES.IN_FLIGHT
+                            ring, position, given.key, chunk, layer * KEYS + row - QUERIES, SIZES.IN_FLIGHT, SIZES.PACE
                         )
                     else:  # behind the last row whatever is there
                         position = tensor.fetch(
-                            ring, position, given.value, chunk, layer * KEYS + row - QUERIES - KEYS, SIZES.IN_FLIGHT
+                            ring, position, given.value, chunk, layer * KEYS + row - QUERIES - KEYS, SIZES.IN_FLIGHT, SIZES.PACE
                         )
     return position
 
@@ -150,9 +152,9 @@ def fetch_share(ring, position, desc, other, layer, ROWS: gl.constexpr, COLUMNS:
             for chunk in range(tensor.chunks_of(COLUMNS, desc)):
                 for tile in range(tiles_of(ROWS, EACH, SIZES.PROGRAMS)):
                     row = layer * ROWS + first + tile * 8
-                    position = tensor.fetch(ring, position, desc, chunk, row, SIZES.IN_FLIGHT)
+                    position = tensor.fetch(ring, position, desc, chunk, row, SIZES.IN_FLIGHT, SIZES.PACE)
                     if other is not None:
-                        position = tensor.fetch(ring, position, other, chunk, row, SIZES.IN_FLIGHT)
+                        position = tensor.fetch(ring, position, other, chunk, row, SIZES.IN_FLIGHT, SIZES.PACE)
     return position
 
 

@@ -46,9 +46,9 @@ def most_of(rows, block, unit, programs):
 
 
 @triton.constexpr_function
-def unit_of(desc):
-    """How many blocks of rows go together where they are sent: 4 words or more."""
-    return max(1, 4 // desc.block_shape[0])
+def unit_of(desc, sizes):
+    """How many blocks of rows go together where they are sent: 4 words or more; if sums are told, 8 rows or more."""
+    return max(1, (8 if sizes.SUMS_TOLD else 4) // desc.block_shape[0])
 
 
 @gluon.jit
@@ -96,7 +96,14 @@ def meetings_of(sizes):
     """
     if sizes.TENSOR_CORES:
         return PHASES.value + (2 if sizes.POST_NORMS else 0)
-    return (2 if sizes.STREAM_TOLD else 4) - sizes.QUERIES_TOLD
+    told = sizes.STREAM_TOLD or sizes.SUMS_TOLD
+    return (0 if told else 2) + (not sizes.PARTS_TOLD) + (not sizes.QUERIES_TOLD)
+
+
+@triton.constexpr_function
+def last_meeting_of(sizes):
+    """How many times they meet in front of the logits: once if they have not met since any has read the cache."""
+    return int(sizes.TENSOR_CORES or (sizes.PARTS_TOLD and (sizes.STREAM_TOLD or sizes.SUMS_TOLD)))
 
 
 @gluon.jit
@@ -120,7 +127,7 @@ def pass_by(times):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = (SIZES.LAYERS * meetings_of(SIZES) + SIZES.TENSOR_CORES) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = (SIZES.LAYERS * meetings_of(SIZES) + last_meeting_of(SIZES)) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -137,14 +144,14 @@ def fetch_projections(ring, position, given, layer, SIZES: gl.constexpr):
     for i in range(count):
         row = (first + i) * ROWS
         if row < QUERIES:
-            position = rings.fetch_rows(ring, position, given.query, layer * QUERIES + row, SIZES.D, SIZES.IN_FLIGHT)
+            position = rings.fetch_rows(ring, position, given.query, layer * QUERIES + row, SIZES.D, SIZES.IN_FLIGHT, SIZES.PACE)
         elif row < QUERIES + KEYS:
             position = rings.fetch_rows(
-                ring, position, given.key, layer * KEYS + row - QUERIES, SIZES.D, SIZES.IN_FLIGHT
+                ring, position, given.key, layer * KEYS + row - QUERIES, SIZES.D, SIZES.IN_FLIGHT, SIZES.PACE
             )
         else:
             position = rings.fetch_rows(
-                ring, position, given.value, layer * KEYS + row - QUERIES - KEYS, SIZES.D, SIZES.IN_FLIGHT
+                ring, position, given.value, layer * KEYS + row - QUERIES - KEYS, SIZES.D, SIZES.IN_FLIGHT, SIZES.PACE
             )
     return position
 
@@ -164,23 +171,35 @@ def norms_of(desc, before, behind, SIZES: gl.constexpr):
 
 @gluon.jit
 def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constexpr):
-    """The normalised stream, as `multiply` takes it, and for `rings.report` what did not come.
+    """The normalised stream, as `multiply` takes it.
 
     With norms behind the blocks `add` leaves a block's result alone and does not add it to the stream, because its norm
-    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows.
+    is that of all rows. Each program adds it here, to the whole stream, and stores some of its rows. If sums are told
+    each program has the whole stream, and adds any block's result here.
 
     Args:
       x: f32 [B, D], the stream, before a block's result is added if it has to be. If the stream is told, that in front
-        of the first block; None behind it.
-      block: f32 [B, D], that result; messages of the stream behind the block if it is told.
+        of the first block; None behind it. If sums are told its parts, as `rings.load_vectors` returns them.
+      block: f32 [B, D], that result; messages of the stream behind the block if it is told, of the ranks' parts of the
+        result if sums are.
       norms: `norms_of` the phase.
       there: whether there is a `block`.
       after: f32 [B, D], where the stream with it goes, which nobody reads in this phase; None: nowhere.
+
+    Returns: (the stream, for `report_stream` what did not come, the stream's parts if sums are told).
     """
     D: gl.constexpr = SIZES.D
     B: gl.constexpr = SIZES.B
-    late = ()
-    if SIZES.STREAM_TOLD:
+    late, held = (), ()
+    if SIZES.SUMS_TOLD:
+        SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
+        sums, late = rings.received_sums(me, desc, block, D, B, SIZES.WORLD, there)
+        if SIZES.POST_NORMS:
+            sums = behind_norm(desc, sums, norms, SIZES)
+        for i in gl.static_range(len(sums)):
+            held = held + (x[i] + gl.where(there, sums[i] * SCALE, 0.0),)
+        parts = held
+    elif SIZES.STREAM_TOLD:
         parts, late = rings.received(me, desc, block, 1.0, D, B, there)
         if x is not None:
             given, told = rings.load_vectors(desc, x, D, B, there == 0), parts
@@ -189,10 +208,27 @@ def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constex
                 parts = parts + (gl.where(there, told[i], given[i]),)
     else:
         parts = rings.load_vectors(desc, x, D, B)
-    if len(norms.behind) > 0:
-        parts = with_result(desc, block, parts, norms, there, after, SIZES)
+        if SIZES.POST_NORMS:
+            parts = with_result(desc, block, parts, norms, there, after, SIZES)
     vectors = rings.normalised(desc, parts, norms.before, factor, D, B, SIZES.EPS, SIZES.PLUS_ONE)
-    return vectors, late
+    return vectors, late, held
+
+
+@gluon.jit
+def report_stream(me, desc, block, late, SIZES: gl.constexpr):
+    """Reports what `stream_of` waited for in vain."""
+    if SIZES.SUMS_TOLD:
+        rings.report_sums(me, desc, block, late, SIZES.D, SIZES.B, SIZES.WORLD)
+    else:
+        rings.report(me, desc, block, late, SIZES.D, SIZES.B)
+
+
+@gluon.jit
+def behind_norm(desc, results, norms, SIZES: gl.constexpr):
+    """Parts of a block's result behind the norm that follows it."""
+    return rings.normalised(
+        desc, results, norms.behind, SIZES.RESIDUAL_SCALE, SIZES.D, SIZES.B, SIZES.EPS, SIZES.PLUS_ONE
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -208,7 +244,7 @@ def with_result(desc, block, parts, norms, there, after, SIZES: gl.constexpr):
             column = rings.columns_of(desc, chunk)
             at = block + b * D + column
             results = results + (gl.load(at, mask=(column < D) & there, other=0.0),)
-    results = rings.normalised(desc, results, norms.behind, SIZES.RESIDUAL_SCALE, D, B, SIZES.EPS, SIZES.PLUS_ONE)
+    results = behind_norm(desc, results, norms, SIZES)
     for i in gl.static_range(B * CHUNKS):
         part = parts[i] + results[i]
         if after is not None:
@@ -226,13 +262,15 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
 
     Args:
       x, block, after, norms: as `stream_of` takes them.
+
+    Returns: (position, the stream's parts, as `stream_of` returns them).
     """
     desc = given.query
     QUERIES: gl.constexpr = SIZES.HEADS * SIZES.H
     KEYS: gl.constexpr = SIZES.KV_HEADS * SIZES.H
     WIDTH: gl.constexpr = QUERIES + 2 * KEYS
     first, count = share_of(WIDTH, desc.block_shape[0], 1, SIZES.PROGRAMS)
-    vectors, late = stream_of(me, desc, x, block, norms, layer > 0, after, factor, SIZES)
+    vectors, late, held = stream_of(me, desc, x, block, norms, layer > 0, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(WIDTH, desc, gl.num_warps(), 1, SIZES)
@@ -247,15 +285,15 @@ def project(me, ring, position, given, kept, x, block, after, layer, norms, time
             bias += part_of(of_layer(given.key_bias, layer, KEYS), row - QUERIES, KEYS)
             bias += part_of(of_layer(given.value_bias, layer, KEYS), row - QUERIES - KEYS, KEYS)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        value = rings.collect(sums, row.shape[0], 0) * scale + bias
+        blocks = gl.minimum(count - begin, PORTION)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B)
+        value = rings.collect(sums, PORTION) * scale + bias
         if SIZES.QUERIES_TOLD:
             shmem.send(me, kept.qkv + (layer * SIZES.B + b) * WIDTH + row, value, me.rank, there)
         else:
             gl.store(kept.qkv + b * WIDTH + row, value, mask=there)
-    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
-    return position
+    report_stream(me, desc, block, late, SIZES)
+    return position, held
 
 
 @triton.constexpr_function
@@ -330,8 +368,8 @@ def fetch_gate(ring, position, given, layer, SIZES: gl.constexpr):
     first, count = even_share_of(SIZES.F, ROWS, SIZES.PROGRAMS)
     for i in range(count):
         row = layer * SIZES.F + (first + i) * ROWS
-        position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT)
-        position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, SIZES.IN_FLIGHT)
+        position = rings.fetch_rows(ring, position, given.gate, row, SIZES.D, SIZES.IN_FLIGHT, SIZES.PACE)
+        position = rings.fetch_rows(ring, position, given.up, row, SIZES.D, SIZES.IN_FLIGHT, SIZES.PACE)
     return position
 
 
@@ -341,10 +379,12 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
 
     Args:
       x, block, after, norms: as `stream_of` takes them.
+
+    Returns: (position, the stream's parts, as `stream_of` returns them).
     """
     desc = given.gate
     first, count = even_share_of(SIZES.F, desc.block_shape[0], SIZES.PROGRAMS)
-    vectors, late = stream_of(me, desc, x, block, norms, True, after, factor, SIZES)
+    vectors, late, held = stream_of(me, desc, x, block, norms, True, after, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.F, desc, gl.num_warps(), 2, SIZES)
@@ -353,27 +393,24 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         gate_scale = scale_of(of_layer(given.gate_scale, layer, SIZES.F), row, there)
         up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-            position = rings.multiply(
-                ring, position, given.up, vectors, sums, (PORTION + i) * VECTORS, SIZES.D, SIZES.B
-            )
-        gates = rings.collect(sums, row.shape[0], 0) * gate_scale
-        ups = rings.collect(sums, row.shape[0], 1) * up_scale
+        blocks = 2 * gl.minimum(count - begin, PORTION)  # of `given.up` every second one
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B)
+        gates = rings.collect(sums, PORTION, 0, 2) * gate_scale
+        ups = rings.collect(sums, PORTION, 1, 2) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
         shmem.send(me, hidden + b * SIZES.F + row, value, me.rank, there)
-    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
-    return position
+    report_stream(me, desc, block, late, SIZES)
+    return position, held
 
 
 @gluon.jit
 def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.constexpr):
     """Begins to load the program's rows of a matrix whose product `add` sums over the ranks."""
     ROWS: gl.constexpr = desc.block_shape[0]
-    first, count = share_of(SIZES.D, ROWS, unit_of(desc), SIZES.PROGRAMS)
+    first, count = share_of(SIZES.D, ROWS, unit_of(desc, SIZES), SIZES.PROGRAMS)
     for i in range(count):
         position = rings.fetch_rows(
-            ring, position, desc, layer * SIZES.D + (first + i) * ROWS, COLUMNS, SIZES.IN_FLIGHT
+            ring, position, desc, layer * SIZES.D + (first + i) * ROWS, COLUMNS, SIZES.IN_FLIGHT, SIZES.PACE
         )
     return position
 
@@ -385,7 +422,8 @@ def add(
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
-    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`.
+    With norms behind the blocks it is new = the sum over the ranks, see `stream_of`. If sums are told, it sends its
+    part to all programs of all ranks, which do the rest there.
 
     A row belongs to the same program on every rank, so a program exchanges its rows with its twins alone, and adds up
     in the order of the ranks: all have the same bits.
@@ -394,7 +432,8 @@ def add(
       scales: f32 [D], those of the layer's rows; or None.
       source: messages f32 [B, COLUMNS].
       old: f32 [B, D], the stream before.
-      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`.
+      told: messages f32 [B, D], where the new one goes as well, if it is told; then nobody else reads `new`. Of sums
+        that are told messages as `rings.received_sums` takes them.
       which: number of the sum in this call.
 
     Returns: (position, factor).
@@ -403,7 +442,7 @@ def add(
     WORLD: gl.constexpr = SIZES.WORLD
     ROWS: gl.constexpr = desc.block_shape[0]
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
-    UNIT: gl.constexpr = unit_of(desc)
+    UNIT: gl.constexpr = unit_of(desc, SIZES)
     first, count = share_of(D, ROWS, UNIT, SIZES.PROGRAMS)
     # Rows of 4 words, which a thread polls at a time.
     MOST: gl.constexpr = triton.next_power_of_2(most_of(D, ROWS, UNIT, SIZES.PROGRAMS)) * VECTORS * ROWS // 4
@@ -414,7 +453,8 @@ def add(
     inside = (word < count * (VECTORS * ROWS)) & (row < D) & (vector < SIZES.B)
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-    if WORLD > 1:
+    TWINS: gl.constexpr = WORLD > 1 and not SIZES.SUMS_TOLD
+    if TWINS:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
     vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
     stamp(times, 0)
@@ -423,13 +463,15 @@ def add(
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         scale = scale_of(scales, own, there)
-        if WORLD == 1:
+        if not TWINS and not SIZES.SUMS_TOLD:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, parts, i * VECTORS, COLUMNS, SIZES.B)
-        products = rings.collect(parts, own.shape[0], 0) * scale
-        if WORLD == 1:
+        blocks = gl.minimum(count - begin, PORTION)
+        position = rings.multiply_rows(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B)
+        products = rings.collect(parts, PORTION) * scale
+        if SIZES.SUMS_TOLD:
+            rings.send_sums(me, told, products, first + begin, count - begin, ROWS, D, SIZES.B, WORLD)
+        elif WORLD == 1:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
             if SIZES.STREAM_TOLD:
                 shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)
@@ -437,8 +479,8 @@ def add(
             sent = place < count * (VECTORS * ROWS)
             send(me, box, first * (VECTORS * ROWS) + place, gl.where(there, products, 0.0), sent, SIZES)
     rings.report(me, desc, source, missing, COLUMNS, SIZES.B)
-    if WORLD == 1:
-        if SIZES.STREAM_TOLD:
+    if not TWINS:
+        if SIZES.STREAM_TOLD or SIZES.SUMS_TOLD:
             pass_by(times)
         else:
             factor = meet(me, met, phase, factor, times, SIZES)
@@ -478,7 +520,7 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
     ROWS: gl.constexpr = given.unembed.block_shape[0]
     first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
     for i in range(count):
-        position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, SIZES.IN_FLIGHT)
+        position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, SIZES.IN_FLIGHT, 0)
 
 
 @gluon.jit
@@ -494,7 +536,7 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
     if desc.block_shape[2] != given.query.block_shape[2]:
         # One has 8 bits, and the other one 16: these gains lie otherwise.
         norms = norms_of(desc, given.final_norm, of_layer(given.post_mlp_norm, SIZES.LAYERS - 1, SIZES.D), SIZES)
-    vectors, late = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
+    vectors, late, _last = stream_of(me, desc, x, block, norms, True, None, factor, SIZES)
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
@@ -502,11 +544,11 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         scale = scale_of(given.unembed_scale, row, there)
         sums = rings.sums_of(ring, desc, PORTION, VECTORS)
-        for i in range(gl.minimum(count - begin, PORTION)):
-            position = rings.multiply(ring, position, desc, vectors, sums, i * VECTORS, SIZES.D, SIZES.B)
-        logit = rings.collect(sums, row.shape[0], 0) * scale * SIZES.LOGIT_SCALE
+        blocks = gl.minimum(count - begin, PORTION)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B)
+        logit = rings.collect(sums, PORTION) * scale * SIZES.LOGIT_SCALE
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
-    rings.report(me, desc, block, late, SIZES.D, SIZES.B)
+    report_stream(me, desc, block, late, SIZES)
     stamp(times, 1)

@@ -7,6 +7,8 @@ both roles know: `fetch` puts the next one in, `take` takes it out. A position i
 
 from typing import Any, NamedTuple
 
+import os
+
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,9 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import widen
+from jaxtaxfree.kernels.decode_step import packed
 
 # What is read once is not to drive out of the L2 cache what all programs read.
 READ_ONCE = gl.constexpr(CachePolicy(l2=FractionalEvictionPolicy("evict_first", 1.0)))
+
+
+TWO = gl.constexpr(int(os.environ.get("EXP_TWO", "1")))
 
 
 class Ring(NamedTuple):
@@ -50,7 +56,14 @@ def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUM
 
 
 @gluon.jit
-def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
+def first_of_loads():
+    """The position of a program that loads: the stage, the phase in which it is empty, and when the next load is due."""
+    zero = gl.program_id(0) * 0
+    return zero, zero + 1, zero.to(gl.int64)
+
+
+@gluon.jit
+def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr, PACE: gl.constexpr = 0):
     """Begins to load the block of `desc` at this row and group of columns; returns the next position.
 
     Args:
@@ -58,35 +71,49 @@ def fetch(ring, position, desc, row, group, IN_FLIGHT: gl.constexpr):
         phases end sooner than with more.
     """
     STAGES: gl.constexpr = ring.stages.shape[0]
-    stage, phase = position
+    stage, phase, due = position
     block = view(ring, stage, desc)
     mbarrier.wait(ring.empty.index(stage), phase)
     if IN_FLIGHT < STAGES:
         around = stage < IN_FLIGHT
         last = gl.where(around, stage + (STAGES - IN_FLIGHT), stage - IN_FLIGHT)
         mbarrier.wait(ring.full.index(last), gl.where(around, phase, phase ^ 1))
+    due = shmem.pace(due, PACE, 0)
     mbarrier.expect(ring.full.index(stage), block.nbytes_per_cta)
     tma.async_load(desc, [row, group, 0], ring.full.index(stage), block, cache_policy=READ_ONCE)
-    return after(ring, position)
+    stage, phase = after(ring, (stage, phase))
+    return stage, phase, due
 
 
 @gluon.jit
 def take(ring, position, desc, THREADS: gl.constexpr = 8):
     """The next block, which is one of `desc`, in f32 and in its `layout_of`; and the next position."""
+    loaded = load(ring, position, desc, THREADS)
+    give_back(ring, position[0])
+    return in_f32(loaded, desc, THREADS), after(ring, position)
+
+
+@gluon.jit
+def load(ring, position, desc, THREADS: gl.constexpr = 8):
+    """The block at a position, once it is there, as it is: of 8 bits in words of two."""
     stage, phase = position
     mbarrier.wait(ring.full.index(stage), phase)
+    block = view(ring, stage, desc)
+    if desc.dtype.primitive_bitwidth == 8:
+        block = widen.pairs(block)
+    return block.load(layout_of(block.shape, gl.num_warps(), THREADS))
+
+
+@gluon.jit
+def in_f32(loaded, desc, THREADS: gl.constexpr = 8):
+    """What `load` returned, in f32 and in the block's `layout_of`."""
     LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps(), THREADS)
     if desc.dtype.primitive_bitwidth == 8:
-        pairs = widen.pairs(view(ring, stage, desc))
-        loaded = pairs.load(layout_of(pairs.shape, gl.num_warps(), THREADS))
-        give_back(ring, stage)
         low, high = widen.words_of_f32(loaded, desc.dtype)
         block = gl.convert_layout(gl.join(low, high).reshape(desc.block_shape), LAYOUT, assert_trivial=True)
     else:
-        loaded = view(ring, stage, desc).load(LAYOUT)
-        give_back(ring, stage)
         block = loaded.to(gl.float32)
-    return block, after(ring, position)
+    return block
 
 
 @gluon.jit
@@ -171,10 +198,10 @@ def width_of(desc):
 
 
 @gluon.jit
-def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.constexpr):
+def fetch_rows(ring, position, desc, row, COLUMNS: gl.constexpr, IN_FLIGHT: gl.constexpr, PACE: gl.constexpr):
     """Begins to load rows of so many columns, one block after the other."""
     for chunk in range(chunks_of(COLUMNS, desc)):
-        position = fetch(ring, position, desc, row, chunk * desc.block_shape[1], IN_FLIGHT)
+        position = fetch(ring, position, desc, row, chunk * desc.block_shape[1], IN_FLIGHT, PACE)
     return position
 
 
@@ -200,6 +227,52 @@ def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
 
 
 @gluon.jit
+def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.constexpr, B: gl.constexpr):
+    """The rows of `count` blocks that come next times each of B vectors.
+
+    Of one vector, and rows that are one block wide, two blocks are multiplied at a time: warps wait for each other once
+    for both, and what the threads of a warp have of both is added up together.
+
+    Args:
+      vectors: what `received` or `normalised` returned.
+      sums: what `sums_of` returned, into which each warp puts its part of the products.
+
+    Returns: the next position.
+    """
+    VECTORS: gl.constexpr = triton.next_power_of_2(B)
+    if TWO == 1 and B == 1 and chunks_of(COLUMNS, desc) == 1 and sums.shape[0] > 1:
+        for i in range(count // 2):
+            position = multiply_two(ring, position, desc, vectors, sums, i)
+        if count % 2 == 1:
+            position = multiply(ring, position, desc, vectors, sums, count - 1, COLUMNS, B)
+    else:
+        for i in range(count):
+            position = multiply(ring, position, desc, vectors, sums, i * VECTORS, COLUMNS, B)
+    return position
+
+
+@gluon.jit
+def multiply_two(ring, position, desc, vectors, sums, pair):
+    """`multiply` of two blocks at once, which puts its parts behind those of so many pairs."""
+    ROWS: gl.constexpr = desc.block_shape[0]
+    BOTH: gl.constexpr = (2 * ROWS, desc.block_shape[1], desc.block_shape[2])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    later = after(ring, position)
+    first = load(ring, position, desc)
+    second = load(ring, later, desc)
+    fence_async_shared()
+    mbarrier.arrive(ring.empty.index(position[0]), count=1)
+    mbarrier.arrive(ring.empty.index(later[0]), count=1)
+    first = products_of(in_f32(first, desc), desc, vectors[0])
+    second = products_of(in_f32(second, desc), desc, vectors[0])
+    both = gl.join(first, second).permute([3, 0, 1, 2]).reshape([2 * ROWS, first.shape[1], first.shape[2]])
+    part = gl.convert_layout(both, halved(BOTH, gl.num_warps()))
+    pairs = sums.reinterpret(gl.float32, [sums.shape[0] // 2, 2 * ROWS, sums.shape[2]], PLAIN)
+    pairs.index(pair).store(gl.sum(part, 2))
+    return after(ring, later)
+
+
+@gluon.jit
 def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, B: gl.constexpr):
     """The rows that come next times each of B vectors, without a meeting of the warps.
 
@@ -210,28 +283,37 @@ def multiply(ring, position, desc, vectors, sums, first, COLUMNS: gl.constexpr, 
     Returns: the next position.
     """
     CHUNKS: gl.constexpr = chunks_of(COLUMNS, desc)
+    parts = ()
+    for chunk in gl.static_range(CHUNKS):
+        block, position = take(ring, position, desc)
+        added = ()
+        for b in gl.static_range(B):
+            part = products_of(block, desc, vectors[b * CHUNKS + chunk])
+            if chunk > 0:
+                part += parts[b]
+            added = added + (part,)
+        parts = added
+    for b in gl.static_range(B):
+        part = gl.convert_layout(parts[b], halved(desc.block_shape, gl.num_warps()))
+        sums.index(first + b).store(gl.sum(part, 2))
+    return position
+
+
+@gluon.jit
+def products_of(block, desc, vector):
+    """What each thread has of a block's rows times a vector: f32 [rows, warps that share a row, threads that do].
+
+    This is added up first, and then, once for all blocks of a row, what the threads of a warp have.
+    """
     ROWS: gl.constexpr = desc.block_shape[0]
     LAYOUT: gl.constexpr = layout_of(desc.block_shape, gl.num_warps())
     LANES: gl.constexpr = LAYOUT.threads_per_warp[1]
     ACROSS: gl.constexpr = LAYOUT.warps_per_cta[1]
     AGAIN: gl.constexpr = desc.block_shape[1] // (LANES * ACROSS)
     OWN: gl.constexpr = desc.block_shape[2] // 8
-    parts = ()
-    for chunk in gl.static_range(CHUNKS):
-        block, position = take(ring, position, desc)
-        added = ()
-        for b in gl.static_range(B):
-            product = block * vectors[b * CHUNKS + chunk][None, :, :]
-            # What a thread has is added up first, and then, once for all chunks, what the threads of a warp have.
-            part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
-            if chunk > 0:
-                part += parts[b]
-            added = added + (part,)
-        parts = added
-    for b in gl.static_range(B):
-        part = gl.convert_layout(parts[b].reshape([ROWS, ACROSS, LANES * 8]), halved(desc.block_shape, gl.num_warps()))
-        sums.index(first + b).store(gl.sum(part, 2))
-    return position
+    product = block * vector[None, :, :]
+    part = gl.sum(gl.sum(product.reshape([ROWS, AGAIN, ACROSS, LANES, 8, OWN]), 5), 1)
+    return part.reshape([ROWS, ACROSS, LANES * 8])
 
 
 @triton.constexpr_function
@@ -266,20 +348,37 @@ def collected(across, warps):
     return gl.BlockedLayout([1, across], [32, 1], [warps, 1], [1, 0])
 
 
+@triton.constexpr_function
+def collected_blocks(blocks, each, across, warps):
+    """`collected` of [blocks, rows of each, warps that share a row], all powers of 2."""
+
+    def bits(axis, size):
+        return [[1 << i if axis == j else 0 for j in range(3)] for i in range(size.bit_length() - 1)]
+
+    rows = bits(1, each) + bits(0, blocks)
+    rows += [[0, 0, 0]] * (32 * warps).bit_length()
+    apart = warps.bit_length() - 1
+    own = [row for row in rows[5 + apart :] if any(row)]
+    return gl.DistributedLinearLayout(
+        bits(2, across) + own, rows[:5], rows[5 : 5 + apart], [], [blocks, each, across]
+    )  # fmt: skip
+
+
 @gluon.jit
-def collect(sums, SIZE: gl.constexpr, FIRST: gl.constexpr):
-    """What `multiply` has left: f32 [SIZE], block by block, of each the vectors, of each the rows.
+def collect(sums, BLOCKS: gl.constexpr, WHICH: gl.constexpr = 0, OF: gl.constexpr = 1):
+    """What `multiply_rows` has left of so many blocks: f32, block by block, of each the vectors, of each the rows.
 
     Args:
       sums: what `sums_of` returned.
-      FIRST: how many times SIZE to leave out before.
+      WHICH: of OF matrices whose blocks take turns those of this one.
     """
     ACROSS: gl.constexpr = sums.shape[2]
-    COUNT: gl.constexpr = sums.shape[0] * sums.shape[1]
+    EACH: gl.constexpr = sums.shape[0] * sums.shape[1] // (OF * BLOCKS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     LAYOUT: gl.constexpr = collected(ACROSS, gl.num_warps())
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    parts = sums.reinterpret(gl.float32, [COUNT // SIZE, SIZE, ACROSS], PLAIN).index(FIRST).load(LAYOUT)
-    return gl.sum(parts, 1)
+    blocks = sums.reinterpret(gl.float32, [BLOCKS, OF * EACH, ACROSS], PLAIN).slice(WHICH * EACH, EACH, dim=1)
+    parts = blocks.load(collected_blocks(BLOCKS, EACH, ACROSS, gl.num_warps())).reshape([BLOCKS * EACH, ACROSS])
+    return gl.sum(gl.convert_layout(parts, LAYOUT, assert_trivial=True), 1)
 
 
 @gluon.jit
@@ -324,6 +423,69 @@ def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
     """Reports what `received` waited for in vain."""
     for i in gl.static_range(len(reports)):
         shmem.report_own(me, source + message_of(i, COLUMNS, desc), reports[i], width_of(desc))
+
+
+@gluon.jit
+def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there):
+    """The same of sums over the ranks, of messages [WORLD, B, COLUMNS / 2] from programs of all of them: four words for
+    eight columns, as `packed.py` makes them.
+
+    Who adds them up, on whatever rank, does it in their order: all have the same bits. `report_sums` has to follow.
+    """
+    WIDTH: gl.constexpr = width_of(desc)
+    LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
+    vectors, reports = (), ()
+    for i in gl.static_range(B * chunks_of(COLUMNS, desc)):
+        at = source + message_of(i, COLUMNS, desc) // 2
+        found, late = shmem.receive_all(
+            me, at, messages_of(i, COLUMNS, desc) // 2, WIDTH // 2, B * COLUMNS // 2, WORLD, there
+        )  # fmt: skip
+        pieces = ()
+        for piece in gl.static_range(len(found) // WORLD):
+            total = packed.unpack(found[piece * WORLD])
+            for rank in gl.static_range(1, WORLD):
+                total += packed.unpack(found[piece * WORLD + rank])
+            pieces = pieces + (total,)
+        total = shmem.joined(pieces, shmem.pieces_of(WIDTH // 2, gl.num_warps()))
+        total = gl.convert_layout(total.reshape(desc.block_shape[1:]), LAYOUT)  # a thread has 8 columns there, too
+        if messages_of(i, COLUMNS, desc) < WIDTH:
+            total = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), total, 0.0)
+        vectors = vectors + (total,)
+        reports = reports + (late,)
+    return vectors, reports
+
+
+@gluon.jit
+def report_sums(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr):
+    """Reports what `received_sums` waited for in vain."""
+    for i in gl.static_range(len(reports)):
+        at = source + message_of(i, COLUMNS, desc) // 2
+        shmem.report_own(me, at, reports[i], width_of(desc) // 2, B * COLUMNS // 2, WORLD)
+
+
+@gluon.jit
+def send_sums(
+    me, told, products, first, count, HEIGHT: gl.constexpr, COLUMNS: gl.constexpr, B: gl.constexpr,
+    WORLD: gl.constexpr,
+):  # fmt: skip
+    """Sends all ranks this rank's part of sums, for `received_sums`.
+
+    Args:
+      products: as `collect` returns them, of blocks of HEIGHT rows, from the block `first` on, of which there are
+        `count`; a multiple of 8 rows.
+    """
+    VECTORS: gl.constexpr = triton.next_power_of_2(B)
+    GROUPS: gl.constexpr = products.shape[0] // (8 * VECTORS)  # of a vector
+    LAYOUT: gl.constexpr = gl.SliceLayout(2, packed.eights(GROUPS * VECTORS, gl.num_warps()))
+    rows = products.reshape([8 * GROUPS // HEIGHT, VECTORS, HEIGHT]).permute([1, 0, 2])
+    words = packed.pack(rows.reshape([8 * GROUPS * VECTORS]))
+    at = gl.arange(0, GROUPS * VECTORS, gl.SliceLayout(1, LAYOUT))[:, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+    row = first * HEIGHT + at % GROUPS * 8
+    there = (at % GROUPS * 8 < count * HEIGHT) & (at // GROUPS < B) & (row + word < COLUMNS)
+    dest = told + ((me.rank * B + at // GROUPS) * COLUMNS + row) // 2 + word
+    for i in gl.static_range(1, WORLD + 1):
+        shmem.send(me, dest, words, (me.rank + i) % WORLD, there)
 
 
 @triton.constexpr_function

@@ -104,9 +104,9 @@ def chunks_of(columns, desc):
 
 
 @gluon.jit
-def fetch(ring, position, desc, chunk, row, IN_FLIGHT: gl.constexpr):
+def fetch(ring, position, desc, chunk, row, IN_FLIGHT: gl.constexpr, PACE: gl.constexpr):
     """Begins to load the block of 8 rows from `row` on and of a chunk of the columns; returns the next position."""
-    return rings.fetch(ring, position, desc, chunk * desc.block_shape[0], row, IN_FLIGHT)
+    return rings.fetch(ring, position, desc, chunk * desc.block_shape[0], row, IN_FLIGHT, PACE)
 
 
 @gluon.jit

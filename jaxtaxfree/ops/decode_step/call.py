@@ -111,10 +111,16 @@ class Config(Settings):
       attention_cores: whether these multiply by old keys and values, as they do with `tensor_cores`.
       tell_queries: whether attention by tensor cores gets queries, new keys and new values by messages. Otherwise all
         programs meet behind them.
+      tell_parts: whether who merges gets parts of heads of attention by tensor cores by messages. Otherwise all programs
+        meet behind them.
+      tell_sums: whether all programs get each rank's part of a sum by messages, and have the stream in registers. It is
+        for products in registers. Otherwise who has a row adds it up, and sends it to the other programs; with norms
+        behind the blocks all meet.
       programs: all of which run at once, one on each multiprocessor.
       stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
+      new_apart: whether the first of these has no old keys, but the new token alone.
       merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
@@ -128,11 +134,15 @@ class Config(Settings):
     tensor_cores: bool = False
     attention_cores: bool = False
     tell_queries: bool = False
+    tell_parts: bool = False
+    tell_sums: bool = False
     programs: int = setting(132, least=1)
     stage: int = setting(8192, least=512, most=1 << 15, power_of_2=True)
     num_stages: int = setting(12, least=2, most=32)
     splits: int = setting(1, least=1)
+    new_apart: bool = False
     merged: int = setting(8, least=4, most=128, power_of_2=True)
     num_warps: int = setting(8, least=4, most=16, power_of_2=True)
     in_flight: int = setting(2, least=1, most=32)
+    pace: int = setting(0, least=0, most=1 << 16)
     times: bool = False

@@ -170,6 +170,24 @@ def refused_messages(call: Call, config: Config) -> list[str]:
     return reasons
 
 
+def refused_parts(call: Call, config: Config) -> list[str]:
+    """Why parts of heads cannot be messages."""
+    del call
+    if config.tensor_cores or not config.attention_cores:
+        return ["with tell_parts it takes attention by tensor cores, and products in registers"]
+    return []
+
+
+def refused_sums(call: Call, config: Config) -> list[str]:
+    """Why parts of sums cannot be messages to all programs: each has the stream as those that take it do."""
+    of, reasons = "with tell_sums it takes", []
+    if config.tensor_cores:
+        reasons.append(f"{of} products in registers")
+    if _widths_differ(call):
+        reasons.append(f"{of} layers and an unembedding of 8 bits, or neither")
+    return reasons
+
+
 class Hopper(Variant[Call]):
     """One persistent program on each multiprocessor; a warp loads, the others compute."""
 
@@ -198,6 +216,10 @@ class Hopper(Variant[Call]):
         reasons += refused_pages(call, config)
         if config.tell_queries:
             reasons += refused_messages(call, config)
+        if config.tell_parts:
+            reasons += refused_parts(call, config)
+        if config.tell_sums:
+            reasons += refused_sums(call, config)
         if not call.by_heads:
             reasons.append("it takes a cache by heads, not along the sequence")
             return reasons
@@ -282,7 +304,9 @@ class Hopper(Variant[Call]):
         part = jax.ShapeDtypeStruct((*of_cache, h), call.cache_dtype)
         read = _as_blocks((rows, h), call.cache_dtype, config.attention_cores)
         items = (b, kv_heads, config.splits, model.group)
+        pairs = (*items[:-1], -(-model.group // 2) * 2)
         width, copies = (heads + 2 * kv_heads) * h, 1 + config.tell_queries
+        told = {"accs": (layers, *items, h), "tops": (layers, *pairs, 2)}
         own = many.buffers(call, config) if config.tensor_cores else self._buffers(call, config, blocks)
         sizes = {name: math.prod(shape) for name, shape in model.param_shapes(call.world).items()}
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
@@ -301,10 +325,13 @@ class Hopper(Variant[Call]):
                 **({} if config.tell_queries else {"qkv": f32(b, width)}),
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
-                "accs": f32(copies, *items, h),
-                "tops": f32(copies, *items, 2),
+                **({} if config.tell_parts else {"accs": f32(copies, *items, h), "tops": f32(copies, *items, 2)}),
             },
-            "messages": own.pop("messages") | ({"qkv": (layers, b, width)} if config.tell_queries else {}),
+            "messages": {
+                **own.pop("messages"),
+                **({"qkv": (layers, b, width)} if config.tell_queries else {}),
+                **(told if config.tell_parts else {}),
+            },
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -320,6 +347,8 @@ class Hopper(Variant[Call]):
             "TENSOR_CORES": int(config.tensor_cores),
             "ATTENTION_CORES": int(config.attention_cores),
             "QUERIES_TOLD": int(config.tell_queries),
+            "PARTS_TOLD": int(config.tell_parts),
+            "SUMS_TOLD": int(config.tell_sums),
             "VECTORS": many.vectors_of(call),
             "D": d,
             "HEADS": heads,
@@ -343,7 +372,9 @@ class Hopper(Variant[Call]):
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
+            "NEW_APART": int(config.new_apart),
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
+            "PACE": config.pace,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -360,19 +391,22 @@ class Hopper(Variant[Call]):
         words_of = {_words(d, vectors, blocks[name][0], config.programs) for name in ("out_desc", "down_desc")}
         words = max(words_of)
         # Where the same program has a row of both products, so that nobody else needs its part of the stream before.
-        told = not model.post_norms and len(words_of) == 1
-        sums = (2 * model.layers, call.world, words) if call.world > 1 else (0,)
+        told = not model.post_norms and len(words_of) == 1 and not config.tell_sums
+        sums = (2 * model.layers, call.world, words) if call.world > 1 and not config.tell_sums else (0,)
+        own = (2 * model.layers, b, d) if told else (0,)
+        if config.tell_sums:
+            own = (2 * model.layers, call.world, b, d // 2)
         return {
             "scratch": {
-                "stream": f32(2, b, d),
-                "block": f32(2 if model.post_norms else 0, b, d),
+                "stream": f32(0 if config.tell_sums else 2, b, d),
+                "block": f32(2 if model.post_norms and not config.tell_sums else 0, b, d),
                 "scaled": f32(0),
                 "squares": f32(0),
             },
             "messages": {
                 "heads": (model.layers, b, call.heads * model.head_dim),
                 "hidden": (model.layers, b, call.d_mlp),
-                "told": (2 * model.layers, b, d) if told else (0,),
+                "told": own,
                 "sums": jax.ShapeDtypeStruct(sums, jnp.int32),
             },
             "WORDS": words,
