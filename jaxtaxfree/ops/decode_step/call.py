@@ -120,7 +120,8 @@ class Config(Settings):
       stage: elements of 16 bits of a stage of the ring, a power of 2.
       num_stages: stages of the ring.
       splits: parts of the keys of a sequence and key/value head.
-      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size.
+      merged: columns of a head that a program merges at a time, a power of 2 that divides the head size; with
+        `tell_parts` these are 4 for each warp.
       num_warps: warps that compute.
       in_flight: how many blocks are on their way into the ring at a time, at most; `num_stages` or more is no bound.
         Messages and meetings queue behind loads, so phases end sooner with fewer, as long as these keep the memory

@@ -202,7 +202,8 @@ def tells_sums(call: Call, config: Config) -> bool:
     """Whether parts of sums are to be messages to all programs, which then poll those of all ranks.
 
     us a step on 2 H200, 8 layers, without and with: Llama 3 8B's share of eight 213 and 208, two sequences 253 and 249,
-    70B's share 531 and 521, a quarter of Gemma 2 9B 414 and 398. More than the 32 KB of 70B's were not timed.
+    70B's share 531 and 521, a quarter of Gemma 2 9B 414 and 398. Four ranks with 70B's share, which poll 64 KB, take
+    1000 and 1000.
     """
     polled = 2 * call.world * call.batch * call.model.d_model
     return call.world > 1 and polled <= MOST_POLLED and not refused_sums(call, config)
@@ -480,7 +481,7 @@ class Hopper(Variant[Call]):
         return [
             *([{"tensor_cores": not config.tensor_cores}] if call.batch <= FEW else []),
             *each("in_flight", 2, 3, 4),
-            *each("merged", 4, 16, 32),
+            *([] if config.tell_parts else each("merged", 4, 16, 32)),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *({told: False} for told in ("tell_queries", "tell_parts", "tell_sums") if getattr(config, told)),
             *([] if config.tensor_cores else each("pace", 700, 850, 1000)),
