@@ -11,11 +11,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import phases, tensor_cores
+from jaxtaxfree.kernels.decode_step import packed, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROUNDS = gl.constexpr(1.5 * 2**23)  # plus this an f32 has no room for a fraction: it is rounded to the nearest
 
 
 @gluon.jit
@@ -354,7 +353,7 @@ def rounded(x, scale, DTYPE: gl.constexpr):
     x = gl.where(scale > 0, x / gl.where(scale > 0, scale, 1.0), 0.0)
     x = gl.minimum(gl.maximum(x, -LARGEST), LARGEST)
     if DTYPE == gl.int8:
-        x = (x + ROUNDS) - ROUNDS
+        x = packed.nearest(x)
     else:
         x = x.to(DTYPE).to(gl.float32)
     return x

@@ -116,8 +116,8 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
         if item % SIZES.SPLITS == 0:
             pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
             tops, totals, accs = of_new_token(
-                me, ring, given, kept, query, memory, of, head, key_norm, cos, sin, column, pair, item,
-                length < SIZES.SLOTS, factor, SIZES,
+                me, ring, given, kept, (tops, totals, accs), query, memory, of, head, key_norm, cos, sin, column, pair,
+                item, length < SIZES.SLOTS, factor, SIZES,
             )  # fmt: skip
         queries = keep_queries(ring, query, given.old_keys)
         for block in range(first, last):
@@ -209,12 +209,13 @@ def of_none(desc):
 
 @gluon.jit
 def of_new_token(
-    me, ring, given, kept, query, memory, of, head, key_norm, cos, sin, column, pair, item, there, factor,
+    me, ring, given, kept, none, query, memory, of, head, key_norm, cos, sin, column, pair, item, there, factor,
     SIZES: gl.constexpr,
 ):  # fmt: skip
     """The same of the new token alone; its key and value are left for `put`.
 
     Args:
+      none: what `of_none` returned.
       query: [16, H], rotated.
       memory: what `received` returned; None if queries are no messages.
       of: where the sequence's queries, keys and values are, if they are none.
@@ -226,7 +227,6 @@ def of_new_token(
     WARPS: gl.constexpr = gl.num_warps()
     SHAPE: gl.constexpr = given.old_keys.block_shape
     PARTS: gl.constexpr = parts_of(SHAPE, WARPS)
-    EACH: gl.constexpr = SHAPE[1] // PARTS
     SCORES: gl.constexpr = scores_layout(SHAPE, WARPS)
     SUMS: gl.constexpr = sums_layout(SHAPE, WARPS)
     TURNED: gl.constexpr = rows_layout(H, WARPS)
@@ -250,13 +250,13 @@ def of_new_token(
     score = few.load(gl.SliceLayout(0, gl.SliceLayout(2, SCORES)))[None, :]
     score = attention.capped(score * (factor * SIZES.SCORE_SCALE), SIZES.SCORE_SOFT_CAP)
     first = (gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, SCORES)))[:, None] == 0) & there
-    tops = gl.where(first, score, float("-inf"))
-    zeros = gl.full([PARTS, ROWS, EACH], 0.0, gl.float32, SCORES)
-    totals = gl.where(first[:, :, None] & (slots_of(SHAPE) == 0), 1.0, zeros)
+    no_tops, no_totals, no_accs = none
+    tops = gl.where(first, score, no_tops)
+    totals = gl.where(first[:, :, None] & (slots_of(SHAPE) == 0), 1.0, no_totals)
     part = gl.arange(0, PARTS, gl.SliceLayout(1, gl.SliceLayout(2, SUMS)))[:, None, None]
     place = gl.arange(0, 64, gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
     accs = ()
-    for i in gl.static_range(sums_of(given.old_keys)):
+    for i in gl.static_range(len(no_accs)):
         if SIZES.QUERIES_TOLD:
             value = new_value.slice(i * 64, 64).load(gl.SliceLayout(0, gl.SliceLayout(1, SUMS)))[None, None, :]
         else:
@@ -264,8 +264,7 @@ def of_new_token(
         value = value.to(given.final_norm.dtype.element_ty).to(gl.float32)
         if given.old_key_scales is not None:
             value = attention.rounded(value, value_unit, given.old_keys.dtype) * value_unit
-        zeros = gl.full([PARTS, ROWS, 64], 0.0, gl.float32, SUMS)
-        accs = accs + (gl.where((part == 0) & there, value, zeros),)
+        accs = accs + (gl.where((part == 0) & there, value, no_accs[i]),)
     # After the loads, which do not pass stores.
     attention.keep_new(me, kept, given, key, key_unit, row, value_unit, pair, column, item, SIZES)
     return tops, totals, accs

@@ -7,7 +7,6 @@ Words are messages (`shmem.send`), so their lowest bits are not theirs. The thre
 in the last word: so that word is -1 only if it did not come.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -16,21 +15,20 @@ LEAST = gl.constexpr(16)  # exponent, as f32 has it: f32 has no scale for smalle
 ROUNDS = gl.constexpr(1.5 * 2**23)  # plus this an f32 has no room for a fraction: it is rounded to the nearest
 
 
-@triton.constexpr_function
-def eights(n, warps):
-    """The layout of [n, 4, 2], n a power of 2, one number behind the other on the threads."""
-    numbers = [[0, 0, 1], [0, 1, 0], [0, 2, 0]] + [[1 << i, 0, 0] for i in range(n.bit_length() - 1)]
-    apart = warps.bit_length() - 1
-    own = numbers[5 + apart :]
-    numbers += [[0, 0, 0]] * (5 + apart)
-    return gl.DistributedLinearLayout(own, numbers[:5], numbers[5 : 5 + apart], [], [n, 4, 2])
+@gluon.jit
+def nearest(x):
+    """x, of magnitudes up to 2^22, as whole numbers."""
+    return (x + ROUNDS) - ROUNDS
 
 
 @gluon.jit
-def pack(values):
-    """i32 [n, 4] of f32 [8 n], which lie on the threads as `eights` says; four words of eight numbers."""
+def pack(values, LAYOUT: gl.constexpr):
+    """i32 [n, 4], four words of each eight of f32 [8 n].
+
+    Args:
+      LAYOUT: of [n, 4, 2]. If it is that of `values`, and eight numbers are a warp's, no warp waits for another one.
+    """
     N: gl.constexpr = values.shape[0] // 8
-    LAYOUT: gl.constexpr = eights(N, gl.num_warps())
     values = gl.convert_layout(values.reshape([N, 4, 2]), LAYOUT)
     # As integers magnitudes have their order, and infinity and NaN are the largest.
     largest = gl.max(gl.max(values.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 2, keep_dims=True), 1, keep_dims=True)
@@ -38,7 +36,7 @@ def pack(values):
     # The largest is below 2^(exponent - 126), and becomes a number below 2^(BITS - 1).
     scale = ((252 + BITS - gl.minimum(exponent, 254)) << 23).to(gl.float32, bitcast=True)
     scaled = gl.minimum(gl.maximum(values * scale, -(2.0 ** (BITS - 1))), 2.0 ** (BITS - 1) - 1)
-    numbers = ((scaled + ROUNDS) - ROUNDS).to(gl.int32) & ((1 << BITS) - 1)
+    numbers = nearest(scaled).to(gl.int32) & ((1 << BITS) - 1)
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
     # The second number's part has the exponent's.

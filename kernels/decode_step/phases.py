@@ -457,6 +457,7 @@ def add(
     at = vector * D + row
     SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
     TWINS: gl.constexpr = WORLD > 1 and not SIZES.SUMS_TOLD
+    ALONE: gl.constexpr = WORLD == 1 and not SIZES.SUMS_TOLD
     if TWINS:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
     vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
@@ -466,7 +467,7 @@ def add(
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         scale = scale_of(scales, own, there)
-        if not TWINS and not SIZES.SUMS_TOLD:
+        if ALONE:
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         blocks = gl.minimum(count - begin, PORTION)
@@ -474,7 +475,7 @@ def add(
         products = rings.collect(parts, PORTION) * scale
         if SIZES.SUMS_TOLD:
             rings.send_sums(me, told, products, first + begin, count - begin, ROWS, D, SIZES.B, WORLD)
-        elif WORLD == 1:
+        elif ALONE:
             gl.store(new + b * D + own, before + products * SCALE, mask=there)
             if SIZES.STREAM_TOLD:
                 shmem.send(me, told + b * D + own, before + products * SCALE, me.rank, there)

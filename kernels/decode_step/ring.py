@@ -346,19 +346,22 @@ def collected(across, warps):
 
 
 @triton.constexpr_function
-def collected_blocks(blocks, each, across, warps):
-    """`collected` of [blocks, rows of each, warps that share a row], all powers of 2."""
+def in_order(shape, warps, own=0):
+    """The layout of this shape, of powers of 2, whose elements lie one behind the other on the threads, and then again
+    on them; those along the last `own` axes are all a thread's."""
 
-    def bits(axis, size):
-        return [[1 << i if axis == j else 0 for j in range(3)] for i in range(size.bit_length() - 1)]
+    def bits(axes):
+        return [
+            [1 << i if axis == j else 0 for j in range(len(shape))]
+            for axis in reversed(axes)
+            for i in range(shape[axis].bit_length() - 1)
+        ]
 
-    rows = bits(1, each) + bits(0, blocks)
-    rows += [[0, 0, 0]] * (32 * warps).bit_length()
-    apart = warps.bit_length() - 1
-    own = [row for row in rows[5 + apart :] if any(row)]
-    return gl.DistributedLinearLayout(
-        bits(2, across) + own, rows[:5], rows[5 : 5 + apart], [], [blocks, each, across]
-    )  # fmt: skip
+    apart, threads = len(shape) - own, 4 + warps.bit_length()
+    places = bits(range(apart))
+    of_threads = (places + [[0] * len(shape)] * threads)[:threads]
+    registers = bits(range(apart, len(shape))) + places[threads:]
+    return gl.DistributedLinearLayout(registers, of_threads[:5], of_threads[5:], [], list(shape))
 
 
 @gluon.jit
@@ -374,7 +377,7 @@ def collect(sums, BLOCKS: gl.constexpr, WHICH: gl.constexpr = 0, OF: gl.constexp
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     LAYOUT: gl.constexpr = collected(ACROSS, gl.num_warps())
     blocks = sums.reinterpret(gl.float32, [BLOCKS, OF * EACH, ACROSS], PLAIN).slice(WHICH * EACH, EACH, dim=1)
-    parts = blocks.load(collected_blocks(BLOCKS, EACH, ACROSS, gl.num_warps())).reshape([BLOCKS * EACH, ACROSS])
+    parts = blocks.load(in_order((BLOCKS, EACH, ACROSS), gl.num_warps(), 1)).reshape([BLOCKS * EACH, ACROSS])
     return gl.sum(gl.convert_layout(parts, LAYOUT, assert_trivial=True), 1)
 
 
@@ -407,12 +410,19 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, t
         part, late = shmem.receive_own(
             me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there
         )  # fmt: skip
-        part = gl.convert_layout(part.reshape(desc.block_shape[1:]), columns_layout(desc.block_shape, gl.num_warps()))
-        if messages_of(i, COLUMNS, desc) < WIDTH:
-            part = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), part, 0.0)
-        vectors = vectors + (part * factor,)
+        vectors = vectors + (in_columns(desc, i, part, COLUMNS) * factor,)
         reports = reports + (late,)
     return vectors, reports
+
+
+@gluon.jit
+def in_columns(desc, i, values, COLUMNS: gl.constexpr):
+    """The values of the i-th part of vectors as those of a block's columns; 0 behind the last one."""
+    COUNT: gl.constexpr = messages_of(i, COLUMNS, desc)
+    part = gl.convert_layout(values.reshape(desc.block_shape[1:]), columns_layout(desc.block_shape, gl.num_warps()))
+    if COUNT < width_of(desc):
+        part = gl.where(columns_of(desc, 0) < COUNT, part, 0.0)
+    return part
 
 
 @gluon.jit
@@ -430,7 +440,6 @@ def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORL
     Who adds them up, on whatever rank, does it in their order: all have the same bits. `report_sums` has to follow.
     """
     WIDTH: gl.constexpr = width_of(desc)
-    LAYOUT: gl.constexpr = columns_layout(desc.block_shape, gl.num_warps())
     vectors, reports = (), ()
     for i in gl.static_range(B * chunks_of(COLUMNS, desc)):
         at = source + message_of(i, COLUMNS, desc) // 2
@@ -444,10 +453,8 @@ def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORL
                 total += packed.unpack(found[piece * WORLD + rank])
             pieces = pieces + (total,)
         total = shmem.joined(pieces, shmem.pieces_of(WIDTH // 2, gl.num_warps()))
-        total = gl.convert_layout(total.reshape(desc.block_shape[1:]), LAYOUT)  # a thread has 8 columns there, too
-        if messages_of(i, COLUMNS, desc) < WIDTH:
-            total = gl.where(columns_of(desc, 0) < messages_of(i, COLUMNS, desc), total, 0.0)
-        vectors = vectors + (total,)
+        # A thread has 8 columns next to each other in either layout.
+        vectors = vectors + (in_columns(desc, i, total, COLUMNS),)
         reports = reports + (late,)
     return vectors, reports
 
@@ -473,11 +480,12 @@ def send_sums(
     """
     VECTORS: gl.constexpr = triton.next_power_of_2(B)
     GROUPS: gl.constexpr = products.shape[0] // (8 * VECTORS)  # of a vector
-    LAYOUT: gl.constexpr = gl.SliceLayout(2, packed.eights(GROUPS * VECTORS, gl.num_warps()))
+    NUMBERS: gl.constexpr = in_order((GROUPS * VECTORS, 4, 2), gl.num_warps())
+    WORDS: gl.constexpr = gl.SliceLayout(2, NUMBERS)
     rows = products.reshape([8 * GROUPS // HEIGHT, VECTORS, HEIGHT]).permute([1, 0, 2])
-    words = packed.pack(rows.reshape([8 * GROUPS * VECTORS]))
-    at = gl.arange(0, GROUPS * VECTORS, gl.SliceLayout(1, LAYOUT))[:, None]
-    word = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))[None, :]
+    words = packed.pack(rows.reshape([8 * GROUPS * VECTORS]), NUMBERS)
+    at = gl.arange(0, GROUPS * VECTORS, gl.SliceLayout(1, WORDS))[:, None]
+    word = gl.arange(0, 4, gl.SliceLayout(0, WORDS))[None, :]
     row = first * HEIGHT + at % GROUPS * 8
     there = (at % GROUPS * 8 < count * HEIGHT) & (at // GROUPS < B) & (row + word < COLUMNS)
     dest = told + ((me.rank * B + at // GROUPS) * COLUMNS + row) // 2 + word

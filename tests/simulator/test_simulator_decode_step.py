@@ -643,7 +643,7 @@ MUTANTS = {
              "results.cache_key_scales + row, value_scale"),
             ("a new scale goes to the next position", "results.cache_value_scales + row",
              "results.cache_value_scales + row + 1"),
-            ("numbers are not rounded to the nearest", "x = (x + ROUNDS) - ROUNDS", "pass"),
+            ("numbers are not rounded to the nearest", "x = packed.nearest(x)", "pass"),
         )
     },
     **{
@@ -720,7 +720,7 @@ MUTANTS = {
         edits=(
             ("(part == 0) & there, value", "(part >= 0) & there, value"),
             ("[:, None] == 0) & there", "[:, None] >= 0) & there"),
-            ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % EACH == 0"),
+            ("slots_of(SHAPE) == 0", "slots_of(SHAPE) % no_totals.shape[2] == 0"),
         ),
         errors=(AssertionError,), step=SEVERAL,
     ),

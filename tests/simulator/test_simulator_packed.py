@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree import simulator
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import packed
+from jaxtaxfree.kernels.decode_step import packed, ring
 
 N = 32
 
@@ -24,11 +24,11 @@ def there_and_back(
     N: gl.constexpr,
 ):
     me = shmem.start(team)
-    LAYOUT: gl.constexpr = packed.eights(N, gl.num_warps())
+    LAYOUT: gl.constexpr = ring.in_order((N, 4, 2), gl.num_warps())
     n = gl.arange(0, N, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
     word = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     which = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    words = packed.pack(gl.load(x_ptr + 8 * n + 2 * word + which).reshape([8 * N]))
+    words = packed.pack(gl.load(x_ptr + 8 * n + 2 * word + which).reshape([8 * N]), LAYOUT)
     words = (words & -2) | gl.load(bit_ptr)
     gl.store(words_ptr + (4 * n + word).reshape([N, 4]), words)
     OUT: gl.constexpr = shmem.vectors_of(8, gl.num_warps())
