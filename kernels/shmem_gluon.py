@@ -3,7 +3,7 @@
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
 `meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
-`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_all`, `receive_at`,
+`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_all`,
 `receive_pairs`. Tensors of pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the
 others in any partition of `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
@@ -197,27 +197,13 @@ def _pieces(pieces, size, ranks, stride):
 
 
 @gluon.jit
-def receive_at(me, source, there):
-    """Waits for messages (`send`) from programs of this rank, wherever they lie. Otherwise like `receive_own`.
-
-    `report_at` has to follow.
-
-    Args:
-      source: a block of pointers in the layout `vectors_of(1, ...)`, each to 4 messages.
-      there: for which to wait.
-
-    Returns: (f32, 4 for each pointer, in whatever layout, NaN as in `receive_own`; what did not come).
-    """
-    found, late = shmem.poll_places(me, source, ((0, 0, 0),), there.to(gl.int32))
-    return _value_of(found[0]), late
-
-
-@gluon.jit
 def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr):
-    """Like `receive_at`, of so many places behind each of two pointers, all at once. `report_at` has to follow.
+    """Waits for messages (`send`) from programs of this rank, wherever they lie: 4 at each of so many places behind each
+    of two pointers, all at once. Otherwise like `receive_own`. `report_pairs` has to follow.
 
     Args:
-      source, beside: blocks of pointers of one layout, of one dimension.
+      source, beside: blocks of pointers in the layout `vectors_of(1, ...)`. Of more than one for each thread the next
+        ones are polled when those before have come, which takes a way to the L2 cache each.
       count: i32 block: for how many of PLACES to wait.
       STRIDE, STEP: words from such a place to the next one.
 
@@ -239,8 +225,12 @@ def _pairs(places, stride, step):
 
 
 @gluon.jit
-def report_at(me, source, late):
-    """Reports what `receive_at` waited for in vain. All warps of the partition meet."""
+def report_pairs(me, source, late):
+    """Reports what `receive_pairs` waited for in vain, by the pointer of `source`. All warps of the partition meet.
+
+    The meeting is worth more than the report. Warps that have nothing to send would poll for the next messages, while
+    another one of their program still sends, which they hold up: a decode step took 227 us without it, and 204.
+    """
     for i in gl.static_range(len(late)):
         if gl.max(late[i], 0) != 0:
             place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
@@ -277,7 +267,8 @@ def pieces_of(size, warps):
 
 @gluon.jit
 def report_own(me, source, late, SIZE: gl.constexpr, STRIDE: gl.constexpr = 0, WORLD: gl.constexpr = None):
-    """Reports what `receive_own` or `receive_all` waited for in vain. All warps of the partition meet.
+    """Reports what `receive_own` or `receive_all` waited for in vain. All warps of the partition meet, see
+    `report_pairs`.
 
     Args:
       late: what it returned last; it took the other arguments.

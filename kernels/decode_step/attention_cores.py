@@ -152,7 +152,7 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
             item += layer % 2 * ITEMS  # who reads those of the layer before has met nobody since
         together(me, ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
         if SIZES.QUERIES_TOLD:
-            shmem.report_at(me, sources, late)
+            shmem.report_pairs(me, sources, late)
     return position
 
 
@@ -164,22 +164,26 @@ def received(me, ring, source, head, count, SIZES: gl.constexpr):
       source: messages [HEADS + 2 KV_HEADS, H] of the sequence.
 
     Returns: (f32 [2, 16, H] in shared memory, behind the columns those that each is rotated with; for
-      `shmem.report_at` from where, and what did not come).
+      `shmem.report_pairs` from where, and what did not come).
     """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    SIZE: gl.constexpr = 2 * ROWS * H
+    HELD: gl.constexpr = triton.next_power_of_2(G + 2)  # rows; nobody reads those behind them
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    vector = gl.arange(0, SIZE // 4, shmem.vectors_of(1, gl.num_warps()))
-    row = vector // (H // 4) % ROWS
+    vector = gl.arange(0, HELD * H // 4, shmem.vectors_of(1, gl.num_warps()))
+    row = vector // (H // 4)
     column = vector % (H // 4) * 4
-    column = gl.where(vector < SIZE // 8, column, attention.partner_of(column, SIZES))
     of_new = gl.where(row == G, SIZES.HEADS, SIZES.HEADS + SIZES.KV_HEADS) + head
-    sources = source + gl.where(row < G, head * G + row, of_new) * H + column
-    values, late = shmem.receive_at(me, sources, row < count)
-    ring.sums.reinterpret(gl.float32, [SIZE], LINE).store(values)
-    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), sources, late
+    rows = source + gl.where(row < G, head * G + row, of_new) * H
+    # A thread polls both at once: one behind the other they take a way to the L2 cache each.
+    values, partners, late = shmem.receive_pairs(
+        me, rows + column, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0
+    )  # fmt: skip
+    both = ring.sums.reinterpret(gl.float32, [2 * ROWS // HELD, HELD * H], LINE)
+    both.index(0).store(values[0])
+    both.index(ROWS // HELD).store(partners[0])
+    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), rows + column, late
 
 
 @gluon.jit
@@ -485,7 +489,7 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
         result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
         column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
         shmem.send(me, heads + head * H + column, result, me.rank, column < H)
-        shmem.report_at(me, accs, late)
+        shmem.report_pairs(me, accs, late)
 
 
 @gluon.jit

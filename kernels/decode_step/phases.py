@@ -397,7 +397,7 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
         blocks = 2 * gl.minimum(count - begin, PORTION)  # of `given.up` every second one
-        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B, True)
         gates = rings.collect(sums, PORTION, 0, 2) * gate_scale
         ups = rings.collect(sums, PORTION, 1, 2) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
@@ -471,7 +471,8 @@ def add(
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         blocks = gl.minimum(count - begin, PORTION)
-        position = rings.multiply_rows(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B)
+        EVEN: gl.constexpr = UNIT % 2 == 0 and PORTION % 2 == 0  # 64 divides D, so the last program's are even, too
+        position = rings.multiply_rows(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B, EVEN)
         products = rings.collect(parts, PORTION) * scale
         if SIZES.SUMS_TOLD:
             rings.send_sums(me, told, products, first + begin, count - begin, ROWS, D, SIZES.B, WORLD)

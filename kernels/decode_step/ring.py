@@ -223,7 +223,9 @@ def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.constexpr, B: gl.constexpr):
+def multiply_rows(
+    ring, position, desc, vectors, sums, count, COLUMNS: gl.constexpr, B: gl.constexpr, EVEN: gl.constexpr = False
+):  # fmt: skip
     """The rows of `count` blocks that come next times each of B vectors.
 
     Of one vector, and rows that are one block wide, two blocks are multiplied at a time: warps wait for each other once
@@ -232,6 +234,7 @@ def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.conste
     Args:
       vectors: what `received` or `normalised` returned.
       sums: what `sums_of` returned, into which each warp puts its part of the products.
+      EVEN: whether `count` always is, which saves instructions.
 
     Returns: the next position.
     """
@@ -239,7 +242,7 @@ def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.conste
     if B == 1 and chunks_of(COLUMNS, desc) == 1 and sums.shape[0] > 1:
         for i in range(count // 2):
             position = multiply_two(ring, position, desc, vectors, sums, i)
-        if count % 2 == 1:
+        if not EVEN and count % 2 == 1:
             position = multiply(ring, position, desc, vectors, sums, count - 1, COLUMNS, B)
     else:
         for i in range(count):
