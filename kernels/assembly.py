@@ -73,6 +73,45 @@ def pace(cycles, behind):
 
 
 @triton.constexpr_function
+def report(expected):
+    """A thread for which something is missing marks this rank as failed; the first one writes the error record.
+
+    The places in the record are those of `shmem.RECORD_STATE` and what follows. It is short, and takes no meeting of
+    the warps: an instruction that has left the multiprocessor's cache of 128 KB costs several times as much.
+
+    Result: 0. Operands: the region's address, what is missing (1 or more), the signal of the record, the peer, this
+    rank, the program, the epoch.
+    """
+    return f"""
+    {{
+    .reg .pred p;
+    .reg .b32 v;
+    .reg .b64 record;
+    setp.gt.s32 p, $2, 0;
+    @!p bra DONE;
+    atom.acq_rel.sys.global.cas.b32 v, [$1 + 4], 0, 1;
+    setp.eq.s32 p, v, 0;
+    @!p bra DONE;
+    ld.global.b64 record, [$1 + 8];
+    ld.global.b32 v, [$1];
+    st.global.b32 [record + 4], v;
+    st.global.b32 [record + 8], $5;
+    st.global.b32 [record + 12], $4;
+    st.global.b32 [record + 16], $6;
+    st.global.b32 [record + 20], $3;
+    st.global.b32 [record + 24], {expected};
+    st.global.b32 [record + 28], 0;
+    st.global.b32 [record + 32], $7;
+    atom.release.sys.global.exch.b32 v, [$1 + 4], 2;
+    st.global.b32 [record], 1;
+    DONE:
+    bar.warp.sync 0xffffffff;
+    mov.b32 $0, 0;
+    }}
+    """
+
+
+@triton.constexpr_function
 def poll(scope="sys"):
     """Each of the first threads of a block polls a signal of its own; the barrier that lets all go says how it ended.
 
@@ -289,7 +328,7 @@ def parts(count):
 
 
 @triton.constexpr_function
-def vectors(ranks, cleared, twice=False, places=None):
+def vectors(ranks, cleared, twice=False, places=None, delay=0):
     """Polls 16 bytes of each rank but one until all words have arrived.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
@@ -317,6 +356,8 @@ def vectors(ranks, cleared, twice=False, places=None):
             lines += [f"setp.ne.s32 looks{rank}, {left_out}, {rank};"]
         else:
             lines += [f"setp.gt.s32 looks{rank}, {left_out}, {places[rank][2]};"]
+    if delay:
+        lines += ["mov.u32 polls, %clock;", "EARLY:", "mov.u32 v, %clock;", "sub.u32 v, v, polls;", f"setp.lt.u32 p, v, {delay};", "@p bra EARLY;", "mov.b32 polls, 0;"]
     lines += ["AGAIN:"]
     for rank in range(ranks):
         lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [{at[rank]}];"]

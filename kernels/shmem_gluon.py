@@ -22,9 +22,13 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem
 
+import os
+D_SUMS, D_QUERIES, D_PARTS, D_HEADS, D_HIDDEN = (gl.constexpr(int(x)) for x in os.environ.get("DELAYS", "0,0,0,0,0").split(","))
+OLDREP = gl.constexpr(int(os.environ.get("OLDREP", "0")))
 start = shmem.start
 verify = shmem.verify
 finish = shmem.finish
+later = shmem.later
 scratch = shmem.scratch
 remote = shmem.remote
 load = shmem.load
@@ -187,7 +191,7 @@ def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl
     USED: gl.constexpr = triton.cdiv(COUNT, EACH)
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
     count = gl.where(4 * vector + (USED - 1) * EACH < COUNT, USED, USED - 1) * RANKS
-    return shmem.poll_places(me, source + 4 * vector, _pieces(USED, EACH, RANKS, STRIDE), count, WORLD, there)
+    return shmem.poll_places(me, source + 4 * vector, _pieces(USED, EACH, RANKS, STRIDE), count, WORLD, there, DELAY=D_SUMS if WORLD is not None else D_HEADS if COUNT == 512 else D_HIDDEN)
 
 
 @triton.constexpr_function
@@ -208,7 +212,7 @@ def receive_at(me, source, there):
 
     Returns: (f32, 4 for each pointer, in whatever layout, NaN as in `receive_own`; what did not come).
     """
-    found, late = shmem.poll_places(me, source, ((0, 0, 0),), there.to(gl.int32))
+    found, late = shmem.poll_places(me, source, ((0, 0, 0),), there.to(gl.int32), DELAY=D_QUERIES)
     return _value_of(found[0]), late
 
 
@@ -224,7 +228,7 @@ def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.co
     Returns: (for each place f32, 4 for each pointer of `source`, one behind the other; the same of `beside`; what did
       not come).
     """
-    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside)
+    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside, DELAY=D_PARTS)
     at_source, at_beside = (), ()
     for i in gl.static_range(PLACES):
         at_source = at_source + (_value_of(found[2 * i]),)
@@ -240,12 +244,10 @@ def _pairs(places, stride, step):
 
 @gluon.jit
 def report_at(me, source, late):
-    """Reports what `receive_at` waited for in vain. All warps of the partition meet."""
+    """Reports what `receive_at` waited for in vain."""
+    place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
     for i in gl.static_range(len(late)):
-        if gl.max(late[i], 0) != 0:
-            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
-            first = gl.min(gl.where(late[i] > 0, place, 0x7FFFFFFF), 0)
-            shmem._report(me, -1 - first, 4, 0, me.rank)
+        _report_missing(me, place, late[i], me.rank)
 
 
 @gluon.jit
@@ -277,25 +279,47 @@ def pieces_of(size, warps):
 
 @gluon.jit
 def report_own(me, source, late, SIZE: gl.constexpr, STRIDE: gl.constexpr = 0, WORLD: gl.constexpr = None):
-    """Reports what `receive_own` or `receive_all` waited for in vain. All warps of the partition meet.
+    """Reports what `receive_own` or `receive_all` waited for in vain.
 
     Args:
       late: what it returned last; it took the other arguments.
     """
     EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
     RANKS: gl.constexpr = 1 if WORLD is None else WORLD
+    first = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
     for chunk in gl.static_range(len(late)):
-        missing = late[chunk]
-        if gl.max(missing, 0) != 0:
-            vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
-            number = shmem.PLACES_TOGETHER * chunk + missing - 1
-            offset = 4 * vector + number // RANKS * EACH + number % RANKS * STRIDE
-            first = gl.min(gl.where(missing > 0, offset, 0x7FFFFFFF), 0)
-            peer = me.rank
-            if WORLD is not None:
-                peer = gl.max(gl.where((missing > 0) & (offset == first), number % RANKS, -1), 0)
-            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first
-            shmem._report(me, -1 - place, 4, 0, peer)
+        vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
+        number = shmem.PLACES_TOGETHER * chunk + late[chunk] - 1
+        place = first + 4 * vector + number // RANKS * EACH + number % RANKS * STRIDE
+        _report_missing(me, place, late[chunk], me.rank if WORLD is None else number % RANKS)
+
+
+@gluon.jit
+def _report_missing(me, place, late, peer):
+    """`shmem.report_missing`, by each thread once."""
+    if OLDREP == 2:
+        pass
+    elif OLDREP == 3:
+        late = gl.max(late, 0)
+        if late == 12345:
+            shmem._report(me, late, 4, 0, me.rank)
+    elif OLDREP:
+        if gl.max(late, 0) != 0:
+            first = gl.min(gl.where(late > 0, place, 0x7FFFFFFF), 0)
+            shmem._report(me, -1 - first, 4, 0, gl.max(gl.where((late > 0) & (place == first), peer, -1), 0))
+    else:
+        _report_new(me, place, late, peer)
+
+
+@gluon.jit
+def _report_new(me, place, late, peer):
+    THREADS: gl.constexpr = 32 * gl.num_warps()
+    AGAIN: gl.constexpr = late.shape[0] // THREADS
+    if AGAIN > 1:
+        missing = late.reshape([AGAIN, THREADS])
+        place = gl.max(gl.where(missing > 0, place.reshape([AGAIN, THREADS]), -1), 0)
+        late = gl.max(missing, 0)
+    shmem.report_missing(me, place, late, peer)
 
 
 @gluon.jit

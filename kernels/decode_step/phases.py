@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
+from jaxtaxfree.kernels.decode_step import greedy
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = gl.constexpr(6)  # of a layer
@@ -106,6 +107,12 @@ def last_meeting_of(sizes):
     return int(sizes.TENSOR_CORES or (sizes.PARTS_TOLD and (sizes.STREAM_TOLD or sizes.SUMS_TOLD)))
 
 
+@triton.constexpr_function
+def meetings_of_step(sizes):
+    """All of a step: with several there is one behind the new keys and values, which the next step reads."""
+    return sizes.LAYERS * meetings_of(sizes) + last_meeting_of(sizes) + (sizes.STEPS > 1)
+
+
 @gluon.jit
 def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
@@ -128,7 +135,7 @@ def pass_by(times):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = (SIZES.LAYERS * meetings_of(SIZES) + last_meeting_of(SIZES)) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = meetings_of_step(SIZES) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -397,7 +404,7 @@ def gate(me, ring, position, given, x, block, after, hidden, layer, norms, times
         up_scale = scale_of(of_layer(given.up_scale, layer, SIZES.F), row, there)
         sums = rings.sums_of(ring, desc, 2 * PORTION, VECTORS)
         blocks = 2 * gl.minimum(count - begin, PORTION)  # of `given.up` every second one
-        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B)
+        position = rings.multiply_rows(ring, position, desc, vectors, sums, blocks, SIZES.D, SIZES.B, True)
         gates = rings.collect(sums, PORTION, 0, 2) * gate_scale
         ups = rings.collect(sums, PORTION, 1, 2) * up_scale
         value = epilogue.activate_gated(ups, gates, SIZES.ACTIVATION)
@@ -471,7 +478,9 @@ def add(
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         blocks = gl.minimum(count - begin, PORTION)
-        position = rings.multiply_rows(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B)
+        position = rings.multiply_rows(
+            ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B, UNIT % 2 == 0 and PORTION % 2 == 0
+        )  # fmt: skip
         products = rings.collect(parts, PORTION) * scale
         if SIZES.SUMS_TOLD:
             rings.send_sums(me, told, products, first + begin, count - begin, ROWS, D, SIZES.B, WORLD)
@@ -525,6 +534,7 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
     first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
     for i in range(count):
         position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, SIZES.IN_FLIGHT, 0)
+    return position
 
 
 @gluon.jit
@@ -533,6 +543,8 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
 
     Args:
       x, block, norms: as `stream_of` takes them.
+
+    Returns: (position, if there are tokens the likeliest of these logits, as `greedy.choose` takes them).
     """
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
@@ -544,6 +556,8 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
+    _, b, row, there = rows_of_share(desc, first, 0, count, PORTION, SIZES.V, SIZES)
+    likeliest = greedy.none_of(b)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         scale = scale_of(given.unembed_scale, row, there)
@@ -554,5 +568,8 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
-    report_stream(me, desc, block, late, SIZES)
+        if given.tokens is not None:
+            likeliest = greedy.likelier(likeliest, logit, me.rank * SIZES.V + row, there)
     stamp(times, 1)
+    report_stream(me, desc, block, late, SIZES)
+    return position, likeliest

@@ -27,15 +27,18 @@ class Ring(NamedTuple):
     stages: Any  # [STAGES, STAGE / 64, 64]
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
+    stored: Any  # mbarrier: all programs have stored the step's new keys and values; None if there is one step
     sums: Any  # f32 [SUMS]: what each warp has of some sums
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
+import os
+EVENS = gl.constexpr(int(os.environ.get("EVENS", "1")))
 FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, STEPS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], DTYPE)
     stages = gl.allocate_shared_memory(DTYPE, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -47,7 +50,25 @@ def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUM
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
     few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
-    return Ring(stages, full, empty, sums, few)
+    stored = None
+    if STEPS > 1:
+        stored = mbarrier.allocate_mbarrier()
+        mbarrier.init(stored, count=1)
+    return Ring(stages, full, empty, stored, sums, few)
+
+
+@gluon.jit
+def all_stored(ring):
+    """Says to who loads that all new keys and values of a step are in the cache, which all programs have said."""
+    mbarrier.arrive(ring.stored, count=1)
+
+
+@gluon.jit
+def await_stored(ring, step, layer):
+    """Waits until those of the step before are there, in front of the first layer's."""
+    if (step > 0) & (layer == 0):
+        mbarrier.wait(ring.stored, (step - 1) & 1)
+        shmem.fence_proxy()
 
 
 @gluon.jit
@@ -223,7 +244,9 @@ def sums_of(ring, desc, BLOCKS: gl.constexpr, VECTORS: gl.constexpr):
 
 
 @gluon.jit
-def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.constexpr, B: gl.constexpr):
+def multiply_rows(
+    ring, position, desc, vectors, sums, count, COLUMNS: gl.constexpr, B: gl.constexpr, EVEN: gl.constexpr = False
+):  # fmt: skip
     """The rows of `count` blocks that come next times each of B vectors.
 
     Of one vector, and rows that are one block wide, two blocks are multiplied at a time: warps wait for each other once
@@ -232,6 +255,7 @@ def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.conste
     Args:
       vectors: what `received` or `normalised` returned.
       sums: what `sums_of` returned, into which each warp puts its part of the products.
+      EVEN: whether `count` always is, which saves instructions.
 
     Returns: the next position.
     """
@@ -239,7 +263,7 @@ def multiply_rows(ring, position, desc, vectors, sums, count, COLUMNS: gl.conste
     if B == 1 and chunks_of(COLUMNS, desc) == 1 and sums.shape[0] > 1:
         for i in range(count // 2):
             position = multiply_two(ring, position, desc, vectors, sums, i)
-        if count % 2 == 1:
+        if not (EVEN and EVENS) and count % 2 == 1:
             position = multiply(ring, position, desc, vectors, sums, count - 1, COLUMNS, B)
     else:
         for i in range(count):

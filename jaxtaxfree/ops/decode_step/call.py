@@ -46,6 +46,7 @@ class Call:
       by_heads: whether the cache is by heads.
       pool, pages: of a cache in pages the pages of the pool, and those of a sequence; otherwise 0.
       target: the GPU.
+      steps, embeddings: of `decode_greedy` the tokens of each sequence, and V of the embedding; otherwise 0.
     """
 
     model: DecoderSpec
@@ -61,6 +62,8 @@ class Call:
     eight: tuple[Eight, ...] = ()
     pool: int = 0
     pages: int = 0
+    steps: int = 0
+    embeddings: int = 0
 
     def dtype_of(self, name: str) -> np.dtype:
         """That of the weight of this name."""

@@ -337,11 +337,12 @@ class Hopper(Variant[Call]):
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
         scales = (f32(*of_cache),) * 2 if call.narrow_cache else ()
         # Of the operands of `arrays` the cache's parts, and the results that they become.
-        first = 1 + len(_weights(call))
+        first = len(_weights(call)) + (call.steps == 0)
         parts = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
+        chosen = (jax.ShapeDtypeStruct((call.steps, b), jnp.int32), f32(call.steps, b)) if call.steps else ()
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), part, part, *scales, *times),
+            "out_type": (f32(b, call.vocab), part, part, *scales, *chosen, *times),
             "input_output_aliases": {operand: 1 + i for i, operand in enumerate(parts)},
             "grid": config.programs,
             "together": config.programs,
@@ -351,7 +352,9 @@ class Hopper(Variant[Call]):
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
             },
-            "messages": own.pop("messages") | messages,
+            "messages": own.pop("messages")
+            | messages
+            | {"chosen": (-(-b // 2), call.world, config.programs, 4) if call.steps else (0,)},
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -390,6 +393,9 @@ class Hopper(Variant[Call]):
             "RESIDUAL_SCALE": model.residual_scale,
             "LOGIT_SCALE": model.logit_scale,
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
+            "STEPS": max(call.steps, 1),
+            "EMBEDDINGS": call.embeddings,
+            "EMBEDDING_SCALE": float(np.asarray(model.embedding_scale, call.dtype)) if call.steps else 1.0,
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
@@ -454,18 +460,20 @@ class Hopper(Variant[Call]):
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
-        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled, and of the table of pages if there is one.
+        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled, or (embed, tokens), and of the table of pages if
+        there is one.
 
         The cache as it is: XLA copies an operand that is a result as well if it is reshaped, which it makes nothing of
         elsewhere.
         """
         params, x, cache, lengths, cos, sin, *pages = operands
+        stream, of_tokens = ((), x) if call.steps else ((x,), ())
         model = call.model
         as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config.tensor_cores))  # noqa: E731
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         return (
-            x,
+            *stream,
             *(as_blocks(params[name]) for name in _weights(call)),
             *cache[:2],
             *(params[name] for name in _vectors(call)),
@@ -475,6 +483,7 @@ class Hopper(Variant[Call]):
             lengths,
             *pages,
             *(jnp.asarray(each, jnp.int32) for each in numbers),
+            *of_tokens,
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
@@ -520,6 +529,7 @@ def _absent(call: Call, config: Config) -> dict[str, None]:
     return {
         **({} if config.times else {"times_ptr": None}),
         **({} if call.paged else {"pages_ptr": None}),
+        **dict.fromkeys(["x_ptr"] if call.steps else ["embed_ptr", "tokens_ptr", "token_ptr", "logit_ptr"]),
         **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
         **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
         **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
