@@ -73,45 +73,6 @@ def pace(cycles, behind):
 
 
 @triton.constexpr_function
-def report(expected):
-    """A thread for which something is missing marks this rank as failed; the first one writes the error record.
-
-    The places in the record are those of `shmem.RECORD_STATE` and what follows. It is short, and takes no meeting of
-    the warps: an instruction that has left the multiprocessor's cache of 128 KB costs several times as much.
-
-    Result: 0. Operands: the region's address, what is missing (1 or more), the signal of the record, the peer, this
-    rank, the program, the epoch.
-    """
-    return f"""
-    {{
-    .reg .pred p;
-    .reg .b32 v;
-    .reg .b64 record;
-    setp.gt.s32 p, $2, 0;
-    @!p bra DONE;
-    atom.acq_rel.sys.global.cas.b32 v, [$1 + 4], 0, 1;
-    setp.eq.s32 p, v, 0;
-    @!p bra DONE;
-    ld.global.b64 record, [$1 + 8];
-    ld.global.b32 v, [$1];
-    st.global.b32 [record + 4], v;
-    st.global.b32 [record + 8], $5;
-    st.global.b32 [record + 12], $4;
-    st.global.b32 [record + 16], $6;
-    st.global.b32 [record + 20], $3;
-    st.global.b32 [record + 24], {expected};
-    st.global.b32 [record + 28], 0;
-    st.global.b32 [record + 32], $7;
-    atom.release.sys.global.exch.b32 v, [$1 + 4], 2;
-    st.global.b32 [record], 1;
-    DONE:
-    bar.warp.sync 0xffffffff;
-    mov.b32 $0, 0;
-    }}
-    """
-
-
-@triton.constexpr_function
 def poll(scope="sys"):
     """Each of the first threads of a block polls a signal of its own; the barrier that lets all go says how it ended.
 
@@ -328,7 +289,7 @@ def parts(count):
 
 
 @triton.constexpr_function
-def vectors(ranks, cleared, twice=False, places=None, delay=0):
+def vectors(ranks, cleared, twice=False, places=None, patience=0):
     """Polls 16 bytes of each rank but one until all words have arrived.
 
     Results: 4 words of each rank, and 0 or 1 more than the last rank of which words are missing. If words that arrive
@@ -339,6 +300,7 @@ def vectors(ranks, cleared, twice=False, places=None, delay=0):
     With `places` [(operand, bytes behind it, number), ...] these are what it polls, and not ranks: those whose number
     is less than what else would be the rank to leave out. Operand 0 is the address, and the others, behind all
     operands, are more addresses.
+    It does not look before so many clock cycles (`patience`).
     """
     missing = 4 * ranks
     source, stride, wait, over, left_out, bit, base = (f"${missing + 1 + i}" for i in range(7))
@@ -356,8 +318,10 @@ def vectors(ranks, cleared, twice=False, places=None, delay=0):
             lines += [f"setp.ne.s32 looks{rank}, {left_out}, {rank};"]
         else:
             lines += [f"setp.gt.s32 looks{rank}, {left_out}, {places[rank][2]};"]
-    if delay:
-        lines += ["mov.u32 polls, %clock;", "EARLY:", "mov.u32 v, %clock;", "sub.u32 v, v, polls;", f"setp.lt.u32 p, v, {delay};", "@p bra EARLY;", "mov.b32 polls, 0;"]
+    if patience:
+        # Asleep, so that it takes no turns of the warp that loads.
+        lines += ["mov.u32 least, %clock;", "EARLY:", "mov.u32 v, %clock;", "sub.u32 v, v, least;"]
+        lines += [f"setp.lt.u32 p, v, {patience};", "@!p bra AGAIN;", "nanosleep.u32 20;", "bra EARLY;"]
     lines += ["AGAIN:"]
     for rank in range(ranks):
         lines += [f"@looks{rank} ld.relaxed.sys.global.v4.b32 {{{', '.join(words[rank])}}}, [{at[rank]}];"]

@@ -166,18 +166,6 @@ def start(team, VERIFY: tl.constexpr = True, EARLY: tl.constexpr = False, WORLD:
 
 
 @triton.jit
-def later(me, calls):
-    """The call that is so many calls behind this one, in the same launch.
-
-    A launch may be several calls, one after the other: each has messages, scratch and counts of its own, as if it were
-    a launch of its own. `finish` takes the last one.
-    """
-    return Rank(
-        me.rank, me.world, me.epoch + calls, me.found, me.ready, me.position, me.base, me.stride, me.epochs, me.signals
-    )  # fmt: skip
-
-
-@triton.jit
 def verify(me):
     """Stops a program whose region is not there, rather than let it write into memory that now is somebody else's."""
     BACKEND: tl.constexpr = _backend()
@@ -713,7 +701,10 @@ def poll_vectors(
 
 
 @triton.jit
-def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = None, mask=True, beside=None, DELAY: tl.constexpr = 0):
+def poll_places(
+    me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = None, mask=True, beside=None,
+    PATIENCE: tl.constexpr = 0,
+):  # fmt: skip
     """Waits for messages (`send`), 4 of them next to each other at each of several places.
 
     Each thread polls its own, those of PLACES_TOGETHER places at a time.
@@ -727,6 +718,8 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
         so.
       mask: which pointers to look at.
       beside: a block of pointers, if there are two.
+      PATIENCE: clock cycles before the first look, where all will not be there earlier: polls hold up what they wait
+        for, and who has just looked learns of it a load later.
 
     Returns: (for each place a block of i32 words, 4 times as long as `source`, with the lowest bits that they came
       with, and -1 for what did not come or was not waited for; for each PLACES_TOGETHER places a block of i32: 0, or 1
@@ -742,7 +735,7 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
         more = source if beside is None else beside
         for begin in tl.static_range(0, COUNT, PLACES_TOGETHER):
             found, missing = _poll_some(
-                me, source, more, looks, over, count, _places_from(PLACES, begin), RANKS is None, DELAY if begin == 0 else 0
+                me, source, more, looks, over, count, _places_from(PLACES, begin), RANKS is None, PATIENCE
             )
             blocks, late = blocks + found, late + (missing,)
     else:
@@ -756,11 +749,11 @@ def poll_places(me, source, PLACES: tl.constexpr, count, RANKS: tl.constexpr = N
 
 
 @triton.jit
-def _poll_some(me, source, beside, looks, over, count, PLACES: tl.constexpr, TWICE: tl.constexpr, DELAY: tl.constexpr):
+def _poll_some(me, source, beside, looks, over, count, PLACES: tl.constexpr, TWICE: tl.constexpr, PATIENCE: tl.constexpr):
     """What `poll_places` does of as many places as one loop polls."""
     COUNT: tl.constexpr = len(PLACES)
     found = tl.inline_asm_elementwise(
-        assembly.vectors(COUNT, False, TWICE, PLACES, DELAY),
+        assembly.vectors(COUNT, False, TWICE, PLACES, PATIENCE),
         assembly.constraints(4 * COUNT + 1, "l", "r", "r", "r", "r", "r", "l", "l"),
         [source, looks, looks, over, count, _call_bit(me), me.base, beside],  # there is no stride
         dtype=_words(4 * COUNT + 1),
@@ -1186,30 +1179,6 @@ def _report(me, index, expected, seen, peer):
         tl.debug_barrier()
         tl.atomic_xchg(failed, 2, sem="release", scope="sys")
         tl.store(record + RECORD_STATE, 1)
-
-
-@triton.jit
-def report_missing(me, place, late, peer):
-    """Reports messages of which a vector of 4 did not come, each thread for itself: one of them, whichever.
-
-    Args:
-      place: i32 block, where each vector is in the region, in words.
-      late: i32 block, more than 0 for those that did not come.
-      peer: i32, who was to send them, a block or a scalar.
-    """
-    BACKEND: tl.constexpr = _backend()
-    if BACKEND == "cuda":
-        tl.inline_asm_elementwise(
-            assembly.report(4),
-            assembly.constraints(1, "l", "r", "r", "r", "r", "r", "r"),
-            [me.base, late, -1 - place, peer, me.rank, _program(), me.epoch.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    elif tl.max(late, 0) > 0:
-        first = tl.min(tl.where(late > 0, place, 0x7FFFFFFF), 0)
-        _report(me, -1 - first, 4, 0, tl.max(tl.where((late > 0) & (place == first), peer, -1), 0))
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 `from jaxtaxfree.kernels import shmem_gluon as shmem` has the same names with the same meanings: `start`, `finish`,
 `verify`, `scratch`, `remote`, `load`, `store`, `get`, `put`, `signal`, `signal_all`, `wait`, `wait_all`, `arrive`,
 `meet`, `claim`, `pace`, `now`, `failed`, `fence_proxy`, `messages`, `send`, `send_words`, `words_of`,
-`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_all`, `receive_at`,
+`elements_of`; with other arguments `receive_vectors`, `clear_vectors`; and `receive_own`, `receive_all`,
 `receive_pairs`. Tensors of pointers bring their layout with them. `start` and `finish` stand in the kernel itself, the
 others in any partition of `gl.warp_specialize`, too: barriers and waits are those of the partition that calls.
 
@@ -22,13 +22,9 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem
 
-import os
-D_SUMS, D_QUERIES, D_PARTS, D_HEADS, D_HIDDEN = (gl.constexpr(int(x)) for x in os.environ.get("DELAYS", "0,0,0,0,0").split(","))
-OLDREP = gl.constexpr(int(os.environ.get("OLDREP", "0")))
 start = shmem.start
 verify = shmem.verify
 finish = shmem.finish
-later = shmem.later
 scratch = shmem.scratch
 remote = shmem.remote
 load = shmem.load
@@ -47,6 +43,9 @@ messages = shmem.messages
 send_words = shmem.send_words
 words_of = shmem.words_of
 elements_of = shmem.elements_of
+
+
+NOTHING = gl.constexpr(0x7FFFFFFF)  # behind all places
 
 
 @gluon.jit
@@ -145,7 +144,7 @@ def receive_vectors(
 
 
 @gluon.jit
-def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True):
+def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True, PATIENCE: gl.constexpr = 0):
     """Waits for messages (`send`) from programs of this rank, of which others may wait for the same.
 
     Each thread polls some of its own, all at the same time. `report_own` has to follow. Who sends them may wait for a
@@ -156,11 +155,12 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True)
       COUNT: how many, next to each other, a multiple of 4.
       SIZE: of the result, a power of 2, COUNT or more.
       there: i1, whether there are any; if not, nothing is waited for.
+      PATIENCE: as in `shmem.poll_places`.
 
     Returns: (f32 [SIZE] in whatever layout, NaN for what did not come in time, behind COUNT, and if there are none;
       what did not come).
     """
-    found, late = _poll_pieces(me, source, COUNT, SIZE, 0, None, there)
+    found, late = _poll_pieces(me, source, COUNT, SIZE, 0, None, there, PATIENCE)
     pieces = ()
     for i in gl.static_range(len(found)):
         pieces = pieces + (_value_of(found[i]),)
@@ -168,7 +168,10 @@ def receive_own(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, there=True)
 
 
 @gluon.jit
-def receive_all(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+def receive_all(
+    me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there,
+    PATIENCE: gl.constexpr = 0,
+):  # fmt: skip
     """Like `receive_own`, of COUNT messages from each rank, this one included. `report_own` has to follow.
 
     Args:
@@ -179,11 +182,14 @@ def receive_all(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.
       and so on, with the lowest bits that they came with, and -1 for what did not come or is not there; what did not
       come).
     """
-    return _poll_pieces(me, source, COUNT, SIZE, STRIDE, WORLD, there)
+    return _poll_pieces(me, source, COUNT, SIZE, STRIDE, WORLD, there, PATIENCE)
 
 
 @gluon.jit
-def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there):
+def _poll_pieces(
+    me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl.constexpr, WORLD: gl.constexpr, there,
+    PATIENCE: gl.constexpr,
+):  # fmt: skip
     """The words of messages in pieces, of which each thread has a vector: of the first piece those of all ranks, and so
     on. And what did not come. WORLD is None if they are all of this rank."""
     EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
@@ -191,7 +197,8 @@ def _poll_pieces(me, source, COUNT: gl.constexpr, SIZE: gl.constexpr, STRIDE: gl
     USED: gl.constexpr = triton.cdiv(COUNT, EACH)
     vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
     count = gl.where(4 * vector + (USED - 1) * EACH < COUNT, USED, USED - 1) * RANKS
-    return shmem.poll_places(me, source + 4 * vector, _pieces(USED, EACH, RANKS, STRIDE), count, WORLD, there, DELAY=D_SUMS if WORLD is not None else D_HEADS if COUNT == 512 else D_HIDDEN)
+    pieces: gl.constexpr = _pieces(USED, EACH, RANKS, STRIDE)
+    return shmem.poll_places(me, source + 4 * vector, pieces, count, WORLD, there, PATIENCE=PATIENCE)
 
 
 @triton.constexpr_function
@@ -201,34 +208,20 @@ def _pieces(pieces, size, ranks, stride):
 
 
 @gluon.jit
-def receive_at(me, source, there):
-    """Waits for messages (`send`) from programs of this rank, wherever they lie. Otherwise like `receive_own`.
-
-    `report_at` has to follow.
-
-    Args:
-      source: a block of pointers in the layout `vectors_of(1, ...)`, each to 4 messages.
-      there: for which to wait.
-
-    Returns: (f32, 4 for each pointer, in whatever layout, NaN as in `receive_own`; what did not come).
-    """
-    found, late = shmem.poll_places(me, source, ((0, 0, 0),), there.to(gl.int32), DELAY=D_QUERIES)
-    return _value_of(found[0]), late
-
-
-@gluon.jit
 def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr):
-    """Like `receive_at`, of so many places behind each of two pointers, all at once. `report_at` has to follow.
+    """Waits for messages (`send`) from programs of this rank, wherever they lie: 4 at each of so many places behind each
+    of two pointers, all at once. Otherwise like `receive_own`. `report_pairs` has to follow.
 
     Args:
-      source, beside: blocks of pointers of one layout, of one dimension.
+      source, beside: blocks of pointers in the layout `vectors_of(1, ...)`. Of more than one for each thread the next
+        ones are polled when those before have come, which takes a way to the L2 cache each.
       count: i32 block: for how many of PLACES to wait.
       STRIDE, STEP: words from such a place to the next one.
 
     Returns: (for each place f32, 4 for each pointer of `source`, one behind the other; the same of `beside`; what did
       not come).
     """
-    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside, DELAY=D_PARTS)
+    found, late = shmem.poll_places(me, source, _pairs(PLACES, STRIDE, STEP), count, beside=beside)
     at_source, at_beside = (), ()
     for i in gl.static_range(PLACES):
         at_source = at_source + (_value_of(found[2 * i]),)
@@ -243,11 +236,18 @@ def _pairs(places, stride, step):
 
 
 @gluon.jit
-def report_at(me, source, late):
-    """Reports what `receive_at` waited for in vain."""
+def report_pairs(me, source, late):
+    """Reports what `receive_pairs` waited for in vain, by the pointer of `source`. All warps of the partition meet.
+
+    The meeting is worth more than the report. Warps that have nothing to send would poll for the next messages, while
+    another one of their program still sends, which they hold up: a decode step took 227 us without it, and 204.
+    """
     place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
     for i in gl.static_range(len(late)):
-        _report_missing(me, place, late[i], me.rank)
+        # One sum over the threads says whether something is missing, and what: a kernel has many such places.
+        first = gl.min(gl.where(late[i] > 0, place, NOTHING), 0)
+        if first != NOTHING:
+            shmem._report(me, -1 - first, 4, 0, me.rank)
 
 
 @gluon.jit
@@ -279,47 +279,24 @@ def pieces_of(size, warps):
 
 @gluon.jit
 def report_own(me, source, late, SIZE: gl.constexpr, STRIDE: gl.constexpr = 0, WORLD: gl.constexpr = None):
-    """Reports what `receive_own` or `receive_all` waited for in vain.
+    """Reports what `receive_own` or `receive_all` waited for in vain. All warps of the partition meet, see
+    `report_pairs`.
 
     Args:
       late: what it returned last; it took the other arguments.
     """
     EACH: gl.constexpr = SIZE // pieces_of(SIZE, gl.num_warps())
     RANKS: gl.constexpr = 1 if WORLD is None else WORLD
-    first = ((source.to(gl.int64) - me.base) // 4).to(gl.int32)
     for chunk in gl.static_range(len(late)):
         vector = gl.arange(0, EACH // 4, vectors_of(1, gl.num_warps()))
         number = shmem.PLACES_TOGETHER * chunk + late[chunk] - 1
-        place = first + 4 * vector + number // RANKS * EACH + number % RANKS * STRIDE
-        _report_missing(me, place, late[chunk], me.rank if WORLD is None else number % RANKS)
-
-
-@gluon.jit
-def _report_missing(me, place, late, peer):
-    """`shmem.report_missing`, by each thread once."""
-    if OLDREP == 2:
-        pass
-    elif OLDREP == 3:
-        late = gl.max(late, 0)
-        if late == 12345:
-            shmem._report(me, late, 4, 0, me.rank)
-    elif OLDREP:
-        if gl.max(late, 0) != 0:
-            first = gl.min(gl.where(late > 0, place, 0x7FFFFFFF), 0)
-            shmem._report(me, -1 - first, 4, 0, gl.max(gl.where((late > 0) & (place == first), peer, -1), 0))
-    else:
-        _report_new(me, place, late, peer)
-
-
-@gluon.jit
-def _report_new(me, place, late, peer):
-    THREADS: gl.constexpr = 32 * gl.num_warps()
-    AGAIN: gl.constexpr = late.shape[0] // THREADS
-    if AGAIN > 1:
-        missing = late.reshape([AGAIN, THREADS])
-        place = gl.max(gl.where(missing > 0, place.reshape([AGAIN, THREADS]), -1), 0)
-        late = gl.max(missing, 0)
-    shmem.report_missing(me, place, late, peer)
+        # As in `report_pairs`; the first vector of the first rank.
+        offset = (number % RANKS * SIZE + number // RANKS * EACH) // 4 + vector
+        first = gl.min(gl.where(late[chunk] > 0, offset, NOTHING), 0)
+        if first != NOTHING:
+            peer = me.rank if WORLD is None else first // (SIZE // 4)
+            place = ((source.to(gl.int64) - me.base) // 4).to(gl.int32) + first % (SIZE // 4) * 4
+            shmem._report(me, -1 - place - first // (SIZE // 4) * STRIDE, 4, 0, peer)
 
 
 @gluon.jit

@@ -18,16 +18,13 @@ LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 @gluon.jit
-def lengths_of(given, SIZES: gl.constexpr, step=0):
-    """Tokens in the cache, of each sequence, in a step; () if there are more than registers should be spent on."""
+def lengths_of(given, SIZES: gl.constexpr):
+    """Tokens in the cache, of each sequence; () if there are more than registers should be spent on."""
     B: gl.constexpr = SIZES.B
     lengths = ()
     if not SIZES.TENSOR_CORES:
         for b in gl.static_range(B):
-            length = length_at(given, b)
-            if SIZES.STEPS > 1:
-                length += step
-            lengths = lengths + (length,)
+            lengths = lengths + (length_at(given, b),)
     return lengths
 
 
@@ -295,7 +292,7 @@ def pairs_layout(h, warps):
 
 
 @gluon.jit
-def put(me, given, kept, results, step, SIZES: gl.constexpr):
+def put(me, given, kept, results, SIZES: gl.constexpr):
     """Stores the new keys and values in the cache, as far as it has room for them: those of all layers at once.
 
     All programs have met since any has read the cache, also what blocks have of it behind the last key.
@@ -311,8 +308,6 @@ def put(me, given, kept, results, step, SIZES: gl.constexpr):
         pair = begin + gl.arange(0, AT_ONCE, gl.SliceLayout(1, LAYOUT))
         sequence = pair // SIZES.KV_HEADS % SIZES.B
         length = gl.load(given.lengths + sequence, mask=pair < PAIRS, other=-1)  # as it was given
-        if SIZES.STEPS > 1:
-            length = gl.where(length < 0, length, length + step)
         own = has_place(given, sequence, length, SIZES)
         there = own[:, None] & (column < H)
         key = gl.load(new + pair[:, None] * H + column, mask=there)

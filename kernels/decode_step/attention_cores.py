@@ -24,8 +24,6 @@ from jaxtaxfree.kernels.blocks import widen
 from jaxtaxfree.kernels.decode_step import attention, phases, tensor_cores
 from jaxtaxfree.kernels.decode_step import ring as rings
 
-import os
-IFS = gl.constexpr(int(os.environ.get("IFS", "1")))
 ROWS = gl.constexpr(16)  # of an instruction, and its slots
 USED = gl.constexpr(8)  # at most, of these rows
 
@@ -79,24 +77,6 @@ def attend(me, ring, position, given, kept, lengths, window, table, layer, facto
     Args:
       lengths, window, table: as `attention.attend` takes them.
     """
-    ITEMS: gl.constexpr = SIZES.B * SIZES.KV_HEADS * SIZES.SPLITS
-    first = gl.program_id(0)
-    if IFS and ITEMS <= SIZES.PROGRAMS:  # no loop, as in `merge`
-        if first < ITEMS:
-            position = attend_item(
-                me, ring, position, given, kept, lengths, window, table, layer, factor, first, SIZES
-            )  # fmt: skip
-    else:
-        for item in range(first, ITEMS, SIZES.PROGRAMS):
-            position = attend_item(me, ring, position, given, kept, lengths, window, table, layer, factor, item, SIZES)
-    return position
-
-
-@gluon.jit
-def attend_item(
-    me, ring, position, given, kept, lengths, window, table, layer, factor, item, SIZES: gl.constexpr
-):  # fmt: skip
-    """The same of one item."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     WIDTH: gl.constexpr = (SIZES.HEADS + 2 * SIZES.KV_HEADS) * H
@@ -113,65 +93,66 @@ def attend_item(
     query_norm = phases.of_layer(given.query_norm, layer, H)
     key_norm = phases.of_layer(given.key_norm, layer, H)
     own_slot = slots_of(SHAPE)
-    sequence, head, length, begin, end, first, last = attention.blocks_of(given, lengths, window, item, SIZES)
-    row = table * SIZES.POSITIONS + gl.minimum(length, SIZES.POSITIONS - 1)
-    cos, sin = attention.rotation_of(given, row, column, SIZES)
-    of = kept.qkv + sequence * WIDTH
-    if SIZES.QUERIES_TOLD:
-        memory, sources, late = received(
-            me, ring, of + layer * SIZES.B * WIDTH, head, gl.where(item % SIZES.SPLITS == 0, G + 2, G), SIZES
-        )  # fmt: skip
-        query = gl.where(g[:, None] < G, attention.turned(
-            memory.index(0).load(TURNED), memory.index(1).load(TURNED), query_norm, cos, sin, column, SIZES
-        ), 0.0)  # fmt: skip
-    else:
-        memory = None
-        query = attention.rotated(
-            of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G
-        )  # fmt: skip
-    query = query.to(WIDE)
-    tops, totals, accs = of_none(given.old_keys)
-    # The new token belongs to a pair's first item. What only that one does keeps nobody else waiting.
-    if item % SIZES.SPLITS == 0:
-        pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
-        tops, totals, accs = of_new_token(
-            me, ring, given, kept, (tops, totals, accs), query, memory, of, head, key_norm, cos, sin, column, pair,
-            item, length < SIZES.SLOTS, factor, SIZES,
-        )  # fmt: skip
-    queries = keep_queries(ring, query, given.old_keys)
-    for block in range(first, last):
-        slot = block * SHAPE[1] + own_slot
-        seen = (slot >= begin) & (slot < end)
-        if EIGHT:  # on their way while the block comes
-            of_block = attention.row_of(given, layer, sequence, head, block * SHAPE[1], SIZES) + own_slot
-            key_scale = gl.load(given.old_key_scales + of_block, mask=seen, other=0.0)
-            value_scale = gl.load(given.old_value_scales + of_block, mask=seen, other=0.0)
-        scores, position = multiply_keys(ring, position, given.old_keys, queries, SCORES)
-        if EIGHT:
-            scores = scores * key_scale
-        scores = attention.capped(scores * (factor * SIZES.SCORE_SCALE), SIZES.SCORE_SOFT_CAP)
-        scores = gl.where(seen, scores, float("-inf"))
-        higher = gl.maximum(tops, gl.max(scores, 2))
-        base = gl.where(higher == float("-inf"), 0.0, higher)
-        keep = gl.exp2(tops - base)
-        weights = gl.exp2(scores - base[:, :, None])
-        tops, totals = higher, totals * keep[:, :, None] + weights
-        if EIGHT:
-            weights = weights * value_scale
-        # Warps of a part have the same scores, so nothing moves between threads.
-        keep = gl.convert_layout(keep, gl.SliceLayout(2, SUMS), assert_trivial=True)[:, :, None]
-        weights = gl.convert_layout(weights.to(WIDE), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
-        scaled = ()
-        for i in gl.static_range(len(accs)):
-            scaled = scaled + (accs[i] * keep,)
-        accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
-    if SIZES.PARTS_TOLD:
-        item += layer * ITEMS
-    elif SIZES.QUERIES_TOLD:
-        item += layer % 2 * ITEMS  # who reads those of the layer before has met nobody since
-    together(me, ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
-    if SIZES.QUERIES_TOLD:
-        shmem.report_at(me, sources, late)
+    for item in range(gl.program_id(0), ITEMS, SIZES.PROGRAMS):
+        sequence, head, length, begin, end, first, last = attention.blocks_of(given, lengths, window, item, SIZES)
+        row = table * SIZES.POSITIONS + gl.minimum(length, SIZES.POSITIONS - 1)
+        cos, sin = attention.rotation_of(given, row, column, SIZES)
+        of = kept.qkv + sequence * WIDTH
+        if SIZES.QUERIES_TOLD:
+            memory, sources, late = received(
+                me, ring, of + layer * SIZES.B * WIDTH, head, gl.where(item % SIZES.SPLITS == 0, G + 2, G), SIZES
+            )  # fmt: skip
+            query = gl.where(g[:, None] < G, attention.turned(
+                memory.index(0).load(TURNED), memory.index(1).load(TURNED), query_norm, cos, sin, column, SIZES
+            ), 0.0)  # fmt: skip
+        else:
+            memory = None
+            query = attention.rotated(
+                of + (head * G + g[:, None]) * H, query_norm, cos, sin, column, SIZES, g[:, None] < G
+            )  # fmt: skip
+        query = query.to(WIDE)
+        tops, totals, accs = of_none(given.old_keys)
+        # The new token belongs to a pair's first item. What only that one does keeps nobody else waiting.
+        if item % SIZES.SPLITS == 0:
+            pair = (layer * SIZES.B + sequence) * SIZES.KV_HEADS + head
+            tops, totals, accs = of_new_token(
+                me, ring, given, kept, (tops, totals, accs), query, memory, of, head, key_norm, cos, sin, column, pair,
+                item, length < SIZES.SLOTS, factor, SIZES,
+            )  # fmt: skip
+        queries = keep_queries(ring, query, given.old_keys)
+        for block in range(first, last):
+            slot = block * SHAPE[1] + own_slot
+            seen = (slot >= begin) & (slot < end)
+            if EIGHT:  # on their way while the block comes
+                of_block = attention.row_of(given, layer, sequence, head, block * SHAPE[1], SIZES) + own_slot
+                key_scale = gl.load(given.old_key_scales + of_block, mask=seen, other=0.0)
+                value_scale = gl.load(given.old_value_scales + of_block, mask=seen, other=0.0)
+            scores, position = multiply_keys(ring, position, given.old_keys, queries, SCORES)
+            if EIGHT:
+                scores = scores * key_scale
+            scores = attention.capped(scores * (factor * SIZES.SCORE_SCALE), SIZES.SCORE_SOFT_CAP)
+            scores = gl.where(seen, scores, float("-inf"))
+            higher = gl.maximum(tops, gl.max(scores, 2))
+            base = gl.where(higher == float("-inf"), 0.0, higher)
+            keep = gl.exp2(tops - base)
+            weights = gl.exp2(scores - base[:, :, None])
+            tops, totals = higher, totals * keep[:, :, None] + weights
+            if EIGHT:
+                weights = weights * value_scale
+            # Warps of a part have the same scores, so nothing moves between threads.
+            keep = gl.convert_layout(keep, gl.SliceLayout(2, SUMS), assert_trivial=True)[:, :, None]
+            weights = gl.convert_layout(weights.to(WIDE), gl.DotOperandLayout(0, SUMS, 2), assert_trivial=True)
+            scaled = ()
+            for i in gl.static_range(len(accs)):
+                scaled = scaled + (accs[i] * keep,)
+            accs, position = add_values(ring, position, given.old_values, weights, scaled, end - block * SHAPE[1], SUMS)
+        if SIZES.PARTS_TOLD:
+            item += layer * ITEMS
+        elif SIZES.QUERIES_TOLD:
+            item += layer % 2 * ITEMS  # who reads those of the layer before has met nobody since
+        together(me, ring, given.old_keys, kept, item, tops, totals, accs, SIZES)
+        if SIZES.QUERIES_TOLD:
+            shmem.report_pairs(me, sources, late)
     return position
 
 
@@ -183,22 +164,26 @@ def received(me, ring, source, head, count, SIZES: gl.constexpr):
       source: messages [HEADS + 2 KV_HEADS, H] of the sequence.
 
     Returns: (f32 [2, 16, H] in shared memory, behind the columns those that each is rotated with; for
-      `shmem.report_at` from where, and what did not come).
+      `shmem.report_pairs` from where, and what did not come).
     """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    SIZE: gl.constexpr = 2 * ROWS * H
+    HELD: gl.constexpr = triton.next_power_of_2(G + 2)  # rows; nobody reads those behind them
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    vector = gl.arange(0, SIZE // 4, shmem.vectors_of(1, gl.num_warps()))
-    row = vector // (H // 4) % ROWS
+    vector = gl.arange(0, HELD * H // 4, shmem.vectors_of(1, gl.num_warps()))
+    row = vector // (H // 4)
     column = vector % (H // 4) * 4
-    column = gl.where(vector < SIZE // 8, column, attention.partner_of(column, SIZES))
     of_new = gl.where(row == G, SIZES.HEADS, SIZES.HEADS + SIZES.KV_HEADS) + head
-    sources = source + gl.where(row < G, head * G + row, of_new) * H + column
-    values, late = shmem.receive_at(me, sources, row < count)
-    ring.sums.reinterpret(gl.float32, [SIZE], LINE).store(values)
-    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), sources, late
+    rows = source + gl.where(row < G, head * G + row, of_new) * H
+    # A thread polls both at once: one behind the other they take a way to the L2 cache each.
+    values, partners, late = shmem.receive_pairs(
+        me, rows + column, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0
+    )  # fmt: skip
+    both = ring.sums.reinterpret(gl.float32, [2 * ROWS // HELD, HELD * H], LINE)
+    both.index(0).store(values[0])
+    both.index(ROWS // HELD).store(partners[0])
+    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), rows + column, late
 
 
 @gluon.jit
@@ -460,19 +445,6 @@ def merge(me, kept, heads, layer, factor, SIZES: gl.constexpr):
     A warp has 4 columns of a head, and its threads have different items. So no thread waits for another warp, and what
     an item's accs are multiplied by is known to the thread that has them.
     """
-    UNITS: gl.constexpr = SIZES.B * SIZES.HEADS * triton.cdiv(SIZES.H, 4 * gl.num_warps())
-    first = gl.program_id(0)
-    if IFS and UNITS <= SIZES.PROGRAMS:  # no loop, of whose instructions the assembler makes two copies
-        if first < UNITS:
-            merge_unit(me, kept, heads, layer, factor, first, SIZES)
-    else:
-        for unit in range(first, UNITS, SIZES.PROGRAMS):
-            merge_unit(me, kept, heads, layer, factor, unit, SIZES)
-
-
-@gluon.jit
-def merge_unit(me, kept, heads, layer, factor, unit, SIZES: gl.constexpr):
-    """The same of some columns of a head."""
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
     EACH: gl.constexpr = heads_of_tops(SIZES)
@@ -488,35 +460,36 @@ def merge_unit(me, kept, heads, layer, factor, unit, SIZES: gl.constexpr):
     of_lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, WORDS)))[None, :]
     OF_WARPS: gl.constexpr = gl.SliceLayout(1, WORDS)
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, OF_WARPS))
-    head = unit // UNITS  # of all sequences
-    column = unit % UNITS * COLUMNS + thread // 32 * 4
-    item = layer * ITEMS + head // G * SIZES.SPLITS + part
-    accs = kept.accs + (item * G + head % G) * H + column
-    tops = kept.tops + (item * EACH + head % G // 2 * 2) * 2
-    parts, pairs, late = shmem.receive_pairs(
-        me, accs, tops, gl.where(column < H, count, 0), PLACES, 32 * G * H, 64 * EACH
-    )  # fmt: skip
-    top, total = (), ()
-    highest = gl.full([WARPS, 32], float("-inf"), gl.float32, gl.SliceLayout(2, WORDS))
-    for i in gl.static_range(PLACES):
-        own_top, own_total = of_head(pairs[i], head % G % 2, WORDS)
-        top = top + (gl.where(of_lane + 32 * i < SIZES.SPLITS, own_top, float("-inf")),)
-        total = total + (gl.where(of_lane + 32 * i < SIZES.SPLITS, own_total, 0.0),)
-        highest = gl.maximum(highest, top[i])
-    highest = gl.max(highest, 1, keep_dims=True)
-    base = gl.where(highest == float("-inf"), 0.0, highest)
-    whole = gl.full([WARPS, 32], 0.0, gl.float32, gl.SliceLayout(2, WORDS))
-    acc = gl.full([WARPS, 32, 4], 0.0, gl.float32, WORDS)
-    for i in gl.static_range(PLACES):
-        weight = gl.exp2(top[i] - base)
-        whole += total[i] * weight
-        words = gl.convert_layout(parts[i].reshape([WARPS, 32, 4]), WORDS, assert_trivial=True)
-        acc += gl.where((of_lane + 32 * i < SIZES.SPLITS)[:, :, None], words, 0.0) * weight[:, :, None]
-    whole = gl.convert_layout(gl.sum(whole, 1), gl.SliceLayout(1, OF_WARPS), assert_trivial=True)
-    result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
-    column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
-    shmem.send(me, heads + head * H + column, result, me.rank, column < H)
-    shmem.report_at(me, accs, late)
+    for unit in range(gl.program_id(0), SIZES.B * SIZES.HEADS * UNITS, SIZES.PROGRAMS):
+        head = unit // UNITS  # of all sequences
+        column = unit % UNITS * COLUMNS + thread // 32 * 4
+        item = layer * ITEMS + head // G * SIZES.SPLITS + part
+        accs = kept.accs + (item * G + head % G) * H + column
+        tops = kept.tops + (item * EACH + head % G // 2 * 2) * 2
+        parts, pairs, late = shmem.receive_pairs(
+            me, accs, tops, gl.where(column < H, count, 0), PLACES, 32 * G * H, 64 * EACH
+        )  # fmt: skip
+        top, total = (), ()
+        highest = gl.full([WARPS, 32], float("-inf"), gl.float32, gl.SliceLayout(2, WORDS))
+        for i in gl.static_range(PLACES):
+            own_top, own_total = of_head(pairs[i], head % G % 2, WORDS)
+            top = top + (gl.where(of_lane + 32 * i < SIZES.SPLITS, own_top, float("-inf")),)
+            total = total + (gl.where(of_lane + 32 * i < SIZES.SPLITS, own_total, 0.0),)
+            highest = gl.maximum(highest, top[i])
+        highest = gl.max(highest, 1, keep_dims=True)
+        base = gl.where(highest == float("-inf"), 0.0, highest)
+        whole = gl.full([WARPS, 32], 0.0, gl.float32, gl.SliceLayout(2, WORDS))
+        acc = gl.full([WARPS, 32, 4], 0.0, gl.float32, WORDS)
+        for i in gl.static_range(PLACES):
+            weight = gl.exp2(top[i] - base)
+            whole += total[i] * weight
+            words = gl.convert_layout(parts[i].reshape([WARPS, 32, 4]), WORDS, assert_trivial=True)
+            acc += gl.where((of_lane + 32 * i < SIZES.SPLITS)[:, :, None], words, 0.0) * weight[:, :, None]
+        whole = gl.convert_layout(gl.sum(whole, 1), gl.SliceLayout(1, OF_WARPS), assert_trivial=True)
+        result = gl.sum(acc, 1) * (factor / gl.where(whole == 0, 1.0, whole))[:, None]
+        column = unit % UNITS * COLUMNS + 4 * warp[:, None] + gl.arange(0, 4, gl.SliceLayout(0, OF_WARPS))[None, :]
+        shmem.send(me, heads + head * H + column, result, me.rank, column < H)
+        shmem.report_pairs(me, accs, late)
 
 
 @gluon.jit

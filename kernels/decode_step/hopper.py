@@ -43,7 +43,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
-from jaxtaxfree.kernels.decode_step import attention, attention_cores, greedy, many, phases
+from jaxtaxfree.kernels.decode_step import attention, attention_cores, many, phases
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 
@@ -76,9 +76,6 @@ class Sizes(NamedTuple):
     RESIDUAL_SCALE: Any
     LOGIT_SCALE: Any
     LOGIT_SOFT_CAP: Any
-    STEPS: Any
-    EMBEDDINGS: Any
-    EMBEDDING_SCALE: Any
     WORLD: Any
     PROGRAMS: Any
     SPLITS: Any
@@ -86,6 +83,7 @@ class Sizes(NamedTuple):
     MERGED: Any
     IN_FLIGHT: Any
     PACE: Any
+    PATIENCE: Any
     STREAM_TOLD: Any
     SUMS_TOLD: Any
     QUERIES_TOLD: Any
@@ -134,8 +132,6 @@ class Given(NamedTuple):
     pages: Any
     windows: Any
     tables: Any
-    embed: Any
-    tokens: Any
 
 
 class Kept(NamedTuple):
@@ -154,31 +150,10 @@ class Kept(NamedTuple):
     heads: Any
     hidden: Any
     told: Any
-    chosen: Any
-
-
-class Regions(NamedTuple):
-    """Where `Kept` lies."""
-
-    stream: Any
-    block: Any
-    scaled: Any
-    squares: Any
-    qkv: Any
-    new: Any
-    new_scales: Any
-    accs: Any
-    tops: Any
-    heads: Any
-    hidden: Any
-    told: Any
-    chosen: Any
 
 
 class Results(NamedTuple):
     logits: Any
-    tokens: Any
-    likeliest: Any
     cache_keys: Any
     cache_values: Any
     cache_key_scales: Any
@@ -194,7 +169,7 @@ def sizes_of(*sizes):
 
 @gluon.jit
 def decode_step_kernel(
-    x_ptr,  # f32 [B, D]; None if there are tokens
+    x_ptr,  # f32 [B, D]
     query_desc,  # [L * HEADS * H, D / 64, 64]; weights of 8 bits are [..., 128]
     key_desc,  # [L * KV_HEADS * H, D / 64, 64]
     value_desc,
@@ -231,8 +206,6 @@ def decode_step_kernel(
     pages_ptr,  # i32 [B, SLOTS / PAGE], which pages of the pool a sequence has; or None
     windows_ptr,  # i32 [L], positions before a token that it attends to; None if they are WINDOW in all layers
     tables_ptr,  # i32 [L], which rotary table is a layer's; None likewise
-    embed_ptr,  # [EMBEDDINGS, D], of tokens; or None
-    tokens_ptr,  # i32 [STEPS, B], those that each step reads; below 0: the likeliest one of the step before
     team,
     stream,  # scratch f32 [2, B, D], the residual stream before a layer's attention, and before its MLP
     block,  # scratch f32 [2, B, D], results of attention and of the MLP before the norm behind them; [B, D] for
@@ -248,7 +221,6 @@ def decode_step_kernel(
     hidden,  # messages f32 [L, B, F]; likewise
     told,  # messages f32 [2 * L, B, D], the stream behind each block; or [2 * L, WORLD, B, D / 2], the ranks' parts
     # of the blocks' results, packed; or none
-    chosen,  # messages [B / 2, WORLD, PROGRAMS, 4], what programs have found to be likeliest; or none
     sums,  # messages i32 [2 * L, WORLD, WORDS], or none
     met,  # signal: programs that have come to the end of a phase
     logits_ptr,  # f32 [B, V]
@@ -256,8 +228,6 @@ def decode_step_kernel(
     cache_values_ptr,
     cache_key_scales_ptr,  # that of old_key_scales_ptr, or None
     cache_value_scales_ptr,
-    token_ptr,  # i32 [STEPS, B], the likeliest token behind each step; or None
-    logit_ptr,  # f32 [STEPS, B], its logit
     times_ptr,  # i32 [PROGRAMS, LAYERS + 1, 6, 4], what `phases.stamp` writes; or None
     LAYERS: gl.constexpr,
     B: gl.constexpr,
@@ -286,9 +256,6 @@ def decode_step_kernel(
     RESIDUAL_SCALE: gl.constexpr,
     LOGIT_SCALE: gl.constexpr,
     LOGIT_SOFT_CAP: gl.constexpr,
-    STEPS: gl.constexpr,  # how many tokens of each sequence, one after the other
-    EMBEDDINGS: gl.constexpr,
-    EMBEDDING_SCALE: gl.constexpr,
     WORLD: gl.constexpr,
     PROGRAMS: gl.constexpr,
     SPLITS: gl.constexpr,  # parts of the keys of a sequence and key/value head
@@ -296,6 +263,7 @@ def decode_step_kernel(
     MERGED: gl.constexpr,  # columns of a head that a program merges at a time, a power of 2 that divides H
     IN_FLIGHT: gl.constexpr,  # blocks on their way into the ring at a time, at most
     PACE: gl.constexpr,  # cycles from one load to the next, at least
+    PATIENCE: gl.constexpr,  # cycles before a program looks for parts of sums, or for the inner part
     STREAM_TOLD: gl.constexpr,  # all programs get the stream by messages, and `stream` is for a program's own rows
     SUMS_TOLD: gl.constexpr,  # all programs get the ranks' parts of sums by messages, and have the stream in registers
     QUERIES_TOLD: gl.constexpr,  # programs get queries, new keys and values by messages
@@ -308,8 +276,8 @@ def decode_step_kernel(
     SIZES: gl.constexpr = sizes_of(
         LAYERS, B, TENSOR_CORES, ATTENTION_CORES, VECTORS, query_desc.dtype.primitive_bitwidth == 8, D, HEADS, KV_HEADS,
         H, F, V, SLOTS, PAGE, POOL, POSITIONS, ROTATED, EPS, PLUS_ONE, POST_NORMS, SCORE_SCALE, SCORE_SOFT_CAP,
-        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, STEPS, EMBEDDINGS, EMBEDDING_SCALE, WORLD, PROGRAMS,
-        SPLITS, WORDS, MERGED, IN_FLIGHT, PACE, STREAM_TOLD, SUMS_TOLD, QUERIES_TOLD, PARTS_TOLD, SUMS, WINDOW, TABLE,
+        ACTIVATION, RESIDUAL_SCALE, LOGIT_SCALE, LOGIT_SOFT_CAP, WORLD, PROGRAMS, SPLITS, WORDS, MERGED, IN_FLIGHT,
+        PACE, PATIENCE, STREAM_TOLD, SUMS_TOLD, QUERIES_TOLD, PARTS_TOLD, SUMS, WINDOW, TABLE,
     )  # fmt: skip
     given = Given(
         query_desc, key_desc, value_desc, out_desc, gate_desc, up_desc, down_desc, unembed_desc, old_keys_desc,
@@ -317,18 +285,26 @@ def decode_step_kernel(
         key_bias_ptr, value_bias_ptr, query_norm_ptr, key_norm_ptr, post_attn_norm_ptr, post_mlp_norm_ptr,
         query_scale_ptr, key_scale_ptr, value_scale_ptr, out_scale_ptr, gate_scale_ptr, up_scale_ptr, down_scale_ptr,
         unembed_scale_ptr, old_key_scales_ptr, old_value_scales_ptr, cos_ptr, sin_ptr, lengths_ptr, pages_ptr,
-        windows_ptr, tables_ptr, embed_ptr, tokens_ptr,
+        windows_ptr, tables_ptr,
     )  # fmt: skip
-    regions = Regions(
-        stream, block, scaled, squares, qkv, new, new_scales, accs, tops, heads, hidden, told, chosen
+    if TENSOR_CORES:
+        heads_ptr = shmem.scratch(me, heads, final_norm_ptr.dtype.element_ty)
+        hidden_ptr = shmem.scratch(me, hidden, final_norm_ptr.dtype.element_ty)
+    else:
+        heads_ptr, hidden_ptr = shmem.messages(me, heads), shmem.messages(me, hidden)
+    qkv_ptr = shmem.messages(me, qkv) if QUERIES_TOLD else shmem.scratch(me, qkv, gl.float32)
+    accs_ptr = shmem.messages(me, accs) if PARTS_TOLD else shmem.scratch(me, accs, gl.float32)
+    tops_ptr = shmem.messages(me, tops) if PARTS_TOLD else shmem.scratch(me, tops, gl.float32)
+    kept = Kept(
+        new, new_scales, shmem.scratch(me, stream, gl.float32), shmem.scratch(me, block, gl.float32),
+        shmem.scratch(me, scaled, final_norm_ptr.dtype.element_ty), shmem.scratch(me, squares, gl.float32),
+        qkv_ptr, accs_ptr, tops_ptr, heads_ptr, hidden_ptr, shmem.messages(me, told),
     )  # fmt: skip
     results = Results(
-        logits_ptr, token_ptr, logit_ptr, cache_keys_ptr, cache_values_ptr, cache_key_scales_ptr,
-        cache_value_scales_ptr, times_ptr,
+        logits_ptr, cache_keys_ptr, cache_values_ptr, cache_key_scales_ptr, cache_value_scales_ptr, times_ptr
     )  # fmt: skip
-    ring = rings.allocate(final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS, STEPS)
+    ring = rings.allocate(final_norm_ptr.dtype.element_ty, STAGE, STAGES, SUMS)
     if TENSOR_CORES:
-        kept = kept_of(me, regions, final_norm_ptr.dtype.element_ty, SIZES)
         gl.warp_specialize(
             [
                 (many.compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)),
@@ -338,87 +314,34 @@ def decode_step_kernel(
         )  # fmt: skip
     else:
         gl.warp_specialize(
-            [(compute, (me, ring, given, regions, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))],
+            [(compute, (me, ring, given, kept, results, x_ptr, sums, met, SIZES)), (load, (ring, given, SIZES))],
             [1], [24],
         )  # fmt: skip
-    shmem.finish(shmem.later(me, STEPS - 1))
+    shmem.finish(me)
 
 
 @gluon.jit
 def load(ring, given, SIZES: gl.constexpr):
     """Fetches all that the program reads once, in the order in which `compute` takes it."""
     position = rings.first_of_loads()
-    for step in range(SIZES.STEPS):
-        lengths = attention.lengths_of(given, SIZES, step)
-        for layer in range(SIZES.LAYERS):
-            position = phases.fetch_projections(ring, position, given, layer, SIZES)
-            if SIZES.STEPS > 1:
-                rings.await_stored(ring, step, layer)
-            position = attention.fetch(ring, position, given, lengths, layer, SIZES)
-            position = phases.fetch_share(ring, position, given.out, layer, SIZES.HEADS * SIZES.H, SIZES)
-            position = phases.fetch_gate(ring, position, given, layer, SIZES)
-            position = phases.fetch_share(ring, position, given.down, layer, SIZES.F, SIZES)
-        position = phases.fetch_unembed(ring, position, given, SIZES)
+    lengths = attention.lengths_of(given, SIZES)
+    for layer in range(SIZES.LAYERS):
+        position = phases.fetch_projections(ring, position, given, layer, SIZES)
+        position = attention.fetch(ring, position, given, lengths, layer, SIZES)
+        position = phases.fetch_share(ring, position, given.out, layer, SIZES.HEADS * SIZES.H, SIZES)
+        position = phases.fetch_gate(ring, position, given, layer, SIZES)
+        position = phases.fetch_share(ring, position, given.down, layer, SIZES.F, SIZES)
+    phases.fetch_unembed(ring, position, given, SIZES)
 
 
 @gluon.jit
-def compute(me, ring, given, regions, results, x_ptr, sums, met, SIZES: gl.constexpr):
-    """All steps, one after the other."""
+def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexpr):
+    """The phases of all layers, and the logits."""
     shmem.verify(me)
+    x = x_ptr
     position = (me.rank * 0, me.rank * 0)
     factor = gl.where(me.ready, 1.0, float("nan"))
-    DTYPE: gl.constexpr = given.final_norm.dtype.element_ty
-    if given.tokens is None:
-        kept = kept_of(me, regions, DTYPE, SIZES)
-        held = rings.load_vectors(given.query, x_ptr, SIZES.D, SIZES.B) if SIZES.SUMS_TOLD else ()
-        one_step(me, ring, position, given, kept, results, x_ptr, held, sums, met, 0, factor, SIZES)
-    else:
-        tokens = greedy.first_tokens(SIZES)
-        for step in range(SIZES.STEPS):
-            now = shmem.later(me, step)
-            kept = kept_of(now, regions, DTYPE, SIZES)
-            greedy.mark(results, 4, SIZES)
-            if results.times is not None:
-                gl.store(results.times + (step * (SIZES.LAYERS + 1) + SIZES.LAYERS) * 24 + 12, shmem.now().to(gl.int32), mask=gl.program_id(0) == 0)
-            held = greedy.embeddings(given, tokens, step, SIZES)
-            greedy.mark(results, 5, SIZES)
-            position, factor, found = one_step(
-                now, ring, position, given, kept, results, kept.stream, held, sums, met, step, factor, SIZES
-            )  # fmt: skip
-            tokens, factor = greedy.choose(now, kept.chosen, results, found, step, factor, SIZES)
-
-
-@gluon.jit
-def kept_of(me, regions, DTYPE: gl.constexpr, SIZES: gl.constexpr):
-    """The scratch and the messages of a call."""
-    if SIZES.TENSOR_CORES:
-        heads, hidden = shmem.scratch(me, regions.heads, DTYPE), shmem.scratch(me, regions.hidden, DTYPE)
-    else:
-        heads, hidden = shmem.messages(me, regions.heads), shmem.messages(me, regions.hidden)
-    qkv = shmem.messages(me, regions.qkv) if SIZES.QUERIES_TOLD else shmem.scratch(me, regions.qkv, gl.float32)
-    accs = shmem.messages(me, regions.accs) if SIZES.PARTS_TOLD else shmem.scratch(me, regions.accs, gl.float32)
-    tops = shmem.messages(me, regions.tops) if SIZES.PARTS_TOLD else shmem.scratch(me, regions.tops, gl.float32)
-    return Kept(
-        regions.new, regions.new_scales, shmem.scratch(me, regions.stream, gl.float32),
-        shmem.scratch(me, regions.block, gl.float32), shmem.scratch(me, regions.scaled, DTYPE),
-        shmem.scratch(me, regions.squares, gl.float32), qkv, accs, tops, heads, hidden,
-        shmem.messages(me, regions.told), shmem.messages(me, regions.chosen),
-    )  # fmt: skip
-
-
-@gluon.jit
-def one_step(
-    me, ring, position, given, kept, results, x_ptr, held, sums, met, step, factor, SIZES: gl.constexpr
-):  # fmt: skip
-    """The phases of all layers, and the logits.
-
-    Args:
-      held: the embeddings' parts, as `rings.load_vectors` returns them, if sums are told.
-
-    Returns: (position, factor, what `phases.unembed` has found to be likeliest).
-    """
-    x = x_ptr
-    lengths = attention.lengths_of(given, SIZES, step)
+    lengths = attention.lengths_of(given, SIZES)
     SIZE: gl.constexpr = SIZES.B * SIZES.D
     SUMS_TOLD: gl.constexpr = SIZES.SUMS_TOLD
     NEXT: gl.constexpr = SIZES.WORLD * SIZE // 2 if SUMS_TOLD else SIZE  # from what is told to the next
@@ -431,6 +354,7 @@ def one_step(
         last, between, after_attention, after_mlp = stream, None, later_stream, stream
     else:
         last, between, after_attention, after_mlp = stream, later_stream, later_stream, stream
+    held = rings.load_vectors(given.query, x_ptr, SIZES.D, SIZES.B) if SUMS_TOLD else ()
     norms = phases.norms_of(given.query, given.attn_norm, given.post_mlp_norm, SIZES)
     for layer in range(SIZES.LAYERS):
         phase = layer * phases.meetings_of(SIZES) - SIZES.QUERIES_TOLD  # of those that end with a meeting
@@ -479,7 +403,7 @@ def one_step(
         times = phases.times_of(results.times, layer, 3, SIZES)
         position, factor = phases.add(
             me, ring, position, given.out, phases.of_layer(given.out_scale, layer, SIZES.D), heads, x,
-            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H, SIZES,
+            after_attention, told, sums, met, 2 * layer, phase + 2, times, factor, SIZES.HEADS * SIZES.H, 0, SIZES,
         )  # fmt: skip
         times = phases.times_of(results.times, layer, 4, SIZES)
         hidden = kept.hidden + layer * (SIZES.B * SIZES.F)
@@ -494,25 +418,16 @@ def one_step(
         times = phases.times_of(results.times, layer, 5, SIZES)
         position, factor = phases.add(
             me, ring, position, given.down, phases.of_layer(given.down_scale, layer, SIZES.D), hidden, later_stream,
-            after_mlp, told + NEXT, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES,
+            after_mlp, told + NEXT, sums, met, 2 * layer + 1, phase + 3, times, factor, SIZES.F, SIZES.PATIENCE, SIZES,
         )  # fmt: skip
         x = last
-    meeting = SIZES.LAYERS * phases.meetings_of(SIZES)
     if phases.last_meeting_of(SIZES):
-        factor = phases.await_all(me, met, meeting, factor, None, SIZES)
-    attention.put(me, given, kept, results, step, SIZES)
-    if SIZES.STEPS > 1:
-        shmem.arrive(me, met)  # the next step reads what is new
+        factor = phases.await_all(me, met, SIZES.LAYERS * phases.meetings_of(SIZES), factor, None, SIZES)
+    attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     found = later_block
     if SUMS_TOLD:
         x, found = held, kept.told + (2 * SIZES.LAYERS - 1) * NEXT
     elif SIZES.STREAM_TOLD:
         x, found = None, kept.told + (2 * SIZES.LAYERS - 1) * NEXT
-    if SIZES.STEPS > 1:
-        factor = phases.await_all(me, met, meeting + phases.last_meeting_of(SIZES), factor, None, SIZES)
-        rings.all_stored(ring)
-    position, likeliest = phases.unembed(
-        me, ring, position, given, x, found, norms, results.logits, times, factor, SIZES
-    )  # fmt: skip
-    return position, factor, likeliest
+    phases.unembed(me, ring, position, given, x, found, norms, results.logits, times, factor, SIZES)

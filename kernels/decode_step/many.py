@@ -87,7 +87,7 @@ def compute(me, ring, given, kept, results, x_ptr, sums, met, SIZES: gl.constexp
             kept, sums, met, 2 * layer + 1, phase + 5 + POST, times, factor, SIZES.F, SIZES,
         )  # fmt: skip
         factor = phases.meet(me, met, phase + 5 + 2 * POST, factor, times, SIZES)
-    attention.put(me, given, kept, results, 0, SIZES)
+    attention.put(me, given, kept, results, SIZES)
     times = phases.times_of(results.times, SIZES.LAYERS, 0, SIZES)
     unembed(ring, position, given, kept, results.logits, times, factor, SIZES)
 

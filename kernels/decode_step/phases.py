@@ -16,7 +16,6 @@ from triton.experimental.gluon import language as gl
 
 from jaxtaxfree.kernels import shmem_gluon as shmem
 from jaxtaxfree.kernels.blocks import epilogue
-from jaxtaxfree.kernels.decode_step import greedy
 from jaxtaxfree.kernels.decode_step import ring as rings
 
 PHASES = gl.constexpr(6)  # of a layer
@@ -107,12 +106,6 @@ def last_meeting_of(sizes):
     return int(sizes.TENSOR_CORES or (sizes.PARTS_TOLD and (sizes.STREAM_TOLD or sizes.SUMS_TOLD)))
 
 
-@triton.constexpr_function
-def meetings_of_step(sizes):
-    """All of a step: with several there is one behind the new keys and values, which the next step reads."""
-    return sizes.LAYERS * meetings_of(sizes) + last_meeting_of(sizes) + (sizes.STEPS > 1)
-
-
 @gluon.jit
 def meet(me, met, phase, factor, times, SIZES: gl.constexpr):
     """Ends a phase: what any program of this rank has stored in it all others see.
@@ -135,7 +128,7 @@ def pass_by(times):
 @gluon.jit
 def await_all(me, met, phase, factor, times, SIZES: gl.constexpr):
     """The second half of `meet`."""
-    A_CALL: gl.constexpr = meetings_of_step(SIZES) * SIZES.PROGRAMS
+    A_CALL: gl.constexpr = (SIZES.LAYERS * meetings_of(SIZES) + last_meeting_of(SIZES)) * SIZES.PROGRAMS
     count = ((me.epoch - 1) * A_CALL).to(gl.int32) + (phase + 1) * SIZES.PROGRAMS
     factor = gl.where(shmem.meet(me, met, count), factor, float("nan"))
     stamp(times, 3)
@@ -203,7 +196,7 @@ def stream_of(me, desc, x, block, norms, there, after, factor, SIZES: gl.constex
     late, held = (), ()
     if SIZES.SUMS_TOLD:
         SCALE: gl.constexpr = 1.0 if SIZES.POST_NORMS else SIZES.RESIDUAL_SCALE
-        sums, late = rings.received_sums(me, desc, block, D, B, SIZES.WORLD, there)
+        sums, late = rings.received_sums(me, desc, block, D, B, SIZES.WORLD, there, SIZES.PATIENCE)
         if SIZES.POST_NORMS:
             sums = behind_norm(desc, sums, norms, SIZES)
         for i in gl.static_range(len(sums)):
@@ -428,7 +421,7 @@ def fetch_share(ring, position, desc, layer, COLUMNS: gl.constexpr, SIZES: gl.co
 @gluon.jit
 def add(
     me, ring, position, desc, scales, source, old, new, told, sums, met, which, phase, times, factor,
-    COLUMNS: gl.constexpr, SIZES: gl.constexpr,
+    COLUMNS: gl.constexpr, PATIENCE: gl.constexpr, SIZES: gl.constexpr,
 ):  # fmt: skip
     """new = old + scale * (product of `source`, summed over the ranks): the program's rows. Ends the phase.
 
@@ -467,7 +460,7 @@ def add(
     ALONE: gl.constexpr = WORLD == 1 and not SIZES.SUMS_TOLD
     if TWINS:
         before = gl.load(old + at, mask=inside & (not SIZES.POST_NORMS), other=0.0)  # before it is needed
-    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B)
+    vectors, missing = rings.received(me, desc, source, factor, COLUMNS, SIZES.B, PATIENCE=PATIENCE)
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
@@ -534,7 +527,6 @@ def fetch_unembed(ring, position, given, SIZES: gl.constexpr):
     first, count = share_of(SIZES.V, ROWS, 1, SIZES.PROGRAMS)
     for i in range(count):
         position = rings.fetch_rows(ring, position, given.unembed, (first + i) * ROWS, SIZES.D, SIZES.IN_FLIGHT, 0)
-    return position
 
 
 @gluon.jit
@@ -543,8 +535,6 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
 
     Args:
       x, block, norms: as `stream_of` takes them.
-
-    Returns: (position, if there are tokens the likeliest of these logits, as `greedy.choose` takes them).
     """
     desc = given.unembed
     CAP: gl.constexpr = SIZES.LOGIT_SOFT_CAP
@@ -556,8 +546,6 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
     stamp(times, 0)
     VECTORS: gl.constexpr = vectors_of_sums(SIZES)
     PORTION: gl.constexpr = portion_of(SIZES.V, desc, gl.num_warps(), 1, SIZES)
-    _, b, row, there = rows_of_share(desc, first, 0, count, PORTION, SIZES.V, SIZES)
-    likeliest = greedy.none_of(b)
     for begin in range(0, count, PORTION):
         _, b, row, there = rows_of_share(desc, first, begin, count, PORTION, SIZES.V, SIZES)
         scale = scale_of(given.unembed_scale, row, there)
@@ -568,8 +556,5 @@ def unembed(me, ring, position, given, x, block, norms, logits_ptr, times, facto
         if CAP > 0:
             logit = CAP * (1 - 2 / (gl.exp(logit * (2 / CAP)) + 1))
         gl.store(logits_ptr + b * SIZES.V + row, logit, mask=there)
-        if given.tokens is not None:
-            likeliest = greedy.likelier(likeliest, logit, me.rank * SIZES.V + row, there)
-    stamp(times, 1)
     report_stream(me, desc, block, late, SIZES)
-    return position, likeliest
+    stamp(times, 1)

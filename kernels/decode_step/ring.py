@@ -27,18 +27,15 @@ class Ring(NamedTuple):
     stages: Any  # [STAGES, STAGE / 64, 64]
     full: Any  # mbarriers of the stages: the block has come
     empty: Any  # it has been taken
-    stored: Any  # mbarrier: all programs have stored the step's new keys and values; None if there is one step
     sums: Any  # f32 [SUMS]: what each warp has of some sums
     few: Any  # f32 [FEW]: the same, of those that are few
 
 
-import os
-EVENS = gl.constexpr(int(os.environ.get("EVENS", "1")))
 FEW = gl.constexpr(256)  # two of each warp for each of 8 heads
 
 
 @gluon.jit
-def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr, STEPS: gl.constexpr):
+def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUMS: gl.constexpr):
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([STAGE // 64, 64], DTYPE)
     stages = gl.allocate_shared_memory(DTYPE, [STAGES, STAGE // 64, 64], LAYOUT)
     full = mbarrier.allocate_mbarrier(batch=STAGES)
@@ -50,25 +47,7 @@ def allocate(DTYPE: gl.constexpr, STAGE: gl.constexpr, STAGES: gl.constexpr, SUM
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     sums = gl.allocate_shared_memory(gl.float32, [SUMS], PLAIN, gl.full([SUMS], 0.0, gl.float32, LANES))
     few = gl.allocate_shared_memory(gl.float32, [FEW], PLAIN, gl.full([FEW], 0.0, gl.float32, LANES))
-    stored = None
-    if STEPS > 1:
-        stored = mbarrier.allocate_mbarrier()
-        mbarrier.init(stored, count=1)
-    return Ring(stages, full, empty, stored, sums, few)
-
-
-@gluon.jit
-def all_stored(ring):
-    """Says to who loads that all new keys and values of a step are in the cache, which all programs have said."""
-    mbarrier.arrive(ring.stored, count=1)
-
-
-@gluon.jit
-def await_stored(ring, step, layer):
-    """Waits until those of the step before are there, in front of the first layer's."""
-    if (step > 0) & (layer == 0):
-        mbarrier.wait(ring.stored, (step - 1) & 1)
-        shmem.fence_proxy()
+    return Ring(stages, full, empty, sums, few)
 
 
 @gluon.jit
@@ -263,7 +242,7 @@ def multiply_rows(
     if B == 1 and chunks_of(COLUMNS, desc) == 1 and sums.shape[0] > 1:
         for i in range(count // 2):
             position = multiply_two(ring, position, desc, vectors, sums, i)
-        if not (EVEN and EVENS) and count % 2 == 1:
+        if not EVEN and count % 2 == 1:
             position = multiply(ring, position, desc, vectors, sums, count - 1, COLUMNS, B)
     else:
         for i in range(count):
@@ -419,11 +398,14 @@ def gains_of(desc, gain_ptr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True):
+def received(
+    me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, there=True, PATIENCE: gl.constexpr = 0
+):  # fmt: skip
     """Vectors f32 [B, COLUMNS] times `factor`, as `multiply` takes them, of messages from programs of this rank.
 
     Args:
       there: i1, whether there are any; if not, nothing is waited for, and they are NaN.
+      PATIENCE: as in `shmem.poll_places`, of the first part.
 
     Returns: (of each vector one part after the other, for `report` what did not come).
     """
@@ -432,7 +414,8 @@ def received(me, desc, source, factor, COLUMNS: gl.constexpr, B: gl.constexpr, t
     vectors, reports = (), ()
     for i in gl.static_range(B * CHUNKS):
         part, late = shmem.receive_own(
-            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there
+            me, source + message_of(i, COLUMNS, desc), messages_of(i, COLUMNS, desc), WIDTH, there,
+            PATIENCE if i == 0 else 0,
         )  # fmt: skip
         vectors = vectors + (in_columns(desc, i, part, COLUMNS) * factor,)
         reports = reports + (late,)
@@ -457,7 +440,9 @@ def report(me, desc, source, reports, COLUMNS: gl.constexpr, B: gl.constexpr):
 
 
 @gluon.jit
-def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there):
+def received_sums(
+    me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORLD: gl.constexpr, there, PATIENCE: gl.constexpr
+):  # fmt: skip
     """The same of sums over the ranks, of messages [WORLD, B, COLUMNS / 2] from programs of all of them: four words for
     eight columns, as `packed.py` makes them.
 
@@ -468,7 +453,8 @@ def received_sums(me, desc, source, COLUMNS: gl.constexpr, B: gl.constexpr, WORL
     for i in gl.static_range(B * chunks_of(COLUMNS, desc)):
         at = source + message_of(i, COLUMNS, desc) // 2
         found, late = shmem.receive_all(
-            me, at, messages_of(i, COLUMNS, desc) // 2, WIDTH // 2, B * COLUMNS // 2, WORLD, there
+            me, at, messages_of(i, COLUMNS, desc) // 2, WIDTH // 2, B * COLUMNS // 2, WORLD, there,
+            PATIENCE if i == 0 else 0,
         )  # fmt: skip
         pieces = ()
         for piece in gl.static_range(len(found) // WORLD):

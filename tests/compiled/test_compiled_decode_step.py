@@ -90,6 +90,19 @@ def test_a_share_of_llama_3_8b(world, eight):
     assert "release.sys" not in code.ptx
 
 
+@pytest.mark.parametrize("patience", [0, 1000])
+def test_a_thread_polls_all_of_its_messages_at_once(patience):
+    """Each poll is one loop, and none follows another one: two would take two ways to the L2 cache."""
+    model = DecoderSpec(layers=8, d_model=4096, heads=8, kv_heads=2, head_dim=128, d_mlp=3584, vocab=32064)
+    ptx = launch_of(lowered(model, 2, 1, patience=patience))[PTX].decode()
+    polls = re.findall(r"AGAIN:\n((?:@looks\d+ ld\.relaxed\.sys\.global\.v4\.b32 .*\n)+)", ptx)
+    # Sums before queries, before the gate and before the logits, of two ranks; queries and what they are rotated with;
+    # parts of heads and their tops; heads; the inner part.
+    assert [poll.count("ld.relaxed") for poll in polls] == [4, 2, 8, 1, 4, 2, 4]
+    # Who waits for sums, or for the inner part, may look later.
+    assert len(re.findall(r"setp\.lt\.u32 p, v, 1000;", ptx)) == (4 if patience else 0)
+
+
 @pytest.mark.parametrize(("rows", "groups"), [(2, 64), (16, 8), (4, 32), (128, 1)])
 def test_no_three_threads_read_sums_from_one_bank(rows, groups):
     """Of the 8 threads that shared memory serves at a time. Blocks are those of 8B's share of eight, and one more."""

@@ -47,8 +47,6 @@ class Step:
       config: what is changed of CONFIG.
       eight: a dtype of 8 bits for the matrices of layers, and for the unembedding if it is said; or none.
       cache: a dtype of 8 bits for the cache, or bfloat16.
-      tokens: of `decode_greedy`, those that each step reads of each sequence; -1: what the step before has chosen. Then
-        ranks have different parts of the vocabulary.
       page: positions of a page, if the cache is in pages. Then a sequence has as many as SLOTS need. Entries that no
         token has are no pages, and neither is that of a new token of the sequences `lost`.
     """
@@ -64,7 +62,6 @@ class Step:
     cache: str = "bfloat16"
     page: int = 0
     lost: tuple[int, ...] = ()
-    tokens: tuple[tuple[int, ...], ...] = ()
 
     @property
     def pages(self) -> int:
@@ -90,7 +87,7 @@ class Step:
         """Simulates the call. Its logits must be right, and the same on all ranks. In the cache only what is new may be
         other bits.
         """
-        arrays, keywords, (logits, chosen), cache, news, (row, slot) = _prepared(self)
+        arrays, keywords, logits, cache, news, (row, slot) = _prepared(self)
         outs, _ = simulator.run(kernel, *arrays, **{**keywords, **settings})
         # Logits of others mean nothing.
         there = (np.asarray(self.lengths) >= 0) & ~np.isin(np.arange(len(self.lengths)), self.lost)
@@ -108,30 +105,22 @@ class Step:
                     np.testing.assert_allclose(new[i], wanted[i], rtol=0.13, atol=1)
                 np.testing.assert_allclose(np.stack(new[2:]), wanted[2:], rtol=0.02)
                 new, wanted = [], []
-            for found, expected in zip((out[0][there], *new), (logits[rank][there], *wanted), strict=True):
+            for found, expected in zip((out[0][there], *new), (logits[there], *wanted), strict=True):
                 found = np.asarray(found, np.float32)
                 np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02, err_msg=f"of rank {rank}")
-            same = slice(1 + len(news), None) if self.tokens else slice(1)
-            for found, first, is_chosen in zip(out[same], outs[0][same], (True, False)):
-                by = (slice(None), there) if self.tokens else there
-                np.testing.assert_array_equal(found[by], first[by], err_msg="ranks have different bits")
-                if self.tokens:
-                    expected = chosen[0 if is_chosen else 1][by]
-                    np.testing.assert_allclose(found[by], expected, rtol=0 if is_chosen else 0.02, atol=0.02)
+            np.testing.assert_array_equal(out[0][there], outs[0][0][there], err_msg="ranks have different bits")
 
 
 @functools.lru_cache(maxsize=32)
 def _prepared(step: Step) -> tuple[Any, ...]:
-    """The operands of each rank, the keywords of the launch, and what must come out: logits of each rank and (tokens
-    that are chosen, their logits), each part of the cache by ranks, in which nothing is new, all that is new [tokens,
-    L, W, ...], and in which (rows, slots) of the cache.
+    """The operands of each rank, the keywords of the launch, and what must come out: logits, each part of the cache by
+    ranks, in which nothing is new, all that is new [tokens, L, W, ...], and in which (rows, slots) of the cache.
     """
     model, world, b = step.model, step.world, len(step.lengths)
     rng = np.random.default_rng(0)
     made = make_params(model)
     unembed = "embed" if model.tied else "unembed"
-    if not step.tokens:
-        made[unembed] = np.tile(made[unembed][:12], (world, 1))
+    made[unembed] = np.tile(made[unembed][:12], (world, 1))
     params = wide = {name: w.astype(jnp.bfloat16) for name, w in made.items()}
     narrow = [name for name in model.matrices if name != "unembed" or len(step.eight) > 1] if step.eight else []
     if narrow:
@@ -144,37 +133,31 @@ def _prepared(step: Step) -> tuple[Any, ...]:
         cache = [(50 * x).clip(-100, 100).round() for x in cache]
         cache += [np.exp(rng.uniform(-6, -3, shape[:-1])).astype(np.float32) for _ in range(2)]
     cache = [x.astype(step.cache) if x.ndim == 5 else x for x in cache]
-    embed = rng.standard_normal((b if not step.tokens else 12 * world, model.d_model)).astype(jnp.bfloat16)
+    x = rng.standard_normal((b, model.d_model)).astype(jnp.bfloat16)
     cos, sin = rotary_tables(model, step.slots)
     lengths = np.asarray(step.lengths, np.int32)
     tables, pool = _table_of(step, rng) if step.page else (None, b)
-    tokens = np.asarray(step.tokens or [range(b)], np.int32)
-    *results, after = _expected(
-        model, wide, embed, tokens, _laid_out(cache, tables, pool, step), lengths, cos, sin, tables
-    )  # fmt: skip
-    logits = results[0][:, : 12] if not step.tokens else results[0]
+    logits, after = _expected(model, wide, x, _laid_out(cache, tables, pool, step), lengths, cos, sin, tables)
     for row, length in enumerate(lengths):
         for part in cache:
             part[:, row, :, max(length, 0) :] = 77 if part.dtype == np.int8 else np.nan  # behind the last key anything
     cache = _laid_out(cache, tables, pool, step)
-    slots = lengths + np.arange(len(tokens))[:, None]
-    kept, row = np.nonzero((lengths >= 0) & (slots < step.slots))
-    slot = slots[kept, row]
+    kept = np.flatnonzero((lengths >= 0) & (lengths < step.slots))
+    row, slot = kept, lengths[kept]
     if tables is not None:
         row, slot = tables[row, slot // step.page], slot % step.page
         row, slot = row[(row >= 0) & (row < pool)], slot[(row >= 0) & (row < pool)]
     news = [part[:, row, :, slot] for part in after]
     of_eight = tuple(Eight(name=name, dtype=step.eight[0], scales="row") for name in narrow)
-    more: dict[str, Any] = {"steps": len(tokens), "embeddings": len(embed)} if step.tokens else {}
     in_pages = {"pool": pool, "pages": step.pages} if step.page else {}
     call = call_of(
         model, world, b, step.page or SLOTS, positions=step.slots, eight=of_eight, cache_dtype=np.dtype(step.cache),
-        **in_pages, **more,
+        **in_pages,
     )  # fmt: skip
     variant, config = Hopper(), dataclasses.replace(CONFIG, **dict(step.config))
     if reasons := variant.refuses(call, config):
         raise ValueError(f"No call of the kernel: {'; '.join(reasons)}.")  # no AssertionError, which finds faults
-    given = (embed, tokens) if step.tokens else embed.astype(np.float32) * model.embedding_scale
+    stream = x.astype(np.float32) * model.embedding_scale
     arrays, caches, pages = [], [], [] if tables is None else [tables]
     for rank in range(world):
         of_rank = {
@@ -184,13 +167,12 @@ def _prepared(step: Step) -> tuple[Any, ...]:
         own = [np.ascontiguousarray(part[:, :, rank : rank + 1]) for part in cache]
         caches.append(own)
         arrays.append(
-            list(map(np.asarray, variant.arrays(call, config, of_rank, given, own, lengths, cos, sin, *pages)))
+            list(map(np.asarray, variant.arrays(call, config, of_rank, stream, own, lengths, cos, sin, *pages)))
         )
     keywords = variant.launch(call, config)
     for of_jax in ("cost_estimate", "name"):
         del keywords[of_jax]
-    expected = np.split(logits, world, 1) if step.tokens else [logits] * world
-    return list(zip(*arrays)), keywords | {"world": world}, (expected, results[1:]), list(zip(*caches)), news, (row, slot)
+    return list(zip(*arrays)), keywords | {"world": world}, logits, list(zip(*caches)), news, (row, slot)
 
 
 def _table_of(step: Step, rng: np.random.Generator) -> tuple[np.ndarray, int]:
@@ -219,24 +201,17 @@ def _laid_out(cache: list[np.ndarray], tables: np.ndarray | None, pool: int, ste
 
 
 def _expected(
-    model: jtf.DecoderSpec, params: Any, embed: Any, tokens: Any, cache: Any, lengths: Any, cos: Any, sin: Any,
-    tables: Any,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]:  # fmt: skip
-    """The reference's, in f32: logits of the last step, the tokens that each step chose, their logits, and the parts of
-    the cache."""
+    model: jtf.DecoderSpec, params: Any, x: Any, cache: Any, lengths: Any, cos: Any, sin: Any, tables: Any
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The reference's, in f32: logits of rank 0, and the parts of the cache."""
     wide = lambda tree: jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), tree)  # noqa: E731
 
-    def step(params: Any, x: Any, cache: Any, lengths: Any) -> Any:
+    def step(params: Any, x: Any, cache: Any) -> Any:
         how = {"model": model, "cos": cos, "sin": sin, "block_tables": tables, "implementation": "xla"}
         return jtf.decode_step(params, x, cache, lengths, "tp", **how)
 
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    step = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-    cache = tuple(cache) if len(cache) > 2 else tuple(wide(cache))
-    params, chosen, values = wide(params), [], []
-    for i, given in enumerate(tokens):
-        token = np.where(given < 0, chosen[-1], given) if chosen else given
-        logits, cache = step(params, wide(embed[token]), cache, np.where(lengths < 0, lengths, lengths + i))
-        chosen.append(np.argmax(logits, 1))
-        values.append(np.max(logits, 1))
-    return np.asarray(logits), np.stack(chosen), np.stack(values), list(map(np.asarray, cache))
+    step = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    given = tuple(cache) if len(cache) > 2 else tuple(wide(cache))
+    logits, cache = jax.jit(step)(wide(params), wide(x), given)
+    return np.asarray(logits)[:, : logits.shape[1] // (model.kv_heads)], list(map(np.asarray, cache))

@@ -237,8 +237,9 @@ class Hopper(Variant[Call]):
         reasons += refused_pages(call, config)
         if config.tell_queries:
             reasons += refused_messages(call, config)
-        if config.pace and config.tensor_cores:
-            reasons.append("pace is for products in registers")
+        if config.tensor_cores:
+            given = [name for name in ("pace", "patience") if getattr(config, name)]
+            reasons += [f"{name} is for products in registers" for name in given]
         if config.tell_parts:
             reasons += refused_parts(config)
         if config.tell_sums:
@@ -337,12 +338,11 @@ class Hopper(Variant[Call]):
         weights = sum(size * call.dtype_of(name).itemsize for name, size in sizes.items())
         scales = (f32(*of_cache),) * 2 if call.narrow_cache else ()
         # Of the operands of `arrays` the cache's parts, and the results that they become.
-        first = len(_weights(call)) + (call.steps == 0)
+        first = 1 + len(_weights(call))
         parts = (first, first + 1, *(first + 2 + len(_vectors(call)) + i for i in range(len(scales))))
-        chosen = (jax.ShapeDtypeStruct((call.steps, b), jnp.int32), f32(call.steps, b)) if call.steps else ()
         times = (jax.ShapeDtypeStruct((config.programs, layers + 1, 6, 4), jnp.int32),) if config.times else ()
         return {
-            "out_type": (f32(b, call.vocab), part, part, *scales, *chosen, *times),
+            "out_type": (f32(b, call.vocab), part, part, *scales, *times),
             "input_output_aliases": {operand: 1 + i for i, operand in enumerate(parts)},
             "grid": config.programs,
             "together": config.programs,
@@ -352,9 +352,7 @@ class Hopper(Variant[Call]):
                 "new": jax.ShapeDtypeStruct((2, layers, b, kv_heads, h), call.cache_dtype),
                 "new_scales": f32(2 if call.narrow_cache else 0, layers, b, kv_heads),
             },
-            "messages": own.pop("messages")
-            | messages
-            | {"chosen": (-(-b // 2), call.world, config.programs, 4) if call.steps else (0,)},
+            "messages": own.pop("messages") | messages,
             "signals": {"met": 1},
             "descriptors": {**blocks, **{name: (blocks[name], read) for name in ("old_keys_desc", "old_values_desc")}},
             "name": "decode_step",
@@ -393,13 +391,11 @@ class Hopper(Variant[Call]):
             "RESIDUAL_SCALE": model.residual_scale,
             "LOGIT_SCALE": model.logit_scale,
             "LOGIT_SOFT_CAP": model.logit_soft_cap or 0.0,
-            "STEPS": max(call.steps, 1),
-            "EMBEDDINGS": call.embeddings,
-            "EMBEDDING_SCALE": float(np.asarray(model.embedding_scale, call.dtype)) if call.steps else 1.0,
             "PROGRAMS": config.programs,
             "SPLITS": config.splits,
             "IN_FLIGHT": min(config.in_flight, config.num_stages),
             "PACE": config.pace,
+            "PATIENCE": config.patience,
             "STAGE": config.stage,
             "STAGES": config.num_stages,
             "MERGED": config.merged,
@@ -460,20 +456,18 @@ class Hopper(Variant[Call]):
         }
 
     def arrays(self, call: Call, config: Config, *operands: Any) -> tuple[Any, ...]:
-        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled, or (embed, tokens), and of the table of pages if
-        there is one.
+        """Of (params, x, cache, lengths, cos, sin), x in f32 and scaled, and of the table of pages if there is one.
 
         The cache as it is: XLA copies an operand that is a result as well if it is reshaped, which it makes nothing of
         elsewhere.
         """
         params, x, cache, lengths, cos, sin, *pages = operands
-        stream, of_tokens = ((), x) if call.steps else ((x,), ())
         model = call.model
         as_blocks = lambda w: w.reshape(_as_blocks((-1, w.shape[-1]), w.dtype, config.tensor_cores))  # noqa: E731
         # Numbers that are the same for all layers are constants: XLA would start a kernel to write such an array.
         numbers = [each for each in (_windows(model), model.table_by_layer) if len(set(each)) > 1]
         return (
-            *stream,
+            x,
             *(as_blocks(params[name]) for name in _weights(call)),
             *cache[:2],
             *(params[name] for name in _vectors(call)),
@@ -483,7 +477,6 @@ class Hopper(Variant[Call]):
             lengths,
             *pages,
             *(jnp.asarray(each, jnp.int32) for each in numbers),
-            *of_tokens,
         )
 
     def variations(self, call: Call, config: Config) -> list[dict[str, Any]]:
@@ -493,7 +486,7 @@ class Hopper(Variant[Call]):
             *([] if config.tell_parts else each("merged", 4, 16, 32)),
             *([] if config.tensor_cores else [{"attention_cores": not config.attention_cores}]),
             *({told: False} for told in ("tell_queries", "tell_parts", "tell_sums") if getattr(config, told)),
-            *([] if config.tensor_cores else each("pace", 700, 850, 1000)),
+            *([] if config.tensor_cores else [*each("pace", 700, 850, 1000), *each("patience", 800, 1200)]),
             *each("splits", config.splits // 2),
             *(
                 {"stage": stage, "num_stages": (192 << 10) // (2 * stage), "in_flight": _in_flight(call, stage)}
@@ -529,7 +522,6 @@ def _absent(call: Call, config: Config) -> dict[str, None]:
     return {
         **({} if config.times else {"times_ptr": None}),
         **({} if call.paged else {"pages_ptr": None}),
-        **dict.fromkeys(["x_ptr"] if call.steps else ["embed_ptr", "tokens_ptr", "token_ptr", "logit_ptr"]),
         **({} if len(set(_windows(model))) > 1 else {"windows_ptr": None}),
         **({} if len(set(model.table_by_layer)) > 1 else {"tables_ptr": None}),
         **({} if model.qkv_bias else {f"{name}_bias_ptr": None for name in ("query", "key", "value")}),
