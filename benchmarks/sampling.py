@@ -10,8 +10,8 @@ class Mode:
     """How a sample is taken.
 
     seconds: how long one sample lasts, about: as many launches as that takes.
-    least: launches of a sample at least. The first dispatch and the last wait take a millisecond of it: a decode step on
-        two H200, of programs of 32 steps, took 207.3 us by 6 launches, and 203.6 by 20.
+    least: launches of a sample at least. The first dispatch and the last wait take a millisecond of it: a decode step
+        on two H200, of programs of 32 steps, took 207.3 us by 6 launches, and 203.6 by 20.
     idle: pause before the sample, which lets the clocks recover.
     warm: launches of the same program before the clock starts, as a share of the sample, so that a sample does not
         profit from a cooler predecessor.

@@ -198,8 +198,9 @@ def _pieces(pieces, size, ranks, stride):
 
 @gluon.jit
 def receive_pairs(me, source, beside, count, PLACES: gl.constexpr, STRIDE: gl.constexpr, STEP: gl.constexpr):
-    """Waits for messages (`send`) from programs of this rank, wherever they lie: 4 at each of so many places behind each
-    of two pointers, all at once. Otherwise like `receive_own`. `report_pairs` has to follow.
+    """Waits for messages (`send`) of this rank at so many places behind each of two pointers, all at once.
+
+    There are 4 at each place. Otherwise it is like `receive_own`. `report_pairs` has to follow.
 
     Args:
       source, beside: blocks of pointers in the layout `vectors_of(1, ...)`. Of more than one for each thread the next
