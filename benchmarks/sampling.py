@@ -31,6 +31,11 @@ class Mode:
     def warm_launches(self, program_seconds: float) -> int:
         return max(1, round(self.launches(program_seconds) * self.warm)) if self.warm else 0
 
+    def sample_seconds(self, program_seconds: float) -> float:
+        """How long a sample takes, with what comes before it."""
+        launches = self.launches(program_seconds) + self.warm_launches(program_seconds)
+        return self.idle + launches * program_seconds
+
 
 SUSTAINED = Mode(name="sustained", seconds=0.040, least=20, warm=0.25)
 BURST = Mode(name="burst", seconds=0.008, idle=0.1)

@@ -202,7 +202,7 @@ def measure_calls(
             errors = [program.error(expected, lhs, rhs)]
             program.seconds = program.run(1)
             for mode in modes:
-                once = mode.idle + (1 + mode.warm) * mode.launches(program.seconds) * program.seconds
+                once = mode.sample_seconds(program.seconds)
                 for _ in range(max(MIN_ROUNDS, int(seconds / len(modes) / once))):
                     program.sample(mode)
             errors.append(program.error(expected, lhs, rhs))

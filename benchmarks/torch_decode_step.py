@@ -310,7 +310,7 @@ def measure(job: dict[str, Any], modes: list[Mode], seconds: float) -> Iterator[
             errors = [error_of(step, program)]
             program.seconds = program.run(1)
             for mode in modes:
-                once = mode.idle + (1 + mode.warm) * mode.launches(program.seconds) * program.seconds
+                once = mode.sample_seconds(program.seconds)
                 for _ in range(max(MIN_ROUNDS, int(seconds / len(modes) / len(ways) / once))):
                     program.sample(mode)
             errors.append(error_of(step, program))

@@ -168,7 +168,7 @@ def received(me, ring, source, head, count, SIZES: gl.constexpr):
     """
     H: gl.constexpr = SIZES.H
     G: gl.constexpr = SIZES.HEADS // SIZES.KV_HEADS
-    HELD: gl.constexpr = triton.next_power_of_2(G + 2)  # rows; nobody reads those behind them
+    HELD: gl.constexpr = triton.next_power_of_2(G + 2)  # rows; nobody uses those behind them
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     vector = gl.arange(0, HELD * H // 4, shmem.vectors_of(1, gl.num_warps()))
@@ -176,14 +176,15 @@ def received(me, ring, source, head, count, SIZES: gl.constexpr):
     column = vector % (H // 4) * 4
     of_new = gl.where(row == G, SIZES.HEADS, SIZES.HEADS + SIZES.KV_HEADS) + head
     rows = source + gl.where(row < G, head * G + row, of_new) * H
+    sources = rows + column
     # A thread polls both at once: one behind the other they take a way to the L2 cache each.
     values, partners, late = shmem.receive_pairs(
-        me, rows + column, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0
+        me, sources, rows + attention.partner_of(column, SIZES), (row < count).to(gl.int32), 1, 0, 0
     )  # fmt: skip
     both = ring.sums.reinterpret(gl.float32, [2 * ROWS // HELD, HELD * H], LINE)
     both.index(0).store(values[0])
     both.index(ROWS // HELD).store(partners[0])
-    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), rows + column, late
+    return ring.sums.reinterpret(gl.float32, [2, ROWS, H], PLAIN), sources, late
 
 
 @gluon.jit

@@ -464,6 +464,7 @@ def add(
     stamp(times, 0)
     box = shmem.messages(me, sums) + which * (WORLD * SIZES.WORDS)
     PORTION: gl.constexpr = portion_of(D, desc, gl.num_warps(), 1, SIZES, UNIT)
+    EVEN: gl.constexpr = UNIT % 2 == 0 and PORTION % 2 == 0  # 64 divides D, so the last program's are even, too
     for begin in range(0, count, PORTION):
         place, b, own, there = rows_of_share(desc, first, begin, count, PORTION, D, SIZES)
         scale = scale_of(scales, own, there)
@@ -471,7 +472,6 @@ def add(
             before = gl.load(old + b * D + own, mask=there & (not SIZES.POST_NORMS), other=0.0)
         parts = rings.sums_of(ring, desc, PORTION, VECTORS)
         blocks = gl.minimum(count - begin, PORTION)
-        EVEN: gl.constexpr = UNIT % 2 == 0 and PORTION % 2 == 0  # 64 divides D, so the last program's are even, too
         position = rings.multiply_rows(ring, position, desc, vectors, parts, blocks, COLUMNS, SIZES.B, EVEN)
         products = rings.collect(parts, PORTION) * scale
         if SIZES.SUMS_TOLD:
