@@ -96,6 +96,17 @@ def is_taken(model: jtf.DecoderSpec, b: int, world: int) -> bool:
     return model.kv_heads % world == 0 and not refusals(call_of(model, world, b, SLOTS))
 
 
+def for_ranks(cases: dict[str, Any], world: int) -> dict[str, Any]:
+    """Cases, whose last are a model and lengths, with models of which more than two ranks have the shares of two."""
+    more = max(1, world // 2)
+    whole = ("heads", "kv_heads", "d_mlp", "vocab")
+
+    def widened(model: jtf.DecoderSpec) -> jtf.DecoderSpec:
+        return dataclasses.replace(model, **{name: more * getattr(model, name) for name in whole})
+
+    return {name: (*how, widened(model), lengths) for name, (*how, model, lengths) in cases.items()}
+
+
 def operands(
     model: jtf.DecoderSpec, b: int, slots: int, steps: int, eight: str | None = None, of_cache: str | None = None
 ) -> tuple[dict[str, jax.Array], jax.Array, Any]:
@@ -182,11 +193,9 @@ def in_pages(cache: Any, page: int) -> tuple[Any, jax.Array]:
 
 
 def check_cases(mesh: Mesh, *names: str) -> None:
-    """Every case that the kernel takes, or those that are named."""
-    world = mesh.devices.size
-    taken = [name for name, (model, lengths) in CASES.items() if is_taken(model, len(lengths), world)]
-    assert len(taken) >= 8 or world > 2, taken
-    _check_all(mesh, {name: CASES[name] for name in names or taken})
+    """Every case, or those that are named."""
+    cases = for_ranks(CASES, mesh.devices.size)
+    _check_all(mesh, {name: cases[name] for name in names or cases})
 
 
 def check_operations(mesh: Mesh) -> None:
@@ -199,7 +208,7 @@ def check_eight_bits(mesh: Mesh, kernel: str = "hopper") -> None:
     """Weights of 8 bits beside XLA's of the same weights."""
     _run(mesh, {
         name: functools.partial(errors_of, model, lengths, kernel=kernel, eight=eight)
-        for name, (eight, model, lengths) in EIGHT_BITS.items()
+        for name, (eight, model, lengths) in for_ranks(EIGHT_BITS, mesh.devices.size).items()
     })  # fmt: skip
 
 
@@ -211,7 +220,7 @@ def check_caches(mesh: Mesh, kernel: str = "hopper") -> None:
             errors_of, model, lengths, kernel=kernel, eight=eight, of_cache=of_cache,
             config=by_tensor_cores if kernel == "hopper" and len(lengths) > FEW else None,
         )
-        for name, (of_cache, eight, model, lengths) in CACHES.items()
+        for name, (of_cache, eight, model, lengths) in for_ranks(CACHES, mesh.devices.size).items()
     })  # fmt: skip
 
 
@@ -219,7 +228,7 @@ def check_pages(mesh: Mesh, kernel: str = "hopper") -> None:
     """A cache in pages beside XLA's."""
     _run(mesh, {
         name: functools.partial(errors_of, model, lengths, kernel=kernel, of_cache=of_cache, page=page)
-        for name, (page, of_cache, model, lengths) in PAGES.items()
+        for name, (page, of_cache, model, lengths) in for_ranks(PAGES, mesh.devices.size).items()
     })  # fmt: skip
 
 
@@ -240,9 +249,9 @@ def _run(mesh: Mesh, cases: dict[str, Callable[[], jax.Array]]) -> None:
     assert not wrong, wrong
 
 
-def check_repetition(mesh: Mesh) -> None:
-    """The same bits, a thousand times, of three steps in turn; logits and the cache."""
-    model, lengths = CASES["one sequence"]
+def check_repetition(mesh: Mesh, times: int = REPETITIONS) -> None:
+    """The same bits each time, of three steps in turn; logits and the cache."""
+    model, lengths = for_ranks(CASES, mesh.devices.size)["one sequence"]
 
     def local() -> jax.Array:
         params, xs, cache = operands(model, len(lengths), SLOTS, 3)
@@ -255,7 +264,7 @@ def check_repetition(mesh: Mesh) -> None:
             same = [jnp.array_equal(a, b[i % 3]) for a, b in zip(*map(jax.tree.leaves, (found, first)), strict=True)]
             return wrong + jnp.where(functools.reduce(jnp.logical_and, same), 0, 1)
 
-        return lax.psum(lax.fori_loop(0, REPETITIONS, step, jnp.int32(0)), "tp")
+        return lax.psum(lax.fori_loop(0, times, step, jnp.int32(0)), "tp")
 
     assert int(on_ranks(mesh, local)) == 0
     jtf.heap.check()

@@ -5,6 +5,7 @@ peer from running, so that one GPU tests any number of ranks.
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import jax.numpy as jnp
 import jaxtaxfree as jtf
 from jaxtaxfree import heap
 from tests.gpu import test_gpu_hopper
-from tests.helpers import attention_parity, collectives_parity, parity
+from tests.helpers import attention_parity, collectives_parity, parity, step_parity
 devices = jax.devices("cuda")
 mesh = parity.mesh_of(devices, (world,), ("tp",))
 """
@@ -112,7 +113,16 @@ CHECKS = {
         attention_parity.check_features(mesh)
         attention_parity.check_mixture(mesh)
     """,
+    "decode_step": """
+        step_parity.check_cases(mesh)
+        step_parity.check_repetition(mesh, 50)
+    """,
+    "decode_step of 8 bits and in pages": """
+        for check in (step_parity.check_eight_bits, step_parity.check_caches, step_parity.check_pages):
+            check(mesh, "hopper")
+    """,
 }
+HOPPER = re.compile("hopper|step_parity")  # in checks of kernels that are for it alone
 
 
 @pytest.mark.slow
@@ -120,7 +130,7 @@ CHECKS = {
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, marks=pytest.mark.gpu(1, "9.0") if "hopper" in body else pytest.mark.gpu(1))
+        pytest.param(check, marks=pytest.mark.gpu(1, "9.0") if HOPPER.search(body) else pytest.mark.gpu(1))
         for check, body in CHECKS.items()
     ],
 )
